@@ -132,8 +132,7 @@ def ours(folder: Path, wanted: Profile, pairs: int) -> Callable[[int], list[Time
             first = step * count
             batch = read_batch(trainer, samples, first, count)
             counted = samples.counted(first, count)
-            given = {"answers": batch.answers, "reference": batch.reference}
-            trainer.forward_backward(batch.tokens, 1 / counted, documents=batch.documents, **given)
+            trainer.forward_backward(batch, 1 / counted)
             optimizer.step(RATE)
             part = pairs / counted if wanted.objective.kind == "dpo" else 1.0
             taken = time.perf_counter() - start[0], time.process_time() - start[1]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from modeling.data.corpus import Corpus, Samples
+from modeling.data.prefetch import Batch
 from modeling.data.records import open_samples
 from modeling.scaling.fit import Observation
 from modeling.scaling.forecast import forecast
@@ -136,7 +137,7 @@ def trained(
         optimizer = make_optimizer(trainer)
         for step in range(1, train.steps + 1):
             optimizer.begin_step(1)
-            batch = torch.from_numpy(samples.batch((step - 1) * size, size))
+            batch = Batch(torch.from_numpy(samples.batch((step - 1) * size, size)))
             trainer.forward_backward(batch, 1 / (size * train.sequence_length))
             optimizer.step(learning_rate(train, step))
         return evaluate_split(trainer, validation, batches)

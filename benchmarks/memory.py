@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness.processes import Script, run_script
 from benchmarks.harness.timing import make_parser
+from modeling.data.prefetch import Batch
 from modeling.planning.planner import plan
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
@@ -115,7 +116,7 @@ def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
                     size = (train.global_batch_size // trainer.mesh.data.size, train.sequence_length + 1)
                     samples = torch.randint(profile.model.vocab_size, size)
                 optimizer.begin_step(profile.accumulation_steps)
-                trainer.forward_backward(samples, 1.0, step)
+                trainer.forward_backward(Batch(samples), 1.0, step)
                 optimizer.step(1e-3)
         return trainer.mesh.pipeline.rank, states, sum(states.values()) + _peak_bytes(profiler)
     finally:

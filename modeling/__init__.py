@@ -1,6 +1,6 @@
-"""Models, training and what surrounds it on the devices: data, compilation, planning, conversion.
+"""Models and their training on the devices, with data, supervision, compilation, planning, scaling laws and conversion.
 
-`training/train.py` is the training loop and a good start. `models/` and `data/` are at the bottom, `compilation/`
-beside them; `training/`, `planning/` and `conversion/` build on those, `tracing/` on training and planning. Imports
-`parallel` and `profiles`, never `tasks`, `flows` or Prefect.
+Start with the training loop, `training/train.py`. `models/`, `data/`, `compilation/` and `supervision/` are the lowest layer;
+`training/`, `planning/`, `scaling/` and `conversion/` build on them, and `tracing/` on training and planning. Imports `parallel`
+and `profiles`, never `tasks`, `flows` or Prefect.
 """

@@ -1,12 +1,12 @@
 """Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] [--profile NAME ...] [--json]`
 
+The checks range from a matrix product to training on all devices of the machine, compared with the CPU in float32 or with the
+vendor's published figures. Each check runs in separate processes, so that a crash or a hang does not affect the others. Run it
+first on new hardware; `docs/trainium.md` continues with several nodes.
+
 With `--calibrate` it measures speeds instead and writes the planner's table (planning/calibration.py).
 
-From a matrix product to training on all devices of the machine, compared with the CPU in float32 or with the vendor's published
-figures. Each check runs in processes of its own, so that a crash or a hang does not affect the others. Run it first on new
-hardware; `docs/trainium.md` continues on several nodes.
-
-Exit codes: 0 all checks passed, 1 one failed.
+Exit codes: 0 all checks passed, 1 at least one failed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling import exit_codes, kernel_errors
+from modeling.data.prefetch import Batch
 from modeling.planning import calibration
 from modeling.planning.measure import calibrate, fastest
 from modeling.training.train import make_optimizer
@@ -45,7 +46,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a check: what it measured, as text, and whether that is as expected."""
+    """Result of a check: its measurement as text, and whether that is as expected."""
 
     measured: str
     passed: bool = True
@@ -57,13 +58,13 @@ class Check:
 
     name: str  # what is checked
     expected: str  # the expected result
-    run: Callable[..., Result]  # called in each process with the kind of device
-    all_devices: bool = False  # whether it runs on all devices of the machine; else on one
-    takes_profile: bool = False  # whether it takes the profile whose shapes it checks
+    run: Callable[..., Result]  # called in each process with the device type
+    all_devices: bool = False  # whether it runs on all devices of the machine instead of one
+    takes_profile: bool = False  # whether it also accepts a profile, whose shapes it checks
 
 
 def check_matrix_products(kind: str) -> Result:
-    """FLOP/s of matrix products in each precision, against the published peak."""
+    """FLOP/s of matrix products in each precision, compared with the published peak."""
     device, local = _device(kind)
     size = 1024 if kind == "cpu" else 8192
     measured = []
@@ -77,7 +78,7 @@ def check_matrix_products(kind: str) -> Result:
 
 
 def check_memory_bandwidth(kind: str) -> Result:
-    """Bandwidth of copies in device memory, against the published one."""
+    """Bandwidth of copies in device memory, compared with the published bandwidth."""
     device, local = _device(kind)
     size = (1 << 28) if kind == "cpu" else (1 << 32)
     x = torch.zeros(size, dtype=torch.uint8, device=local)
@@ -88,7 +89,7 @@ def check_memory_bandwidth(kind: str) -> Result:
 
 
 def check_kernels(kind: str, profile: Profile | None = None) -> Result:
-    """The kernels that training with a profile uses, as it calls them, on the profile's shapes."""
+    """The kernels that training with a profile uses, called as in training, on the profile's shapes."""
     _, local = _device(kind)
     kernels = kernel_errors.kernels_of(profile or _profile(kind, "bf16", 1))
     results = [kernel.check(local) for kernel in kernels]
@@ -96,14 +97,14 @@ def check_kernels(kind: str, profile: Profile | None = None) -> Result:
 
 
 def check_training(kind: str) -> Result:
-    """Losses of a few steps of a small Llama in each precision, against the CPU's in float32."""
+    """Losses of a few steps of a small Llama in each precision, compared with the CPU's in float32."""
     expected = _losses(_profile("cpu", "float32", 1))
     losses = {precision: _losses(_profile(kind, precision, 1)) for precision in TOLERANCES}
     return _within_tolerance({precision: _error(actual, expected) for precision, actual in losses.items()})
 
 
 def check_compilation(kind: str) -> Result:
-    """Compiled losses against eager ones; seconds to compile, and to start again from the cache."""
+    """Compiled losses compared with eager ones; seconds to compile, and to start again from the cache."""
     expected = _losses(_profile(kind, "float32", 1))
     with tempfile.TemporaryDirectory(prefix="trainshed-check-") as folder:
         seconds = []
@@ -143,7 +144,7 @@ def check_collectives(kind: str) -> Result:
 
 
 def check_parallel_training(kind: str) -> Result:
-    """Losses with the model spread over all devices in each way, against one process on the CPU."""
+    """Losses of the model on all devices with each kind of parallelism, compared with one process on the CPU."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     expected = _losses(_profile("cpu", "float32", ranks))  # before a process group exists
     device, local = _device(kind)
@@ -201,31 +202,31 @@ def write_calibration(kind: str, processes: int) -> Path:
 
 
 def _within_tolerance(errors: dict[str, float]) -> Result:
-    """Whether each relative error is within the tolerance of its precision, float32 for other names."""
+    """Whether each relative error is within its precision's tolerance, or float32's if its name is not a precision."""
     measured = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     limits = (TOLERANCES.get(name, TOLERANCES["float32"]) for name in errors)
     return Result(measured, all(error <= limit for error, limit in zip(errors.values(), limits, strict=True)))
 
 
 def _device(kind: str) -> tuple[devices.Device, torch.device]:
-    """The kind of device, and this process's device."""
+    """The type of device, and this process's device."""
     device = devices.resolve(kind)
     return device, device.set_current(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _elements(kind: str) -> int:
-    """Float32 elements of a rank in collectives that are timed."""
+    """Number of float32 elements per rank in timed collectives."""
     return (1 << 20) if kind == "cpu" else (1 << 26)
 
 
 def _error(actual: list[float], expected: list[float]) -> float:
-    """The largest relative difference between losses of the same step; NaN if one is."""
+    """The largest relative difference between losses of the same step; NaN if a loss is NaN."""
     errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)]
     return torch.tensor(errors, dtype=torch.float64).max().item()
 
 
 def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> Profile:
-    """A small Llama that `ranks` ranks can hold along any mesh axis, or sharded; without a way, on one process."""
+    """A small Llama that can be split over `ranks` ranks along any mesh axis, or by FSDP; without a `way`, on one process."""
     parallel = {way: ranks} if way in ("tensor", "context", "pipeline") else {}
     if way == "fsdp":
         parallel = {"data_sharding": "fsdp"}
@@ -258,7 +259,7 @@ def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> P
 
 
 def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
-    """Losses of a few steps on random tokens, which depend only on the number of ranks."""
+    """Losses of a few steps on random tokens that depend only on the number of ranks."""
     trainer = Trainer(profile, graphs)
     optimizer = make_optimizer(trainer)
     settings, data = profile.train, trainer.mesh.data
@@ -268,7 +269,7 @@ def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
     for _ in range(STEPS):
         samples = torch.randint(profile.model.vocab_size, size, generator=generator)
         optimizer.begin_step(profile.accumulation_steps)
-        local = samples.chunk(data.size)[data.rank] if trainer.reads_samples else None
+        local = Batch(samples.chunk(data.size)[data.rank]) if trainer.reads_samples else Batch()
         loss = trainer.forward_backward(local, 1 / (size[0] * settings.sequence_length))
         optimizer.step(settings.learning_rate)
         losses += trainer.sum(loss[None]).tolist()
@@ -277,12 +278,12 @@ def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
 
 
 def default_processes(kind: str) -> int:
-    """All devices of the machine; 2 on a CPU. Raises RuntimeError: the device's software is missing."""
+    """The number of the machine's devices; 2 on a CPU. Raises RuntimeError if the device's software is missing."""
     return 2 if kind == "cpu" else devices.resolve(kind).available()
 
 
 def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[tuple[Check, Result, float]]:
-    """Run every check, those of shapes on each profile: its result and its seconds."""
+    """Run every check, those that accept a profile once for each; returns each check with its result and duration in seconds."""
     results = []
     for check in CHECKS:
         if check.all_devices and processes == 1:
@@ -298,7 +299,7 @@ def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[
 
 
 def _on_profile(check: Check, profile: str) -> Check:
-    """The check as it is listed for a profile: with its name, and the tolerance of FP8 if it trains in that."""
+    """The check as listed for a profile: with the profile's name, and the tolerance of FP8 if the profile uses it."""
     eight = resolve.load(profile).train.precision == "fp8"
     expected = f"{check.expected}, FP8 {kernel_errors.TOLERANCES['fp8']:.0e}" if eight else check.expected
     return replace(check, name=f"{check.name}, {Path(profile).stem}", expected=expected)
@@ -328,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=sorted(devices.KINDS), help=default)
     parser.add_argument("--processes", type=int, help="default: all devices of the machine; 2 on a CPU")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    about = "names or files of profiles, whose kernels are checked on their shapes"
+    about = "profiles, by name or file, on whose shapes the kernels are checked"
     parser.add_argument("--profile", nargs="+", default=[], metavar="NAME", help=about)
     about = "measure speeds and write the planner's table instead of checking"
     parser.add_argument("--calibrate", action="store_true", help=about)

@@ -1,4 +1,4 @@
-"""Exit codes of the programs that run on devices: why a program ended, and so whether the flow retries it."""
+"""Exit codes of the programs that run on devices: why a program ended, which decides whether the flow retries it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ DIVERGED = 72
 HUNG = 75
 """Hang timeout: no step finished in time; every rank's stacks are in the run folder."""
 HANG_MESSAGE = "no step for"
-"""Appears in the log of a hung rank, also of one that was killed for it and has another exit code."""
+"""Appears in the log of every hung rank, also of one that was killed and has another exit code."""
 INTERRUPTED = 143
 """Stopped by a signal; the last step is saved if `checkpoint.on_stop` is true."""
 
 
 def code_of(program: Callable[[], int]) -> int:
-    """Run a program. Returns its exit code, or that of the error that ended it, which is logged."""
+    """Run a program. Returns its exit code, or the code for the error that ended it, which is logged."""
     try:
         return program()
-    except ValueError as error:  # invalid profile, data or checkpoint; its message says which
+    except ValueError as error:  # invalid profile, data or checkpoint
         if _follows_failed_read(error):
             log.exception("failed")
             return 1
         log.exception("rejected")
         return REJECTED
     except (MemoryError, RuntimeError) as error:
-        torch = sys.modules.get("torch")  # not imported here: launchers and tokenization do without it
+        torch = sys.modules.get("torch")  # not imported: launchers and tokenization do not need it
         if not isinstance(error, MemoryError) and not (torch and isinstance(error, torch.OutOfMemoryError)):
             raise
         log.exception("out of memory")

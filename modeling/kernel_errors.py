@@ -1,8 +1,8 @@
-"""Errors of the kernels that training uses, against plain formulas on the CPU in float32.
+"""Errors of the kernels that training uses, compared with plain formulas on the CPU in float32.
 
-Attention, the loss, AdamW's update; the grouped products of a mixture of experts; and the products of layers in FP8. Each is
-called as a model or the optimizer calls it, so it is the kernel that a run gets, on the shapes of one rank of a profile.
-Sequences and shards are cut to what a CPU computes in seconds, weights are not.
+Checks attention, the loss, AdamW's update, the grouped products of a mixture of experts, and the products of layers in FP8. Each
+is called as by the model or the optimizer, so it is the kernel that a run uses, on the shapes of one rank of a profile. Sequences
+and shards, but not weights, are limited to what a CPU computes in seconds.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, adamw, update
 from profiles.schema import Profile
 
-SEQUENCE, TOKENS, SHARD = 2048, 256, 1 << 20  # at most: of attention, of other kernels, elements of a shard
+# maximum tokens of attention, tokens of other kernels, and elements of a shard
+SEQUENCE, TOKENS, SHARD = 2048, 256, 1 << 20
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCES = {
     "float32": 1e-5,
     "bf16": 2e-2,
-    "fp8": 8e-2,  # 3 bits of a mantissa, 2 in tensorwise gradients; of sums over rows of different magnitudes
+    "fp8": 8e-2,  # 3 mantissa bits, 2 in tensorwise gradients; sums over rows of different magnitudes
     "emulated": 2e-2,  # the same quantization, multiplied in float32
 }
 ONE = Axis("tensor")
@@ -54,10 +55,10 @@ class Kernel:
     name: str
     shape: str
     errors: Callable[[torch.device], Errors]
-    remedy: str = UPDATE_SOFTWARE  # what to do where it is missing or wrong
+    remedy: str = UPDATE_SOFTWARE  # what to do if it is missing or wrong
 
     def check(self, device: torch.device) -> tuple[str, bool]:
-        """What was measured, and whether it is within the tolerances; of a failure also the shape and what to do."""
+        """The measured errors, and whether they are within the tolerances; on failure with the shape and the remedy."""
         try:
             errors = self.errors(device)
         except (RuntimeError, ValueError) as error:
@@ -93,7 +94,7 @@ def kernels_of(profile: Profile) -> list[Kernel]:
 
 
 def attention_errors(profile: Profile, device: torch.device) -> Errors:
-    """Output and gradients of attention within a rank, masked by document and by window if the profile's is."""
+    """Output and gradients of attention within a rank, with the profile's document mask and sliding window."""
     queries, kv, s, d = _attention_sizes(profile)
     inputs = [_normal(number, 1, n, s, d) for number, n in enumerate((queries, kv, kv, queries))]
     documents = torch.arange(s)[None] // max(1, s // 3) if profile.document_masks else None
@@ -110,7 +111,7 @@ def attention_errors(profile: Profile, device: torch.device) -> Errors:
 
 
 def loss_errors(profile: Profile, device: torch.device) -> Errors:
-    """Loss of a rank's part of the vocabulary, and its gradients by hidden states and head."""
+    """Loss over a rank's part of the vocabulary, and its gradients with respect to hidden states and head."""
     rows = -(-profile.model.vocab_size // profile.parallel.tensor)
     hidden = profile.model.hidden_size
     tokens = _tokens(profile)
@@ -151,7 +152,7 @@ def update_errors(profile: Profile, device: torch.device) -> Errors:
 
 
 def _experts(profile: Profile, layer: MixtureOfExperts) -> Kernel:
-    """The products of a rank's experts; `layer` is on the meta device."""
+    """The kernel for the products of a rank's experts; `layer` is on the meta device."""
     hidden, tokens = profile.model.hidden_size, _tokens(profile)
     count, _, width = _expert_shapes(layer, hidden)["down"]
     rows = tokens * layer.routing.top_k
@@ -178,10 +179,10 @@ def _expert_shapes(layer: MixtureOfExperts, hidden: int) -> dict[str, tuple[int,
 
 
 def expert_errors(layer: MixtureOfExperts, hidden: int, tokens: int, device: torch.device) -> Errors:
-    """Outputs and gradients of a rank's experts, of which the first have the most rows and the last has none.
+    """Outputs and gradients of a rank's experts, where the first have the most rows and the last has none.
 
     Args:
-        layer: on the meta device.
+        layer: mixture of experts on the meta device.
         hidden: h.
         tokens: T.
     """
@@ -199,9 +200,9 @@ def expert_errors(layer: MixtureOfExperts, hidden: int, tokens: int, device: tor
     indices = (draw.square() * max(1, count - 1)).long()  # (T, k)
     chosen, slots = indices, None
     if factor is not None:
-        places = capacity(factor, tokens, k, count)
-        slot, kept = assign_slots(indices, count, tokens, places)
-        chosen, slots = indices.where(kept, count), (slot, kept, count * places)
+        size = capacity(factor, tokens, k, count)
+        slot, kept = assign_slots(indices, count, tokens, size)
+        chosen, slots = indices.where(kept, count), (slot, kept, count * size)
 
     def run(*tensors: Tensor, kernel: bool = True) -> list[Tensor]:
         *tensors, grad = tensors
@@ -221,7 +222,7 @@ def expert_errors(layer: MixtureOfExperts, hidden: int, tokens: int, device: tor
 def _call_experts(
     values: dict[str, Tensor], indices: Tensor, slots: tuple[Tensor, Tensor, int] | None, activation: str
 ) -> Tensor:
-    """The outputs of a token's experts by the kernels of the layer (experts/layer.py): grouped, or in slots if there are."""
+    """The outputs of each token's experts by the layer's kernels (experts/layer.py): grouped, or in slots if given."""
     values = dict(values)
     x, *operands = (values.pop(name) for name in ("x", "weights"))
     matrices = values.pop("gate_up"), values.pop("down"), Axis("expert")
@@ -260,7 +261,7 @@ def _plain_experts(values: dict[str, Tensor], indices: Tensor, activation: str) 
 
 
 def _fp8_products(profile: Profile) -> list[Kernel]:
-    """The products of each shape of a layer's matrices in FP8; none in other precisions."""
+    """The FP8 products for each shape of a layer's matrices; none in other precisions."""
     if profile.train.precision != "fp8":
         return []
     layers = StageCosts(profile).module(range(1)).layers
@@ -282,9 +283,9 @@ def _fp8_products(profile: Profile) -> list[Kernel]:
 
 
 def fp8_errors(profile: Profile, inputs: int, outputs: int, device: torch.device) -> Errors:
-    """Output and gradients of a linear layer in FP8, against float32 and against the emulation of the same quantization."""
+    """Output and gradients of a linear layer in FP8, compared with float32 and with emulation of the same quantization."""
     tokens = _tokens(profile)
-    # Scales differ by row, and by block of a row: those in a wrong order are noticed.
+    # Scales differ by row and by block of a row, so that scales in a wrong order cause errors.
     values = [
         _normal(seed, *size) * _magnitudes(size[0], 1)[:, None] * _magnitudes(size[1], 32)
         for seed, size in enumerate(((tokens, inputs), (outputs, inputs), (tokens, outputs)))
@@ -351,6 +352,6 @@ def _errors(
 
 
 def _largest(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest relative norm of a difference; NaN if one is."""
+    """The largest relative norm of a difference; NaN if any is NaN."""
     pairs = zip(actual, expected, strict=True)
     return torch.stack([(x.detach().float().cpu() - y).norm() / y.norm() for x, y in pairs]).max().item()

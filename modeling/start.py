@@ -1,6 +1,6 @@
 """Start a program: `python -m modeling.start PROGRAM ARGUMENTS...` imports it without garbage collection, then runs its `main`.
 
-Imported objects live as long as the process; searching them for garbage takes a fifth of the start-up time of a torch program.
+Imported objects live as long as the process, and scanning them for garbage takes a fifth of a torch program's start-up time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from modeling import exit_codes
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, and exempt what is alive at its end from later collections."""
+    """Disable garbage collection in the block, and exempt all objects that are alive at its end from later collections."""
     gc.disable()
     try:
         yield

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import workload
+from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1
@@ -25,7 +26,7 @@ def main() -> None:
     data = trainer.mesh.data
 
     def step(samples: Tensor) -> Tensor:
-        local = samples.chunk(data.size)[data.rank] if trainer.reads_samples else None
+        local = Batch(samples.chunk(data.size)[data.rank]) if trainer.reads_samples else Batch()
         optimizer.begin_step(profile.accumulation_steps)
         loss = trainer.forward_backward(local, 1 / work.tokens)
         optimizer.step(profile.train.learning_rate)

@@ -8,6 +8,7 @@ import statistics
 import torch
 
 from benchmarks.harness.timing import alternate_timed, make_parser
+from modeling.data.prefetch import Batch
 from modeling.training.trainer import Trainer
 from parallel import initialize
 from profiles import resolve
@@ -26,8 +27,8 @@ def main() -> None:
         positions = torch.arange(options.sequence)
         starts = (positions - positions % options.document).expand(4, -1)
         sides = {
-            "causal": lambda: trainer.forward_backward(tokens, 1.0, documents=None),
-            "within documents": lambda: trainer.forward_backward(tokens, 1.0, documents=starts),
+            "causal": lambda: trainer.forward_backward(Batch(tokens), 1.0),
+            "within documents": lambda: trainer.forward_backward(Batch(tokens, starts), 1.0),
         }
         seconds = alternate_timed(sides, options.rounds + 1)  # the first round warms up
     median = {side: statistics.median(times[1:]) for side, times in seconds.items()}

@@ -1,7 +1,7 @@
-"""Graph compilers behind one interface: requirements, cache folder, and how many graphs were cache misses or hits.
+"""Graph compilers behind one interface: requirements, cache folder, and the number of cache misses and hits.
 
     inductor   CPU and CUDA. Its cache folder holds graphs, generated code and, on a CPU, shared libraries; the folder itself is
-               the artifact, because on a CPU `torch.compiler.save_cache_artifacts` leaves out compiled code
+               the artifact, because on a CPU `torch.compiler.save_cache_artifacts` omits compiled code
     neuron     TorchNeuron's torch.compile backend: FX, StableHLO, neuronx-cc, and one NEFF per graph in its cache folder.
                Ahead of time it compiles without a device (`TORCH_NEURONX_COMPILE_ONLY`). Untested on Neuron hardware
 
@@ -37,7 +37,7 @@ class Compiler(ABC):
 
     @abstractmethod
     def missing_requirement(self) -> str | None:
-        """What this machine lacks to compile, as a phrase for messages; None if it can compile."""
+        """What this machine lacks for compiling, as a phrase for messages; None if it can compile."""
 
     @abstractmethod
     def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Compiler(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Fill the cache folder with what every compiling process needs; their caches start as copies of it."""
+        """Fill the cache folder with what every compiling process needs; each one's cache starts as a copy of it."""
 
     @abstractmethod
     def cache_counts(self) -> tuple[int, int]:
@@ -88,10 +88,8 @@ class Inductor(Compiler):
         if self.async_tensor:
             from parallel.torch_internals import enable_symmetric_memory
 
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", FutureWarning
-                )  # that it is deprecated; torch's own pass still needs it
+            with warnings.catch_warnings():  # it is deprecated, but torch's own pass still needs it
+                warnings.simplefilter("ignore", FutureWarning)
                 enable_symmetric_memory("tensor")
             settings["_micro_pipeline_tp"] = True
         if self.device == "cpu" and ONEDNN_PRODUCTS:
@@ -155,7 +153,7 @@ class Neuron(Compiler):
         self.folder, self.initial_neffs = folder, _count_neffs(folder)
 
     def prepare(self) -> None:
-        """Nothing is known to be shared."""
+        """Does nothing: its processes are not known to share anything."""
 
     def cache_counts(self) -> tuple[int, int]:
         import torch_neuronx

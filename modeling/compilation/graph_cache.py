@@ -1,14 +1,14 @@
 """Compiled graphs of a training run: what is compiled, where it is cached, and cache misses and hits per program.
 
 Two regions of a model are compiled: the transformer block, one graph for all identical layers, and a chunk of the
-loss, one graph for all chunks. Each makes two programs: training (of a block a forward and a backward graph, of the loss
-one that computes gradients too) and evaluation (one graph). A device that compiles each operator at its first use gets
-more: the embedding lookups, the tables of rotary positions and the final norm, and the arithmetic between them and of the
-optimizer, small functions with one graph for each combination of shapes. Elsewhere these stay eager: compiled, the
-lookup's backward would accumulate in no fixed order on several threads, and a resumed run must be bit-identical. A
-user-defined loss or metric is compiled only there, with the logits that it takes.
+loss, one graph for all chunks. Each has two programs: training (a block's forward and backward graphs, a loss graph that
+also computes gradients) and evaluation (one graph). For a device that compiles each operator at its first use, more is
+compiled: the embedding lookups, the tables of rotary positions, the final norm, a user-defined loss or metric with its
+logits, and the arithmetic in between and of the optimizer, small functions with one graph for each combination of shapes.
+On other devices these stay eager: the compiled backward of the lookup would accumulate in no fixed order on several
+threads, and a resumed run must be bit-identical.
 
-`CompileStatistics` counts cache misses and hits per program, and logs by name the programs that missed a precompiled
+`CompileStatistics` counts cache misses and hits per program, and logs the names of programs that missed a precompiled
 artifact.
 """
 
@@ -19,6 +19,7 @@ import math
 import shutil
 import tarfile
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,17 +40,17 @@ from parallel.optimizer.arithmetic import Compile
 from profiles.schema import Profile
 
 CACHE = "cache.tar"
-STEP = "step"  # functions between the regions, and the optimizer's
-# region of a model's modules around its layers
+STEP = "step"  # region of the functions between the others, and of the optimizer's
+# regions of a model's modules before and after its layers, by name
 ENDS = {"embedding": "embedding", "positions": "embedding", "norm": "norm"}
-# region of a model's functions that are not modules
+# regions of a model's methods, by name
 METHODS = {"rotations": "rotations", "embed": "embedding", "offsets": STEP, "token_keys": STEP}
-# region of a block by its activation checkpointing
+# regions of blocks, by mode of activation checkpointing
 BLOCKS = {"none": "block", "selective": "selective block", "full": "recomputed block"}
 REGIONS = ("embedding", "rotations", *BLOCKS.values(), "norm", "loss")
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), STEP)
-# `recompile_limit`: of graphs of a function, one for each combination of shapes. torch's configuration would hold for the thread
-# that sets it only, and a device's backward pass has a thread of its own.
+# `recompile_limit`: maximum number of a function's graphs, one for each combination of shapes. torch's configuration would apply
+# only to the thread that sets it, and a device's backward pass runs in another thread.
 OPTIONS = {"fullgraph": True, "dynamic": False, "recompile_limit": 64}
 log = logging.getLogger("trainshed")
 
@@ -64,21 +65,21 @@ def program_name(region: str) -> str:
 
 
 def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backend]) -> None:
-    """Set a stage's regions up to be compiled at their first call.
+    """Wrap a stage's regions so that they are compiled at their first call.
 
     Args:
         model: a stage with activation checkpointing applied.
-        kind: of device.
-        backend: the torch.compile backend for a region; must return the same object for the same region.
+        kind: device type.
+        backend: returns the torch.compile backend for a region, always the same object for the same region.
     """
     for layer in model.layers.values():
         region = BLOCKS[layer.checkpointing]
         # Not `layer.compile`, which would trace the layer's hooks too.
         layer.forward = torch.compile(layer.forward, backend=backend(region), **OPTIONS)
     if devices.KINDS[kind].compiles_operators:
-        ends = [(name, module) for name, module in model.named_children() if name in ENDS]
-        for name, module in ends:
-            module.forward = torch.compile(module.forward, backend=backend(ENDS[name]), **OPTIONS)
+        for name, module in model.named_children():
+            if name in ENDS:
+                module.forward = torch.compile(module.forward, backend=backend(ENDS[name]), **OPTIONS)
         compiled = torch.compile(weight_gradient, backend=backend(STEP), **OPTIONS)
         for module in model.modules():
             if isinstance(module, DeferrableLinear):
@@ -89,10 +90,8 @@ def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backen
             if hasattr(model, name):
                 setattr(model, name, torch.compile(getattr(model, name), backend=backend(region), **OPTIONS))
     if model.last:
-        given = {"backend": backend("loss"), **OPTIONS}
-        programs = LossPrograms(
-            torch.compile(chunk_loss, **given), torch.compile(chunk_token_losses, **given)
-        )
+        compile_loss = partial(torch.compile, backend=backend("loss"), **OPTIONS)
+        programs = LossPrograms(compile_loss(chunk_loss), compile_loss(chunk_token_losses))
         if compile := function_compiler(kind, backend):
             programs = LossPrograms(*programs[:2], *map(compile, programs[2:]))
             if model.first and model.model.tie_word_embeddings and model.embedding.weight.requires_grad:
@@ -101,29 +100,39 @@ def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backen
 
 
 def function_compiler(kind: str, backend: Callable[[str], Backend]) -> Compile | None:
-    """Compiles a function, with a graph for each combination of shapes; None for devices with a kernel for each operator."""
+    """Compiler of functions, with a graph for each combination of shapes; None for devices with a kernel for each operator."""
     if not devices.KINDS[kind].compiles_operators:
         return None
     return partial(torch.compile, backend=backend(STEP), **OPTIONS)
 
 
-class CompileStatistics:
+class RegionBackends(ABC):
+    """The torch.compile backend of each region, which calls `_compile` with a captured graph."""
+
+    def __init__(self) -> None:
+        self._backends: dict[str, Backend] = {}
+
+    def backend(self, region: str) -> Backend:
+        """The torch.compile backend for a region; always the same object."""
+        return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
+
+    @abstractmethod
+    def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled: ...
+
+
+class CompileStatistics(RegionBackends):
     """Compiles regions and counts each program's cache misses and hits.
 
     Args:
-        compiler: with its cache folder set.
-        precompiled: whether the cache should hold every graph, so that a miss deserves a warning.
+        compiler: compiler whose cache folder is set.
+        precompiled: whether the cache should hold every graph, so that misses are logged.
     """
 
     def __init__(self, compiler: Compiler, *, precompiled: bool) -> None:
+        super().__init__()
         self.compiler, self.precompiled = compiler, precompiled
         self.programs: dict[str, tuple[int, int]] = {}  # misses, hits
-        self._backends: dict[str, Backend] = {}
         self._reported_misses = 0
-
-    def backend(self, region: str) -> Backend:
-        """The torch.compile backend for a region."""
-        return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         name = program_name(region)
@@ -155,7 +164,7 @@ class CompileStatistics:
 
 
 class EagerStatistics:
-    """Compile statistics of a process that runs eager."""
+    """Compile statistics of an eager process."""
 
     def local_counts(self) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
@@ -165,7 +174,7 @@ class EagerStatistics:
 
 
 def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | None, bool]:
-    """The folder for a run's compiled graphs, None to run eager; and whether it holds every graph already.
+    """The folder for a run's compiled graphs, or None to run eager; and whether it contains every graph already.
 
     Args:
         artifact: folder of the graphs artifact; None compiles during training.

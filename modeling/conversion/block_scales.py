@@ -1,11 +1,10 @@
-"""Weights in float8 with a scale for each block of 128 × 128, as DeepSeek-V3 is published: read as bfloat16, a slice at a time.
+"""Weights in float8 with a scale for each 128 × 128 block, as published for DeepSeek-V3: read as bfloat16, a slice at a time.
 
-Beside `<layer>.weight` (o, i) in float8_e4m3fn, files have `<layer>.weight_scale_inv` (⌈o/128⌉, ⌈i/128⌉) in float32, and
+Besides `<layer>.weight` (o, i) in float8_e4m3fn, files have `<layer>.weight_scale_inv` (⌈o/128⌉, ⌈i/128⌉) in float32, and
 
     weight[a, b] = stored[a, b] · weight_scale_inv[⌊a/128⌋, ⌊b/128⌋]
 
-of which the last blocks may be smaller. The product, of float32, is rounded to bfloat16. Source: README_WEIGHTS.md of
-deepseek-ai/DeepSeek-V3.
+The last blocks may be smaller. The float32 product is rounded to bfloat16. Source: README_WEIGHTS.md of deepseek-ai/DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ScaledTensor:
     scales: LazyTensor  # (⌈o/128⌉, ⌈i/128⌉)
 
     def read(self, _: HuggingFaceTensor, index: tuple[slice, ...]) -> Tensor:
-        """Rows and columns of the weight, which is one of ours."""
+        """Rows and columns of the weight, which is stored as one of our tensors."""
         factors = self.scales.open()
         for dim, chosen in enumerate(index):
             blocks = torch.arange(chosen.start, chosen.stop) // BLOCK
@@ -44,7 +43,7 @@ def find_scaled(found: Mapping[str, LazyTensor], key: str) -> ScaledTensor | Non
     """The weight `key` if it has scales; None if it is not in float8.
 
     Raises:
-        ValueError: float8 without scales, or scales of another form.
+        ValueError: the weight is in float8 without scales, or its scales have another shape or dtype.
     """
     stored, scales = found.get(key), found.get(key + SCALES)
     if stored is None or (scales is None and stored.dtype.itemsize > 1):

@@ -16,10 +16,10 @@ def differences(one: Weights, other: Weights, limit: int) -> list[str]:
     """One message per tensor that differs; tensors of different dtypes are compared in the narrower one.
 
     Args:
-        limit: bytes of a slice.
+        limit: maximum bytes of a slice.
 
     Raises:
-        ValueError: the checkpoints are of different models.
+        ValueError: the checkpoints belong to different models.
     """
     for name in (*one.shapes, *other.shapes):
         a, b = one.shapes.get(name), other.shapes.get(name)

@@ -3,8 +3,8 @@
     source -> Weights (memory-mapped parts of global tensors) -> files of the destination, written in slices
 
 Several files are written concurrently, so that reading and writing overlap. Memory is bounded by the budget for slices,
-whatever the model's size. A file is hashed while it is written under a temporary name, recorded in the journal, then renamed:
-an interrupted conversion resumes with the missing files.
+independent of the model's size. A file is hashed while it is written under a temporary name, recorded in the journal, then
+renamed: an interrupted conversion resumes with the missing files.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ KINDS = ("hf", "nxd", "trainshed")
 BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # from malloc.h
 log = logging.getLogger("trainshed")
 
 
@@ -49,20 +50,19 @@ class Options:
 
     to: str  # destination format, one of KINDS
     config: Path | None = None  # config.json of the model or its folder; required if the source has none
-    # tensor, pipeline: degrees that NxD shards or a Trainshed checkpoint are split for
+    # tensor, pipeline: degrees for which NxD shards or a Trainshed checkpoint are split
     tensor: int = 1
     pipeline: int = 1
     # first layer of the second and each later stage of a Trainshed checkpoint; None cuts evenly
     cuts: tuple[int, ...] | None = None
-    nxd_layout: NxDLayout | None = None  # of NxD shards to read; None if not arguments
+    nxd_layout: NxDLayout | None = None  # of NxD shards to read; None if not specified
     # form of Q, K and V in written NxD shards; None uses coalesced without GQA, separate with GQA
     nxd_qkv: QKVForm | None = None
     budget: int = BUDGET  # MB of memory for slices
-    # LoRA adapters to merge into the weights, of any format that `read_adapters` reads
+    # LoRA adapters to merge into the weights, in any format that `read_adapters` supports
     adapters: Path | None = None
-
     average: tuple[Path, ...] = ()  # further checkpoints, whose weights are averaged with the source's
-    # number of the source's latest checkpoints to average, if it is a run; None: the latest alone
+    # number of latest checkpoints to average, if the source is a run; None: only the latest
     last: int | None = None
 
     @property
@@ -70,7 +70,7 @@ class Options:
         return max(1 << 20, self.budget * 10**6 // (WORKERS * COPIES))
 
     def job(self, source: Path) -> dict[str, Any]:
-        """What determines the result, as JSON: name, size and time of the source's files, and the options."""
+        """Everything that determines the result, as JSON: name, size and time of the source's files, and the options."""
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
         options["cuts"] = self.cuts and list(self.cuts)
         options["adapters"] = self.adapters and _stats(self.adapters)
@@ -86,7 +86,7 @@ def _stats(source: Path) -> list[list[Any]]:
 
 
 def write_peft(source: Path, destination: Path, options: Options) -> dict[str, Any]:
-    """Write LoRA adapters in PEFT's format; returns the record, as `convert`. Raises as `convert`."""
+    """Write LoRA adapters in PEFT's format; returns the record and raises as `convert` does."""
     adapters = read_adapters(source, options.config, options.nxd_layout)
     if destination.exists() and any(destination.iterdir()):
         raise ProfileError("DESTINATION", str(destination), "is not empty")
@@ -100,25 +100,25 @@ def convert(
     """Convert a checkpoint; resumes an interrupted conversion.
 
     Args:
-        source: file or folder; of a run folder the latest complete checkpoint is used.
-        destination: folder; new, empty, or of the same conversion.
-        name: of the source, stored in the result.
-        replace: whether to empty a destination that holds anything else.
+        source: file or folder; the latest complete checkpoint of a run folder is used.
+        destination: folder that is new, empty, or of the same conversion.
+        name: name of the source to store in the result.
+        replace: whether to empty a destination that contains anything else.
 
     Returns:
         The record: format, number of tensors, bytes, and the files with their sizes and hashes.
 
     Raises:
-        ProfileError: an invalid option.
+        ProfileError: an option is invalid.
         ValueError: the source is rejected or corrupted.
     """
     members = _members(source, options)
     source = members[0]
+    read = partial(formats.read, config=options.config, layout=options.nxd_layout)
     training_dtype = options.to != "trainshed"
-    given = options.config, options.nxd_layout
-    weights = formats.read(source, *given, training_dtype, adapters=options.adapters is not None)
-    if len(members) > 1:  # of float32 master weights, where checkpoints have them
-        weights = AveragedWeights([formats.read(member, *given, False) for member in members], weights.dtype)
+    weights = read(source, training_dtype=training_dtype, adapters=options.adapters is not None)
+    if len(members) > 1:  # float32 master weights are averaged if the checkpoints contain them
+        weights = AveragedWeights([read(member, training_dtype=False) for member in members], weights.dtype)
     if options.adapters:
         config = options.config or source
         weights = read_adapters(options.adapters, config, options.nxd_layout).merged(weights)
@@ -140,7 +140,6 @@ def _members(source: Path, options: Options) -> list[Path]:
     """The checkpoints to read: the source's latest first, then those to average it with. Raises ProfileError."""
     found = [formats.locate(source)]
     if options.last:
-        # of its latest
         folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source.parent
         saved = [path for _, path in locations.complete_checkpoints(folder)]
         if not 1 < options.last <= len(saved):
@@ -151,7 +150,7 @@ def _members(source: Path, options: Options) -> list[Path]:
 
 
 def destination_files(weights: Weights, options: Options) -> Sequence[File]:
-    """The files to write. Raises ProfileError if the degrees do not fit the model."""
+    """The files to write. Raises ProfileError if the model cannot be split by the degrees."""
     model = weights.model
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
     widths = model.mlp_widths.values()
@@ -206,7 +205,7 @@ def write_files(files: Sequence[File], destination: Path, limit: int, journal: J
 
 
 def _release_freed_memory() -> None:
-    """Make glibc return freed slices to the system; kept in the threads' arenas they add up to the model's size."""
+    """Make glibc return freed slices to the system; in the threads' arenas they would add up to the model's size."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 

@@ -1,6 +1,6 @@
 """Detect the format of a checkpoint and read it as `Weights`.
 
-The readers are imported when they are needed: torch.distributed.checkpoint takes a second to import.
+Readers are imported when needed, because torch.distributed.checkpoint takes a second to import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def locate(source: Path) -> Path:
-    """The checkpoint to read: of a run folder its latest complete one, otherwise `source` itself."""
+    """The checkpoint to read: the latest complete one of a run folder, otherwise `source` itself."""
     saved = list(locations.complete_checkpoints(source / "checkpoints")) if source.is_dir() else []
     return saved[-1][1] if saved else source
 
@@ -35,13 +35,13 @@ def read(
     """The weights of a checkpoint of any format, at a path from `locate`.
 
     Args:
-        config: config.json of the model or its folder; overrides the source's, required if it has none.
-        layout: of NxD shards; None if not given.
-        training_dtype: read a run's float32 master weights in the precision that it trained in.
-        adapters: read NxD shards that hold LoRA adapters too.
+        config: config.json of the model or its folder; overrides the source's, and is required if it has none.
+        layout: layout of NxD shards; None if not specified.
+        training_dtype: read a run's float32 master weights in the precision of its training.
+        adapters: also read NxD shards that contain LoRA adapters.
 
     Raises:
-        ProfileError: not a checkpoint, or one that needs `config` or `layout`.
+        ProfileError: `source` is not a checkpoint, or requires `config` or `layout`.
         ValueError: a file is rejected or corrupted.
     """
     from modeling.conversion import huggingface, native
@@ -68,7 +68,7 @@ def read_config(path: Path, option: str = "--config") -> Model:
     """The model of a config.json, given as the file or its folder.
 
     Raises:
-        ProfileError: the file, which the command line names by `option`, is missing or not supported.
+        ProfileError: the file, specified on the command line by `option`, is missing or not supported.
     """
     path = path / "config.json" if path.is_dir() else path
     try:

@@ -1,7 +1,7 @@
 """Read and write weights as Hugging Face folders: reads safetensors and .bin lazily, writes safetensors.
 
-GPT-OSS as it is published, with experts in MXFP4, is read as bfloat16 (mxfp4.py), and so is DeepSeek-V3 in float8 with scales
-(block_scales.py). Its modules that predict further tokens, stored as layers beyond the last, are left out.
+The published weights of GPT-OSS, with experts in MXFP4 (mxfp4.py), and of DeepSeek-V3, in float8 with scales (block_scales.py),
+are read as bfloat16. DeepSeek-V3's modules for multi-token prediction, stored as layers beyond the last, are left out.
 
 A safetensors file is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors end to end.
 """
@@ -32,15 +32,15 @@ from profiles.sections.model import Model
 SHARD_BYTES = 5 * 10**9
 SINGLE = ("model.safetensors", "pytorch_model.bin", "checkpoint.pt")
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-Sources = list[tuple[str, HuggingFaceTensor]]  # names of ours that make up one of theirs
-# Masks and frequencies that old versions of transformers saved; not weights.
+Sources = list[tuple[str, HuggingFaceTensor]]  # the names of our tensors that make up a Hugging Face tensor
+# masks and frequencies saved by old versions of transformers, which are not weights
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 log = logging.getLogger("trainshed")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights, safetensors preferred over .bin; an empty list if there are none.
+    """The files with a model's weights, safetensors preferred over .bin; an empty list if there are none.
 
     Raises:
         ValueError: an index is corrupted, or names files outside the folder.
@@ -76,7 +76,7 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
     quantized: Counter[str] = Counter()
     shapes = global_shapes(model)
     for their_name, sources in _sources(model, shapes).items():
-        # A base model saved without its head has names without this prefix.
+        # The tensors of a base model that was saved without its head lack this prefix.
         present = any(their_name + suffix in found for suffix in ("", mxfp4.BLOCKS, mxfp4.SCALES))
         key = their_name if present else their_name.partition(".")[2]
         expected = _stored_shape(sources, shapes)
@@ -105,19 +105,19 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
     if model.architecture == "deepseek_v3":
         rest = [name for name in rest if not _is_beyond_last_layer(name, model)]
     for name in rest:
-        # for Weights to reject by name
+        # unknown tensors, which `Weights` rejects by name
         parts[name] = [Part((), (), found[name].dtype, partial(read_mapped, found[name].open))]
     return Weights(model, parts, dtype)
 
 
 def _is_beyond_last_layer(name: str, model: Model) -> bool:
-    """Whether a tensor is of a layer that the model does not have."""
+    """Whether a tensor belongs to a layer beyond the model's last."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= model.num_hidden_layers
 
 
 def _sources(model: Model, names: Iterable[str]) -> dict[str, Sources]:
-    """For each Hugging Face tensor our tensors that make it up."""
+    """The tensors of ours that make up each Hugging Face tensor."""
     sources: dict[str, Sources] = {}
     for name in names:
         mapped = families.huggingface_tensor(model, name)
@@ -126,7 +126,7 @@ def _sources(model: Model, names: Iterable[str]) -> dict[str, Sources]:
 
 
 def _stored_shape(sources: Sources, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of the Hugging Face tensor that these make up."""
+    """Shape of the Hugging Face tensor that these sources make up."""
     reached = [mapped.stored_shape(shapes[name]) for name, mapped in sources]
     return tuple(map(max, zip(*reached, strict=True)))
 
@@ -186,7 +186,7 @@ def _rows(
                 block = weights.read(name, tuple(offsets), tuple(sizes))
                 result[(rows - low, *columns)] = mapped.write(block)
             continue
-        first, dim = rows.start or 0, 1 if mapped.transposed else 0  # its rows are this dim of ours
+        first, dim = rows.start or 0, 1 if mapped.transposed else 0  # the dim of our tensor that is its rows
         start, stop = max(low, first), min(high, first + sizes[dim])
         if start < stop:
             offsets[dim], sizes[dim] = start - first, stop - start

@@ -1,6 +1,6 @@
 """Progress of a conversion on disk: a journal while it runs, a record once it is complete.
 
-`conversion.jsonl` begins with the job and gets a line with size and sha256 for each file written; a later attempt at the same
+`conversion.jsonl` begins with the job, followed by a line with size and sha256 of each written file; a later attempt at the same
 job keeps the files whose hash still matches. `conversion.json` is written last and replaces the journal.
 """
 
@@ -27,9 +27,9 @@ class Journal:
     """The journal of one job in its destination folder.
 
     Args:
-        folder: destination; exists.
-        job: what determines the result, as JSON.
-        replace: whether to empty a folder that holds anything else.
+        folder: existing destination folder.
+        job: everything that determines the result, as JSON.
+        replace: whether to empty a folder that contains anything else.
 
     Attributes:
         files: size, sha256 and format note of each complete file, by name.
@@ -67,14 +67,14 @@ class Journal:
         return path.is_file() and path.stat().st_size == entry[1]["size"]
 
     def add(self, name: str, path: Path, note: Any, sha256: str) -> None:
-        """Record that file `name` is complete, before it is renamed from the temporary `path`."""
+        """Record that file `name` is complete, before the temporary `path` is renamed to it."""
         line = {"file": name, "size": path.stat().st_size, "sha256": sha256, "note": note}
         with self._lock, (self.folder / JOURNAL).open("a") as file:
             file.write(json.dumps(line) + "\n")
             self.files[name] = line
 
     def finish(self, files: Sequence[File], facts: dict[str, Any]) -> dict[str, Any]:
-        """Replace the journal by the record of all files and `facts`; returns the record."""
+        """Replace the journal with the record of all files and `facts`; returns the record."""
         lines = {file.name: self.files[file.name] for file in files}
         described = {name: {key: line[key] for key in ("size", "sha256")} for name, line in lines.items()}
         self.finished = {**facts, "files": described, "job": self.job}
@@ -91,10 +91,10 @@ def open_journal(folder: Path, job: dict[str, Any], size: int, replace: bool = F
 
     Args:
         size: bytes that the job writes.
-        replace: whether to empty a folder that holds anything else.
+        replace: whether to empty a folder that contains anything else.
 
     Raises:
-        ProfileError: the folder holds something else, or its disk has too little space.
+        ProfileError: the folder contains something else, or its disk has too little space.
     """
     existed = folder.is_dir()
     try:
@@ -148,7 +148,7 @@ def _json(path: Path) -> Any:
 
 
 def _lines(path: Path) -> list[Any]:
-    """The lines of a journal up to the first incomplete one, which a killed process was writing."""
+    """The lines of a journal before the first incomplete one, which a killed process was writing."""
     lines = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:

@@ -1,8 +1,8 @@
 """LoRA adapters of any format: merged into the weights that they update, or written in PEFT's format.
 
-A checkpoint of a LoRA run holds the factors A and B alone; its marker has the profile with rank, alpha and targets. PEFT reads a
-folder with adapter_config.json and adapter_model.safetensors, with one A for each projection: those that share one get a copy.
-NxD's adapters are in its shards (nxd/lora.py).
+A LoRA run's checkpoint contains only the factors A and B; its marker has the profile with rank, alpha and targets. PEFT reads a
+folder with adapter_config.json and adapter_model.safetensors, which has one A per projection, so a shared A is copied. NxD's
+adapters are in its shards (nxd/lora.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from profiles.sections.model import Model
 
 PREFIX = checkpoint.PREFIX["master"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MODULE = "base_model.model."  # begins the names of PEFT's tensors
+MODULE = "base_model.model."  # prefix of the names of PEFT's tensors
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Adapters(ABC):
     """The updates of a model's weights.
 
     Attributes:
-        model: the model that they are of.
-        rank, dropout: of all updates.
-        base: where the weights that they update come from; None if unknown.
-        dtype: of merged weights; None: each its own.
+        model: the model that they update.
+        rank, dropout: rank and dropout rate of all updates.
+        base: source of the weights that they update; None if unknown.
+        dtype: dtype of merged weights; None: that of the weights.
     """
 
     model: Model
@@ -71,7 +72,7 @@ class Adapters(ABC):
         """The update of each tensor. Raises ValueError if a factor is missing or corrupted."""
 
     def merged(self, weights: Weights) -> Weights:
-        """The weights with the updates added. Raises ValueError if they are of another model."""
+        """The weights with the updates added. Raises ValueError if they belong to another model."""
         parts = dict(weights.parts)
         for factors in self:
             shape = (len(factors.b), factors.a.shape[1])
@@ -87,7 +88,7 @@ class Adapters(ABC):
         return Weights(weights.model, parts, dtype)
 
     def write(self, folder: Path) -> dict[str, int]:
-        """Write PEFT's folder; returns the number and the bytes of its tensors.
+        """Write PEFT's folder; returns the number and bytes of its tensors.
 
         Raises:
             ValueError: PEFT has no format for updates of experts of this architecture.
@@ -95,7 +96,7 @@ class Adapters(ABC):
         from safetensors.torch import save_file
 
         model, scale = self.model, 1.0
-        # by the module of the Hugging Face model, which may have several weights in one
+        # by module of the Hugging Face model, which may combine several of our weights
         stored: dict[str, list[Factors]] = {}
         of_experts = []
         for factors in self:
@@ -107,7 +108,7 @@ class Adapters(ABC):
             stored.setdefault(name.removesuffix(".weight"), []).append(factors)
         tensors, modules = {}, set()
         for module, parts in stored.items():
-            # In GPT-2, the last part of a name alone is that of two modules.
+            # In GPT-2, two modules share the last part of their names.
             modules.add(".".join(module.split(".")[-2 if model.architecture == "gpt" else -1 :]))
             tensors[f"{MODULE}{module}.lora_A.weight"] = parts[0].a.clone()
             tensors[f"{MODULE}{module}.lora_B.weight"] = torch.cat([part.b for part in parts])
@@ -184,7 +185,7 @@ class TrainedAdapters(Adapters):
 
 
 class PeftAdapters(Adapters):
-    """The adapters in PEFT's folder. Raises ValueError if it uses what plain LoRA does not have."""
+    """The adapters in PEFT's folder. Raises ValueError if it uses features beyond plain LoRA."""
 
     def __init__(self, folder: Path, model: Model) -> None:
         from safetensors.torch import load_file
@@ -202,8 +203,7 @@ class PeftAdapters(Adapters):
                 raise ValueError(f"{folder / CONFIG}: {name} = {configuration[name]} is not supported")
         self.rank, self.dropout = configuration["r"], configuration.get("lora_dropout", 0.0)
         self.base = configuration.get("base_model_name_or_path")
-        root = math.sqrt(self.rank) if configuration.get("use_rslora") else self.rank
-        self._scale = configuration["lora_alpha"] / root
+        self._scale = scale_of(configuration, self.rank)
         self._parameters = configuration.get("target_parameters") or []
         self._tensors = load_file(folder / WEIGHTS)
 
@@ -223,17 +223,15 @@ class PeftAdapters(Adapters):
             left -= {f"{MODULE}{name}" for name in names}
             yield Factors(tensor, a, b, self._scale)
         if left:
-            raise ValueError(
-                f"the adapters have tensors that the model has no weights for: {sorted(left)[0]}"
-            )
+            raise ValueError(f"the adapters have tensors for weights that the model lacks: {min(left)}")
 
 
 def read_adapters(folder: Path, config: Path | None = None, layout: NxDLayout | None = None) -> Adapters:
-    """The adapters in a run or checkpoint of LoRA, NxD shards, or PEFT's folder.
+    """The adapters in a LoRA run or checkpoint, in NxD shards, or in PEFT's folder.
 
     Args:
-        config: config.json of the model or its folder, which the last two need.
-        layout: of NxD shards.
+        config: config.json of the model or its folder, required for NxD shards and PEFT's folder.
+        layout: layout of NxD shards.
 
     Raises:
         ProfileError: no adapters, or `config` or `layout` is required.
@@ -255,6 +253,11 @@ def read_adapters(folder: Path, config: Path | None = None, layout: NxDLayout | 
         )
     model = formats.read_config(config)
     return NxDAdapters(folder, shards, model, layout) if shards else PeftAdapters(folder, model)
+
+
+def scale_of(configuration: Mapping[str, Any], rank: int) -> float:
+    """The factor of B A: alpha / rank, or alpha / √rank for rsLoRA."""
+    return configuration["lora_alpha"] / (math.sqrt(rank) if configuration.get("use_rslora") else rank)
 
 
 def _name(prefix: str, section: str) -> str:

@@ -1,13 +1,13 @@
-"""MXFP4 weights, as GPT-OSS is published: read as bfloat16, a slice at a time.
+"""MXFP4 weights, as published for GPT-OSS: read as bfloat16, a slice at a time.
 
 A weight (E, rows, columns) is stored as two tensors of bytes. 32 consecutive columns share a scale:
 
-    <name>_blocks (E, rows, columns/32, 16)   two values of 4 bits (E2M1) in a byte, the first in its low half
-    <name>_scales (E, rows, columns/32)       exponent of a power of two (E8M0), 127 more than itself
+    <name>_blocks (E, rows, columns/32, 16)   two 4-bit values (E2M1) per byte, the first in the low half
+    <name>_scales (E, rows, columns/32)       exponent of a power of two (E8M0), with a bias of 127
     value = E2M1 · 2^(scale - 127)            exact in bfloat16
 
-The weight is the transpose of the tensor that a model in bfloat16 has under <name>: its rows are our rows. 17 bytes of a file
-become 64. Source: OCP Microscaling Formats 1.0.
+The weight is the transpose of the tensor <name> of a model in bfloat16: its rows are our rows. 17 bytes of a file become 64.
+Source: OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from modeling.models.weight_names import HuggingFaceTensor
 
 BLOCK = 32  # columns that share a scale
 BLOCKS, SCALES = "_blocks", "_scales"
-FINITE = 252  # largest scale with which every value is finite in bfloat16
+FINITE = 252  # largest scale for which every value is finite in bfloat16
 _HALVES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # E2M1 without its sign, times 2
 
 
 def _value_pairs() -> Tensor:
-    """Twice both values of a byte, bfloat16, as one int32: (256)."""
+    """(256) both values of each byte, times 2 and in bfloat16, as one int32."""
     values = torch.tensor([*_HALVES, *(-value for value in _HALVES)], dtype=torch.bfloat16)
     codes = torch.arange(256)
     return torch.stack((values[codes % 16], values[codes // 16]), 1).view(torch.int32).flatten()
 
 
 PAIRS = _value_pairs()
-# Half of each scale's power of two, since 2^128 is not finite.
+# half of each scale's power of two, because 2^128 is not finite
 POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 128).bfloat16()
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Blocks (..., g, 16) with scales (..., g), uint8, to bfloat16 (..., 32·g); infinite where it is too large."""
+    """Blocks (..., g, 16) with scales (..., g), uint8, to bfloat16 (..., 32·g); infinite if too large."""
     values = PAIRS[blocks.int()].view(torch.bfloat16)  # (..., g, 32)
     return values.mul_(POWERS[scales.int()][..., None]).flatten(-2)
 
@@ -50,7 +50,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 class PackedTensor:
     """A weight of all experts of a layer in MXFP4, mapped from its files."""
 
-    name: str  # in the files, without suffix
+    name: str  # in the files, without the suffix
     blocks: LazyTensor  # (E, rows, columns/32, 16)
     scales: LazyTensor  # (E, rows, columns/32)
 
@@ -58,15 +58,15 @@ class PackedTensor:
         """Elements of our tensor, an expert's weight.
 
         Args:
-            mapped: its place in the dequantized tensor (E, columns, rows).
-            index: of rows and columns.
+            mapped: its position in the dequantized tensor (E, columns, rows).
+            index: rows and columns to read.
 
         Raises:
             ValueError: they are not finite.
         """
-        expert, *place = mapped.index
+        expert, *position = mapped.index
         assert isinstance(expert, int)
-        chosen, (rows, columns) = place[1] if place else slice(None), index
+        chosen, (rows, columns) = position[1] if position else slice(None), index
         first, stop = columns.start // BLOCK, math.ceil(columns.stop / BLOCK)
         blocks, scales = (
             each.open()[expert, chosen][rows, first:stop] for each in (self.blocks, self.scales)
@@ -80,15 +80,15 @@ class PackedTensor:
 
 
 def find_packed(found: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...]) -> PackedTensor | None:
-    """The weight that is stored as blocks and scales; None if it is not in MXFP4.
+    """A weight that is stored as blocks and scales; None if it is not in MXFP4.
 
     Args:
         found: the tensors of all files, by name.
         key: name of the dequantized tensor.
-        shape: of the dequantized tensor, (E, columns, rows).
+        shape: shape of the dequantized tensor, (E, columns, rows).
 
     Raises:
-        ValueError: one of the two is missing, or they fit neither each other nor the model.
+        ValueError: one of the two is missing, or their shapes or dtypes do not match the model.
     """
     blocks, scales = found.get(key + BLOCKS), found.get(key + SCALES)
     if blocks is None and scales is None:

@@ -1,8 +1,8 @@
 """Read and write weights as Trainshed checkpoints.
 
-Checkpoints of any topology are read. Written for given tensor ranks and pipeline stages, a checkpoint has one file per rank
-with the rank's boxes in the order of its layers, so that each rank reads one range; any other topology can load it too.
-Without a topology, files hold up to FILE_BYTES.
+Reads checkpoints of any topology. A checkpoint written for given tensor ranks and pipeline stages has one file per rank, with the
+rank's boxes in the order of its layers, so that each rank reads one range; any other topology can load it too. Without a
+topology, files have up to FILE_BYTES.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREFIX = checkpoint.PREFIX["master"]
 
 
 def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
-    """The model of a complete checkpoint and the dtype that its run trained in; None if a conversion wrote it.
+    """The model of a complete checkpoint, and the dtype in which its run trained, None if a conversion wrote it.
 
     Raises:
         ValueError: the checkpoint is incomplete, or its marker does not describe a model.
@@ -53,10 +53,10 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
 
 
 def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weights:
-    """The master weights of a complete checkpoint, as `dtype` if given; what is read of them is verified.
+    """The master weights of a complete checkpoint, as `dtype` if given; everything that is read is verified.
 
     Raises:
-        CorruptCheckpoint: a file is missing or corrupted; also raised by the parts that read it.
+        CorruptCheckpoint: a file is missing or corrupted; also raised when parts are read.
     """
     described = checkpoint.read_marker(folder).get("files", {})  # empty if a conversion wrote it
     reader, verified = Reader(folder, described), CheckpointFiles(folder, described)
@@ -80,17 +80,17 @@ def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weight
 def _read_box(
     reader: Reader, verified: CheckpointFiles, box: StoredBox, index: tuple[slice, ...]
 ) -> torch.Tensor:
-    """Elements of a box of a local checkpoint, after their bytes were verified."""
+    """Elements of a box of a local checkpoint, after verifying their bytes."""
     row = math.prod(box.sizes[1:]) * box.dtype.itemsize
     first, end = (index[0].start, index[0].stop) if index else (0, 1)
-    # Where in a box its elements begin is not known here: around them is what torch.save adds.
+    # torch.save adds bytes before and after a box's elements, whose offset is unknown here.
     around = box.length - math.prod(box.sizes) * box.dtype.itemsize
     verified.verify_mapped(box.file, box.start + first * row, box.start + end * row + around)
     return reader.map(box)[index]
 
 
 def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = None) -> list[BoxFile]:
-    """The files to write for a tensor degree and the layers of each pipeline stage; by size without either."""
+    """The files to write for a tensor degree and the layers of each pipeline stage; split by size without a topology."""
     if tensor == 1 and stages is None:
         groups = _group_by_size(weights, boxes_of_rank(weights.model, 1, None, 0, 0))
         return [BoxFile(f"__{number}_0.distcp", weights, boxes) for number, boxes in enumerate(groups)]
@@ -105,7 +105,7 @@ def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = No
 def boxes_of_rank(
     model: Model, tensor: int, stages: Sequence[range] | None, stage: int, rank: int
 ) -> Iterator[Box]:
-    """The boxes of a tensor rank of a stage, in the order of its layers, without those that another rank writes."""
+    """The boxes of a stage's tensor rank in the order of its layers, without those that another rank writes."""
     count = len(stages) if stages else 1
     mesh = Mesh(count, 1, 1, tensor, kv_replicas(model.num_key_value_heads, tensor), rank=stage * tensor)
     layers = stages[stage] if stages else None
@@ -118,7 +118,7 @@ def boxes_of_rank(
 
 
 def _group_by_size(weights: Weights, boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Boxes in consecutive groups of at most FILE_BYTES, but at least one box."""
+    """Consecutive groups of boxes with at most FILE_BYTES, but at least one box."""
     group: list[Box] = []
     size = 0
     for box in boxes:

@@ -1,13 +1,13 @@
-"""LoRA of experts in PEFT's format, where the experts of a layer have one pair of factors.
+"""LoRA of experts in PEFT's format, where all experts of a layer share one pair of factors.
 
-Models of transformers have a projection of all experts as one parameter of three dims, which PEFT updates by its name (the key
-`target_parameters` of its configuration). Of e experts, updates of rank r:
+In transformers' models, a projection of all experts is one parameter of three dims, which PEFT updates by its name (the key
+`target_parameters` of its configuration). For e experts and rank r:
 
-    lora_A    (e·r, i)    A of one expert below that of another
-    lora_B    (o, r·e)    the first columns of all experts' B, then their second ones
+    lora_A    (e·r, i)    the experts' A, stacked
+    lora_B    (o, r·e)    the first columns of all experts' B, then their second columns, and so on
 
 If both parameters of the module `experts` are updated, PEFT wraps `gate_up_proj` first, and its tensors are in `base_layer`. The
-outputs of `gate_up_proj` are [gate, up]; those of GPT-OSS alternate.
+outputs of `gate_up_proj` are [gate, up]; in GPT-OSS they alternate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from profiles.sections.model import Model
 
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.(gate_up|down)\.(\d+)(?:\.(gate|up))?\.weight")
-PARAMETERS = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}  # ends of their names
+PARAMETERS = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}  # name suffixes
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
@@ -42,11 +42,11 @@ def missing_format(model: Model, targets: Sequence[str]) -> str | None:
         return None
     if model.architecture == "dbrx":
         return "PEFT has one update for all experts of dbrx, whose weights are one matrix"
-    return "PEFT takes every gate_proj, up_proj and down_proj of deepseek_v3 for one of experts"
+    return "PEFT treats every gate_proj, up_proj and down_proj of deepseek_v3 as a projection of experts"
 
 
 def stacked(model: Model, factors: Sequence[Factors]) -> tuple[dict[str, Tensor], list[str]]:
-    """PEFT's tensors, by the end of their names after "base_model.model.", of the updates of experts; and `target_parameters`.
+    """PEFT's tensors of the experts' updates, by their names after "base_model.model."; and `target_parameters`.
 
     Raises:
         ValueError: PEFT has no format for them.
@@ -77,10 +77,10 @@ def stacked(model: Model, factors: Sequence[Factors]) -> tuple[dict[str, Tensor]
 def unstacked(
     model: Model, tensors: Mapping[str, Tensor], rank: int, parameters: Sequence[str]
 ) -> Iterator[tuple[str, Tensor, Tensor, list[str]]]:
-    """Our name of a weight, A, B, and the names of the tensors that they are from; the reverse of `stacked`.
+    """Our name of each weight, its A and B, and the names of the tensors that contain them; the inverse of `stacked`.
 
     Args:
-        tensors: of the adapter, by names as of `stacked`.
+        tensors: the adapter's tensors, named as by `stacked`.
         parameters: `target_parameters` of its configuration.
     """
     named = {name.rpartition(".")[2] for name in parameters}
@@ -108,12 +108,12 @@ def _prefix(layer: int, inner: bool) -> str:
 
 
 def _join(model: Model, halves: Sequence[Tensor]) -> Tensor:
-    """Rows of gate and of up in the order of the parameter."""
+    """Rows of gate and up in the order of the parameter."""
     if len(halves) == 2 and model.architecture == "gpt_oss":
         return torch.stack([*halves], 1).flatten(0, 1)
     return torch.cat([*halves])
 
 
 def _split(model: Model, rows: Tensor) -> Sequence[Tensor]:
-    """The reverse of `_join`, of gate and up."""
+    """Rows of gate and of up; the inverse of `_join`."""
     return (rows[::2], rows[1::2]) if model.architecture == "gpt_oss" else rows.chunk(2)

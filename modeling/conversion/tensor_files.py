@@ -1,6 +1,6 @@
 """Files of tensors, written in slices: created at their full size, then filled in place.
 
-Each slice is read from the source when it is due, so writing needs the memory of a few slices, whatever the file's size.
+Each slice is read from the source when it is written, so writing takes the memory of a few slices for any file size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Entry:
     dtype: torch.dtype
     # (low, high) -> rows [low, high) as consecutive tensors; fewer rows at the end leave zeros as padding
     rows: Callable[[int, int], Iterable[Tensor]]
-    leading: int = 1  # dims whose indices number the rows
+    leading: int = 1  # number of leading dims that index the rows
 
     @property
     def row_count(self) -> int:

@@ -1,8 +1,8 @@
 """Read torch.save files lazily (memory-mapped) with restricted unpickling.
 
-Only tensors and containers are unpickled (torch's `weights_only`), and torch_xla's `TensorReference`: in its "xser" form each
-tensor is replaced by a reference with a number N, and stored in `<file>.tensors/tensor_N.pt`. torch_xla is not needed. Files
-from before torch 1.6 cannot be mapped and are read into memory.
+Only tensors and containers are unpickled (torch's `weights_only`), and torch_xla's `TensorReference`: in the "xser" form each
+tensor is replaced by a reference with a number N, and stored in `<file>.tensors/tensor_N.pt`. torch_xla is not needed. Files in
+the format from before torch 1.6 cannot be mapped and are read into memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read(path: Path, wanted: Callable[[str], object] = bool) -> dict[str, LazyTe
     """Every tensor of a file by name; of a training state, those of its model.
 
     Args:
-        wanted: whether to read the tensor of a name; files that the others refer to need not exist.
+        wanted: whether to read a tensor, by name; files to which other tensors refer need not exist.
 
     Raises:
         ValueError: the file is rejected, is corrupted, or is not a dictionary of tensors.
@@ -69,7 +69,7 @@ def read(path: Path, wanted: Callable[[str], object] = bool) -> dict[str, LazyTe
 
 
 def read_value(path: Path, name: str) -> Any:
-    """What a file has under a name beside its tensors; None if it has no such entry."""
+    """A file's entry of this name beside its tensors; None if there is none."""
     return (_model(_load(path)) or {}).get(name)
 
 
@@ -97,7 +97,7 @@ def _referred(path: Path, name: str, reference: TensorReference) -> Tensor:
 
 
 def stamp(path: Path) -> tuple[int, int, int]:
-    """A file's inode, size and modification time in ns: differs once the file has changed."""
+    """A file's inode, size and modification time in ns, which change with the file."""
     stat = path.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -136,7 +136,7 @@ def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
 
 
 def is_failed_read(path: Path, error: Exception) -> bool:
-    """Whether an error of a library that reads files comes from the file system rather than from the file's contents."""
+    """Whether a reader's error was caused by the file system rather than by the file's contents."""
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         return True
     try:

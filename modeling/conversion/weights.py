@@ -1,8 +1,8 @@
 """A model's weights as global tensors in lazily read parts: the common form of every conversion source.
 
 A part is a box of a global tensor and a function that reads from it. A Hugging Face file has one part per tensor, NxD's
-shards one per rank, a Trainshed checkpoint one per stored box. Names and shapes are those that the model's layers declare.
-Reading a slice costs the memory of the slice.
+shards one per rank, a Trainshed checkpoint one per stored box. Names and shapes are those declared by the model's layers.
+Reading a slice takes the memory of the slice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype  # as stored
-    # its elements at an index, slices with start and stop in the box's coordinates: read-only, of any strides
+    # returns its elements at an index of slices with start and stop, in the box's coordinates: read-only, with any strides
     read: Callable[[tuple[slice, ...]], Tensor]
 
 
@@ -47,14 +47,14 @@ class Weights:
 
     Args:
         model: the architecture.
-        parts: of every global tensor, by our name of it.
-        dtype: to read as; None reads each tensor as stored.
+        parts: parts of every global tensor, by our name.
+        dtype: dtype to read tensors as; None: as stored.
 
     Attributes:
-        shapes: of every global tensor, by name.
+        shapes: shape of every global tensor, by name.
 
     Raises:
-        ValueError: a tensor is missing, incomplete, duplicated, unknown or of a wrong dtype; names it.
+        ValueError: a tensor, named in the message, is missing, incomplete, duplicated, unknown or has a wrong dtype.
     """
 
     def __init__(self, model: Model, parts: dict[str, list[Part]], dtype: torch.dtype | None = None) -> None:
@@ -70,7 +70,7 @@ class Weights:
             _check(name, shape, self.parts[name])
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype that `read` returns a tensor in."""
+        """The dtype in which `read` returns a tensor."""
         if name.endswith(FLOAT32):
             return torch.float32
         return self.dtype or self.parts[name][0].dtype
@@ -80,7 +80,7 @@ class Weights:
         return sum(math.prod(shape) * self.dtype_of(name).itemsize for name, shape in self.shapes.items())
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """A box of a global tensor, of shape `sizes`; read-only, it may be a view of the file."""
+        """A box of a global tensor, of shape `sizes`; read-only, since it may be a view of the file."""
         overlaps = []
         for part in self.parts[name]:
             low = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
@@ -97,7 +97,7 @@ class Weights:
         return tensor
 
     def blocks(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Tensor]:
-        """The same box as consecutive blocks of rows, cut where parts begin; a block of one part is not copied."""
+        """A box as consecutive blocks of rows, cut where parts begin; a block of a single part is not copied."""
         low, high = offsets[0], offsets[0] + sizes[0]
         parts = self.parts[name]
         edges = {edge for part in parts for edge in (part.offsets[0], part.offsets[0] + part.sizes[0])}
@@ -107,22 +107,21 @@ class Weights:
 
 
 class AveragedWeights(Weights):
-    """The mean of several checkpoints of a model, computed in float32 slice by slice: model merging.
+    """Model merging: the mean of several checkpoints of a model, computed in float32 slice by slice.
 
     Args:
-        dtype: to read as; None: as the first is stored.
+        dtype: dtype to read tensors as; None: as stored in the first checkpoint.
 
     Raises:
-        ValueError: they are not of one model.
+        ValueError: the checkpoints belong to different models.
     """
 
     def __init__(self, members: Sequence[Weights], dtype: torch.dtype | None = None) -> None:
         first, *others = members
         for other in others:
             if differing := _differing(first.shapes, other.shapes):
-                raise ValueError(
-                    f"checkpoints to average are not of one model: {summarize(differing)} differ"
-                )
+                reason = f"{summarize(differing)} differ"
+                raise ValueError(f"checkpoints to average belong to different models: {reason}")
         super().__init__(first.model, first.parts, dtype)
         self.members = members
 

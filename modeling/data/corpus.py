@@ -29,7 +29,7 @@ PREFETCH_SPANS = 2  # spans whose shards are prefetched: the current one and the
 
 
 class Stream(NamedTuple):
-    """A run of tokens within a corpus: its share of the samples, first token, number of tokens, and number of its source."""
+    """Consecutive tokens of a corpus: their share of the samples, first token, number of tokens, and number of their source."""
 
     weight: float
     start: int
@@ -47,7 +47,7 @@ class MappedShard:
 
     @cached_property
     def documents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Byte pointers of its sequences, and the sequence that each document starts with; mapped on first use."""
+        """Byte offsets of its sequences, and the sequence that each document starts with; mapped on first use."""
         index = map_index(self.prefix, read_header(self.prefix))
         return index.pointers, index.document_indices
 
@@ -78,20 +78,20 @@ class MappedShard:
 class Corpus:
     """The tokens of one split over many shards, mapped on demand; at most OPEN_SHARDS local shards stay mapped."""
 
-    # of the shards' `.bin`/`.idx` without suffix; those in the store are relative to its artifacts folder
+    # of the shards' `.bin`/`.idx`, without suffix; relative to the store's artifacts folder if they are in it
     paths: list[str]
     counts: np.ndarray  # (shards) tokens in each
     starts: np.ndarray  # (shards) index in its file of each shard's first token
-    vocabulary_size: int  # every token id is below it
+    vocabulary_size: int  # exceeds every token id
     artifacts: Path  # the store's artifacts folder, if it is on this machine
     eos: int | None = None  # token id that ends each document; None if documents have none
-    # streams that samples are drawn from; by default one of all tokens
+    # streams that samples are drawn from; by default one with all tokens
     streams: list[Stream] = field(default_factory=list)
     span: int | None = None  # number of tokens shuffled together; None: all of a stream
     cache: ShardCache | None = None  # cache for remote shards; None if all are on this machine
     # the validation split's part of each source, by name
     sources: dict[str, Stream] = field(default_factory=dict)
-    lowest: int = 0  # lowest token; -vocabulary_size where tokens may be complements of ids (records.py)
+    lowest: int = 0  # lowest valid token; -vocabulary_size if tokens may be complements of ids (records.py)
     _open: OrderedDict[int, MappedShard] = field(default_factory=OrderedDict, repr=False)
 
     def __post_init__(self) -> None:
@@ -103,11 +103,11 @@ class Corpus:
         """The split "train" or "validation" of a dataset artifact.
 
         Args:
-            cache: for shards that are not on this machine; without it, the store's are expected beside `folder`.
+            cache: for shards that are not on this machine; without one, the store's shards are expected beside `folder`.
 
         Raises:
             FileNotFoundError: the folder has no corpus.json.
-            ValueError: corpus.json is of another format, or the split is unknown.
+            ValueError: corpus.json has another format, or the split is unknown.
         """
         path = Path(folder) / "corpus.json"
         manifest = json.loads(path.read_text())
@@ -120,7 +120,7 @@ class Corpus:
         if cache:
             cache.anonymous |= {shard["path"] for shard in shards if shard.get("anonymous")}
         sources = manifest.get("blend") if split == "train" else None
-        # Absent in those of earlier versions.
+        # Datasets of earlier versions do not list sources.
         held_out = manifest.get("sources", ()) if split == "validation" else ()
         parts = _streams([{"weight": 1.0, "shards": source["shards"]} for source in held_out], counts)
         return cls(
@@ -163,7 +163,7 @@ class Corpus:
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """For each of the tokens (count) from `start`, the position among them where its document starts, int64.
 
-        0 for a document that started before them.
+        It is 0 for a document that started before them.
         """
         out = np.zeros(count, np.int64)
         filled = 0
@@ -198,7 +198,7 @@ class Corpus:
         return self.cache is not None and self.cache.is_remote(self.paths[i])
 
     def _with_shard(self, i: int, read: Callable[[MappedShard], np.ndarray]) -> np.ndarray:
-        """Call `read`, which must return a copy, with a shard. A cached one is unmapped afterwards, so it can be evicted."""
+        """Call `read`, which must return a copy, with a shard. A cached shard is unmapped afterwards, so it can be evicted."""
         if self._is_remote(i):
             with self.cache.open(self.paths[i]) as prefix:
                 return read(self._map(i, prefix))
@@ -210,7 +210,7 @@ class Corpus:
         return read(self._open[i])
 
     def _map(self, i: int, prefix: Path) -> MappedShard:
-        # Constant time: digests are verified by the store, not here.
+        # Takes constant time, because the store verifies digests.
         tokens = map_tokens(prefix, read_header(prefix).dtype)
         start, count = int(self.starts[i]), int(self.counts[i])
         part = tokens[start : start + count]
@@ -235,8 +235,8 @@ class Samples:
     """Windows of a corpus in training order, or in corpus order without a seed (validation).
 
     Args:
-        changes: first sample, and weight of each source by its number, of each later phase of the mixture, in order; the corpus
-            has the weights from sample 0 on.
+        changes: later phases of the mixture in order, each with its first sample and the weight of each source by number; the
+            corpus's weights apply from sample 0 on.
 
     Attributes:
         windows: windows in one epoch of every stream.
@@ -258,7 +258,7 @@ class Samples:
         self._stream_starts = np.array([stream.start for stream in corpus.streams])
         phases = [(0, [stream.weight for stream in corpus.streams])]
         for first, weights in changes:
-            # one from the first step on replaces the corpus's
+            # a phase that begins with sample 0 replaces the corpus's
             phases = [phase for phase in phases if phase[0] < first]
             phases.append((first, [weights.get(stream.source, 0.0) for stream in corpus.streams]))
         self._mixture = Mixture(phases)
@@ -273,7 +273,7 @@ class Samples:
         self.windows = sum(order.n for order in self._orders)
 
     def by_source(self) -> dict[str, Samples]:
-        """The samples of each source by itself, by its name; without those that have no window."""
+        """The samples of each source separately, by its name; without sources shorter than a window."""
         sources = self.corpus.sources.items()
         found = {name: stream for name, stream in sources if stream.tokens > self.sequence_length}
         return {
@@ -282,7 +282,7 @@ class Samples:
         }
 
     def window_starts(self, samples: np.ndarray) -> np.ndarray:
-        """First token (count) of each sample's (count) window; sample numbers continue across epochs."""
+        """First token (count) of the window of each sample (count); sample numbers continue across epochs."""
         streams, numbers = self._mixture.locate(np.asarray(samples, np.int64))
         starts = self._stream_starts[streams]
         for stream in np.unique(streams).tolist():
@@ -298,21 +298,21 @@ class Samples:
         return np.stack([self.corpus.read(start, s + 1) for start in starts])  # (count, s + 1)
 
     def counted(self, first: int, count: int) -> int:
-        """Number of tokens of the samples [first, first + count) that the loss counts: all."""
+        """Number of tokens of the samples [first, first + count) that the loss counts, which is all."""
         return count * self.sequence_length
 
     def prompt(self, sample: int) -> np.ndarray:
-        """Ids of the tokens that a text is generated after: all of the sample."""
+        """Token ids of the prompt for a generated text: the complete sample."""
         return self.batch(sample, 1)[0]
 
     def document_starts(self, first: int, count: int) -> np.ndarray:
-        """Position in its sample where each token's (count, s) document starts, int64."""
+        """Position (count, s) in its sample where each token's document starts, int64."""
         s = self.sequence_length
         starts = self.window_starts(np.arange(first, first + count)).tolist()
         return np.stack([self.corpus.document_starts(start, s) for start in starts])  # (count, s)
 
     def _prefetch(self, first: int) -> None:
-        """Prefetch the shards that samples from `first` on need next, span by span."""
+        """Prefetch the shards needed by the samples from `first` on, span by span."""
         if self.corpus.cache is None:
             return
         s = self.sequence_length

@@ -5,7 +5,7 @@
            | lengths int32[S], in tokens | pointers int64[S], byte offsets in .bin | document indices int64[D]
     (little endian; document d is the sequences [indices[d], indices[d+1]), so D is the number of documents + 1)
 
-Writing keeps four bytes per document in memory; reading keeps none, everything is memory-mapped. Format: Megatron-LM,
+Writing takes four bytes of memory per document; reading takes none, since everything is memory-mapped. Format: Megatron-LM,
 megatron/core/datasets/indexed_dataset.py.
 """
 
@@ -102,7 +102,7 @@ class IndexArrays(NamedTuple):
     lengths: np.ndarray  # (sequences) int32, tokens in each
     pointers: np.ndarray  # (sequences) int64, byte offset of each in `.bin`
     document_indices: np.ndarray  # (documents + 1) int64, the sequence that each document starts with
-    mapping: mmap.mmap  # the mapping behind all three
+    mapping: mmap.mmap  # of the file
 
 
 def map_index(prefix: str | Path, header: Header) -> IndexArrays:
@@ -121,17 +121,17 @@ class Index:
     """A memory-mapped `.idx`, fully validated when opened: no sequence can reach outside the data.
 
     Args:
-        prefix: of the pair; only its `.idx` is read.
+        prefix: path of the pair without suffix; only its `.idx` is read.
         size: bytes of the pair's `.bin`.
 
     Attributes:
-        dtype: of the tokens.
+        dtype: dtype of the tokens.
         lengths: (sequences) tokens in each.
         pointers: (sequences) byte offset of each in `.bin`.
         document_indices: (documents + 1) the sequence that each document starts with.
 
     Raises:
-        IndexedError: truncated, corrupted or of another format.
+        IndexedError: the file is truncated, corrupted or of another format.
         FileNotFoundError: no such file.
     """
 
@@ -174,7 +174,7 @@ class Index:
             before = indices[-1]
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """[0, count) in consecutive slices; the pages of each are released from memory after it."""
+        """[0, count) in consecutive slices; each slice's pages are released from memory after use."""
         for start in range(0, count, CHUNK):
             yield slice(start, min(start + CHUNK, count))
             self._mapping.madvise(mmap.MADV_DONTNEED)
@@ -186,7 +186,7 @@ class Index:
 
 
 class IndexedDatasetBuilder:
-    """Write a `.bin`/`.idx` pair incrementally, one sequence per document; a context manager.
+    """Context manager that writes a `.bin`/`.idx` pair incrementally, one sequence per document.
 
     Both files appear when the block ends without an exception, neither if it raises.
     """
@@ -210,7 +210,7 @@ class IndexedDatasetBuilder:
         self.lengths.extend(lengths.tolist())
 
     def extend(self, ids: np.ndarray) -> None:
-        """Append ids of a document; `end_document` completes it."""
+        """Append ids to a document, which `end_document` completes."""
         limits = np.iinfo(self.dtype)
         if ids.size and (ids.min() < limits.min or ids.max() > limits.max):
             invalid = int(ids.min() if ids.min() < limits.min else ids.max())

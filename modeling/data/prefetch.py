@@ -1,7 +1,7 @@
 """Batch prefetching: a background thread reads the next batches while the device computes.
 
-One thread gathers windows from memory maps at hundreds of millions of tokens a second; worker processes would cost
-more than they save. For a GPU the thread pins batches in host memory, so that they are copied asynchronously.
+One thread gathers windows from memory maps at hundreds of millions of tokens per second; worker processes would cost
+more than they save. For a GPU the thread pins batches in host memory, so that they can be copied asynchronously.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """A rank's samples of one step; empty on a rank that reads none."""
+    """A rank's samples of one step or evaluation pass; empty on a rank that reads none."""
 
-    tokens: Tensor | None = None  # (b, s + 1) int64
-    # (b, s) int64, the position in its sample where each token's document starts; None without document masks
+    # (rows, s + 1) int64: ids; for fine-tuning also complements of ids, and padding (records.py)
+    tokens: Tensor | None = None
+    # (rows, s) int64, position where each token's document begins; None: attention crosses documents
     documents: Tensor | None = None
-    # (b, s) int64, the number in its row of the sequence of a token and the next, else -1; None unless pairs are packed
+    # (rows, s) int64, number in its row of the sequence that a token and the next belong to, else -1; None: pairs are not packed
     answers: Tensor | None = None
-    # (b, answers) float32, log-probability of each row's answers under a reference model; None without one
+    # (rows) or (rows, answers) float32, log-probability of each row's answers under the reference model, for dpo; None: computed
+    # by the trainer if the objective needs it, else 0
     reference: Tensor | None = None
 
 
 def read_batch(trainer: Trainer, samples: Samples | RecordSamples, first: int, count: int) -> Batch:
-    """The samples [first, first + count), ready to be copied to the device."""
+    """The samples [first, first + count), ready to be copied to the device; empty if this rank reads none."""
+    if not trainer.reads_samples:
+        return Batch()
     arrays = {"tokens": samples.batch(first, count)}
     if trainer.profile.document_masks:
         arrays["documents"] = samples.document_starts(first, count)
@@ -50,7 +54,7 @@ class Prefetcher:
     """Batches of the steps `first` to `last`, in order, read in a background thread.
 
     Args:
-        read: returns the batch of a step; called in the thread.
+        read: function that returns the batch of a step; called in the thread.
         depth: number of batches to read ahead.
     """
 
@@ -72,7 +76,7 @@ class Prefetcher:
         return self._queue[0].done()
 
     def next(self) -> Batch:
-        """The batch of the next step; raises what reading it raised."""
+        """The batch of the next step; raises the error with which reading it failed."""
         batch = self._queue.pop(0).result()
         self._submit()
         return batch

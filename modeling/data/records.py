@@ -1,20 +1,21 @@
-"""Samples made of records, for fine-tuning: packed rows of s tokens, or one sequence a row, and which tokens the loss counts.
+"""Samples made of records, for fine-tuning: rows of one sequence, or of several packed into s tokens.
 
 A dataset's corpus.json lists the shards, whose documents are the records' sequences; a token that the loss does not count is
-stored as its complement, ~id. Beside it, `<split>_rows.npz` says where each row's sequences are:
+stored as its complement, ~id. Beside it, `<split>_rows.npz` locates the sequences of each row:
 
     starts, lengths   (sequences) in the corpus, in order of rows
-    ends              (rows) sequences up to the end of each row
-    counted           (rows) tokens of the row that the loss counts
+    ends              (rows) number of sequences up to the end of each row
+    counted           (rows) number of tokens of each row that the loss counts
 
-so that a step's number of counted tokens, by which its loss is normalized, is known on every rank without communication.
-A sample of preference pairs is two rows: the chosen answers of one pair, or packed of several, and the rejected ones of the
-same pairs in the same order.
+Thus every rank knows a step's number of counted tokens, which normalizes its loss, without communication. A sample of preference
+pairs is two rows: the chosen answers of one pair, or of several if packed, and the rejected answers of the same pairs in the same
+order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,8 @@ from profiles.schema import Profile
 
 RECORD_DTYPE = np.dtype("<i4")
 REFERENCE = "reference.npz"  # for each split, the log-probability of each sequence's answer, in order of rows
-OPEN_SAMPLES = 256  # that a pair is tried in, of those not full
-PADDING = -(2**31)  # stored where a row has no token; not the complement of an id
+OPEN_SAMPLES = 256  # number of unfilled samples that are candidates for a pair
+PADDING = -(2**31)  # marks positions of a row without a token; not the complement of an id
 
 
 def open_samples(
@@ -42,7 +43,7 @@ def open_samples(
     """The samples of a dataset artifact's split: in training order for "train", in corpus order for "validation".
 
     Args:
-        reference: folder of the log-probabilities of a reference model.
+        reference: folder with the log-probabilities of the reference model.
         ordered: read "train" in corpus order too.
     """
     corpus = Corpus.open(folder, split, cache)
@@ -59,7 +60,7 @@ def open_samples(
 
 
 def mixture_changes(profile: Profile) -> list[tuple[int, dict[int, float]]]:
-    """First sample, and weight of each training source by its number, of each entry of `data.schedule`."""
+    """First sample of each entry of `data.schedule`, and the weight of each training source by its number."""
     sources = [i for i, source in enumerate(profile.data.sources) if source.use != "validation"]
     batch = profile.train.global_batch_size
     return [
@@ -74,10 +75,10 @@ def rows_path(folder: str | Path, split: str) -> Path:
 
 
 def pack_rows(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Best-fit decreasing: sequences (lengths) in as few rows of `size` tokens as this heuristic finds.
+    """Pack sequences (lengths) into few rows of `size` tokens: best fit in order of decreasing length.
 
-    A bit set holds the free sizes of open rows, so that each sequence costs one shift and not a search. Raises ValueError for a
-    sequence longer than a row.
+    A bit set holds the free sizes of open rows, so that finding the best row takes one shift. Raises ValueError for a sequence
+    longer than a row.
     """
     rows: list[list[int]] = []
     open_rows: list[list[int]] = [[] for _ in range(size + 1)]  # by free tokens
@@ -103,17 +104,17 @@ def pack_rows(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 def pack_pairs(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pairs in few samples of two rows of `size` tokens: rows of chosen and of rejected sequences, in turn.
+    """Pack pairs into few samples of two rows of `size` tokens; returns alternating rows of chosen and of rejected sequences.
 
-    Best fit in both rows at once, in order, among the OPEN_SAMPLES with the most room: 0.04 ms a pair, and rows at least as full
-    as in decreasing order, of which the largest close the samples before what would fill them comes.
+    Best fit in both rows at once, in the given order, among the OPEN_SAMPLES with the most room: 0.04 ms per pair. Decreasing
+    length, as in `pack_rows`, fills rows no better: the largest pairs close samples before the pairs that would fill them come.
 
     Args:
-        lengths: (sequences), chosen and rejected in turn.
+        lengths: (sequences), alternately of chosen and rejected ones.
     """
     pairs = np.asarray(lengths, np.int64).reshape(-1, 2)
     samples: list[list[int]] = []
-    free = np.zeros((0, 2), np.int64)  # tokens of the rows of each open sample
+    free = np.zeros((0, 2), np.int64)  # free tokens in both rows of each open sample
     numbers = np.zeros(0, np.int64)  # of the open samples
     for pair in range(len(pairs)):
         if pairs[pair].max() > size:
@@ -141,13 +142,13 @@ def write_rows(
 
     Args:
         lengths, counted: (sequences) tokens, and counted tokens, of the corpus's sequences in order.
-        rows: the sequences of each row; None: one sequence a row.
+        rows: the sequences of each row; None: one sequence per row.
     """
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    order = np.concatenate([*map(np.asarray, rows), []]).astype(np.int64) if rows is not None else slice(None)
-    sizes = (
-        np.ones(len(lengths), np.int64) if rows is None else np.array([len(row) for row in rows], np.int64)
-    )
+    if rows is None:
+        order, sizes = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
+    else:
+        order, sizes = np.fromiter(chain.from_iterable(rows), np.int64), np.fromiter(map(len, rows), np.int64)
     ends = np.cumsum(sizes)
     totals = np.concatenate(([0], np.cumsum(counted[order], dtype=np.int64)))
     sums = totals[ends] - totals[ends - sizes]
@@ -160,11 +161,11 @@ class RecordSamples:
 
     Attributes:
         windows: samples in one epoch.
-        answers: how many answers a row of pairs may have.
-        reference: log-probability of each sequence's answer under a reference model, in order of rows; None if it is not known.
+        answers: maximum number of answers in a row of pairs.
+        reference: log-probability of each sequence's answer under the reference model, in order of rows; None if unknown.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the split has no samples.
     """
 
     def __init__(
@@ -194,8 +195,16 @@ class RecordSamples:
         return (samples[:, None] * self.rows_per_sample + np.arange(self.rows_per_sample)).flatten()
 
     def _sequences(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """First token in the corpus and number of tokens of each sequence (sequences) of a row."""
         part = slice(int(self._ends[row - 1]) if row else 0, int(self._ends[row]))
         return self._starts[part], self._lengths[part]
+
+    def _spans(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """(first token in the corpus, position in the row, end position) of each sequence of a row."""
+        position = 0
+        for start, length in zip(*map(np.ndarray.tolist, self._sequences(row)), strict=True):
+            yield start, position, position + length
+            position += length
 
     def sizes(self, first: int, count: int) -> np.ndarray:
         """Number of sequences of each row (rows) of the samples [first, first + count)."""
@@ -203,13 +212,13 @@ class RecordSamples:
         return self._ends[rows] - np.where(rows > 0, self._ends[rows - 1], 0)
 
     def counted(self, first: int, count: int) -> int:
-        """What the mean loss of these samples is a mean of: the tokens that it counts, or the pairs."""
+        """Number of tokens, or pairs, over which the loss of these samples is averaged."""
         if self.rows_per_sample > 1:
             return int(self.sizes(first, count)[:: self.rows_per_sample].sum())
         return int(self._counted[self._rows(first, count)].sum())
 
     def pairs_per_token(self, first: int, count: int) -> float:
-        """Pairs of these samples for each token that follows another in their chosen sequences."""
+        """Pairs of these samples per target token of their chosen sequences."""
         rows = self._rows(first, count)[:: self.rows_per_sample].tolist()
         tokens = sum(int((self._sequences(row)[1] - 1).sum()) for row in rows)
         return self.counted(first, count) / max(1, tokens)
@@ -224,14 +233,12 @@ class RecordSamples:
         return out
 
     def answer_numbers(self, first: int, count: int) -> np.ndarray:
-        """Number in its row (rows, s) of the sequence to which both a token and the next belong, int64; else -1."""
+        """Number (rows, s) in its row of the sequence to which both a token and the next belong, else -1; int64."""
         rows = self._rows(first, count)
         out = np.full((len(rows), self.sequence_length), -1, np.int64)
         for filled, row in zip(out, rows.tolist(), strict=True):
-            position = 0
-            for number, length in enumerate(self._sequences(row)[1].tolist()):
-                filled[position : position + length - 1] = number
-                position += length
+            for number, (_, position, end) in enumerate(self._spans(row)):
+                filled[position : end - 1] = number
         return out
 
     def batch(self, first: int, count: int) -> np.ndarray:
@@ -239,26 +246,21 @@ class RecordSamples:
         rows = self._rows(first, count)
         out = np.full((len(rows), self.sequence_length + 1), PADDING, np.int64)
         for filled, row in zip(out, rows.tolist(), strict=True):
-            position = 0
-            for start, length in zip(*self._sequences(row), strict=True):
-                filled[position : position + length] = self.corpus.read(int(start), int(length))
-                position += length
+            for start, position, end in self._spans(row):
+                filled[position:end] = self.corpus.read(start, end - position)
         return out
 
     def document_starts(self, first: int, count: int) -> np.ndarray:
-        """Position in its row where each token's (rows, s) sequence starts, int64; padding is a sequence of its own."""
+        """Position (rows, s) in its row where each token's sequence starts, int64; padding is a separate sequence."""
         rows = self._rows(first, count)
         out = np.empty((len(rows), self.sequence_length), np.int64)
         for filled, row in zip(out, rows.tolist(), strict=True):
-            position = 0
-            for length in self._sequences(row)[1].tolist():
-                filled[position : position + length] = position
-                position += length
-            filled[position:] = position
+            for _, position, end in self._spans(row):
+                filled[position:end], filled[end:] = position, end
         return out
 
     def prompt(self, sample: int) -> np.ndarray:
-        """Ids of the tokens that a sample's first sequence begins with and the loss does not count."""
+        """Ids of the leading tokens of a sample's first sequence, which the loss does not count."""
         row = int(self._rows(sample, 1)[0])
         start, length = (int(values[0]) for values in self._sequences(row))
         tokens = self.corpus.read(start, length)

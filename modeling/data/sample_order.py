@@ -28,7 +28,7 @@ class Pattern(NamedTuple):
     """How streams alternate, repeated every P samples."""
 
     stream: np.ndarray  # (P) stream of each sample
-    rank: np.ndarray  # (P) how many earlier samples of the pattern are of the same stream
+    rank: np.ndarray  # (P) number of earlier samples of the same stream in the pattern
     quotas: np.ndarray  # (streams) samples of each stream in the pattern
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -67,12 +67,12 @@ def blend(weights: Sequence[float]) -> Pattern:
 class Mixture:
     """The stream of each sample of a run whose weights change at given samples; a pure function of the sample's number.
 
-    Every phase has its own pattern, and each stream continues where the phases before left it: no window is read again before
-    its stream has been read to the end.
+    Every phase has its own pattern, and each stream continues where the previous phase left it, so that no window is repeated
+    before its stream has been read to the end.
 
     Args:
-        phases: first sample, and weight of each stream, of each phase; the first one begins at sample 0. A stream of weight 0
-            is not drawn in that phase.
+        phases: first sample of each phase, and the weight of each stream; the first phase begins at sample 0. A stream with
+            weight 0 is not drawn in that phase.
 
     Raises:
         ValueError: a stream with a weight would never be drawn.
@@ -90,7 +90,7 @@ class Mixture:
 
     @property
     def period(self) -> int:
-        """Samples within which every stream of a phase is drawn."""
+        """Number of samples within which every stream of a phase is drawn."""
         return max(len(pattern.stream) for pattern in self._patterns)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +105,7 @@ class Mixture:
 
 
 def _pattern(weights: Sequence[float]) -> Pattern:
-    """The pattern of the streams that have a weight, under the numbers of all."""
+    """The pattern of the streams with a nonzero weight, which keep their numbers."""
     drawn = [stream for stream, weight in enumerate(weights) if weight]
     pattern = blend([weights[stream] for stream in drawn])
     counts = np.zeros(len(weights), np.int64)
@@ -118,7 +118,7 @@ class WindowOrder:
 
     Args:
         n: number of windows.
-        seed: of the shuffle; None keeps corpus order.
+        seed: seed of the shuffle; None keeps corpus order.
         span: number of windows shuffled together; None: all.
     """
 
@@ -147,7 +147,7 @@ class WindowOrder:
         return windows
 
     def spans_from(self, number: int, count: int) -> list[tuple[int, int]]:
-        """(first window, windows) of the span that a sample falls into and of the spans read after it, `count` in all."""
+        """(first window, windows) of the span that contains a sample and of the spans read after it, `count` in all."""
         epoch, position = divmod(number, self.n)
         if self.seed is None or self.spans == 1:
             return [(0, self.n)]
@@ -163,7 +163,7 @@ class WindowOrder:
         return span * self._size + min(span, self._longer), self._size + (span < self._longer)
 
     def _span_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The spans in the order of an epoch, and the position after the last window of each."""
+        """The spans in an epoch's order, and the position after the last window of each."""
         spans = permute(np.arange(self.spans), self.spans, self.seed, np.array(epoch))
         return spans, np.cumsum(self._size + (spans < self._longer))
 

@@ -1,11 +1,11 @@
 """Shard cache: shards of a remote corpus in a local folder of limited size, prefetched before they are read.
 
     <shard>.bin, .idx    the shard, under these names once complete
-    <shard>.room         sparse file as large as both: the space reserved for the shard, from before its download
+    <shard>.room         sparse file as large as both, which reserves the shard's space before it is downloaded
     <shard>.lock         held shared by readers of the shard, exclusively while it is downloaded or evicted
 
-The folder is shared by the processes of a node. The least recently used shards are evicted, but none that is being
-read: a mapped file keeps its disk space even when unlinked. So readers release a shard after each read.
+The folder is shared by the processes of a node. The least recently used shards are evicted, except those being
+read: a mapped file occupies disk space even when unlinked. So readers release a shard after each read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ POLL = 0.01  # seconds between attempts to evict, while every shard is being rea
 
 
 class ShardCache:
-    """A local cache of `.bin`/`.idx` pairs, least recently used evicted first.
+    """A local LRU cache of `.bin`/`.idx` pairs.
 
     Args:
         folder: cache folder on this machine.
         limit: its capacity in bytes.
-        root: URI that relative shard paths are resolved against; empty if those are on this machine.
+        root: URI that relative shard paths are resolved against; empty if they are on this machine.
 
     Attributes:
         anonymous: shards to read without credentials.
@@ -57,7 +57,7 @@ class ShardCache:
             ValueError: the shard alone is larger than the cache.
         """
         prefetch = self._prefetches.pop(path, None)
-        if prefetch is not None and not prefetch.cancel():  # one that is still queued is fetched here instead
+        if prefetch is not None and not prefetch.cancel():  # a shard that is still queued is fetched below
             wait([prefetch])  # if it failed, the download below is the retry
         uri, prefix = self._locate(path)
         while True:
@@ -95,7 +95,7 @@ class ShardCache:
             raise ValueError(
                 f"data.cache_gigabytes: {uri} has {size:,} bytes, the cache holds {self._limit:,}; raise the limit"
             )
-        _remove(prefix)  # left by a killed process; must not keep space reserved while this one waits
+        _remove(prefix)  # leftovers of a killed process, which must not reserve space while this one waits
         with _locked(self._folder / "room.lock"):  # one process at a time, so that the free space is known
             while not self._evict(size):
                 time.sleep(POLL)
@@ -146,7 +146,7 @@ def _is_complete(prefix: Path) -> bool:
 
 
 def _remove(prefix: Path) -> None:
-    """Delete a shard's files; the reservation last, so that space is free when it goes."""
+    """Delete a shard's files; the reservation last, when its space is free."""
     for suffix in SUFFIXES:
         for file in prefix.with_suffix(suffix), prefix.with_suffix(f"{suffix}.partial"):
             file.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from parallel import Mesh, ZeRO1
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
+from parallel.device import Device
 from parallel.experts.balance import Balance
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.initialization import initialize_parameter
@@ -33,15 +34,20 @@ from profiles.schema import Profile
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights
 
 
+def device_of(profile: Profile) -> Device:
+    """The profile's device type, with the figures of its accelerator."""
+    return devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+
+
 def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | None = None) -> Mesh:
-    """The run's device mesh as this process sees it, or without process groups as `rank` sees it.
+    """The run's device mesh of this process, or that of `rank` without process groups.
 
     Args:
-        timeout: of the process groups.
+        timeout: timeout of the process groups.
     """
-    parallel, cluster = profile.parallel, profile.cluster
+    parallel = profile.parallel
     degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
-    device = devices.resolve(cluster.device, cluster.accelerator)
+    device = device_of(profile)
     by_size = device.concurrent_collectives and not profile.compile.enabled
     return Mesh(
         *degrees,
@@ -65,7 +71,7 @@ def partition_layers(profile: Profile) -> list[range]:
 
 
 def layer_modes(profile: Profile) -> list[str]:
-    """The activation checkpointing of each of the model's layers."""
+    """The mode of activation checkpointing of each layer of the model."""
     return recompute.layer_modes(profile.train.recompute, [*map(len, partition_layers(profile))])
 
 
@@ -75,7 +81,7 @@ def _cut(costs: tuple[int, ...], ranks: int, schedule: str, cuts: tuple[int, ...
 
 
 def extra_warmup_forwards(profile: Profile) -> int:
-    """Forwards beyond the 1F1B warm-up that ranks before the last run first, where uneven stages make it pay."""
+    """Forward passes beyond 1F1B's warm-up on ranks before the last, where uneven stages make them worthwhile."""
     if profile.parallel.schedule != "1f1b":
         return 0
     costs = layer_multiply_adds(profile)
@@ -94,7 +100,7 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
         dtype=DTYPES[profile.train.precision],
         device=device,
     )
-    model.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    model.device = device_of(profile)
     for layer in expert_layers(model):
         layer.options = build_expert_options(profile)
         if layer.routing.selection_bias:
@@ -116,7 +122,7 @@ def experts_by_layer(stages: Iterable[LanguageModel]) -> dict[int, MixtureOfExpe
 
 
 def build_expert_options(profile: Profile) -> ExpertOptions:
-    """How the run trains experts."""
+    """The training settings of experts."""
     train = profile.train
     balance = Balance(
         train.balance,
@@ -129,7 +135,7 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
 
 
 def build_products(profile: Profile, device: torch.device) -> Products:
-    """How the layers multiply matrices; FP8 is emulated on CPUs, which only tests ask for, as profiles.check rejects it."""
+    """The layers' matrix products. FP8 is emulated on CPUs, which only tests use since profiles.check rejects it."""
     train = profile.train
     return Float8(train.fp8_recipe, emulated=device.type == "cpu") if train.precision == "fp8" else EXACT
 
@@ -151,16 +157,15 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
 
 
 def defers_weight_gradients(profile: Profile) -> bool:
-    """Whether layers leave the gradients of their weights to a pass of its own; compiled blocks cannot be split otherwise."""
+    """Whether layers defer weight gradients to a separate pass, without which the backward of compiled blocks cannot be split."""
     parallel = profile.parallel
     return parallel.schedule == "zero_bubble" and parallel.pipeline > 1 and profile.compile.enabled
 
 
 def gathers_in_graph(profile: Profile) -> bool:
-    """Whether blocks gather their weights by operators of their graphs, for a compiler to schedule; else hooks do."""
-    cluster = profile.cluster
-    device = devices.resolve(cluster.device, cluster.accelerator)
-    return profile.parallel.data_sharding == "fsdp" and profile.compile.enabled and device.gathers_in_graph
+    """Whether blocks gather their weights by operators in their graphs, for the compiler to schedule; else hooks do."""
+    sharded = profile.parallel.data_sharding == "fsdp" and profile.compile.enabled
+    return sharded and device_of(profile).gathers_in_graph
 
 
 def build_optimizer(
@@ -169,9 +174,9 @@ def build_optimizer(
     """AdamW over the parameters of a rank's stages, with the profile's settings and sharding.
 
     Args:
-        stages: their parameters have values; or none has memory, and all are initialized now. Hooks on their modules wait for
-            the weights from now on, and with `fsdp` gather them.
-        compile: compiles the optimizer's arithmetic, for devices that run compiled programs only.
+        stages: stages whose parameters have values, or none of which has memory, so that all are initialized here. Gets hooks
+            that wait for updated weights before they are used, and with `fsdp` gather them.
+        compile: compiles the optimizer's arithmetic, for devices that only run compiled programs.
     """
     deferred = any(is_deferred(parameter) for stage in stages for parameter in stage.parameters())
     train, keep_gathered = profile.train, profile.parallel.keep_gathered
@@ -200,5 +205,4 @@ def build_optimizer(
 
 def optimizer_bucket_size(profile: Profile) -> int:
     """Minimum number of elements of the optimizer's buckets."""
-    device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
-    return bucket_size(profile.shard_degree, device)
+    return bucket_size(profile.shard_degree, device_of(profile))

@@ -1,7 +1,7 @@
 """Analytic FLOP count of a model: the definition behind MFU and pipeline balance.
 
-Counts what the mathematics needs: no recomputation, padding, norms or element-wise work. What a rank really
-multiplies is counted operator by operator (modeling/planning/operator_costs.py).
+Counts what the mathematics needs: no recomputation, padding, norms or element-wise work. The FLOPs that a rank executes
+are counted operator by operator (modeling/planning/operator_costs.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from profiles.schema import Profile
 def layer_multiply_adds(profile: Profile) -> list[int]:
     """Forward multiply-adds per token of each layer; the last includes the language-model head.
 
-    Per layer: h·d·(2n + 2k) of the attention projections (of latent attention those that its keys and values go through), 3·h·f
+    Per layer: h·d·(2n + 2k) of the attention projections (of latent attention, including those from and to the latents), 3·h·f
     (gated) or 2·h·f (gpt) of the MLP, and 2·n·d for each key that a token sees on average: s/2 in causal attention, w - w²/2s in
-    a sliding window of w. Of experts, the MLPs of a token's own and shared ones and the router count. Updates of LoRA are left
-    out.
+    a sliding window of w. Of experts, the router and the MLPs of a token's routed and shared experts count. LoRA's updates are
+    not included.
     """
     layers = [weights + scores for weights, scores in _weights_and_scores(profile)]
     layers[-1] += _head(profile)
@@ -62,7 +62,7 @@ def flops_per_token(profile: Profile) -> float:
 
 
 def idle_updates(profile: Profile) -> int:
-    """Elements of LoRA's updates of experts that a token is not routed to, in all layers."""
+    """Parameters of LoRA's updates of the experts that a token is not routed to, over all layers."""
     model, targets = profile.model, profile.lora.targets
     if not profile.lora.rank or not model.num_experts:
         return 0
@@ -73,9 +73,9 @@ def idle_updates(profile: Profile) -> int:
 
 
 def _updates(profile: Profile, number: int) -> int:
-    """Forward multiply-adds per token of a layer's updates: rank · (input + output) of each first factor.
+    """Forward multiply-adds per token of a layer's LoRA updates: rank · (inputs + outputs) for each first factor.
 
-    Those of an MLP count once for each of a token's experts.
+    Updates of experts count once for each of a token's experts.
     """
     model, targets = profile.model, profile.lora.targets
     h, f, heads = model.hidden_size, model.intermediate_size, model.num_attention_heads

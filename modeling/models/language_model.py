@@ -1,4 +1,4 @@
-"""Decoder-only language model: what all architectures share, from embedding and pipeline split to loss and logits."""
+"""Decoder-only language model: the common part of all architectures, from embedding and pipeline split to loss and logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from profiles.sections.model import Model
 class LanguageModel(nn.Module):
     """A model, or the pipeline stage of it that holds `layers`.
 
-    The first stage has the embedding, the last the final norm and the head. A tied model has no head: its last stage uses a
+    The first stage has the embedding, the last the final norm and the head. A tied model has no head: its last stage has a
     copy of the embedding, whose gradient is summed over the embedding group.
 
     Args:
@@ -31,18 +31,18 @@ class LanguageModel(nn.Module):
         mesh: device mesh.
         layers: layers of this stage; all by default.
         sequence_parallel: shard hidden states over the tensor axis between layers.
-        products: how the layers' matrix products are computed; the head's are exact.
+        products: how the layers' matrix products are computed; the head's are always exact.
 
     Attributes:
         axis: tensor axis, over which the vocabulary is sharded.
-        sequence_parallel: whether hidden states are really sharded; False on a tensor axis of one rank.
+        sequence_parallel: whether hidden states are actually sharded; False on a tensor axis of one rank.
         first, last: whether this stage has the embedding, and the head.
-        loss_programs: what the loss computes with; compiled in compiled runs.
+        loss_programs: the functions of the loss; compiled in compiled runs.
         tied: sums the gradients of a tied embedding; None: autograd does.
         token_keys: `random.token_keys`, or a compiled version of it.
-        device: the run's device, which decides the chunks of the loss.
-        weights: Hugging Face's tensor of each of ours, `{}` in place of the numbers of layers and experts.
-        update_dropout: rate of the dropout in updates of LoRA.
+        device: the run's device, which determines the loss's chunk size.
+        weights: Hugging Face's tensor for each of our names, with `{}` for the numbers of layers and experts.
+        update_dropout: dropout rate in LoRA's updates.
     """
 
     block: type[nn.Module]
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
     def dropout_keys(
         self, samples: Tensor | None, positions: Tensor
     ) -> tuple[Keys | None, Sequence[Keys | None]]:
-        """Keys of a microbatch's tokens, and of them in each layer, from the samples' keys (b); None if nothing is dropped."""
+        """Dropout keys of a microbatch's tokens, overall and by layer, from the samples' keys (b); None without dropout."""
         if samples is None or not (self.model.has_dropout or self.update_dropout):
             return None, [None] * len(self.layers)
         tokens, layers = self.token_keys(samples, positions, self.layer_numbers)
@@ -105,7 +105,7 @@ class LanguageModel(nn.Module):
         return local_keys(tokens, *shard), [local_keys(layer, *shard) for layer in layers]
 
     def sharding_units(self, in_graph: bool = False) -> list[Unit]:
-        """The parts of this stage whose weights are gathered together, in the order of forward; they have all its parameters.
+        """The parts of this stage whose weights are gathered together, in forward order; they cover all its parameters.
 
         Args:
             in_graph: whether blocks gather their weights themselves.
@@ -122,10 +122,10 @@ class LanguageModel(nn.Module):
         """Summed cross-entropy of the last stage's hidden states; targets (b, s/c), -100 is ignored.
 
         Args:
-            weights: (b, s/c), of each token in the sum; None: 1.
+            weights: (b, s/c), weight of each token in the sum; None: 1.
         """
-        given = None if weights is None else weights.flatten()
-        return linear_cross_entropy(**self._loss_arguments(x, targets), weights=given)
+        weights = None if weights is None else weights.flatten()
+        return linear_cross_entropy(**self._loss_arguments(x, targets), weights=weights)
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy (b, s/c) of each token, without gradient; arguments as for `loss`."""
@@ -141,11 +141,11 @@ class LanguageModel(nn.Module):
         }
 
     def loss_chunk(self, tokens: int) -> int:
-        """Tokens of one chunk of the loss over this many, b·s/c."""
+        """Tokens per chunk of the loss over this many tokens, b·s/c."""
         return chunk_tokens(tokens, self.output_embedding().weight.shape[0], self.device)
 
     def logits_arguments(self, x: Tensor) -> dict[str, Any]:
-        """What the loss and `full_logits` take of the last stage's hidden states x."""
+        """Arguments of the loss and of `full_logits` for the last stage's hidden states x."""
         return {
             "x": x,
             "weight": self.tied.use() if self.tied else self.output_embedding().weight,
@@ -156,7 +156,7 @@ class LanguageModel(nn.Module):
 
     @classmethod
     def huggingface_tensors(cls, model: Model) -> Mapping[str, HuggingFaceTensor]:
-        """`weights` of a model of these hyperparameters."""
+        """`weights` of a model with these hyperparameters."""
         return cls.weights
 
     def output_embedding(self) -> VocabParallelEmbedding:

@@ -1,4 +1,4 @@
-"""LoRA for a model's blocks: which layers get updates, under our names or Hugging Face's, and freezing of all other weights."""
+"""LoRA for a model's blocks: which layers get updates, by our names or Hugging Face's; all other weights are frozen."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from profiles.sections.model import Model
 class Layer(NamedTuple):
     """A linear layer of a block, or a projection of all its experts."""
 
-    target: str  # names all of it
+    target: str  # target that selects the complete layer
     path: str  # in the block
-    sections: Mapping[str, str]  # of its weight, by the target that names one of them
-    experts: int | None = None  # number of experts, each of which has these sections
+    sections: Mapping[str, str]  # sections of its weight, by the target that selects each
+    experts: int | None = None  # number of experts, each with these sections
 
     def groups(self, targets: Sequence[str]) -> list[tuple[str, ...]]:
-        """The sections that share a first factor, one group for each; empty if nothing of the layer is a target."""
+        """Groups of sections that share a first factor; empty if no part of the layer is a target."""
         if self.target in targets:
             return [tuple(self.sections.values())]
         return [(section,) for target, section in self.sections.items() if target in targets]
 
 
 GATE_UP, DOWN = {"gate_proj": "gate", "up_proj": "up"}, {"down_proj": ""}
-FIRST_SITE = 4  # of dropout; blocks have sites of their own below
+FIRST_SITE = 4  # first dropout site of updates; blocks use the lower ones
 
 
 def layers_of(model: Model, number: int) -> list[Layer]:

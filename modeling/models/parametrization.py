@@ -11,12 +11,12 @@ With m = hidden_size and L = layers, both relative to the base model's, σ = ini
     final norm of a tied model          1      η     1/m       η/m    1/m            η/m
 
 mup is muP's Table 3 (Tensor Programs V, arXiv 2203.03466); completep is CompleteP with α = 1 (arXiv 2505.01618), whose residual
-multiplier 1/L is folded into the weights that it multiplies: under Adam, a multiplier c of a weight equals c times its initial
-values and c times its rate. The output multiplier of a tied model is folded into the final norm. So no layer has a multiplier,
-and an exported model is an ordinary one. Weight decay per step, rate times decay, is that of the base model for every group, as
-in CompleteP. Adam's ε is not scaled: it is small compared with the gradients of models of practical size.
+multiplier 1/L is folded into the weights that it multiplies: under Adam, multiplying a weight by c is equivalent to multiplying
+its initial values and its rate by c. The output multiplier of a tied model is folded into the final norm. So no layer has a
+multiplier, and exported models are ordinary ones. Weight decay per step, rate times decay, is that of the base model for every
+group, as in CompleteP. Adam's ε is not scaled: it is small compared with the gradients of models of practical size.
 
-Heads keep their size when the width grows (there are more of them), for which 1/√d is right at every width.
+The head size stays constant as the width grows (the number of heads increases), so 1/√d is right at every width.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from profiles.sections.model import Model
 
 
 def embedding(model: Model) -> Normal:
-    """Of the token embedding."""
+    """Initializer of the token embedding."""
     return Normal(model.initializer_range)
 
 
 def hidden(model: Model) -> Normal:
-    """Of matrices from the residual stream into a layer."""
+    """Initializer of matrices that read the residual stream."""
     m = model.width_factor
     return Normal(model.initializer_range / math.sqrt(m), 1 / m)
 
 
 def residual(model: Model) -> Normal:
-    """Of matrices from a layer onto the residual stream."""
+    """Initializer of matrices that write to the residual stream."""
     m, depth = model.width_factor, model.depth_factor
     return Normal(model.residual_initializer_range / (math.sqrt(m) * depth), 1 / (m * depth))
 
 
 def head(model: Model) -> Normal:
-    """Of the output projection of a model that is not tied."""
+    """Initializer of the output projection of an untied model."""
     return Normal(model.initializer_range / model.width_factor, 1 / model.width_factor)
 
 
 def final_norm(model: Model) -> Constant:
-    """Of the weight of the norm before the head, which scales the logits of a tied model."""
+    """Initializer of the norm before the head, which scales the logits of a tied model."""
     scale = 1 / model.width_factor if model.tie_word_embeddings else 1.0
     return Constant(scale, scale)

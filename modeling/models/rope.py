@@ -2,8 +2,9 @@
 
 Pair i of a head, (x_i, x_{i + d/2}), is rotated by the angle position · θ_i, with θ_i = base^(-2i/d). Scalings of
 θ extend the context: "linear" divides every θ by a factor (arXiv 2306.15595); "llama3" divides the low frequencies,
-keeps the high ones and interpolates between (Llama 3.1); so does "yarn", by the number of turns within the original context, and
-multiplies queries and keys by a factor (arXiv 2309.00071). DeepSeek-V3 rotates a part of each head, whose pairs are neighbours.
+keeps the high ones and interpolates between (Llama 3.1); "yarn" does so by the number of turns within the original context, and
+also multiplies queries and keys by a factor (arXiv 2309.00071). DeepSeek-V3 rotates a part of each head, with adjacent elements
+as pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from profiles.sections.rope import YarnRope
 
 
 def inverse_frequencies(model: Model) -> Tensor:
-    """θ (d/2), scaled, in radians per position; float32. d: elements of a head that are rotated."""
+    """θ (d/2), scaled, in radians per position, float32; d: number of rotated elements of a head."""
     d = model.rotary_dim
     theta = model.rope_theta ** -(torch.arange(0, d, 2, dtype=torch.int64).float() / d)
     scaling = model.rope_scaling
@@ -44,7 +45,7 @@ def _yarn(theta: Tensor, base: float, scaling: YarnRope) -> Tensor:
     d, original = 2 * len(theta), scaling.original_max_position_embeddings
 
     def pair(turns: float) -> float:
-        """The index i whose pair makes this many turns within the original context."""
+        """Index i of the pair that makes this many turns within the original context."""
         return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
@@ -57,7 +58,7 @@ def _yarn(theta: Tensor, base: float, scaling: YarnRope) -> Tensor:
 
 
 def attention_factor(model: Model) -> float:
-    """What queries and keys are multiplied by when they are rotated."""
+    """Factor by which queries and keys are multiplied when they are rotated."""
     scaling = model.rope_scaling
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
@@ -69,7 +70,7 @@ def attention_factor(model: Model) -> float:
 
 
 def score_factor(model: Model) -> float:
-    """What attention's scores are multiplied by besides 1/√d, in models whose YaRN scales all of a head (`mscale_all_dim`)."""
+    """Factor of attention's scores besides 1/√d, in models whose YaRN scales complete heads (`mscale_all_dim`)."""
     scaling = model.rope_scaling
     if scaling is None or scaling.rope_type != "yarn" or not scaling.mscale_all_dim:
         return 1.0
@@ -84,7 +85,7 @@ def cos_sin(positions: Tensor, theta: Tensor, factor: float = 1.0) -> tuple[Tens
     """Rotation tables [cos, cos] and [-sin, sin], (1 or b, s, 1, d) float32, for positions (s) or (b, s).
 
     Args:
-        factor: `attention_factor`, which the tables are multiplied by.
+        factor: `attention_factor`, by which the tables are multiplied.
     """
     angles = positions.to(theta.device, torch.float32)[..., None] * theta  # (..., s, d/2)
     angles = angles.unflatten(-2, (-1, 1))  # (..., s, 1, d/2)
@@ -97,7 +98,7 @@ def cos_sin(positions: Tensor, theta: Tensor, factor: float = 1.0) -> tuple[Tens
 
 
 def split_pairs(x: Tensor) -> Tensor:
-    """Heads (..., d) whose pairs are neighbours, (x_2i, x_2i+1), with all first elements before all second ones."""
+    """Reorder heads (..., d) of adjacent pairs (x_2i, x_2i+1) so that all first elements precede all second ones."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

@@ -1,4 +1,4 @@
-"""Weight names: what an entry says of the Hugging Face tensor that holds one of ours; each family has a map of them.
+"""Weight names: which Hugging Face tensor, or part of one, holds each of our tensors; each family has a map of them.
 
 Most tensors only differ in name. Others are parts of a larger one: GPT-2 has q, k and v side by side, DBRX one below the other,
 and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out) where ours are (out, in).
@@ -37,19 +37,16 @@ class HuggingFaceTensor:
         return tensor.t() if self.transposed else tensor
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the stored tensor as far as our tensor, of this shape, reaches."""
-        own = [*shape][::-1] if self.transposed else [*shape]
-        if not self.index:
-            return tuple(own)
-        kept = iter(own)
+        """Smallest shape of a stored tensor that contains our tensor, of this shape."""
+        remaining = [*shape][::-1] if self.transposed else [*shape]
         sizes = []
-        for at in (
-            *self.index,
-            *[slice(None)] * (len(own) - sum(isinstance(at, slice) for at in self.index)),
-        ):
-            size = at + 1 if isinstance(at, int) else next(kept)
-            sizes.append(size if isinstance(at, int) or at.stop is None else at.stop)
-        return tuple(sizes)
+        for at in self.index:
+            if isinstance(at, int):
+                sizes.append(at + 1)
+            else:
+                size = remaining.pop(0)
+                sizes.append(size if at.stop is None else at.stop)
+        return (*sizes, *remaining)
 
 
 def rows_of(part: int, model: Model) -> slice:
@@ -59,4 +56,4 @@ def rows_of(part: int, model: Model) -> slice:
     return slice(ends[part], ends[part + 1])
 
 
-FLOAT32 = (".router.selection_bias",)  # ends the names of tensors that are float32 in any precision
+FLOAT32 = (".router.selection_bias",)  # suffixes of the tensors that are float32 in any precision

@@ -1,7 +1,7 @@
 """Resolve the settings that depend on memory: `train.recompute: auto` and `parallel.keep_gathered: auto`.
 
-Activation checkpointing is chosen for each layer (recomputation.py): of each pipeline stage, what fits its rank at the least
-time. Gathered weights are kept if that plan fits and its step is shorter; where times are unknown, if it computes and sends less.
+Activation checkpointing is chosen for each layer (recomputation.py): the fastest that fits each pipeline rank. Gathered weights
+are kept if that plan fits and its step is shorter or, where times are unknown, if it computes and sends less.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from profiles.check import passes, with_value
 from profiles.recompute import AUTO, MODES, from_layer_modes
 from profiles.schema import Profile
 
-ANY = 2**60  # bytes, more than a device has
+HUGE = 2**60  # bytes, more than any device has
 
 
 def resolve_auto(profile: Profile, cache: CostCache | None = None) -> Profile:
-    """Replace each `auto` of a profile by what fits the device; other profiles are returned as they are.
+    """Replace each `auto` of a profile by a value that fits the device; other profiles are returned unchanged.
 
     If nothing fits, chooses what needs the least memory, which `planner.require_fit` then rejects.
 
@@ -66,8 +66,8 @@ def _choose_on_rank(
     """The modes of the layers of a pipeline rank's stages."""
     room = (1 - reserved_share(profile)) * device_bytes(profile) - host_bytes(profile)
     buckets = memory.plan_buckets(profile, [costs.module(layers) for layers in partition])
-    # Beside working memory this large, memory that is used at other times (of the loss) does not count: the rest adds to it.
-    rest = sum(memory.rank_bytes(profile, rank, ANY, costs.hidden_bytes, buckets).values()) - ANY
+    # With working memory this large, the peak is never at another time, so everything else simply adds to it.
+    rest = sum(memory.rank_bytes(profile, rank, HUGE, costs.hidden_bytes, buckets).values()) - HUGE
 
     def cost(layer: LayerCosts) -> tuple[float, float]:
         return layer_seconds(profile, layer), layer.moved

@@ -1,9 +1,9 @@
-"""Measured speeds of an accelerator, in place of the published peak: `calibration/<accelerator>.json` of the working folder.
+"""Measured speeds of an accelerator, used instead of its published peak: `calibration/<accelerator>.json` in the working folder.
 
-`python -m modeling.check_device --calibrate` measures and writes the table (measure.py); the planner reads it if it is there:
+`python -m modeling.check_device --calibrate` measures and writes the table (measure.py), which the planner reads if it exists:
 
-    products    FLOP/s of matrix products and attention by shape; the nearest shape in log space counts
-    others      bytes/s at which a layer's other operators run, so that the time of a whole layer comes out
+    products    FLOP/s of matrix products and attention by shape; the nearest shape in log space is used
+    others      bytes/s of a layer's other operators, such that the total time of a layer is reproduced
     links       bytes/s that one device sends in collectives, by level (levels.py)
 """
 
@@ -17,13 +17,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from modeling.models.build import device_of
 from modeling.planning.operator_costs import Shape
 from parallel import device as devices
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 FOLDER = Path("calibration")
-PEAK_SHARE = 0.55  # of the published peak, that layers reach between collectives if nothing was measured
+PEAK_SHARE = 0.55  # share of the published peak that layers are assumed to reach between collectives without a measurement
 UNCALIBRATED = f"uncalibrated, published peaks × {PEAK_SHARE}"
 
 
@@ -41,7 +42,7 @@ class Calibration:
     path: str = ""  # of the file
 
     def rate(self, precision: str, shape: Shape) -> float:
-        """FLOP/s of a product: those of the measured one whose sizes are nearest."""
+        """FLOP/s of a product: that of the measured product with the nearest sizes."""
         operation, *sizes = shape
         rows = [row for row in self.products[precision] if row[0] == operation]
 
@@ -51,7 +52,7 @@ class Calibration:
         return min(rows, key=distance)[4]
 
     def seconds(self, precision: str, products: Mapping[Shape, float], moved: float) -> float:
-        """Seconds of products, FLOPs by shape, and of other operators that read and write `moved` bytes."""
+        """Seconds of products, given as FLOPs by shape, and of other operators that read and write `moved` bytes."""
         work = sum(flops / self.rate(precision, shape) for shape, flops in products.items())
         return work + moved / self.others[precision]
 
@@ -68,7 +69,7 @@ def find(profile: Profile) -> Calibration | None:
     Raises:
         ProfileError: the file cannot be read.
     """
-    path = path_of(devices.name_of(devices.resolve(profile.cluster.device, profile.cluster.accelerator)))
+    path = path_of(devices.name_of(device_of(profile)))
     try:
         stamp = path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -78,16 +79,16 @@ def find(profile: Profile) -> Calibration | None:
 
 
 def path_of(accelerator: str) -> Path:
-    """Where the table of an accelerator is; "cpu" for CPUs."""
+    """Path of an accelerator's table; "cpu" for CPUs."""
     return FOLDER / f"{accelerator}.json"
 
 
 def basis(profile: Profile) -> str:
-    """What the plan's times are based on, for the plan, the search and the report."""
+    """What a plan's times are based on, as text for the plan, the search and the report."""
     table = find(profile)
     if table:
         return f"calibrated: {table.accelerator} measured on {table.measured} with torch {table.torch} ({table.path})"
-    device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    device = device_of(profile)
     return (
         UNCALIBRATED if device.peak(profile.train.precision) else f"no figures of {device.type}, uncalibrated"
     )

@@ -4,24 +4,24 @@
     node       chips of one node, over NeuronLink or NVLink: groups that shard parameters
     network    nodes, over EFA or InfiniBand: replicas and pipeline stages
 
-A group with several ranks a node sends between nodes over the links of all of them: a ring enters and leaves each node
-once, so its bandwidth is a device's share of the network times its ranks a node, as far as the links inside the node carry it.
+A group with several ranks per node sends between nodes over the links of all of them: a ring enters and leaves each node once,
+so its bandwidth is a device's share of the network times its ranks per node, limited by the links inside the node.
 """
 
 from __future__ import annotations
 
+from modeling.models.build import device_of
 from modeling.planning import calibration
-from parallel import device as devices
 from profiles.schema import Profile
 
-# Shares of published bandwidths that large transfers reach; between nodes, what AWS's published throughputs on trn1 suggest.
+# Shares of published bandwidths that large transfers reach; that of the network follows from AWS's published throughputs on trn1.
 SHARES = {"chip": 0.6, "node": 0.6, "network": 0.3}
 
 
 def level(profile: Profile, axis: str) -> str:
     """ "chip", "node" or "network": the slowest links between the ranks of a group."""
     stride, size = _span(profile, axis)
-    chip = devices.resolve(profile.cluster.device, profile.cluster.accelerator).chip
+    chip = device_of(profile).chip
     if size == 1 or chip % (stride * size) == 0:
         return "chip"
     return "node" if stride * size <= profile.cluster.devices_per_node else "network"
@@ -29,7 +29,7 @@ def level(profile: Profile, axis: str) -> str:
 
 def bandwidth(profile: Profile, axis: str) -> float | None:
     """Bytes/s that one rank sends to the next of its group; None if the device's bandwidths are unknown."""
-    device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    device = device_of(profile)
     table = calibration.find(profile)
     measured = table.links if table else {}
     published = {"chip": device.chip_link, "node": device.link, "network": device.network}
@@ -47,7 +47,7 @@ def bandwidth(profile: Profile, axis: str) -> float | None:
 
 
 def _span(profile: Profile, axis: str) -> tuple[int, int]:
-    """Distance between neighbouring ranks of an axis, and how many there are."""
+    """Distance between neighbouring ranks of an axis, and its size."""
     parallel = profile.parallel
     model = parallel.tensor * parallel.context
     # "data": the ranks over which states are sharded; "replica": those that hold the same shard

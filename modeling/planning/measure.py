@@ -1,7 +1,7 @@
 """Measure the calibration table of this machine's device: `python -m modeling.check_device --calibrate`.
 
-Products and attention run at a grid of shapes, products also in FP8 on accelerators that have it. One layer of a small Llama then
-runs forward and backward; what it takes beyond its products is the time of its other operators. Takes seconds on a CPU.
+Products and attention run at a grid of shapes, products also in FP8 on accelerators that support it. Then one layer of a small
+Llama runs forward and backward; the time beyond its products is that of its other operators. Takes seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel.layers.products import E4M3, Float8, quantize
 from parallel.mesh import Axis
 from profiles.schema import Profile
 
-# Rows, inner and columns of products; tokens of attention; and the layer's hidden size and tokens.
+# Rows, and inner sizes or columns, of products; tokens of attention; and the layer's hidden size and tokens.
 ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192))
 HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024))
 CALLS = 5
@@ -39,8 +39,8 @@ def calibrate(
 
     Args:
         local: this process's device.
-        name: of the accelerator, or the device's type.
-        sizes: of the grid; None: chosen by the device.
+        name: name of the accelerator, or the device's type.
+        sizes: sizes of the grid; None: chosen for the device.
         compiled: measure the layer compiled, as training runs it.
     """
     rows, widths, tokens, layer = sizes or (HOST if device.type == "cpu" else ACCELERATOR)
@@ -81,7 +81,7 @@ def fastest(device: Device, call: Callable[[], Any]) -> float:
 def _products(
     device: Device, local: torch.device, precision: str, rows: Sequence[int], widths: Sequence[int]
 ) -> Iterator[tuple[str, int, int, int, float]]:
-    """Of FP8 the products alone: quantization counts as other operators of a layer."""
+    """In FP8, the products alone: quantization counts as a layer's other operators."""
     for m, k, n in product(rows, widths, widths):
         a, b = (torch.randn(*shape, device=local).to(DTYPES[precision]) for shape in ((m, k), (k, n)))
         if precision == "fp8":
@@ -103,7 +103,7 @@ def _attentions(
         def call(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
             torch.autograd.grad(attention(q, k, v, Axis("context")), (q, k, v), torch.ones_like(q))
 
-        # as operator_costs counts: 2 products forward, 5 backward, half of each
+        # as operator_costs.py counts: 2 products in forward and 5 in backward, half of each
         flops = 7 * 2 * heads * s * s * d / 2
         yield "attention", s, s, d, flops / fastest(device, call)
 
@@ -111,7 +111,7 @@ def _attentions(
 def _others(
     device: Device, local: torch.device, table: Calibration, profile: Profile, compiled: bool
 ) -> float:
-    """Bytes per second of a layer's operators besides its products."""
+    """Bytes per second of a layer's operators other than its products."""
     costs = StageCosts(profile).layers(range(1, 2))[0]
     stage = build_stage(profile, build_mesh(profile, rank=0), range(1, 2), local)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def _others(
 
 
 def _profile(device: Device, precision: str, hidden: int, tokens: int) -> Profile:
-    """Three layers of a Llama on one device, of which the middle one is measured."""
+    """A Llama of three layers on one device; the middle one is measured."""
     return Profile.model_validate(
         {
             "name": "calibration",

@@ -1,6 +1,6 @@
-"""Bytes that one rank holds, by kind: parameters, gradients, optimizer states, activations and what is alive beside them.
+"""Bytes that one rank holds, by kind: parameters, gradients, optimizer states, activations and buffers.
 
-The only byte count: the plan and the traced plan both go through it; planner.py says what each kind includes.
+The plan and the traced plan both count bytes here; planner.py lists what each kind includes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from typing import NamedTuple
 
 from torch import nn
 
-from modeling.models.build import DTYPES, extra_warmup_forwards, optimizer_bucket_size, partition_layers
+from modeling.models.build import (
+    DTYPES,
+    device_of,
+    extra_warmup_forwards,
+    optimizer_bucket_size,
+    partition_layers,
+)
 from modeling.planning.stage_costs import LayerCosts
-from parallel import device as devices
 from parallel.layout import layout_of
 from parallel.optimizer.buckets import pack
 from parallel.optimizer.zero1 import IN_FLIGHT, fill_buckets
@@ -27,7 +32,7 @@ class PlannedBucket(NamedTuple):
 
     size: int  # elements, padding included
     resident: bool  # whether parameters and gradients stay in memory; with FSDP, those of matrices do not
-    block: bool  # whether it holds a block's matrices, which FSDP gathers for each microbatch
+    block: bool  # whether it holds a block's parameters, which FSDP gathers for each microbatch
     shards: int  # ranks over which its states are sharded
     replicas: int  # ranks that hold the same shard
     experts: bool  # whether it holds experts that other ranks do not have
@@ -57,7 +62,7 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
     named = [item for stage in stages for item in stage.named_parameters()]
     frozen = [item for item in named if not item[1].requires_grad]
     trained = [item for item in named if item[1].requires_grad]
-    remaining = frozen or trained  # of the two, FSDP shards what is frozen
+    remaining = frozen or trained  # if there are frozen parameters, FSDP shards only those
     buckets = []
     if profile.parallel.data_sharding == "fsdp":
         for unit in (unit for stage in stages for unit in stage.sharding_units()):
@@ -94,29 +99,24 @@ def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str,
 def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
     """Bytes that a rank sends in a step to exchange gradients and weights: over its shard group, and to its replicas.
 
-    Gradients are reduce-scattered and weights all-gathered over the shards, with FSDP those of blocks in every microbatch,
-    weights in forward and again in backward. Each shard of the gradients is all-reduced over its replicas.
+    Gradients are reduce-scattered and weights all-gathered over the shards; FSDP does so for blocks in every microbatch, with
+    weights both in forward and in backward. Each shard of the gradients is all-reduced over its replicas.
     """
     train, keeps = profile.train, profile.parallel.keep_gathered
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
     sent = {"data": 0, "replica": 0}
-    passes = 3 if profile.rates_in_step else 2  # over frozen weights, in a microbatch
+    passes = 3 if profile.rates_in_step else 2  # over frozen weights, per microbatch
     for bucket in buckets:
         if bucket.frozen:
-            times = (
-                0
-                if bucket.resident
-                else passes * profile.accumulation_steps
-                if bucket.block and not keeps
-                else 1
-            )
-            sent["data"] += bucket.size * times * weight * (bucket.shards - 1) // bucket.shards
+            if not bucket.resident:
+                gathered = passes * profile.accumulation_steps if bucket.block and not keeps else 1
+                sent["data"] += bucket.size * gathered * weight * (bucket.shards - 1) // bucket.shards
             continue
-        gathered = scattered = 1  # times a step
+        gathered = scattered = 1  # times per step
         if not bucket.resident and not keeps:
             scattered = profile.accumulation_steps
             gathered = 2 * scattered if bucket.block else 1
-        if profile.copies_reference and not bucket.resident:  # for a forward pass of its own
+        if profile.copies_reference and not bucket.resident:  # for the reference model's forward pass
             gathered += scattered if bucket.block else 1
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
         sent["data"] += exchanged * (bucket.shards - 1) // bucket.shards
@@ -127,7 +127,7 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
 
 
 def microbatches_in_flight(profile: Profile, rank: int) -> float:
-    """Microbatches whose activations a pipeline rank holds at most; with k stages a rank, one stage's count 1/k."""
+    """Maximum number of microbatches whose activations a pipeline rank holds; with k stages per rank, each stage's count 1/k."""
     parallel = profile.parallel
     stages = len(partition_layers(profile)[rank :: parallel.pipeline])
     return in_flight(
@@ -143,7 +143,7 @@ def microbatches_in_flight(profile: Profile, rank: int) -> float:
 def rank_bytes(
     profile: Profile, rank: int, working: int, hidden_bytes: int, buckets: Sequence[PlannedBucket]
 ) -> dict[str, int]:
-    """Bytes of a pipeline rank by kind; arguments as of `activation_bytes`."""
+    """Bytes of a pipeline rank by kind; arguments as for `activation_bytes`."""
     microbatches = microbatches_in_flight(profile, rank)
     activations = activation_bytes(profile, working, microbatches, hidden_bytes, buckets)
     return state_bytes(profile, buckets) | {"activations": activations}
@@ -154,14 +154,14 @@ def eager_working_bytes(stages: Sequence[Sequence[LayerCosts]], microbatches: fl
 
     Args:
         stages: the layers of each of the rank's stages.
-        microbatches: in flight.
+        microbatches: number of microbatches in flight.
     """
     saved = [sum(layer.saved for layer in stage) for stage in stages]
     return math.ceil(microbatches * sum(saved)) - max(saved) + max(map(_stage_peak, stages))
 
 
 def _stage_peak(stage: Sequence[LayerCosts]) -> int:
-    """Peak bytes while one microbatch goes through a stage and back."""
+    """Peak bytes of one microbatch's forward and backward through a stage."""
     before, peak = 0, 0
     for layer in stage:
         peak = max(peak, before + layer.forward_peak, before + layer.backward_peak)
@@ -176,9 +176,9 @@ def activation_bytes(
 
     Args:
         working: peak bytes of activations and of the layers' working memory.
-        microbatches: in flight.
-        hidden_bytes: of a microbatch's hidden states between stages.
-        buckets: `plan_buckets`.
+        microbatches: number of microbatches in flight.
+        hidden_bytes: bytes of a microbatch's hidden states between stages.
+        buckets: result of `plan_buckets`.
     """
     working += _gathered_bytes(profile, [bucket for bucket in buckets if not bucket.resident])
     resident = [bucket for bucket in buckets if bucket.resident and not bucket.frozen]
@@ -197,23 +197,22 @@ def activation_bytes(
 
 
 def _exchanged_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
-    """Bytes of the gradient buckets being reduced over data × context at a time."""
+    """Bytes of the gradient buckets that are reduced over data × context at the same time."""
     if profile.data_parallel * profile.parallel.context == 1:
         return 0
-    device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+    device = device_of(profile)
     width = DTYPES[profile.train.gradient_dtype].itemsize
-    whole = not device.supports_reduction
-    sizes = sorted(
-        bucket.size * (1 / bucket.shards + whole) for bucket in buckets if bucket.shards * bucket.replicas > 1
-    )
+    copies = 0 if device.supports_reduction else 1  # of the complete bucket, besides the shard
+    exchanged = [bucket for bucket in buckets if bucket.shards * bucket.replicas > 1]
+    sizes = sorted(bucket.size * (1 / bucket.shards + copies) for bucket in exchanged)
     return math.ceil(sum(sizes[-IN_FLIGHT:]) * width)
 
 
 def _gathered_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
     """Bytes of FSDP's gathered weights and of gradients that are not scattered yet.
 
-    Blocks: the weights of the one that runs and of the next. Embedding and head: their weights, during the whole step.
-    Gradients: of the unit that runs and of the one being scattered. With `keep_gathered` everything during the whole step.
+    Weights: of the running block and the next one, and of embedding and head during the entire step. Gradients: of the running
+    unit and the one being scattered. With `keep_gathered`, everything during the entire step.
     """
     train = profile.train
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize

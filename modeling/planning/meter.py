@@ -1,6 +1,6 @@
 """Measure a module's memory, FLOPs and communication while it runs on the meta device, where only shapes are computed.
 
-So the planner needs no rules of its own about what layers save, send or multiply. A stage of one layer takes about 30 ms.
+So the planner needs no separate rules for what layers save, send or multiply. A stage of one layer takes about 30 ms.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Meter(TorchDispatchMode):
     """Counts the operators that run within it.
 
     Args:
-        existing: tensors that are not counted as memory: parameters, buffers, inputs.
+        existing: tensors whose memory is not counted: parameters, buffers, inputs.
         sizes: size of every mesh axis.
         kernel: the attention kernel, whose scratch memory is counted.
 
     Attributes:
-        live: bytes of the tensors that are alive now.
+        live: bytes of the tensors that are currently alive.
         peak: maximum of `live` so far.
         products: FLOPs of matrix products and attention by shape, recomputation and padding included.
         moved: bytes that all other operators read and write.

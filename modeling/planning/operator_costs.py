@@ -1,13 +1,13 @@
 """FLOPs and communication volume of one operator, of a meta-device run (meter.py) or a traced graph (graph_stats.py) alike.
 
-FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 products in forward and 5 in backward (scores
-         again, dV, dP, dQ, dK); causal attention counts half of each, and of a sliding window the keys within it
-volume   bytes that one rank sends, collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
+FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 products in forward and 5 in backward (recomputed
+         scores, dV, dP, dQ, dK); causal attention counts half of each, and a sliding window only the keys in it
+volume   bytes that one rank sends, with collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
          twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
-         gradients n-1 times; experts exchange the rows of T·k choices twice in forward, and twice in backward or, if forward did
-         not keep what it received, three times
+         gradients n-1 times; experts exchange the rows of T·k choices twice in forward, and twice in backward, or three times if
+         forward did not keep the received rows
 
-The load of experts is assumed to be balanced: a rank computes as many rows as its tokens have choices.
+The experts' load is assumed to be balanced: a rank computes as many rows as its tokens have choices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parallel.torch_internals import (
 )
 
 _aten, _ours = torch.ops.aten, torch.ops.trainshed
-# index of the left factor
+# index of the left factor among the arguments
 _PRODUCTS = {_aten.mm: 0, scaled_mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1}
 _GATHERS = (all_gather_into_tensor, all_gather_into_tensor_out)
 _COLLECTIVES = (*_GATHERS, reduce_scatter_tensor, all_reduce, all_to_all_single)
@@ -137,21 +137,20 @@ def axis_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a value, a list or a tuple, nested or not."""
+    """The tensors in a value, and in nested lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
-    return (
-        [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
-    )
+    items = value if isinstance(value, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of the tensors of a value."""
+    """Bytes of the tensors in a value."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 def _bind(operator: OpOverload, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Arguments by the names of the operator's schema, defaults included."""
+    """Arguments by their names in the operator's schema, including defaults."""
     schema = operator._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     return defaults | {argument.name: value for argument, value in zip(schema, arguments, strict=False)}

@@ -1,15 +1,15 @@
 """The plan: memory, communication, step time and cost of a run, from its profile alone and without a device.
 
-Builds each pipeline stage on the meta device as its fullest rank sees it; takes seconds. Bytes of one rank:
+Builds each pipeline stage on the meta device as on its fullest rank; takes seconds. Bytes of one rank:
 
     parameters   in the training dtype       } in ZeRO-1 buckets, padding included
     gradients    in `train.gradient_dtype`   }
     optimizer    master weights and two moments in float32, sharded over data × context (float32 training: no master)
-    activations  what eager layers save, times the microbatches in flight, and on top the maximum of one layer's working memory,
-                 the loss, messages and gradient exchange; compiled graphs save no more
+    activations  saved by eager layers, times the microbatches in flight, plus the maximum of one layer's working memory, the
+                 loss, messages and gradient exchange; compiled graphs save no more
 
-What layers save, send and multiply is measured on the layers themselves (stage_costs.py); step_time.py turns it into
-seconds.
+Activations, communication and FLOPs are measured on the layers themselves (stage_costs.py); step_time.py computes seconds from
+them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from typing import Any
 import psutil
 from torch import nn
 
-from modeling.models.build import partition_layers
+from modeling.models.build import device_of, partition_layers
 from modeling.models.flops import flops_per_token, idle_updates
 from modeling.planning import memory
 from modeling.planning.levels import level
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
 from modeling.planning.step_time import estimate, layer_rate
-from parallel import device as devices
 from parallel import parameter_count
 from parallel.constraints import valid_tensor_degrees
 from profiles.check import ACCELERATORS, passes, with_value
@@ -37,8 +36,8 @@ from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
 
-HOST_BYTES = 350 << 20  # of a process: interpreter and libraries
-COMPILED_BYTES = 100 << 20  # of a process that loads compiled graphs
+HOST_BYTES = 350 << 20  # of a process's interpreter and libraries
+COMPILED_BYTES = 100 << 20  # of the compiled graphs that a process loads
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,10 @@ class StagePlan:
     """The fullest rank at one position of the pipeline."""
 
     layers: tuple[tuple[int, int], ...]  # (first, end) of each of its stages
-    parameters: int  # of the model, counted once over the tensor ranks
+    parameters: int  # of the model, each counted once over the tensor ranks
     bytes: dict[str, int]  # by kind
     flops: float  # of one rank in a step, recomputation and padding included
-    rate: float | None  # FLOP/s that its layers reach; None if unknown
+    rate: float | None  # its layers' FLOP/s; None if unknown
     sent: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
 
     @property
@@ -67,7 +66,7 @@ class Plan:
     mesh: dict[str, int]  # size of each mesh axis
     stages: tuple[StagePlan, ...]  # by pipeline rank
     host_bytes: int  # memory of a process besides tensors, on devices that share the host's memory; else 0
-    device_bytes: int  # memory of one device; on CPUs, a process's share of the host's
+    device_bytes: int  # memory of one device; on CPUs, a process's share of the host's memory
     reserve: float  # share of that memory that a plan leaves free
     fits: bool  # whether the fullest rank, `host_bytes` included, leaves the reserve free
     flops_per_token: float  # of training, analytic (modeling/models/flops.py)
@@ -78,8 +77,8 @@ class Plan:
     kv_replication: int  # tensor ranks that hold the same KV head
     bubble: float  # pipeline bubble as a share of the working time
     basis: str  # what the times are based on (calibration.py)
-    # step_seconds, tokens_per_second, mfu, days, node_hours, price: None if the device's speed is unknown or the step is too
-    # short to estimate; the last three also if the data determines the run's length, the price also if the profile has none
+    # None if the device's speed is unknown or the step is too short to estimate; days, node_hours and price also if the data
+    # determines the run's length, and price if the profile has no node price:
     step_seconds: float | None
     tokens_per_second: float | None
     mfu: float | None
@@ -173,7 +172,7 @@ def require_fit(profile: Profile, planned: Plan) -> None:
 
 
 def lighter(profile: Profile, accept: Callable[[Plan], bool]) -> dict[str, Plan]:
-    """Single changes that save memory, as `key=value`: per key the smallest one whose plan is accepted, and its plan."""
+    """Single changes that save memory, as `key=value` with their plans: for each key the smallest whose plan is accepted."""
     cache: CostCache = {}
     choices: dict[str, Plan] = {}
     for key, values in _savings(profile):
@@ -186,7 +185,7 @@ def lighter(profile: Profile, accept: Callable[[Plan], bool]) -> dict[str, Plan]
 
 
 def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Keys, and their values that need less memory than the profile's, the smallest change first."""
+    """Keys and their values that need less memory than the profile's, smallest change first."""
     train, parallel, model = profile.train, profile.parallel, profile.model
     size = train.micro_batch_size
     yield "train.micro_batch_size", [n for n in range(size - 1, 0, -1) if size % n == 0]
@@ -208,13 +207,13 @@ def require_devices(profile: Profile) -> None:
     """Reject a local run that starts more processes than this machine has devices.
 
     Raises:
-        ProfileError: names the number of devices, or the missing software.
+        ProfileError: there are too few devices, or their software is missing.
     """
     cluster = profile.cluster
     if cluster.launcher != "local" or cluster.device == "cpu":
         return
     try:
-        available = devices.resolve(cluster.device, cluster.accelerator).available()
+        available = device_of(profile).available()
     except RuntimeError as error:
         raise ProfileError("cluster.device", cluster.device, str(error), ["cpu"]) from None
     if available == 0:
@@ -225,7 +224,7 @@ def require_devices(profile: Profile) -> None:
 
 
 def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
-    """The plan of each pipeline rank: of one stage, or of several with interleaving."""
+    """The plan of each pipeline rank, which has several stages with interleaving."""
     ranks, partition = profile.parallel.pipeline, partition_layers(profile)
 
     def plan_rank(rank: int) -> StagePlan:
@@ -276,18 +275,18 @@ def _sent(
 
 
 def reserved_share(profile: Profile) -> float:
-    """Share of the device's memory that a plan leaves free, for fragmentation and what it does not know."""
-    return devices.resolve(profile.cluster.device, profile.cluster.accelerator).reserve
+    """Share of the device's memory that a plan leaves free, for fragmentation and memory that it does not model."""
+    return device_of(profile).reserve
 
 
 def device_bytes(profile: Profile) -> int:
-    """Memory of one device; on CPUs, a process's share of the host's.
+    """Memory of one device; on CPUs, a process's share of the host's memory.
 
     Raises:
         ProfileError: it is known neither to this machine nor to the profile.
     """
     cluster = profile.cluster
-    size = devices.resolve(cluster.device, cluster.accelerator).memory_bytes
+    size = device_of(profile).memory_bytes
     if size is None and cluster.device != "cpu":
         reason = f"is missing: this machine has no {cluster.device} device to read the memory size from"
         raise ProfileError("cluster.accelerator", None, reason, ACCELERATORS[cluster.device])

@@ -1,14 +1,14 @@
-"""Choose the activation checkpointing of each layer of a pipeline rank: what fits its memory at least cost.
+"""Choose the activation checkpointing of each layer of a pipeline rank: the cheapest that fits its memory.
 
-Layers of equal costs are a group. Of a group only numbers are chosen, and of its layers the first are `full`, then come
-`selective` ones: whose backward needs the most memory on top of what is saved then runs last, when the least is saved. So the
-mixes of a stage of n equal layers are (n + 1)(n + 2) / 2, which are all computed, as arrays; of several stages on a rank, those
-that no other mix beats in cost and in memory are combined.
+Layers with equal costs form a group, for which only the numbers of `full` and `selective` layers are chosen. The first layers of
+a group are `full`, followed by the `selective` ones: so the backward passes that need the most memory besides what is saved run
+last, when the least is saved. A stage of n equal layers thus has (n + 1)(n + 2) / 2 mixes, all of which are evaluated as arrays.
+For several stages on a rank, the mixes that are not dominated in cost and memory are combined.
 
-A cost is time, and what it leaves out: the bytes that operators besides the products move, which is most of what `selective`
-costs. Each change of the mode from one layer to the next makes a plan harder to read, and each mode has graphs of its own to
-compile. So of the mixes within TOLERANCE of the least time, and of these of the least bytes, the choice has the fewest
-changes.
+The cost is time, and the bytes moved by operators other than products, which time does not include but which are most of the
+cost of `selective`. Each change of mode from one layer to the next makes a plan harder to read, and each mode has its own graphs
+to compile. So among the mixes within TOLERANCE of the least time, and among those within TOLERANCE of the least bytes, the one
+with the fewest changes is chosen.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Cost = tuple[float, float]  # seconds, and bytes moved
 
 @dataclass(frozen=True)
 class _Mixes:
-    """Ways to checkpoint the stages of a rank, an array entry each."""
+    """Ways to checkpoint the stages of a rank, one array entry each."""
 
-    cost: np.ndarray  # (2, mixes), beyond that without checkpointing
+    cost: np.ndarray  # (2, mixes), in addition to that without checkpointing
     saved: np.ndarray  # bytes that a microbatch saves in all stages
-    largest: np.ndarray  # of them in one stage
-    peak: np.ndarray  # maximum bytes while a microbatch goes through one stage and back
-    changes: np.ndarray  # of the mode from one layer to the next
+    largest: np.ndarray  # bytes that a microbatch saves in the largest stage
+    peak: np.ndarray  # peak bytes of a microbatch's forward and backward through one stage
+    changes: np.ndarray  # number of changes of the mode from one layer to the next
     counts: np.ndarray  # (groups, 2, mixes): number of full and of selective layers of each group
 
     def take(self, chosen: np.ndarray) -> _Mixes:
@@ -49,15 +49,15 @@ def choose_modes(
     cost: Callable[[LayerCosts], Cost],
     tolerance: Cost = TOLERANCE,
 ) -> list[list[str]]:
-    """The modes of the layers of a rank's stages: the least cost of those within the limit, else the least memory.
+    """The modes of the layers of a rank's stages: the cheapest within the limit, or the smallest if none is.
 
-    Exact if a mode that saves fewer bytes than another one needs no fewer on top of them.
+    Optimal if a mode that saves fewer bytes than another needs no fewer bytes in addition to them.
 
     Args:
-        stages: the layers of each.
-        microbatches: in flight, at least 1.
-        limit: of `memory.eager_working_bytes`.
-        cost: of a microbatch in a layer.
+        stages: the layers of each stage.
+        microbatches: number of microbatches in flight, at least 1.
+        limit: limit of `memory.eager_working_bytes`.
+        cost: returns the cost of a microbatch in a layer.
     """
     costs = {
         id(layer[mode]): np.array(cost(layer[mode]))
@@ -83,7 +83,7 @@ def choose_modes(
 
 
 def _groups(layers: Sequence[Layer]) -> list[list[int]]:
-    """Numbers of the layers of equal costs."""
+    """Numbers of the layers in each group of equal costs."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, layer in enumerate(layers):
         groups.setdefault(tuple(id(layer[mode]) for mode in MODES), []).append(number)
@@ -93,7 +93,7 @@ def _groups(layers: Sequence[Layer]) -> list[list[int]]:
 def _of_stage(
     layers: Sequence[Layer], groups: Sequence[Sequence[int]], costs: Mapping[int, np.ndarray]
 ) -> _Mixes:
-    """All mixes of a stage; `costs` by the identity of a layer's costs."""
+    """All mixes of a stage; `costs`: by identity of a layer's costs."""
     options = [
         np.array([(full, other) for full in range(n + 1) for other in range(n + 1 - full)])
         for n in map(len, groups)
@@ -135,7 +135,7 @@ def _combine(left: _Mixes, right: _Mixes) -> _Mixes:
 
 
 def _undominated(mixes: _Mixes) -> _Mixes:
-    """The mixes for which no other one has no more of anything, and no smaller largest stage, which is counted once less."""
+    """The mixes not dominated by another one. A larger largest stage is better, because its saved bytes count once less."""
     rows = np.stack((*mixes.cost, mixes.saved, mixes.peak, mixes.changes, -mixes.largest), 1)
     kept: list[int] = []
     front = np.empty((0, rows.shape[1]))
@@ -147,7 +147,7 @@ def _undominated(mixes: _Mixes) -> _Mixes:
 
 
 def _modes(layers: int, groups: Sequence[Sequence[int]], counts: Iterator[Sequence[int]]) -> list[str]:
-    """The modes of a stage's layers from the numbers of full and of selective ones of each group."""
+    """The modes of a stage's layers, given each group's numbers of full and of selective layers."""
     modes = [NONE] * layers
     for group in groups:
         full, selective = next(counts)

@@ -1,6 +1,6 @@
-"""Plan a layout for other hardware: as many nodes as have the same peak compute, and the fastest topology that fits.
+"""Plan a topology for other hardware: the number of nodes with about the same peak compute, and the fastest topology that fits.
 
-Batch sizes, sequence length and schedule stay, so the run's mathematics does. If no topology fits, the nodes are doubled.
+Batch sizes, sequence length and schedule are kept, and so is the run's mathematics. If no topology fits, the nodes are doubled.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from modeling.models.build import device_of
 from modeling.planning.search import search
 from parallel import device as devices
 from profiles.check import with_value
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 
-HARDWARE = {"trn2": ("neuron", 64), "h200": ("cuda", 8)}  # accelerator: device type, and devices of a node
+HARDWARE = {"trn2": ("neuron", 64), "h200": ("cuda", 8)}  # accelerator: device type, and devices per node
 DOUBLINGS = 4
 
 
 def replan(profile: Profile, accelerator: str) -> dict[str, Any]:
-    """The profile keys to set, with None where the default applies again.
+    """The profile keys to set; None restores a key's default.
 
     Raises:
-        ProfileError: no topology fits, or the profile is invalid on any.
+        ProfileError: no topology fits, or the profile is invalid on all.
     """
     device, per_node = HARDWARE[accelerator]
     fewest = _nodes(profile, accelerator)
@@ -47,9 +48,9 @@ def replan(profile: Profile, accelerator: str) -> dict[str, Any]:
 
 
 def _nodes(profile: Profile, accelerator: str) -> int:
-    """The power of two of nodes whose peak is closest to that of the profile's cluster."""
+    """The number of nodes, a power of two, whose peak is closest to that of the profile's cluster."""
     device, per_node = HARDWARE[accelerator]
-    theirs = devices.resolve(profile.cluster.device, profile.cluster.accelerator).peak("bf16")
+    theirs = device_of(profile).peak("bf16")
     ours = devices.resolve(device, accelerator).peak("bf16")
     if theirs is None or ours is None:
         return 1

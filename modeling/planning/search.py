@@ -1,10 +1,10 @@
-"""Topology search: which layouts a cluster could train a model with, fastest first, and why others cannot.
+"""Topology search: the topologies on which a cluster can train a model, fastest first, and why others are rejected.
 
 A family is a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a pipeline degree
 that divides the remaining ranks, a context degree for long sequences, an expert degree for models with experts, and a sharding
 over the data and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and replicates
-beyond. Each family uses the least recomputation that fits, and keeps gathered weights where that is faster. Nodes, devices,
-batch sizes, sequence length and schedule stay as in the profile.
+across nodes. Each family uses the least recomputation that fits, and keeps gathered weights where that is faster. Nodes, devices,
+batch sizes, sequence length and schedule are those of the profile.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Topology:
 
 @dataclass(frozen=True)
 class Rejected:
-    """Degrees without a usable topology, whatever the sharding."""
+    """Degrees without a usable topology for any sharding."""
 
     degrees: dict[str, int]
     reason: str  # the violated rule, starting with the rejected key and value; or "memory"
-    needs: int | None = None  # bytes on the fullest rank with full recomputation, if memory is the reason
+    needs: int | None = None  # least bytes that the fullest rank needs, if memory is the reason
 
 
 def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
     """The best topology of each family that fits, fastest first, and the rejected families.
 
-    On devices of unknown speed the order is by communication volume.
+    On devices of unknown speed, topologies are ordered by communication volume.
     """
     cache: CostCache = {}
     topologies: list[Topology] = []
@@ -66,7 +66,7 @@ def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
 
 
 def neighbours(profile: Profile) -> list[Topology]:
-    """Topologies that fit with half and with twice the tensor degree, all else as in the profile; takes about a second."""
+    """Topologies that fit with half and twice the profile's tensor degree, all else equal; takes about a second."""
     cache: CostCache = {}
     settings = profile.parallel.model_dump()
     kept = {key: settings[key] for key in ("pipeline", "context", "data_sharding", "keep_gathered")}
@@ -116,7 +116,7 @@ def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
 def _best(
     profile: Profile, degrees: dict[str, int], sharding: dict[str, Any], cache: CostCache
 ) -> Topology | Rejected:
-    """The family's topology with the least recomputation that fits; or the violated rule or missing memory."""
+    """The family's topology with the least recomputation that fits, or why there is none."""
     rule, needs = "", None
     for mode in ("none", "auto"):
         overrides = {f"parallel.{key}": value for key, value in (degrees | sharding).items()}
@@ -140,7 +140,7 @@ def _best(
 
 
 def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str]:
-    """Why the first topology is the best: what its groups communicate over, and what its neighbours cost, a clause each."""
+    """Why the first topology is the best, as clauses: over which links its groups communicate, and how alternatives compare."""
     best, *others = found
     mesh, levels, sharding = best.plan.mesh, best.plan.levels, best.overrides["parallel.data_sharding"]
     where = {"chip": "on one chip", "node": "inside a node", "network": "across nodes"}
@@ -180,7 +180,7 @@ def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str
 
 
 def _slower(other: Topology, best: Topology) -> str:
-    """'9% slower', 'as fast', or by communication volume where times are unknown."""
+    """'9% slower' or 'as fast'; a comparison of communication volumes where times are unknown."""
     if other.plan.step_seconds is None or best.plan.step_seconds is None:
         return "no better in communication volume"
     percent = round(100 * (other.plan.step_seconds / best.plan.step_seconds - 1))
@@ -188,7 +188,7 @@ def _slower(other: Topology, best: Topology) -> str:
 
 
 def _reset_derived(profile: Profile) -> dict[str, None]:
-    """Resets the keys that the profile sets for its own degrees, so that they are derived again."""
+    """Overrides that reset the keys that the profile sets for its own degrees, so that they are derived again."""
     return {key: None for key in DERIVED if get_value(profile, key) is not None}
 
 

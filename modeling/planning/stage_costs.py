@@ -1,7 +1,7 @@
-"""Costs of a pipeline stage's layers as a rank sees them: memory, FLOPs and communication of one microbatch.
+"""Costs of a pipeline stage's layers on one rank: memory, FLOPs and communication of one microbatch.
 
-A stage is a first layer (with the embedding), middle layers, identical but for their attention's window and whether they have
-experts, and a last layer (with the final norm and the loss). Each kind is built once on the meta device and run forward and
+A model has a first layer (with the embedding), middle layers, which differ only in their attention's window and in whether they
+have experts, and a last layer (with the final norm and the loss). Each kind is built once on the meta device and run forward and
 backward under a `Meter`.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modeling.models.build import DTYPES, build_mesh, build_model, layer_modes
+from modeling.models.build import DTYPES, build_mesh, build_model, device_of, layer_modes
 from modeling.planning.meter import Meter
 from modeling.planning.operator_costs import Shape, axis_sizes
 from parallel import Mesh
-from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
 from parallel.layers.lora import without_updates
@@ -31,16 +30,16 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What one microbatch costs in one layer, embedding or loss included."""
+    """Costs of one microbatch in one layer, embedding or loss included."""
 
-    saved: int  # bytes of activations alive between forward and backward, the layer's input excluded
-    # forward_peak, backward_peak: maximum bytes alive during each, the layer's input excluded
+    saved: int  # bytes of activations alive between forward and backward, excluding the layer's input
+    # maximum bytes alive during forward and backward, excluding the layer's input
     forward_peak: int
     backward_peak: int
-    # FLOPs of forward and backward by shape, recomputation and padding included, and of a forward that rates pairs
+    # FLOPs of forward and backward by shape, including recomputation, padding and a reference model's forward
     products: Mapping[Shape, int]
-    moved: int  # bytes that other operators read and write in both
-    sent: Mapping[str, int]  # bytes that the rank sends in both, by mesh axis
+    moved: int  # bytes that other operators read and write
+    sent: Mapping[str, int]  # bytes that the rank sends, by mesh axis
 
     @property
     def flops(self) -> int:
@@ -49,7 +48,7 @@ class LayerCosts:
 
 
 CostCache = dict[tuple[Any, ...], Any]
-"""Modules and costs of one model under several profiles, by what they depend on."""
+"""Modules and costs of one model under several profiles, by the settings that they depend on."""
 
 
 class StageCosts:
@@ -65,7 +64,7 @@ class StageCosts:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh as rank 0 sees it."""
+        """The mesh of rank 0."""
         return build_mesh(self.profile, rank=0)
 
     @property
@@ -82,7 +81,7 @@ class StageCosts:
         return [self.layer(layer, modes[layer]) for layer in layers]
 
     def module(self, layers: range) -> nn.Module:
-        """A stage on the meta device with the same parameters as the one that holds `layers`."""
+        """A stage on the meta device with the same parameters as the stage of `layers`."""
         count = self.profile.model.num_hidden_layers
         experts = sum(map(self.profile.model.has_experts, layers))
         key = (*self._degrees, 0 in layers, count - 1 in layers, len(layers), experts)
@@ -92,7 +91,7 @@ class StageCosts:
 
     @property
     def _degrees(self) -> tuple[Any, ...]:
-        """The part of the topology that shapes a layer; pipelines matter for an embedding shared by both ends."""
+        """The part of the topology that affects a layer; a pipeline matters for an embedding shared by both ends."""
         parallel = self.profile.parallel
         return (
             parallel.tensor,
@@ -103,7 +102,7 @@ class StageCosts:
         )
 
     def layer(self, layer: int, mode: str) -> LayerCosts:
-        """Costs of a layer with a mode of activation checkpointing; equal layers share an object."""
+        """Costs of a layer with a mode of activation checkpointing; equal layers share one object."""
         train, model = self.profile.train, self.profile.model
         last = layer == model.num_hidden_layers - 1
         kind = model.window(layer), model.has_experts(layer)
@@ -120,13 +119,12 @@ class StageCosts:
         apply_activation_checkpointing(stage.layers.values(), mode)
         for parameter in filter(lambda each: each.requires_grad, stage.parameters()):
             parameter.register_post_accumulate_grad_hook(_drop_gradient)  # ZeRO-1 moves it into a bucket
-        train, cluster = self.profile.train, self.profile.cluster
-        b, s = self.profile.micro_batch_rows, train.sequence_length // self.mesh.context.size
+        b, s = self.profile.micro_batch_rows, self.profile.train.sequence_length // self.mesh.context.size
         tokens = torch.empty(b, s, dtype=torch.int64, device=META)
         positions, keys = tokens[0], tokens[:, 0]
         x = tokens if stage.first else self._hidden_states()
         existing = [*stage.parameters(), *stage.buffers(), tokens, x]
-        name = devices.resolve(cluster.device, cluster.accelerator).attention_kernel
+        name = device_of(self.profile).attention_kernel
         kernel = kernels.get_kernel(self.mesh.context.graph_kernel or name)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
             if self.profile.rates_in_step:

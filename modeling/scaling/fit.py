@@ -4,16 +4,16 @@ Minimises, over E, A, B ≥ 0 and the exponents,
 
     Σ w_i · huber((log L_i - log L̂_i) / s) + ½ ((α - 0.35)² + (β - 0.35)²) / 0.2²
 
-by variable projection: for given exponents the law is linear in E, A and B, which iteratively reweighted least squares of the
-relative error solves with non-negativity, for a grid of exponents at once; the grid is then refined around its best point. `s` is
-the noise of one run: the spread of the residuals, corrected for the fitted coefficients, and at least `NOISE`. The prior on the
-exponents is wide compared with published values (0.28 to 0.37: arXiv 2203.15556, 2404.10102), so it matters only where the rungs
-do not determine them. IsoFLOP parabolas are not used: they are biased unless each is centred on its optimum.
+by variable projection: for given exponents the law is linear in E, A and B, which are fitted by iteratively reweighted
+non-negative least squares of the relative error, for a grid of exponents at once; the grid is then refined around its best point.
+`s` is the noise of one run: the spread of the residuals, corrected for the fitted coefficients, and at least `NOISE`. The prior
+on the exponents is wide compared with published values (0.28 to 0.37: arXiv 2203.15556, 2404.10102), so it matters only where
+the rungs do not determine them. IsoFLOP parabolas are not used: they are biased unless each is centred on its optimum.
 
-Each draw of the bootstrap gives the rungs random weights (Bayesian bootstrap: no draw loses all rungs of a size), adds
-heavy-tailed noise of one run to their losses, and draws the centre of the prior from the prior, so that what the rungs do not
-determine widens the interval instead of being fixed by the prior (randomize-then-optimize). A forecast adds the noise of the
-forecast run.
+Each draw of the bootstrap gives the rungs random weights (Bayesian bootstrap: no draw loses all rungs of a size), adds the
+heavy-tailed noise of one run to their losses, and draws the centre of the prior from the prior, so that parameters that the rungs
+do not determine widen the interval instead of being fixed by the prior (randomize-then-optimize). A forecast adds the noise of
+the forecast run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import numpy as np
 
 from modeling.scaling.law import Law
 
-LEAST_RUNGS = 5  # one more than would leave the fit without residuals
-NOISE = 0.003  # least relative noise of the loss of one run, about that of another seed
-HUBER = 1.0  # residuals beyond so many s count linearly
-PRIOR, SPREAD = 0.35, 0.2  # of the exponents: mean and standard deviation
+LEAST_RUNGS = 5  # with fewer, the fit would have no residuals
+NOISE = 0.003  # least relative noise of one run's loss, about the difference between seeds
+HUBER = 1.0  # residuals beyond this multiple of s count linearly
+PRIOR, SPREAD = 0.35, 0.2  # mean and standard deviation of the exponents' prior
 LOWEST, HIGHEST = 0.05, 1.5  # exponents
-TAILS = 4  # degrees of freedom of Student's t, of the noise
+TAILS = 4  # degrees of freedom of the noise, a Student's t
 DRAWS = 300
-GRID, FINE = 16, 7  # points a side of the grid of exponents and of its refinements
+GRID, FINE = 16, 7  # points per side of the grid of exponents and of its refinements
 SUBSETS = [subset for size in (3, 2, 1) for subset in combinations(range(3), size)]
 
 
@@ -53,7 +53,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted law, laws of bootstrap draws, and the relative noise of one run."""
+    """A fitted law, the laws of bootstrap draws, and the relative noise of one run."""
 
     law: Law
     draws: tuple[Law, ...]
@@ -62,10 +62,10 @@ class Fit:
     def interval(
         self, n: float, d: float, seed: int = 0, share: float = 0.9, drift: float = 0.0
     ) -> tuple[float, float]:
-        """Interval that the loss of one run lies in with probability `share`.
+        """Interval that contains the loss of one run with probability `share`.
 
         Args:
-            drift: relative standard deviation of what the law itself may be wrong by.
+            drift: relative standard deviation of the law's own error.
         """
         chance = np.random.default_rng(seed)
         losses = np.array([float(law.loss(n, d)) for law in self.draws])
@@ -107,7 +107,7 @@ def fit(observations: Sequence[Observation], seed: int = 0, draws: int = DRAWS) 
     chance = np.random.default_rng(seed)
     shape = (draws, len(n))
     counts = resample(chance, shape)
-    # What a few residuals say of the noise is uncertain itself: scaled by √(ν/χ²).
+    # A noise estimated from few residuals is uncertain itself, so it is scaled by √(ν/χ²).
     unsure = np.sqrt(len(n) / chance.chisquare(len(n), (draws, 1)))
     noisy = losses * np.exp(noise * unsure * run_noise(chance, shape))
     centers = np.clip(chance.normal(PRIOR, SPREAD, (draws, 2)), LOWEST, HIGHEST)
@@ -121,7 +121,7 @@ def run_noise(chance: np.random.Generator, shape: int | tuple[int, ...]) -> np.n
 
 
 def resample(chance: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Weights (draws, rungs) of the rungs in each draw, 1 on average, from a Dirichlet distribution."""
+    """Weights (draws, rungs) of the rungs in each draw, with mean 1, from a Dirichlet distribution."""
     return chance.dirichlet(np.full(shape[1], 4.0), shape[0]) * shape[1]
 
 
@@ -134,7 +134,7 @@ def _predict(laws: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
 def _solve(
     n: np.ndarray, d: np.ndarray, losses: np.ndarray, weights: np.ndarray, centers: np.ndarray, noise: float
 ) -> np.ndarray:
-    """Best laws (draws, 5) for losses and weights (draws, rungs) and centres of the prior (draws, 2)."""
+    """Best laws (draws, 5) for losses and weights (draws, rungs), and centres of the prior (draws, 2)."""
     axis = np.geomspace(LOWEST, HIGHEST, GRID)
     grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)  # (points, 2)
     step = axis[1] / axis[0]
@@ -158,7 +158,8 @@ def _project(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Best E, A, B (points, 3) for each pair of exponents (points, 2), and their costs (points)."""
     features = np.stack([np.ones((len(points), len(n))), n ** -points[:, :1], d ** -points[:, 1:]], -1)
-    relative = features / y[:, None]  # (points, rungs, 3): a relative error is the logarithm's to first order
+    # A relative error is that of the logarithm to first order.
+    relative = features / y[:, None]  # (points, rungs, 3)
     robust = np.ones((len(points), len(n)))
     for _ in range(4):
         coefficients = _non_negative(relative, w * robust)
@@ -179,7 +180,7 @@ def _non_negative(features: np.ndarray, weights: np.ndarray) -> np.ndarray:
         part = gram[:, index[:, None], index]
         part = part + 1e-12 * np.trace(part, axis1=1, axis2=2)[:, None, None] * np.eye(len(index))
         found = np.linalg.solve(part, right[:, index, None])[..., 0]
-        # The sum of squares but for its constant part.
+        # the sum of squares without its constant part
         value = -(found * right[:, index]).sum(1)
         better = (found >= 0).all(1) & (value < lowest)
         lowest = np.where(better, value, lowest)

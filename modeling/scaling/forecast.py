@@ -1,7 +1,7 @@
-"""Forecast of a target run from the finished rungs of a ladder, with its backtest, as one JSON document.
+"""Forecast of a target run from a ladder's finished rungs, with a backtest, as one JSON document.
 
-The bootstrap of fit.py covers the noise of the rungs, but assumes that the law is true. The error of the law is estimated by the
-backtest: its relative error for each factor of e in compute is the standard deviation that widens the intervals.
+The bootstrap of fit.py covers the noise of the rungs, but assumes that the law is correct. The error of the law is estimated by a
+backtest: its relative error per factor of e in compute is the standard deviation that widens the intervals.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from modeling.scaling.fit import LEAST_RUNGS, NOISE, Fit, Observation, fit
 
-SHARE = 0.9  # of the intervals
-LENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the target's tokens that the forecast has a loss for
-BUDGETS = (1.0, 10.0)  # multiples of the target's compute that the best size is given for
+SHARE = 0.9  # probability of the intervals
+LENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the target's tokens for which losses are forecast
+BUDGETS = (1.0, 10.0)  # multiples of the target's compute for which the best size is computed
 BACKTEST_DRAWS = 100
-LEAST_BEYOND = 0.5  # logarithm of compute: a rung that is hardly larger says little of an extrapolation
+LEAST_BEYOND = 0.5  # logarithm of compute: a rung that is hardly larger tells little about an extrapolation
 
 
 def forecast(observations: Sequence[Observation], n: float, d: float, seed: int = 0) -> dict[str, Any]:
@@ -29,11 +29,11 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
     Returns:
         loss and interval at the end and, in `lengths`, of runs of the target's size that end earlier; the law's coefficients and
         the noise of a run; `drift`, by which intervals grow with the extrapolation; `extrapolation`, the target's compute over
-        the largest rung's; in `budgets`, the best size for the target's compute and ten times that; `backtest`, or None with too
-        few rungs; `warnings`, which say what makes the rungs unfit for a law.
+        the largest rung's; in `budgets`, the best size for the target's compute and ten times that; `backtest`, None with too few
+        rungs; `warnings` about rungs that do not suit a law.
 
     Raises:
-        ValueError: the law cannot be fitted; the message says what is missing.
+        ValueError: the law cannot be fitted; the message states what is missing.
     """
     fitted = fit(observations, seed)
     largest = max(point.flops for point in observations)
@@ -41,11 +41,7 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
     drift = drift_of(observations, tested)
 
     def at(n: float, d: float) -> dict[str, Any]:
-        beyond = math.log(max(1.0, 6 * n * d / largest))
-        return {
-            "loss": float(fitted.law.loss(n, d)),
-            "interval": list(fitted.interval(n, d, seed, SHARE, drift * beyond)),
-        }
+        return _at(fitted, n, d, seed, drift * math.log(max(1.0, 6 * n * d / largest)))
 
     return {
         **at(n, d),
@@ -65,8 +61,8 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
 def too_short(observations: Sequence[Observation]) -> list[str]:
     """A warning for each size whose loss falls faster the longer it trains, by more than the noise of its runs.
 
-    Every law of this form flattens with length. Runs that do not yet are still in the first phase of training, and what they say
-    of a long run is wrong.
+    Every law of this form flattens with length. Runs that do not are still in the first phase of training, and mislead about
+    longer runs.
     """
     found = []
     for n in sorted({point.n for point in observations}):
@@ -76,7 +72,7 @@ def too_short(observations: Sequence[Observation]) -> list[str]:
             for before, after in pairwise(runs)
             if after.d > before.d
         ]
-        noise = math.sqrt(6) * NOISE * runs[-1].loss  # of a second difference
+        noise = math.sqrt(6) * NOISE * runs[-1].loss  # noise of a second difference
         if any(later - earlier > noise for earlier, later in pairwise(falls)):
             gains = ", then ".join(f"{fall:.3f}" for fall in falls)
             found.append(
@@ -89,9 +85,9 @@ def too_short(observations: Sequence[Observation]) -> list[str]:
 def backtest(
     observations: Sequence[Observation], seed: int = 0, draws: int = BACKTEST_DRAWS
 ) -> list[dict[str, Any]] | None:
-    """Forecasts of the largest rungs by the others: a quarter of the rungs is left out, as far as enough remain.
+    """Forecasts of the largest rungs from the others: up to a quarter of the rungs, so that enough remain.
 
-    Returns None if too few would remain, or if those that remain cannot be fitted.
+    Returns None if too few would remain, or if the remaining ones cannot be fitted.
     """
     ordered = sorted(observations, key=lambda point: point.flops)
     count = min(max(1, len(ordered) // 4), len(ordered) - LEAST_RUNGS)
@@ -109,7 +105,7 @@ def backtest(
 
 
 def drift_of(observations: Sequence[Observation], tested: Sequence[dict[str, Any]] | None) -> float:
-    """Relative error of the backtest for each factor of e in compute beyond the rungs that it was made from; 0 without one.
+    """Relative error of the backtest per factor of e in compute beyond the rungs that it fitted; 0 without a backtest.
 
     A law that misses the largest rungs will miss the target by more, in proportion to the logarithm of the extrapolation.
     """
@@ -125,12 +121,13 @@ def drift_of(observations: Sequence[Observation], tested: Sequence[dict[str, Any
     return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
-def _at(fitted: Fit, n: float, d: float, seed: int) -> dict[str, Any]:
-    return {"loss": float(fitted.law.loss(n, d)), "interval": list(fitted.interval(n, d, seed, SHARE))}
+def _at(fitted: Fit, n: float, d: float, seed: int, drift: float = 0.0) -> dict[str, Any]:
+    interval = fitted.interval(n, d, seed, SHARE, drift)
+    return {"loss": float(fitted.law.loss(n, d)), "interval": list(interval)}
 
 
 def _budgets(fitted: Fit, flops: float, seed: int) -> list[dict[str, Any]]:
-    """The best size and length for multiples of a budget, their losses, and what each gains over the target's budget."""
+    """The best size and length for multiples of a budget, their losses, and the gain of the largest over the smallest."""
     rows: list[dict[str, Any]] = []
     for multiple in BUDGETS:
         try:

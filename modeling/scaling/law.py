@@ -1,8 +1,8 @@
-"""The scaling law L(N, D) = E + A/N^α + B/D^β (Chinchilla, arXiv 2203.15556, approach 3), and what it says of a budget.
+"""The scaling law L(N, D) = E + A/N^α + B/D^β (Chinchilla, arXiv 2203.15556, approach 3), and the optimum for a budget.
 
-N is the number of multiply-adds per token of a forward pass, head and attention included (`flops_per_token / 6`), as in DeepSeek
-LLM (arXiv 2401.02954): for large models the number of parameters without the embedding, and C = 6·N·D holds at any size. D is
-the number of training tokens.
+N is the number of multiply-adds per token of a forward pass, including head and attention (`flops_per_token / 6`), as in DeepSeek
+LLM (arXiv 2401.02954): about the number of parameters without the embedding for large models, and C = 6·N·D holds at any size. D
+is the number of training tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Law:
-    """Coefficients of the law; A and B for N and D in units of `scale`, which keeps them of the size of a loss."""
+    """Coefficients of the law, with N and D in units of `scale` so that A and B have the magnitude of a loss."""
 
     irreducible: float  # E, nats per token
     size: float  # A
@@ -35,7 +35,7 @@ class Law:
     def optimum(self, flops: float) -> tuple[float, float]:
         """(N, D) of the lowest loss for a budget of FLOPs: where α·A/N^α = β·B/D^β and 6·N·D is the budget.
 
-        Raises ValueError if the rungs showed no effect of size or of data, so that there is none.
+        Raises ValueError if the rungs showed no effect of size or of data, so that there is no optimum.
         """
         if not (self.size and self.data):
             missing = "size" if not self.size else "data"

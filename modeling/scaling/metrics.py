@@ -1,8 +1,8 @@
-"""Forecasts of evaluation metrics by the law of the loss: held-out losses by source, a user's metrics, and tasks.
+"""Forecasts of evaluation metrics by the law of the loss: held-out losses by source, user metrics, and tasks.
 
-A metric that falls with compute is fitted as it is, and a share that rises, such as accuracy, by its distance from 1. Most
-metrics of small runs follow no such law, or do not move yet. So a forecast is made only where the backtest supports it: the
-largest rungs are forecast from the others within `LARGEST_ERROR`, and the fitted effect of size and length stands out of the
+A metric that falls with compute is fitted directly, and a share that rises, such as accuracy, by its distance from 1. Most
+metrics of small runs follow no such law, or do not change yet. So a forecast is made only if the backtest supports it: the
+largest rungs must be forecast from the others within `LARGEST_ERROR`, and the fitted effect of size and length must exceed the
 noise of a run.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 from modeling.scaling.fit import Observation, fit
 from modeling.scaling.forecast import SHARE, backtest, drift_of
 
-LARGEST_ERROR = 0.02  # relative, of the backtest
-CLEAR = 3.0  # noises of a run that the rungs' fitted values must span
+LARGEST_ERROR = 0.02  # relative error of the backtest
+CLEAR = 3.0  # range that the rungs' fitted values must span, as a multiple of a run's noise
 DRAWS = 100
-LEAST = 1e-3  # of what is fitted: a share that is closer to 0 has reached its end
+LEAST = 1e-3  # least fitted value: a share that is closer to its limit has saturated
 
 
 def forecast_metrics(
@@ -29,10 +29,10 @@ def forecast_metrics(
     """Forecast each metric that all rungs have for a run with n multiply-adds per token on d tokens.
 
     Args:
-        metrics: of each rung, by name.
+        metrics: metrics of each rung, by name.
 
     Returns:
-        By name `value`, `interval` and `backtest_error`; and why each of the other metrics has no forecast.
+        `value`, `interval` and `backtest_error` by name; and why each of the other metrics has no forecast.
     """
     common = [name for name in metrics[0] if all(name in found for found in metrics)]
     found: dict[str, dict[str, Any]] = {}
@@ -49,13 +49,13 @@ def forecast_metrics(
 def _forecast(
     rungs: Sequence[Observation], values: np.ndarray, n: float, d: float, seed: int
 ) -> dict[str, Any]:
-    """Forecast of one metric. Raises ValueError where no fit supports it."""
+    """Forecast of one metric. Raises ValueError if no fit supports it."""
     rises = _rises(rungs, values)
     falling = 1 - values if rises else values
     if falling.min() < LEAST:
         raise ValueError("is not positive in every rung, or has reached its end")
     points = [Observation(rung.n, rung.d, float(value)) for rung, value in zip(rungs, falling, strict=True)]
-    tested = backtest(points, seed, draws=1)  # its intervals are not used
+    tested = backtest(points, seed, draws=1)  # without intervals
     if tested is None:
         raise ValueError(
             "has too few rungs for a backtest: three widths and three lengths without the largest"
@@ -80,7 +80,7 @@ def _forecast(
 
 
 def _rises(rungs: Sequence[Observation], values: np.ndarray) -> bool:
-    """Whether this is a share, from 0 to 1, that rises with compute."""
+    """Whether this metric is a share, from 0 to 1, that rises with compute."""
     if values.min() < 0 or values.max() > 1:
         return False
     compute = np.log([rung.flops for rung in rungs])

@@ -4,14 +4,14 @@ The law (Data Mixing Laws, arXiv 2403.16952), for the held-out loss of source i 
 
     L_i(w) = c_i + exp(Σ_j t_ij · w_j)        c_i ≥ 0
 
-The factor k_i of the paper is a common summand of the t_ij. For a given c_i it is a robust log-linear fit: Gauss-Newton with
-Huber weights of the relative error, from the least squares of log(L_i - c_i). c_i is found on a grid, which is then refined, so
-the result does not depend on a start value. Where the proxies do not determine the differences of t_ij, a wide prior pulls them
-towards 0. The noise of a run is estimated from the median residual, so that an outlier changes neither the fit nor the noise
-much.
+The paper's factor k_i is a common summand of the t_ij. For a given c_i, the t_ij are a robust log-linear fit: Gauss-Newton with
+Huber weights of the relative error, starting from the least squares of log(L_i - c_i). c_i is found on a grid, which is then
+refined, so the result does not depend on an initial value. Where the proxies do not determine the differences of t_ij, a wide
+prior pulls them towards 0. The noise of a run is estimated from the median residual, so that an outlier has little effect on the
+fit and on the noise.
 
-Each draw of the bootstrap gives the proxies random weights and adds noise, as in fit.py. The proposed weights minimise the mean
-over the draws of the weighted mean loss. Each L_i is convex in w, and so are sums of them, so projected gradient descent finds
+Each draw of the bootstrap gives the proxies random weights and adds noise, as in fit.py. The proposed weights minimise the
+weighted mean loss, averaged over the draws. Each L_i is convex in w, and so are sums of them, so projected gradient descent finds
 the minimum.
 """
 
@@ -25,11 +25,9 @@ import numpy as np
 from modeling.scaling.fit import HUBER, NOISE, resample, run_noise
 
 DRAWS = 100
-SPREAD = 2.0  # prior of t_ij about their mean over j: standard deviation
-SHARES, FINE = (
-    np.linspace(0.0, 0.96, 9),
-    5,
-)  # c_i over the lowest loss: the grid, and points of its refinements
+SPREAD = 2.0  # standard deviation of the prior of t_ij around their mean over j
+SHARES = np.linspace(0.0, 0.96, 9)  # grid of c_i, as shares of the lowest loss
+FINE = 5  # points of the grid's refinements
 ITERATIONS = 5  # of Gauss-Newton
 DESCENT, BISECTIONS = 200, 30  # steps of the search for weights, and of its projections
 TINY = 1e-9
@@ -61,7 +59,7 @@ class MixtureLaws:
         return (self.floors + np.exp(self.draws @ weights)).T
 
     def outcomes(self, weights: np.ndarray, seed: int) -> np.ndarray:
-        """Losses (b, h) that one run with these weights may have: the draws, with the noise of a run."""
+        """Losses (b, h) that one run with these weights may have: those of the draws, with the noise of a run."""
         losses = self.drawn(weights)
         return losses * np.exp(self.noise * run_noise(np.random.default_rng(seed), losses.shape))
 
@@ -96,7 +94,7 @@ def fit(weights: np.ndarray, losses: np.ndarray, seed: int = 0, draws: int = DRA
 
 
 def left_out_errors(weights: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Relative error (n, h) of each proxy's losses as forecast from the other proxies; nan if too few would remain."""
+    """Relative error (n, h) of forecasting each proxy's losses from the other proxies; NaN if too few would remain."""
     weights, losses = np.asarray(weights, float), np.asarray(losses, float)
     n, k = weights.shape
     if n < k + 3:
@@ -112,7 +110,7 @@ def left_out_errors(weights: np.ndarray, losses: np.ndarray) -> np.ndarray:
 def propose(
     laws: MixtureLaws, objective: np.ndarray, lowest: np.ndarray, highest: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The weights (k) of the lowest weighted mean loss within bounds (k), and those (b, k) that each draw by itself would have.
+    """The weights (k) with the lowest weighted mean loss within bounds (k), and the weights (b, k) for each draw separately.
 
     Args:
         objective: (h) weights of the sources' losses.
@@ -126,7 +124,7 @@ def propose(
 def _minimise(
     floors: np.ndarray, effects: np.ndarray, objective: np.ndarray, lowest: np.ndarray, highest: np.ndarray
 ) -> np.ndarray:
-    """Weights (p, k) of the lowest mean over m laws of p problems: floors (p, m, h), effects (p, m, h, k)."""
+    """Weights (p, k) that minimise the mean over m laws, for p problems: floors (p, m, h), effects (p, m, h, k)."""
     lowest, highest = np.asarray(lowest, float), np.asarray(highest, float)
 
     def value(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +146,7 @@ def _minimise(
 
 
 def _project(w: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> np.ndarray:
-    """The nearest weights (p, k) that are within bounds (k) and sum to 1, by bisection of what is taken off all of them."""
+    """The nearest weights (p, k) within bounds (k) that sum to 1, by bisection of the amount subtracted from all of them."""
     low, high = (w - highest).min(1, keepdims=True), (w - lowest).max(1, keepdims=True)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -187,7 +185,7 @@ def _gauss_newton(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Best effects (b, g, k) and their costs (b, g) for each floor (b, g)."""
     k = weights.shape[1]
-    prior = (np.eye(k) - 1 / k) / SPREAD**2  # of the differences alone
+    prior = (np.eye(k) - 1 / k) / SPREAD**2  # of the differences only
     y, counts = losses[:, None], counts[:, None]  # (b, 1, n)
     above = np.maximum(y - floors[..., None], TINY)  # (b, g, n)
 
@@ -199,7 +197,7 @@ def _gauss_newton(
         penalty = 0.5 * np.einsum("bgk,kj,bgj->bg", effects, prior, effects)
         return (counts * huber).sum(-1) + penalty, grown, errors
 
-    # log(L - c) has the relative error of L, times L / (L - c).
+    # The error of log(L - c) is the relative error of L times L / (L - c).
     first = counts * (above / (y * noise)) ** 2
     effects = _normal(weights, first, np.log(above), prior)
     best, lowest = effects, np.full(floors.shape, np.inf)
@@ -228,14 +226,14 @@ def _normal(weights: np.ndarray, counts: np.ndarray, target: np.ndarray, prior: 
 def bounds(
     k: int, minimum: float, tokens: Sequence[float], budget: float, passes: float | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds (k) of the weights: the minimum, and what reads a source of so many tokens at most `passes` times.
+    """Bounds (k) of the weights: the minimum, and the weight at which a source's tokens are read `passes` times.
 
-    Where all sources together do not have the tokens, each may be read as often as the mixture by size reads all.
+    If all sources together have too few tokens, each may be read as often as a mixture in proportion to size would read all.
     """
     lowest = np.full(k, minimum)
     if passes is None:
         return lowest, np.ones(k)
     highest = np.minimum(1.0, passes * np.asarray(tokens, float) / budget)
     highest = highest / min(1.0, highest.sum() * (1 - TINY))
-    # A source that is too small for the minimum gets what it may have.
+    # A source too small for the minimum gets its upper bound.
     return np.minimum(lowest, highest), highest

@@ -1,9 +1,9 @@
-"""The runs of a mixture file: small runs of the target's family, each under other weights of its sources.
+"""The runs of a mixture file: small runs of the target's family, each with different weights of its sources.
 
-Weights are spread evenly over all mixtures that give each source its least weight: a Kronecker sequence of the generalised golden
-ratio (Roberts 2018), mapped to the simplex by the gaps of its sorted coordinates. A longer sequence begins with the shorter one,
-so a larger count keeps the earlier proxies. A proxy's data has only the sources of its group, so proxies that were trained before
-a source was added remain the same runs.
+Weights are spread evenly over all mixtures with at least the minimum weight of each source: a Kronecker sequence of the
+generalised golden ratio (Roberts 2018), mapped to the simplex by the gaps between its sorted coordinates. A longer sequence
+begins with the shorter one, so a larger count keeps the earlier proxies. A proxy's data has only the sources of its group, so
+proxies that were trained before a source was added remain the same runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from profiles.schema import Profile
 from profiles.sections.mixture import Mixture
 
 PROXIES_PER_SOURCE = 4
-LEAST = 0.1  # of an equal share: the default of minimum_weight
-DIGITS = 4  # of sampled weights
+LEAST = 0.1  # default of minimum_weight, as a share of equal weights
+DIGITS = 4  # decimals of sampled weights
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Proxy:
 
     Attributes:
         sources: the training sources of its group.
-        weights: by source, summing to 1; None: those of the natural mixture, the sources' shares of the tokens.
+        weights: by source, with sum 1; None: the natural mixture, the sources' shares of the tokens.
     """
 
     run: Rung
@@ -45,7 +45,7 @@ class Proxy:
 
 
 def spread_weights(k: int, count: int, least: float) -> list[list[float]]:
-    """The first `count` mixtures of k sources that are spread evenly over those with at least `least` of each."""
+    """The first `count` of a sequence of mixtures of k sources, spread evenly over those with at least `least` of each."""
     ratio = 2.0
     for _ in range(60):  # the positive root of x^k = x + 1
         ratio = (1 + ratio) ** (1 / k)
@@ -69,7 +69,7 @@ def training_sources(profile: Profile) -> list[str]:
 
 
 def least_weight(mixture: Mixture, k: int) -> float:
-    """The least weight of each of k sources. Raises ProfileError if all together would have more than 1."""
+    """The least weight of each of k sources. Raises ProfileError if their sum would exceed 1."""
     least = mixture.minimum_weight or LEAST / k
     if least * k >= 1:
         raise ProfileError(
@@ -79,7 +79,7 @@ def least_weight(mixture: Mixture, k: int) -> float:
 
 
 def mixture_target(mixture: Mixture) -> Rung:
-    """The target. Raises ProfileError if it has no mixture to choose, or the objective names what it does not have."""
+    """The target. Raises ProfileError if it has no mixture to choose, or lacks a source that the objective names."""
     target = target_of(mixture)
     profile = target.profile
     sources = training_sources(profile)
@@ -87,23 +87,22 @@ def mixture_target(mixture: Mixture) -> Rung:
         reason = "has one training source; a mixture needs at least two in data.sources"
         raise ProfileError("target", mixture.target, reason)
     if profile.data.schedule:
-        reason = "changes the mixture during training; a mixture file proposes constant weights: remove it"
+        reason = "changes the mixture during training; a mixture file proposes constant weights, so remove it"
         raise ProfileError("data.schedule", None, reason, ["[]"])
     if profile.objective.kind != "pretrain":
-        raise ProfileError("target", mixture.target, "is no pretraining run, which a mixture is for")
+        raise ProfileError("target", mixture.target, "is not a pretraining run; a mixture is for pretraining")
     known = data_sources.names(profile.data)
     for name in mixture.objective:
         if name not in known:
-            raise ProfileError(
-                f"objective.{name}", mixture.objective[name], "is no source of the target", known
-            )
+            reason = "is not a source of the target"
+            raise ProfileError(f"objective.{name}", mixture.objective[name], reason, known)
     if mixture.objective and not any(mixture.objective.values()):
-        raise ProfileError("objective", None, "weights no source at all")
+        raise ProfileError("objective", None, "gives all sources weight 0")
     return target
 
 
 def proxies_of(mixture: Mixture, target: Rung) -> list[Proxy]:
-    """The proxies, group by group. Raises ProfileError with the group's key for one that is impossible."""
+    """The proxies, group by group. Raises ProfileError with the group's key if one is impossible."""
     sources = training_sources(target.profile)
     known: set[str] = set()
     found: list[Proxy] = []
@@ -112,7 +111,7 @@ def proxies_of(mixture: Mixture, target: Rung) -> list[Proxy]:
         key = f"proxies.{number}.sources"
         for name in group.sources or ():
             if name not in sources:
-                raise ProfileError(key, name, "is no training source of the target", sources)
+                raise ProfileError(key, name, "is not a training source of the target", sources)
         ours = tuple(name for name in sources if group.sources is None or name in group.sources)
         if ours in names:
             raise ProfileError(
@@ -120,8 +119,8 @@ def proxies_of(mixture: Mixture, target: Rung) -> list[Proxy]:
             )
         if len(ours) < len(sources) and target.profile.tokenizer.source == "train":
             reason = (
-                "is trained on the sources, so that of a group with fewer sources would differ; name a tokenizer "
-                "that stays, such as run:NAME of a finished run"
+                "is trained on the sources, so groups with fewer sources would have another tokenizer; name a fixed one, such as "
+                "run:NAME of a finished run"
             )
             raise ProfileError("tokenizer.source", "train", reason)
         count = group.count or PROXIES_PER_SOURCE * (len(set(ours) - known) or 1)
@@ -146,7 +145,7 @@ def proposed(mixture: Mixture, target: Rung, weights: Mapping[str, float], name:
 
 
 def overrides_of(profile: Profile, weights: Mapping[str, float]) -> list[str]:
-    """The weights, by training source, as overrides of a profile."""
+    """Weights by training source, as overrides of a profile."""
     names = data_sources.names(profile.data)
     return [
         f"data.sources.{names.index(name)}.weight={weight:.{DIGITS}g}" for name, weight in weights.items()
@@ -172,7 +171,7 @@ def _group(mixture: Mixture, target: Rung, sources: tuple[str, ...], count: int)
 def _proxy(
     mixture: Mixture, target: Rung, sources: Sequence[str], weights: Mapping[str, float] | None, name: str
 ) -> Proxy:
-    """A proxy; its sources have equal weights, which a schedule replaces from the first step on, so all share a data set."""
+    """A proxy. Its sources have equal weights, replaced by a schedule from the first step on, so all proxies share a dataset."""
     profile, size = target.profile, mixture.proxy
     kept = []
     for known, source in zip(data_sources.names(profile.data), profile.data.sources, strict=True):

@@ -1,9 +1,9 @@
 """The runs of a ladder: the target's family at smaller sizes and lengths, as overrides of the target's profile.
 
 A rung keeps the target's head size, ratio of query to KV heads, MLP ratio, vocabulary, sequence length, and the shares of warm-up
-and plateaus in the schedule. Its batch is the target's, or with `batch_exponent` γ grows as D^γ (the critical batch
-size grows with data and hardly with size: γ about 0.5, arXiv 2410.21676), and its rate as the square root of the batch (Adam's
-rule: arXiv 2205.10287). How rate and initial weights depend on size is the model's parametrization (modeling/models).
+and plateaus in the schedule. Its batch is the target's, or with `batch_exponent` γ grows as D^γ (the critical batch size grows
+with data and hardly with model size: γ is about 0.5, arXiv 2410.21676), and its learning rate as the square root of the batch
+(Adam's rule: arXiv 2205.10287). How rate and initial weights depend on size is the model's parametrization (modeling/models).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from profiles.schema import Profile
 from profiles.sections.experiment import Experiment, SmallRuns
 from profiles.sections.ladder import Ladder, RungSize
 
-MULTIPLE = 8  # of a rung's MLP width
+MULTIPLE = 8  # a rung's MLP width is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Rung:
     """A run of an experiment, or its target.
 
     Attributes:
-        overrides: of the target's profile, with which `profile` is resolved.
-        fork: RUN@STEP whose checkpoint it starts from; empty: from scratch.
+        overrides: overrides of the target's profile that resolve to `profile`.
+        fork: RUN@STEP from whose checkpoint it starts; empty: from scratch.
     """
 
     profile: Profile
@@ -55,22 +55,22 @@ class Rung:
 
     @property
     def first_step(self) -> int:
-        """The step that it starts from."""
+        """The step from which it starts."""
         return int(self.fork.rpartition("@")[2]) if self.fork else 0
 
     @property
     def share(self) -> float:
-        """The part of its steps that it trains itself."""
+        """The share of its steps that it trains itself."""
         return 1 - self.first_step / self.profile.train.steps
 
     @property
     def flops(self) -> float:
-        """Training FLOPs, without those of the run that it starts from."""
+        """Training FLOPs, without those of the run from which it starts."""
         return 6 * self.n * self.tokens * self.share
 
 
 def target_of(experiment: Experiment) -> Rung:
-    """The target. Raises ProfileError if its profile is invalid, or no run that small runs can forecast."""
+    """The target. Raises ProfileError if its profile is invalid, or small runs cannot forecast it."""
     target, kind = experiment.target, type(experiment).__name__.lower()
     profile = resolve.load(target, experiment.overrides)
     resolve.check(profile)
@@ -78,14 +78,15 @@ def target_of(experiment: Experiment) -> Rung:
         reason = f"is missing; a {kind} needs the target's length in steps, not epochs"
         raise ProfileError("train.steps", None, reason)
     if profile.fine_tunes or profile.init.from_ is not None:
-        raise ProfileError("target", target, f"is no pretraining run from scratch, which a {kind} is for")
+        reason = f"is not a pretraining run from scratch, as a {kind} requires"
+        raise ProfileError("target", target, reason)
     if profile.model.num_experts is not None:
         raise ProfileError("target", target, f"has experts, whose sizes a {kind} does not vary")
     return Rung(profile, tuple(experiment.overrides))
 
 
 def rungs_of(ladder: Ladder, target: Rung) -> list[Rung]:
-    """The rungs in the order of their compute. Raises ProfileError with the rung's key for a size that is impossible."""
+    """The rungs in order of compute. Raises ProfileError with the rung's key if a size is impossible."""
     found: dict[str, Rung] = {}
     for number, size in enumerate(ladder.rungs):
         for length in size.tokens_per_parameter:
@@ -114,13 +115,13 @@ def small_run(
     topology: Sequence[str] = (),
     changes: Sequence[str] = (),
 ) -> Rung:
-    """A run of the target's family. Raises ProfileError for a size that is impossible.
+    """A run of the target's family. Raises ProfileError if its size is impossible.
 
     Args:
         size: width and depth.
-        length: training tokens over N.
-        topology: overrides without mathematics.
-        changes: overrides of what the target has, applied last.
+        length: training tokens divided by N.
+        topology: overrides that do not change the mathematics.
+        changes: further overrides, applied last.
     """
     train = target.profile.train
     hidden, layers = size
@@ -154,13 +155,13 @@ def small_run(
 
 
 def _mixture(target: Profile, share: float, steps: int) -> list[dict[str, Any]]:
-    """The target's changes of the mixture at the same shares of a schedule; the last of those that fall on one step."""
+    """The target's mixture changes at the same shares of the schedule; of several at one step, the last."""
     changes = {min(steps, max(1, round(each.step * share))): each.weights for each in target.data.schedule}
     return [{"step": step, "weights": weights} for step, weights in changes.items()]
 
 
 def _phases(train: object, share: float, steps: int) -> dict[str, int]:
-    """Steps of the schedule's phases, in proportion; together no more than there are."""
+    """Steps of the schedule's phases in proportion to the target's, at most `steps` in all."""
     left, phases = steps, {}
     for name in ("warmup_steps", "constant_steps", "minimum_steps"):
         given = getattr(train, name)
@@ -170,12 +171,12 @@ def _phases(train: object, share: float, steps: int) -> dict[str, int]:
 
 
 def _shapes(target: Profile, hidden: int) -> dict[str, int]:
-    """Sizes that follow from a width in the target's proportions."""
+    """Sizes of a model of this width in the target's proportions."""
     model = target.model
     per_head = model.hidden_size // model.num_attention_heads
     if hidden % per_head:
         below = hidden // per_head * per_head
-        reason = f"is not a multiple of {per_head}, the width that each of the target's heads has"
+        reason = f"is not a multiple of {per_head}, the target's width per head"
         raise ProfileError("hidden_size", hidden, reason, [n for n in (below, below + per_head) if n])
     heads = hidden // per_head
     kv_heads = max(1, heads * model.num_key_value_heads // model.num_attention_heads)
@@ -183,12 +184,8 @@ def _shapes(target: Profile, hidden: int) -> dict[str, int]:
         group = model.num_attention_heads // model.num_key_value_heads
         step = per_head * group
         reason = f"makes {heads} query heads, not a multiple of {kv_heads} KV heads"
-        raise ProfileError(
-            "hidden_size",
-            hidden,
-            reason,
-            [n for n in (hidden // step * step, -(-hidden // step) * step) if n],
-        )
+        below = hidden // step * step
+        raise ProfileError("hidden_size", hidden, reason, [n for n in (below, below + step) if n])
     width = model.intermediate_size * hidden / model.hidden_size
     return {
         "intermediate_size": max(1, round(width / MULTIPLE)) * MULTIPLE,
@@ -199,7 +196,7 @@ def _shapes(target: Profile, hidden: int) -> dict[str, int]:
 
 
 def warnings_of(target: Rung, rungs: Sequence[Rung]) -> list[str]:
-    """What makes a forecast from these rungs worse than it need be."""
+    """Warnings about settings that make a forecast from these rungs worse than necessary."""
     found = []
     if target.profile.model.parametrization == "standard":
         found.append(

@@ -1,7 +1,7 @@
 """Heartbeat file: this process's deadline, read by the external watchdog (torchrun.py) on the same machine.
 
-File <pid> in the folder that the environment variable names: eight bytes, the deadline on the clock of `time.monotonic`, which
-all processes of a machine share; then the path where the external watchdog writes the process's stacks.
+The file is <pid> in the folder named by the environment variable: eight bytes, the deadline on the clock of `time.monotonic`,
+which all processes of a machine share; then the path of the file for the process's stacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Heartbeat:
     """Heartbeat file of this process; does nothing without an external watchdog.
 
     Args:
-        stacks: where the external watchdog writes this process's stacks.
+        stacks: file to which the external watchdog writes this process's stacks.
     """
 
     def __init__(self, stacks: Path) -> None:
@@ -45,7 +45,7 @@ class Heartbeat:
                 ctypes.CDLL(None).prctl(_SET_PTRACER, os.getppid(), 0, 0, 0)
 
     def set_deadline(self, deadline: float) -> None:
-        """Set the time by which this process must have set a later one."""
+        """Set the time before which this process must set a later one."""
         if self._map is not None:
             _DEADLINE.pack_into(self._map, 0, deadline)
 

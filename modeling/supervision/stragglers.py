@@ -1,10 +1,10 @@
 """Straggler detection: which rank slows the others down.
 
-In a synchronous step all ranks take equally long; they differ in how much of it they compute and how much they wait. Each
-rank adds the compute time of its last finished step to the all-reduce of step statistics, 4 bytes per rank: forward and backward
-without the time this process waited in collectives outside compiled graphs. On an accelerator events in its stream measure it,
-which include the collectives inside the stream: there a slow rank slows its tensor, context and pipeline neighbours in equal
-measure, and stands out among data ranks only. Rank r is a straggler if over WINDOW steps
+In a synchronous step all ranks take equally long; they differ in how long they compute and how long they wait. Each rank adds
+the compute time of its last finished step to the all-reduce of step statistics, 4 bytes per rank: forward and backward without
+the time this process waited in collectives outside compiled graphs. On an accelerator it is measured by events in the stream,
+which include the stream's collectives: a slow rank slows its tensor, context and pipeline neighbours equally, and stands out
+only among data ranks. Rank r is a straggler if over WINDOW steps
 
     median of its compute time > FACTOR · median of all ranks' medians,  and exceeds it by more than MARGIN
 """
@@ -24,7 +24,7 @@ from parallel.mesh import Mesh
 FACTOR = 1.5
 MARGIN = 0.02  # seconds; smaller differences are noise
 WINDOW = 20
-QUIET_STEPS = 200  # until the next warning
+QUIET_STEPS = 200  # between warnings
 LONGEST_NAME = 64  # characters
 
 
@@ -70,7 +70,7 @@ def node_names(mesh: Mesh) -> list[str]:
 
 
 def one_hot(rank: int, size: int, value: float) -> torch.Tensor:
-    """(size) zeros except this rank's value; summed over ranks, the value of every rank."""
+    """Vector (size) of zeros except this rank's value; its sum over ranks has the value of every rank."""
     vector = torch.zeros(size)
     vector[rank] = value
     return vector

@@ -1,7 +1,7 @@
 """Device and host telemetry of the leading rank: utilization, memory, power and temperature.
 
-A thread samples every PERIOD seconds; the training loop takes the latest readings at no cost. Readings that a machine does not
-have are omitted without a warning. READERS has one reader for each kind of device, by the name that parallel/device.py gives it:
+A thread samples every PERIOD seconds, and the training loop uses the latest readings at no cost. Readings that a machine does not
+provide are omitted without a warning. READERS has one reader for each kind of device, by its name in parallel/device.py:
 
     psutil           this process and its host
     nvml             NVIDIA's management library

@@ -1,8 +1,8 @@
 """Time account of a run: how long its devices trained, compiled, evaluated and saved.
 
-Each training row of metrics.jsonl has `time`, when it was written, and the totals since the run's first step (TOTALS). Rows of
-later steps are dropped when training resumes or is rolled back, and the totals go back with them; RUN/attempts.jsonl records what
-was dropped, so that all time is counted exactly once, and one row of metrics is enough to know a run's totals. Its rows:
+Each training row of metrics.jsonl has `time`, when it was written, and the totals since the run's first step (TOTALS). When
+training resumes or is rolled back, rows of later steps are dropped and the totals are reset accordingly; RUN/attempts.jsonl
+records the dropped time. So all time is counted exactly once, and one metrics row has a run's totals. Rows of attempts.jsonl:
 
     submitted   a job was given to the launcher, by the flow
     started     its ranks are ready to train: when the job began, seconds to restore the checkpoint, the last row and the totals
@@ -10,7 +10,7 @@ was dropped, so that all time is counted exactly once, and one row of metrics is
     rollback    seconds to restore the checkpoint, and the totals that were dropped
     ended       the last step is saved, or training was stopped: what followed the last row
 
-tasks/fleet/goodput.py turns them into the run's goodput.
+tasks/fleet/goodput.py computes the run's goodput from them.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ FILE = "attempts.jsonl"  # in a run folder
 # environment variable of ranks: when their job's torchrun began, in seconds since 1970
 BEGUN = "TRAINSHED_BEGUN"
 TOTALS = (
-    "trained_seconds",  # steps, without their share of the next ones
+    "trained_seconds",  # steps, without the totals below
     "skipped_seconds",  # steps whose update was skipped
-    "compile_seconds",  # what the first step of a process took beyond the second
+    "compile_seconds",  # by which a process's first step exceeded its second
     "evaluation_seconds",
-    "checkpoint_seconds",  # that training waited for
+    "checkpoint_seconds",  # during which training waited
 )
 
 
 class TimeAccount:
-    """Totals of this process's run; `totals` are those of the last step that it resumes after."""
+    """Totals of a run: those of earlier attempts up to the step it resumes after (`restart`), and this process's."""
 
     def __init__(self) -> None:
         self._totals = dict.fromkeys(TOTALS, 0.0)
-        self._in_step = 0.0  # of other phases, while the next step was queued already
-        self._first: float | None = None  # seconds of the first step, until the second is known
-        self._steps = 0  # of this process
+        self._in_step = 0.0  # seconds of other phases since the next step was queued
+        self._first: float | None = None  # seconds of the first step, until the second is finished
+        self._steps = 0  # finished by this process
 
     @property
     def totals(self) -> dict[str, float]:
         return {name: round(seconds, 6) for name, seconds in self._totals.items()}
 
     def restart(self, row: Mapping[str, Any] | None) -> dict[str, float]:
-        """Go back to the totals of a metrics row, None before the first step; returns what that drops."""
+        """Reset the totals to those of a metrics row, or to zero for None; returns the dropped time."""
         before, self._totals = self._totals, totals_of(row)
         self._first = None
         return _difference(before, self._totals)
 
     def since(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """What was added since these totals."""
+        """The time added since these totals."""
         return _difference(self._totals, totals)
 
     def step(self, seconds: float, *, skipped: bool) -> None:

@@ -1,10 +1,10 @@
-"""Timeouts: how long a rank may take in each phase of a program before it counts as hung. No other module defines any.
+"""Timeouts: how long a rank may take in each phase of a program before it counts as hung. All of them are defined here.
 
     step         hang_factor · median step time + hang_seconds, at most the longest of all
     compile      from the start until a median of steps is known
     load, save, evaluate, data    PHASES
 
-The process group has a timeout of its own, which ends a program without stacks. It is longer than all of these.
+The process group's own timeout ends a program without dumping stacks, so it is longer than all of these.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PHASES = {  # seconds
     "load": 3600.0,
     "save": 3600.0,
     "evaluate": 3600.0,
-    "data": 1800.0,  # a batch that was not read ahead in time
+    "data": 1800.0,  # a batch that was not prefetched in time
 }
-MARGIN = 600.0  # seconds that the process group waits beyond the longest
+MARGIN = 600.0  # seconds by which the process group's timeout exceeds the longest
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Timeouts:
     grace: float | None
 
     def of(self, phase: str, step_seconds: Sequence[float] = ()) -> float:
-        """The timeout of a phase; `step_seconds` are those of the latest steps, needed for the phase STEP."""
+        """The timeout of a phase; `step_seconds`: durations of the latest steps, needed for the phase STEP."""
         if phase != STEP:
             return PHASES[phase]
         return min(self.factor * statistics.median(step_seconds) + (self.grace or 0.0), self._longest)

@@ -1,8 +1,8 @@
-"""torchrun with an external watchdog: `python -m modeling.supervision.torchrun ...` takes torchrun's arguments.
+"""torchrun with an external watchdog: `python -m modeling.supervision.torchrun ...`, with torchrun's arguments.
 
 A hung rank dumps its own stacks and exits (watchdog.py), unless its process is stopped or blocked in native code that never
 releases the GIL. For such a rank, GRACE seconds after its deadline, py-spy captures the stacks into the rank's file in
-RUN/logs/stacks, and SIGALRM, if necessary SIGKILL, ends it, so that the attempt ends.
+RUN/logs/stacks, and the process is ended by SIGALRM or, if necessary, SIGKILL, so that the attempt ends.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def with_free_port(arguments: Sequence[str]) -> tuple[list[str], TCPStore | None]:
-    """Replace port 0 of a rendezvous on this machine by a free one, whose server runs as long as the store lives.
+    """Replace port 0 of a rendezvous on this machine by a free port, whose server runs as long as the returned store exists.
 
-    torchrun's own store joins the server of its port in the same process, so that no other process can take the port meanwhile.
+    torchrun's own store joins that server in this process, so no other process can take the port in between.
     """
     arguments = list(arguments)
     position = arguments.index("--master-port") + 1 if "--master-port" in arguments else 0
@@ -69,7 +69,7 @@ def watch(folder: Path) -> None:
                     process.remove(folder)
                 elif time.monotonic() > process.deadline + GRACE:
                     process.remove(folder)
-                    # A thread each: all ranks of a node may hang at once.
+                    # One thread per process, since all ranks of a node may hang at once.
                     threading.Thread(target=report_and_kill, args=(process,), daemon=True).start()
             time.sleep(POLL)
 
@@ -97,7 +97,7 @@ def kill(pid: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         process.send_signal(signal.SIGALRM)
-        process.resume()  # a stopped process takes the signal once it continues
+        process.resume()  # a stopped process handles the signal once it continues
         time.sleep(POLL)
         process.kill()
 

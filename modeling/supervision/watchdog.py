@@ -1,13 +1,13 @@
 """Hang watchdog: ends a rank whose training makes no progress, and dumps its stacks.
 
-If a rank waits forever for another, only the stacks of both tell which one is at fault. Each rank watches itself: if it exceeds
+If a rank waits forever for another, only the stacks of both show which one is at fault. Each rank watches itself: if it exceeds
 the timeout of its phase (timeouts.py), it writes the traceback of each thread to RUN/logs/stacks/rank_<n>.txt and torch's flight
 recorder, if the backend keeps one, to rank_<n>.collectives (for `torchfrtrace`), and exits with code HUNG. The launcher then ends
 the other ranks. A rank that cannot do so, because it is stopped or blocked in native code that holds the GIL, is handled by the
-external watchdog (torchrun.py), or without that by faulthandler's C thread.
+external watchdog (torchrun.py), or without one by faulthandler's C thread.
 
-While one rank waits for data, the others wait for it in a collective of their step. So a rank that stays in another phase than a
-step is counted in the process group's store, and as long as the count is not zero no step times out.
+While one rank waits for data, the others wait for it in a collective of their step. So the process group's store counts the ranks
+that are in another phase than a step, and while there are any no step times out.
 
 Cost: one lock per step, and a new faulthandler thread every few seconds.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 BUSY_RANKS = "trainshed/busy_ranks"  # key of their number in the store
-BUSY_AFTER = 1.0  # seconds in another phase than a step, at most
+BUSY_AFTER = 1.0  # maximum seconds in another phase than a step before a rank is counted
 # Seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended.
 EXIT_DELAY = 4.0
 FAULTHANDLER_DELAY = 20.0  # seconds that faulthandler waits beyond the deadline
@@ -44,33 +44,29 @@ class Watchdog:
 
     Args:
         folder: folder of the stacks, shared by all ranks.
-        store: shared by all ranks, and used by this object only; None: there are no other ranks.
+        store: connection to the ranks' shared store, used by this object only; None: there are no other ranks.
     """
 
     def __init__(self, folder: Path, rank: int, timeouts: Timeouts, store: Store | None = None) -> None:
-        self._path, self._rank, self._timeouts, self._store = (
-            folder / f"rank_{rank}.txt",
-            rank,
-            timeouts,
-            store,
-        )
+        self._path = folder / f"rank_{rank}.txt"
+        self._rank, self._timeouts, self._store = rank, timeouts, store
         enabled = timeouts.grace is not None
         self._heartbeat = Heartbeat(self._path) if enabled else None
         self._busy_after = min(BUSY_AFTER, (timeouts.grace or 0.0) / 2)
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._step = 0
         self._phase = STEP
-        self._begun = self._deadline = time.monotonic()  # of the phase
+        self._begun = self._deadline = time.monotonic()  # begin and deadline of the phase
         self._faulthandler_deadline = 0.0
         self._changed = threading.Condition()
         self._finished = not enabled
-        self._hung = False  # whether the thread dumps the stacks, and then ends the process
+        self._hung = False  # whether the thread is dumping the stacks, to end the process afterwards
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
 
     def beat(self, step: int, seconds: float) -> None:
         """Record a finished step and restart the timeout."""
         self._step = step
-        with self._changed:  # the thread reads it
+        with self._changed:
             self._step_seconds.append(seconds)
         self._begin(STEP)
 
@@ -101,7 +97,7 @@ class Watchdog:
             self._changed.notify()
 
     def _extend(self) -> None:
-        """Set the deadline to a timeout from now; the caller holds the lock."""
+        """Set the deadline to one timeout from now; the caller holds the lock."""
         self._deadline = time.monotonic() + self._timeout
         if self._heartbeat is not None:
             self._heartbeat.set_deadline(self._deadline)
@@ -127,7 +123,7 @@ class Watchdog:
                 others_busy = phase == STEP and self._count(0) > 0
                 with self._changed:
                     if time.monotonic() < self._deadline:
-                        continue  # it ended just now
+                        continue  # the phase has just ended
                     if not others_busy:
                         break
                     self._extend()
@@ -141,7 +137,7 @@ class Watchdog:
             self._dump_and_exit()
 
     def _count(self, change: int) -> int:
-        """Change the number of ranks that are in another phase than a step; returns it, 0 without a store."""
+        """Change the number of ranks that are in another phase than a step; returns the new number, 0 without a store."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store's process has ended
                 return self._store.add(BUSY_RANKS, change)
@@ -185,7 +181,7 @@ class Watchdog:
 
 
 def _flight_recorder() -> bytes:
-    """The latest collectives of this process, pickled by torch; empty if the backend records none."""
+    """The latest collectives of this process, pickled by torch; empty if the backend does not record them."""
     from parallel.torch_internals import distributed_c10d as c10d
 
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):  # NCCL; other backends

@@ -1,6 +1,6 @@
-"""Tracing a run's graphs under fake tensors: what ahead-of-time compilation compiles, and exact costs of the graphs.
+"""Tracing a run's graphs under fake tensors, for ahead-of-time compilation and exact costs.
 
-Start with `trace.py`. `graph_stats.py` has a graph's costs and digest, `traced_plan.py` puts them into a plan,
-`compile.py` compiles one program, `operators.py` lists what a device must support. Imports `modeling.training`,
-`modeling.planning` and below.
+Start with `trace.py`. `graph_stats.py` computes a graph's costs and digest, `traced_plan.py` puts them into a plan,
+`rehearsal.py` calls what runs outside the model, `compile.py` compiles one program, and `operators.py` lists the operators that
+a device must support. Imports `modeling.training`, `modeling.planning` and below.
 """

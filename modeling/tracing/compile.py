@@ -1,9 +1,8 @@
 """Compile one program ahead of time: `python -m modeling.tracing.compile --run-folder RUN --stage 0 --program NAME ...`.
 
 Traces the program's stage again under fake tensors, as trace.py does. When its region is captured, the profile's
-compiler gets the graph in the state that a training process would be in, so that the cache entries are those that
-training looks up. Writes the result as JSON; an error names the module and the source line of the model where torch
-knows them.
+compiler compiles the graph in the same state as in a training process, so that training finds the cache entries.
+Writes the result as JSON; an error names the module and source line of the model if torch reports them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ import torch
 from torch.fx import GraphModule
 
 from modeling.compilation import compilers
-from modeling.compilation.compilers import Compiler
-from modeling.compilation.graph_cache import Backend
+from modeling.compilation.compilers import Compiled, Compiler
+from modeling.compilation.graph_cache import RegionBackends
 from modeling.tracing import graph_stats
 from modeling.tracing.trace import Recorder, run_stage
 from modeling.training.trainer import threads
@@ -40,21 +39,17 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 log = logging.getLogger("trainshed")
 
 
-class ProgramCompiler:
-    """torch.compile backends that compile one program, given by name and digest, and only record the others."""
+class ProgramCompiler(RegionBackends):
+    """torch.compile backends that compile one program, given by name and digest, and only record all others."""
 
     def __init__(self, name: str, digest: str, compiler: Compiler) -> None:
+        super().__init__()
         self.name, self.digest, self.compiler, self.recorder = name, digest, compiler, Recorder()
         self.found = False  # whether the stage runs the program
         self.graphs = 0
         self.seconds = 0.0
-        self._backends: dict[str, Backend] = {}
 
-    def backend(self, region: str) -> Backend:
-        """The torch.compile backend for a region."""
-        return self._backends.setdefault(region, lambda graph, inputs: self._compile(region, graph, inputs))
-
-    def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         recorded = self.recorder.backend(region)(graph, inputs)
         name, graphs = self.recorder.programs[-1]
         if name == self.name and graph_stats.digest(graphs) == self.digest:
@@ -70,7 +65,7 @@ class ProgramCompiler:
 def compile_program(
     profile: Profile, stage: int, name: str, digest: str, compiler: Compiler
 ) -> dict[str, Any]:
-    """Compile a traced program into the compiler's cache folder, for each device of this machine that needs its own code.
+    """Compile a traced program into the compiler's cache folder, for each of this machine's devices that needs separate code.
 
     Returns:
         graphs, seconds, peak_bytes (of this process and its largest child), error (None on success).
@@ -80,7 +75,7 @@ def compile_program(
     count = devices.resolve(kind).compiled_for(profile.cluster.devices_per_node)
     try:
         for index in range(count):
-            if count > 1:  # otherwise this machine may have none
+            if count > 1:  # otherwise this machine may have no device
                 devices.set_current_device(torch.device(kind, index))
             torch.compiler.reset()  # an earlier capture would be reused
             target.found = False
@@ -98,7 +93,7 @@ def compile_program(
 
 
 def describe(error: BaseException) -> str:
-    """A compiler's error in one line, with the module and the model's source line that it comes from."""
+    """A compiler's error in one line, with the module and the source line of the model that caused it."""
     text = str(error)
     while isinstance(inner := getattr(error, "inner_exception", None) or error.__cause__, BaseException):
         error = inner
@@ -110,7 +105,7 @@ def describe(error: BaseException) -> str:
 
 
 def _source_location(frame: tuple[str, str]) -> str | None:
-    """`MLP.forward (modeling/models/families/llama.py:85: return ...)` of a (file, line); None for code that is not ours."""
+    """`MLP.forward (modeling/models/families/llama.py:85: return ...)` for a (file, line); None for other libraries' code."""
     path, line = Path(frame[0]), int(frame[1])
     if not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES and path.is_file()):
         return None

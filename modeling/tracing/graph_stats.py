@@ -1,7 +1,7 @@
 """Statistics of traced graphs: FLOPs, communication volume, memory, operators, and a digest that identifies equal graphs.
 
 FLOPs, sent  per operator as in modeling/planning/operator_costs.py
-peak         maximum bytes that a graph needs on top of its inputs, in the order of the graph
+peak         maximum bytes that a graph needs in addition to its inputs, in the graph's order
 saved        bytes that autograd saves from forward to backward, parameters excluded, shared memory counted once
 operators    number of calls by operator name without the overload: "aten.mm"
 """
@@ -40,11 +40,11 @@ class StageStats:
 
     layers: tuple[int, int]  # (first, end)
     saved: int  # bytes that autograd saves per microbatch
-    peak: int  # maximum bytes that one of its graphs needs on top
+    peak: int  # maximum bytes that one of its graphs needs in addition
 
 
 def digest(graphs: Sequence[GraphModule]) -> str:
-    """Digest of graphs, 32 hex digits: operators, arguments, shapes, dtypes and strides, in order; not a device's number."""
+    """Digest of graphs, 32 hex digits: operators, arguments, shapes, dtypes and strides, in order, without device indices."""
     total = hashlib.sha256()
     for graph in graphs:
         for node in graph.graph.nodes:
@@ -75,7 +75,7 @@ def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[s
     calls = [
         (node.target, tree_map(_value, list(node.args)), _value(node))
         for node in nodes
-        if isinstance(node.target, OpOverload)  # the others are Python's getitem
+        if isinstance(node.target, OpOverload)  # others are Python's getitem
     ]
     volumes = [operator_volume(operator, arguments, sizes) for operator, arguments, _ in calls]
     sent: Counter[str] = Counter()
@@ -87,9 +87,9 @@ def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[s
 
 
 def consumed_inputs(forward: GraphModule, backward: GraphModule) -> dict[str, int]:
-    """Bytes by name of a backward graph's inputs that nobody else holds: results of forward that only autograd saves.
+    """Bytes, by name, of a backward graph's inputs that only autograd holds: saved results of forward without other references.
 
-    Autograd frees them with the layer's backward; inductor's code, which it hands them to, after their last use.
+    Autograd frees them with the layer's backward; inductor's code, to which it passes them, frees them after their last use.
     """
     named = {node.name: node for node in forward.graph.nodes}
     saved = [
@@ -109,7 +109,7 @@ def consumed_inputs(forward: GraphModule, backward: GraphModule) -> dict[str, in
 
 
 def saved_bytes(output: Tensor, constant: Iterable[Tensor]) -> int:
-    """Bytes that autograd saves for the backward of `output`, the `constant` tensors excluded."""
+    """Bytes that autograd saves for the backward of `output`, excluding the `constant` tensors."""
     counted = {tensor.untyped_storage()._cdata for tensor in constant}
     total, pending, visited = 0, [output.grad_fn], set()
     while pending:
@@ -151,9 +151,9 @@ def _require_static(graph: GraphModule) -> None:
 
 
 def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
-    """Maximum bytes alive at once beyond the inputs', of which the consumed ones make room; a view shares its base's storage.
+    """Maximum bytes alive at once in addition to the inputs, of which the consumed ones are freed after their last use.
 
-    So does the result of waiting for a collective, which is the collective's own; only fake tensors give it another storage.
+    A view shares its base's storage. So does the result of waiting for a collective, although fake tensors give it another one.
     """
     waited = {
         storage: _storages(node.args[0])[0][0]

@@ -1,13 +1,13 @@
 """List the operators that a run needs from its device: `python -m modeling.tracing.operators PROFILE [--table FILE]`.
 
 Traces every program at full size (trace.py) and lists the operators of its graphs with their number of calls: ATen's,
-the collectives and our own, as the device's compiler receives them. Dynamic shapes and data-dependent branches are
+the collectives and Trainshed's, as the device's compiler receives them. Dynamic shapes and data-dependent branches are
 errors.
 
-A machine without the profile's device traces the CPU's attention, `trainshed.attention`; the device has torch's
-scaled_dot_product_attention in its place.
+On a machine without the profile's device, the CPU's attention, `trainshed.attention`, is traced; the device uses torch's
+scaled_dot_product_attention instead.
 
-With --table, a text that names operators as aten::mm or aten.mm, the ATen operators that it lacks are reported.
+With --table, a text that names operators as aten::mm or aten.mm, it also reports the ATen operators missing in it.
 
 Exit codes: 0 all operators are supported, 1 the table lacks some, 2 the profile or the table was rejected.
 """
@@ -37,7 +37,7 @@ def count_operators(traced: Trace) -> dict[str, dict[str, int]]:
 
 
 def unsupported(operators: Collection[str], table: str) -> list[str]:
-    """The ATen operators that a table does not name. Raises ValueError if it names none at all."""
+    """The ATen operators that a table does not name. Raises ValueError if the table names no operators at all."""
     names = {f"aten.{name}" for name in re.findall(r"\baten(?:::|\.)(\w+)", table.replace("\\", ""))}
     if not names:
         raise ValueError("names no operator as aten::mm or aten.mm")

@@ -1,6 +1,6 @@
-"""What a step, an evaluation and sampling compute outside the model, called once on tensors of the run's shapes.
+"""Rehearsal: calls everything that steps, evaluations and sampling compute outside the model, on tensors of the run's shapes.
 
-For devices that compile each operator at its first use: so all of it is traced and compiled ahead.
+For devices that compile each operator at its first use, so that all of it is traced and compiled ahead of time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from modeling.models.language_model import LanguageModel
 from modeling.training import generate, user_functions
 from modeling.training.anomalies import WINDOW
 from modeling.training.step_functions import StepFunctions
-from modeling.training.trainer import kind_of_samples, preference_form
+from modeling.training.trainer import kind_of_samples, preference_settings
 from modeling.training.user_functions import UserFunction
 from parallel import Mesh
 from parallel.attention.ring import zigzag_positions
@@ -37,11 +37,11 @@ def rehearse(
     hidden: Tensor,
     compile: Compile,
 ) -> None:
-    """Call what a rank computes besides the forward and backward passes of a stage.
+    """Call what a rank computes besides a stage's forward and backward passes.
 
     Args:
         model: the stage.
-        stages: all of the rank's, that one among them, for the optimizer.
+        stages: all stages of the rank, including this one, for the optimizer.
         hidden: outputs of the stage.
     """
     for layer in DeferredGradients(model).layers:
@@ -57,13 +57,13 @@ def rehearse(
 
 
 def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, device: torch.device) -> None:
-    """Tokens and targets of a step, and of an evaluation and its sampling."""
+    """Tokens and targets of a step, and of evaluation and sampling."""
     s, kind = profile.train.sequence_length, kind_of_samples(profile)
     positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
     number = torch.zeros((), device=device)
     step = profile.micro_batch_rows * profile.accumulation_steps
     sampling = generate.rows_of_pass(profile)
-    # Sampling names no answers.
+    # Sampling passes no answers.
     for rows, answered in {(step, profile.answers_per_row > 1), (sampling, False)}:
         samples = torch.zeros(rows, s + 1, dtype=torch.int64, device=device)
         documents = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
@@ -78,17 +78,17 @@ def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, de
 
 
 def _rehearse_pairs(profile: Profile, functions: StepFunctions, mesh: Mesh, targets: Tensor) -> None:
-    """The loss of a microbatch of preference pairs, and what the reference model says of it."""
-    form, b, device = preference_form(profile), profile.micro_batch_rows, targets.device
+    """The loss of a microbatch of preference pairs, and its log-probabilities under the reference model."""
+    settings, b, device = preference_settings(profile), profile.micro_batch_rows, targets.device
     length = profile.train.sequence_length // mesh.context.size
-    wanted, answer, numbers, rows = functions.split_targets(targets[:b], length, form.kind == "orpo")
+    wanted, answer, numbers, rows = functions.split_targets(targets[:b], length, settings.kind == "orpo")
     width = profile.answers_per_row
     losses = torch.zeros(wanted.shape, device=device)
-    reference = torch.zeros(len(targets), width, device=device) if form.kind == "dpo" else None
+    reference = torch.zeros(len(targets), width, device=device) if settings.kind == "dpo" else None
     pairs = answer, numbers, rows, reference, width, mesh.context, torch.zeros((), device=device)
     for training in (True, False):
-        sums, _ = functions.rate(form, losses, *pairs, training)
-    functions.add(sums, sums.clone())  # of microbatches that are evaluated
+        sums, _ = functions.rate(settings, losses, *pairs, training)
+    functions.add(sums, sums.clone())  # sums of evaluated microbatches
     with torch.enable_grad():
         functions.with_value(torch.zeros((), device=device, requires_grad=True), sums)
     if profile.rates_in_step:
@@ -103,10 +103,10 @@ def _rehearse_statistics(
     mesh: Mesh,
     device: torch.device,
 ) -> None:
-    """What ranks exchange after backward, and what follows from it."""
+    """The statistics that ranks exchange after backward, and decisions based on them."""
 
     def number() -> Tensor:
-        """A tensor of its own: one that is passed twice would be one input of the graph."""
+        """A new tensor, because a tensor that is passed twice would be a single input of the graph."""
         return torch.zeros((), device=device)
 
     functions.multiply(functions.add(number(), number()), number())
@@ -136,7 +136,7 @@ def _rehearse_statistics(
 def _rehearse_user_functions(
     profile: Profile, functions: StepFunctions, model: LanguageModel, mesh: Mesh, hidden: Tensor
 ) -> None:
-    """The user's loss and metrics. Raises ValueError: they cannot be captured as one graph."""
+    """The user's loss and metrics. Raises ValueError if they cannot be captured as one graph."""
     loss = [user_functions.load(profile.train.loss)] if profile.train.loss else []
     metrics = [user_functions.load(name) for name in profile.evaluate.metrics]
     shape = profile.micro_batch_rows, profile.train.sequence_length // mesh.context.size
@@ -149,7 +149,7 @@ def _rehearse_user_functions(
                 sums = functions.user_sums(called, **model.logits_arguments(x), targets=targets)
             except (MemoryError, OSError):
                 raise
-            except Exception as error:  # of the function, or of capturing it: those have no common class
+            except Exception as error:  # of the function or its capture, which have no common class
                 raise ValueError(_uncaptured(called, str(error))) from error
         if not training:
             count, cross_entropy = (torch.zeros((), device=hidden.device) for _ in range(2))
@@ -158,19 +158,19 @@ def _rehearse_user_functions(
 
 
 def _uncaptured(functions: Sequence[UserFunction], error: str) -> str:
-    """What cannot be captured, where and why, from Dynamo's error."""
+    """Message for Dynamo's error: what cannot be captured, where and why."""
     names = ", ".join(f"{function.__module__}:{function.__name__}" for function in functions)
     found = re.search(r"Developer debug context: (.*)", error)
     reason = found[1] if found else error.strip().partition("\n")[0]
     *_, (file, line) = [("", ""), *re.findall(r'File "([^"]+)", line (\d+)', error)]
     where = f"{file}:{line}" if file else "the function"
-    return f"{names}: this device runs compiled programs only, and {where} cannot be captured: {reason}"
+    return f"{names}: this device only runs compiled programs, and {where} cannot be captured: {reason}"
 
 
 def _rehearse_last_stage(
     profile: Profile, functions: StepFunctions, model: LanguageModel, mesh: Mesh, hidden: Tensor
 ) -> None:
-    """The gradients of the loss, and the logits that sampling draws from."""
+    """The gradients of the loss, and the logits for sampling."""
     weight = model.output_embedding().weight
     _rehearse_user_functions(profile, functions, model, mesh, hidden)
     if model.tied:

@@ -2,14 +2,14 @@
 
 Builds every pipeline stage at full size under fake tensors (shapes without memory) and a fake process group of the
 run's world size, and runs it forward for training and for evaluation. Dynamo and AOTAutograd capture the regions as
-in training, so the graphs measured are those that will be compiled:
+in training, so the measured graphs are those that will be compiled:
 
     stages -> regions in two modes -> forward and backward graphs -> the distinct programs, by digest
 
-Identical layers share a capture, stages and ranks share digests; a graph that depended on the rank would have another
+Identical layers share a capture, stages and ranks share digests; a graph that depends on the rank would have another
 digest. The statistics (graph_stats.py) replace the planner's estimates.
 
-Takes about 4 s, 0.3 s per pipeline stage and less than 1 GB, for a model of any size.
+Takes about 4 s plus 0.3 s per pipeline stage, and less than 1 GB, for a model of any size.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from torch.fx import GraphModule
 
 from modeling import exit_codes
 from modeling.compilation import compilers
+from modeling.compilation.compilers import Compiled
 from modeling.compilation.graph_cache import (
     BLOCKS,
     REGIONS,
     STEP,
     Backend,
+    RegionBackends,
     compile_regions,
     function_compiler,
     program_name,
@@ -103,9 +105,9 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     recorder = Recorder()
     distinct: dict[tuple[str, str], TracedProgram] = {}
     stages, modes = [], layer_modes(profile)
-    freed: dict[str, int] = {}  # bytes by program that autograd frees after its backward
+    freed: dict[str, int] = {}  # bytes, by program, that autograd frees after its backward
     sizes = axis_sizes(build_mesh(profile, rank=0))
-    # A program on Neuron holds its inputs until it ends.
+    # On Neuron, a program holds its inputs until it ends.
     frees_inputs = compilers.backend_name(profile) == "inductor"
     torch.compiler.reset()  # earlier captures would be reused and not recorded
     fake = FakeTensorMode()
@@ -121,12 +123,12 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
             distinct.setdefault((name, program.digest), program)
             size = sum(consumed.values())
             freed[name] = min(freed.get(name, size), size)
-        # Before the last backward of a program, all layers behind it have had theirs.
+        # When a program's last backward runs, the backward passes of all later layers are finished.
         names = [f"{BLOCKS[modes[layer]]}, training" for layer in layers]
         others = set(REGIONS) - {*BLOCKS.values()} - (set() if last else {"norm", "loss"})
         regions = others | {BLOCKS[modes[layer]] for layer in layers} | {STEP}
         room = {
-            name: sum(freed.get(behind, 0) for behind in names[len(names) - names[::-1].index(name) :])
+            name: sum(freed.get(later, 0) for later in names[len(names) - names[::-1].index(name) :])
             for name in set(names)
         }
         peaks = [
@@ -140,18 +142,14 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     return Trace(tuple(distinct[key] for key in sorted(distinct)), tuple(stages))
 
 
-class Recorder:
+class Recorder(RegionBackends):
     """torch.compile backends that record graphs and compile nothing."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.programs: list[tuple[str, list[GraphModule]]] = []
-        self._backends: dict[str, Backend] = {}
 
-    def backend(self, region: str) -> Backend:
-        """The torch.compile backend for a region."""
-        return self._backends.setdefault(region, lambda graph, inputs: self._record(region, graph, inputs))
-
-    def _record(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         from functorch.compile import min_cut_rematerialization_partition
 
         from parallel.torch_internals import aot_autograd, functorch_config
@@ -195,8 +193,8 @@ def run_stage(
             x = torch.empty(shape, dtype=DTYPES[settings.precision], device=device, requires_grad=True)
         documents = torch.zeros_like(tokens) if profile.document_masks else None
         y = model(x, positions, documents, samples=keys)
-        compiles_loss = model.last and settings.loss is None  # a user's runs eager
-        # A step of preference pairs computes the losses of tokens, and then their weighted sum.
+        compiles_loss = model.last and settings.loss is None  # a user-defined loss runs eager
+        # For preference pairs, a step computes the losses of tokens, then their weighted sum.
         pairs = profile.rows_per_sample > 1
         weights = torch.zeros(tokens.shape, device=device) if pairs else None
         output = model.loss(y, tokens, weights) if compiles_loss else y
@@ -221,10 +219,10 @@ def run_stage(
 
 @contextlib.contextmanager
 def fake_world(profile: Profile, number: int, rank: int) -> Iterator[Mesh]:
-    """The mesh as a rank of this stage sees it, in a fake process group of the run's world size."""
+    """The mesh of a rank of this stage, in a fake process group of the run's world size."""
     from parallel.torch_internals import FakeStore
 
-    ranks = profile.world_size // profile.parallel.pipeline  # of a stage
+    ranks = profile.world_size // profile.parallel.pipeline  # ranks per stage
     rank = number % profile.parallel.pipeline * ranks + rank % ranks
     if profile.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=profile.world_size)
@@ -256,13 +254,13 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     start = time.perf_counter()
-    with ThreadPoolExecutor(1) as beside:  # which waits for its end
+    with ThreadPoolExecutor(1) as pool:
         if options.cache:
-            # Modules of torch's compiler import each other, which two threads must not do at the same time.
+            # Modules of torch's compiler import each other, which must not happen in two threads at the same time.
             torch_internals.find(torch_internals.NAMES["compile_fx"])
             compiler = compilers.make_compiler(profile)
             compiler.use_cache(options.cache)
-            preparing = beside.submit(compiler.prepare)
+            preparing = pool.submit(compiler.prepare)
         traced = trace(profile)
     if options.cache:
         preparing.result()

@@ -1,7 +1,7 @@
-"""A plan with the costs of traced graphs (trace.py) in place of the planner's eager estimates.
+"""A plan with the costs of traced graphs (trace.py) instead of the planner's eager estimates.
 
-activations    what autograd saves per microbatch, times the microbatches in flight, and the maximum that one graph needs on top;
-               messages, gradient exchange and token ids as in the plan
+activations    saved by autograd per microbatch, times the microbatches in flight, plus the maximum that one graph needs in
+               addition; messages, gradient exchange and token ids as in the plan
 flops          of a step, in matrix products and attention, recomputation included
 """
 
@@ -30,7 +30,7 @@ from profiles.schema import Profile
 
 @dataclass(frozen=True)
 class TracedRank:
-    """Traced costs of the ranks at one position of the pipeline."""
+    """Traced costs of the ranks at one position in the pipeline."""
 
     activations: int
     flops: float
@@ -56,7 +56,7 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
         working += max(stage["peak"] for stage in stages)
         modules = [costs.module(held) for held in layers]
         buckets = plan_buckets(profile, modules)
-        if gathers_in_graph(profile):  # the graphs' own results have the blocks' weights and gradients
+        if gathers_in_graph(profile):  # the blocks' weights and gradients are results of the graphs
             buckets = [bucket for bucket in buckets if bucket.resident or not bucket.block]
         activations = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         calls = [
@@ -69,8 +69,8 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
 
 
 def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan:
-    """The plan with traced activations and FLOPs, and with the fit, times and price that follow from them."""
-    deferred = defers_weight_gradients(profile)  # then a third of the products are in no graph
+    """The plan with traced activations and FLOPs, and with the resulting fit, times and price."""
+    deferred = defers_weight_gradients(profile)  # a third of the products is in no graph then
     stages = tuple(
         replace(
             stage,

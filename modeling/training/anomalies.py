@@ -31,8 +31,8 @@ Functions = tuple[Callable[..., Tensor], Callable[..., None]]
 class AnomalyGuard:
     """Decides on each step's loss, identically on every rank.
 
-    The device decides, before the update and without the host: it has the last good losses in `_window`, in any order, padded by
-    infinity. The host learns the outcome later and keeps the same losses in order, for checkpoints and messages.
+    The device decides before the update, without the host: `_window` holds the last good losses in any order, padded with
+    infinity. The host reads the outcome later and keeps the same losses in order, for checkpoints and messages.
 
     Args:
         state: `state()` at the checkpoint that training resumes from, so that decisions are the same.
@@ -116,7 +116,7 @@ def record(loss: Tensor, skipped: Tensor, window: Tensor, count: Tensor, slots: 
 
 
 def _median(values: Tensor, count: Tensor) -> Tensor:
-    """Median of the `count` smallest values (n), without sorting, which not every device can: n² comparisons."""
+    """Median of the `count` smallest values (n) by n² comparisons; not every device can sort."""
     smaller = (values[None] < values[:, None]).float().sum(1)  # (n)
     equal = (values[None] == values[:, None]).float().sum(1)  # (n)
 
@@ -127,7 +127,7 @@ def _median(values: Tensor, count: Tensor) -> Tensor:
 
 
 def sample_number(position: int, excluded: Ranges) -> int:
-    """Sample at a position of the stream from which ranges [start, end) are removed."""
+    """Sample at a position of the stream without the ranges [start, end)."""
     for start, end in sorted(excluded):
         if position >= start:
             position += end - start

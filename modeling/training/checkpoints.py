@@ -33,11 +33,9 @@ from profiles import state_files
 
 log = logging.getLogger("trainshed")
 
-# Seconds between attempts at the final save; their sum fits the grace period of a job that is being stopped.
+# Seconds between attempts at the final save; together they fit into the grace period of a job that is being stopped.
 RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)
-
-
-FIRST_SAVES = 8  # failed attempts before the first successful save, after which a run ends: 127 steps with the pauses above
+FIRST_SAVES = 8  # failed saves, without a successful one, after which a run ends: 127 steps after the first
 
 
 class SaveGivenUp(RuntimeError):
@@ -48,8 +46,8 @@ class SaveGivenUp(RuntimeError):
 class Start:
     """What a run starts from."""
 
-    resumes: bool  # from its own latest checkpoint
-    # Otherwise: the checkpoint with its initial weights; None initializes from the seed.
+    resumes: bool  # whether it resumes from its own latest checkpoint
+    # otherwise the checkpoint with its initial weights; None: initialize from the seed
     weights: Location | None = None
 
 
@@ -59,7 +57,7 @@ class Checkpoints:
     Args:
         run: the run folder.
         location: folder or URI of its checkpoints.
-        attempt: number of this attempt; what it writes counts while RUN/attempt has the same number. None: not checked.
+        attempt: number of this attempt, which may complete checkpoints while RUN/attempt contains it; None: not checked.
     """
 
     def __init__(
@@ -71,18 +69,18 @@ class Checkpoints:
         self._saver = checkpoint.Saver(
             optimizer, asynchronous=self.profile.checkpoint.async_, fencing_check=self._check_fencing
         )
-        self._saved: dict[int, float | None] = {}  # validation loss of each complete one; leader only
+        self._saved: dict[int, float | None] = {}  # validation loss of each complete checkpoint; leader only
         self._run_identity = run_identity(run)
-        self._step = 0  # of the current or latest save
+        self._step = 0  # step of the current or latest save
         self._validation_loss: float | None = None
-        self._failures = 0  # in a row
-        self._has_saved = False  # since the run was started
+        self._failures = 0  # consecutive failed saves
+        self._has_saved = False  # whether a save succeeded since the run was started
 
     def resume(self, weights: Path | None) -> tuple[int, dict[str, Any]]:
         """Load what the run starts from; returns the last finished step and its checkpoint's marker.
 
         Args:
-            weights: checkpoint with the initial weights of a run that has no checkpoint.
+            weights: checkpoint with the initial weights of a run that has no checkpoint yet.
 
         Raises:
             Rejected: there is no such checkpoint, it belongs to another model, or none is intact.
@@ -94,7 +92,7 @@ class Checkpoints:
         if self.profile.lora.rank:
             load_base(weights, self.optimizer)
             if start.weights == weights:
-                start = replace(start, weights=None)  # the adapters are not in it
+                start = replace(start, weights=None)  # they contain no adapters
         if start.resumes:
             found = self._load_latest(self.profile.train.steps)
             if found is None:
@@ -132,7 +130,7 @@ class Checkpoints:
         return found
 
     def _load_latest(self, last: int) -> tuple[int, dict[str, Any]] | None:
-        """Load the latest intact checkpoint of step `last` or before; corrupted ones are moved to quarantine.
+        """Load the latest intact checkpoint up to step `last`; moves corrupted ones to quarantine.
 
         Returns:
             Its step and marker; None if there is none.
@@ -170,7 +168,7 @@ class Checkpoints:
         return self._saver.writing
 
     def written(self, writers: float) -> bool:
-        """Whether a pending save can be completed; the same on all ranks, as is `writers`, the number that are `writing`."""
+        """Whether a pending save can be completed; equal on all ranks. `writers`: number of ranks that are `writing`."""
         return self._saver.pending and not writers
 
     def complete(self) -> None:
@@ -188,13 +186,13 @@ class Checkpoints:
     def save(
         self, step: int, validation_loss: float | None = None, *, last: bool = False, **state: Any
     ) -> None:
-        """Write step_<n>; with `checkpoint.async`, start writing. A `last` one is complete on return.
+        """Write step_<n>; with `checkpoint.async`, start writing it. A `last` checkpoint is complete on return.
 
         Args:
             state: JSON values to add to the marker.
 
         Raises:
-            SaveGivenUp: a `last` one failed on every attempt, or FIRST_SAVES attempts and none succeeded.
+            SaveGivenUp: every attempt at a `last` checkpoint failed, or FIRST_SAVES saves without a successful one.
             StaleAttempt: another attempt has begun.
         """
         if self._saver.pending:
@@ -221,7 +219,7 @@ class Checkpoints:
     def _begin(
         self, step: int, validation_loss: float | None, state: dict[str, Any]
     ) -> checkpoint.SaveFailed | None:
-        """Start a save; returns the error if that failed."""
+        """Start a save; returns the error if it failed."""
         self._step, self._validation_loss = step, validation_loss
         settings = self.profile.train
         marker = {
@@ -240,7 +238,7 @@ class Checkpoints:
         return None
 
     def _finish(self) -> checkpoint.SaveFailed | None:
-        """Complete the pending save; returns the error if that failed."""
+        """Complete the pending save; returns the error if it failed."""
         try:
             self._saver.finish()
         except checkpoint.SaveFailed as error:
@@ -278,10 +276,10 @@ class Checkpoints:
         self._saver.discard(self._path(step))
 
     def _prepare_start(self, weights: Location | None) -> Start:
-        """Decide what to start from and move aside checkpoints after it; leader only.
+        """Decide what to start from, and move later checkpoints aside; leader only.
 
             default (newest, weights: false)           latest checkpoint, else `weights`, else the seed
-            any other request, the first time          as it says (`_follow`); remembered in RUN/resumed.json
+            any other request, the first time          as requested (`_follow`); recorded in RUN/resumed.json
             the same request again                     latest checkpoint since, else what it started from
 
         So a request is followed once: a retried attempt resumes from its own latest checkpoint.
@@ -331,7 +329,7 @@ class Checkpoints:
         """
         step = request.step(saved)
         last_kept = 0 if step is None or request.weights else step
-        # The source of weights is moved last: if this is interrupted, it is still found by the next attempt.
+        # The source of weights is moved last, so that the next attempt still finds it if this one is interrupted.
         later = sorted((s for s in saved if s > last_kept), key=lambda s: s == step)
         if later:
             aside = checkpoint.move_aside(self.location, later)
@@ -348,12 +346,12 @@ class Checkpoints:
         return self.run / "resumed.json"
 
     def _read_followed(self) -> dict[str, Any]:
-        """The request that was followed last; empty if none was."""
+        """The latest request that was followed; empty if none was."""
         text = state_files.read_text(self._followed_path)
         if text is None:
             return {}
         followed = state_files.parse(text)
-        if followed is None:  # to follow the request a second time would repeat the training since
+        if followed is None:  # following the request again would repeat all training since
             raise Rejected(
                 f"{self._followed_path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were "
                 "followed already; remove it to follow them now, or remove these keys to resume from the latest checkpoint"
@@ -368,14 +366,14 @@ class Checkpoints:
         identity = run_identity(self.run)
         if identity != self._run_identity:
             if identity:
-                raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this one ends")
-            raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training, which ends")
+                raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this attempt ends")
+            raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
         if self.attempt is None:
             return
         path = self.run / "attempt"
         text = state_files.read_text(path)
         if text is None:
-            raise checkpoint.StaleAttempt(f"{path}: removed during training, which ends")
+            raise checkpoint.StaleAttempt(f"{path}: removed during training; this attempt ends")
         if not text.isdecimal():
             raise RuntimeError(f"{path}: corrupted: {text!r} is not a number")
         if int(text) != self.attempt:
@@ -384,7 +382,7 @@ class Checkpoints:
 
 
 def load_base(weights: Location | None, optimizer: ZeRO1) -> None:
-    """Load the frozen weights that adapters update. Raises Rejected if there are none, or they are of another model."""
+    """Load the frozen weights that adapters update. Raises Rejected if there are none, or they belong to another model."""
     if weights is None:
         raise Rejected("lora.rank: needs the weights that it updates; set init.from")
     try:
@@ -394,7 +392,7 @@ def load_base(weights: Location | None, optimizer: ZeRO1) -> None:
 
 
 def load_reference(weights: Location | None, model: ReferenceModel | None) -> None:
-    """Load the weights of a reference model, if there is one. Raises Rejected if there are none, or they are of another model."""
+    """Load the weights of a reference model, if there is one. Raises Rejected if they are missing or belong to another model."""
     if model is None:
         return
     if weights is None:
@@ -414,8 +412,8 @@ def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[
     """Steps of the checkpoints to keep, given the validation loss of each.
 
     Args:
-        keep: number of latest ones; 0 keeps all.
-        keep_every: keep multiples of this many steps; 0 keeps none for that.
+        keep: number of the latest ones to keep; 0 keeps all.
+        keep_every: also keep multiples of this many steps; 0: none.
     """
     steps = set(sorted(saved)[-keep:]) if keep else set(saved)
     if keep_every:
@@ -434,7 +432,7 @@ def call_on_leader(mesh: Mesh, function: Callable[[], Any]) -> Any:
             outcome = [function()]
         except (ValueError, RuntimeError) as error:
             outcome = [error]
-        except Exception as error:  # of any storage; may not be picklable
+        except Exception as error:  # raised by any storage; may not be picklable
             log.exception("rank 0 failed")
             outcome = [RuntimeError(f"rank 0: {error!r}")]
     if mesh.host is not None:

@@ -1,6 +1,6 @@
 """Validation loss, one process per device: `python -m modeling.training.evaluate --run-folder RUN --dataset DATA --output FILE`.
 
-Evaluates the latest complete checkpoint, or that of --step, on the whole validation split and writes {step, validation_loss,
+Evaluates the latest complete checkpoint, or that of --step, on the complete validation split and writes {step, validation_loss,
 perplexity, tokens, metrics, samples} as JSON, atomically; `metrics` has the user metrics by name, `samples` generated text. The
 exit code says why it failed (exit_codes.py).
 """
@@ -21,7 +21,7 @@ from modeling import exit_codes
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
-from modeling.data.prefetch import Batch, read_batch
+from modeling.data.prefetch import read_batch
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.training.checkpoints import load_base, load_reference
@@ -52,16 +52,16 @@ class Evaluation:
 
     @property
     def by_source(self) -> dict[str, float]:
-        """The losses of data sources under their names in metrics: validation_loss/<source>."""
+        """The data sources' losses by metric name: validation_loss/<source>."""
         return {f"validation_loss/{name}": loss for name, loss in self.sources.items()}
 
 
 def evaluate_samples(
     trainer: Trainer, samples: Samples | RecordSamples, batches: int | None = None
 ) -> Evaluation:
-    """Evaluate the first `batches` global batches, or the whole split.
+    """Evaluate the first `batches` global batches, or the complete split.
 
-    Every rank runs the same number of passes of one shape; the part of the last pass beyond the split's end does not count.
+    Every rank runs the same number of passes of one shape; rows of the last pass beyond the split's end are not counted.
     """
     data = trainer.mesh.data
     size = trainer.profile.train.global_batch_size // data.size
@@ -74,12 +74,11 @@ def evaluate_samples(
         )
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
-        # Beyond the end, samples start over.
-        batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
+        # Beyond the split's end, samples wrap around.
+        batch = read_batch(trainer, samples, first, size)
         rows = (samples.windows - first) * trainer.profile.rows_per_sample
-        pairs = {"answers": batch.answers, "reference": batch.reference, "pairs_per_token": pairs_per_token}
-        local_sums.append(Download(trainer.evaluate(batch.tokens, rows, batch.documents, **pairs)))
-    # A pass counts exactly in float32, all of them together in float64.
+        local_sums.append(Download(trainer.evaluate(batch, rows, pairs_per_token=pairs_per_token)))
+    # float32 counts the tokens of one pass exactly; their sum needs float64.
     local_sum = torch.stack([each.wait() for each in local_sums]).double().sum(0)
     sums = trainer.sum_on_host(torch.cat((local_sum, trainer.compile_statistics.local_counts())))
     (tokens, *sums), graph_counts = sums[: len(local_sum)], sums[len(local_sum) :]
@@ -95,7 +94,7 @@ def evaluate_samples(
 def evaluate_split(
     trainer: Trainer, samples: Samples | RecordSamples, batches: int | None = None
 ) -> Evaluation:
-    """`evaluate_samples`, and with `evaluate.by_source` also of each data source by itself."""
+    """`evaluate_samples`, with `evaluate.by_source` also on each data source separately."""
     result = evaluate_samples(trainer, samples, batches)
     if not trainer.profile.evaluate.by_source or not isinstance(samples, Samples):
         return result
@@ -153,7 +152,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
 
 
 def evaluate_into(output: Path, trainer: Trainer, samples: Samples | RecordSamples, step: int) -> Evaluation:
-    """Evaluate a whole split, generate samples, and write both as JSON; called on every rank, with the step of the weights."""
+    """Evaluate a complete split, generate samples, and write both as JSON; called on every rank. `step`: that of the weights."""
     evaluation = evaluate_split(trainer, samples)
     generated = generate_samples(trainer, samples)
     if trainer.leader:

@@ -1,4 +1,4 @@
-"""Load of a model's experts in one step, from what the layers counted in backward (parallel/experts/balance.py)."""
+"""Load of a model's experts in one step, counted by the layers in backward (parallel/experts/balance.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ExpertLoad:
     """Sums over a step and all ranks."""
 
     loads: list[list[float]]  # tokens that chose each expert, by layer
-    # dropped choices, balance loss and z-loss of each layer, losses without their coefficients
+    # by layer: dropped choices, balance loss and z-loss, the losses without their coefficients
     dropped: list[float]
     balance_losses: list[float]
     z_losses: list[float]
@@ -49,7 +49,7 @@ def numbers(trainer: Trainer) -> int:
 
 
 def take(trainer: Trainer) -> Tensor:
-    """This rank's counts of the step's backward passes, flat on the device, which start from zero again."""
+    """This rank's counts in the step's backward passes, flat on the device; resets them."""
     if trainer.profile.model.num_experts is None:
         return torch.empty(0, device=trainer.torch_device)
     counts = {}
@@ -63,7 +63,7 @@ def take(trainer: Trainer) -> Tensor:
 
 
 def read(sums: Sequence[float], layers: int) -> ExpertLoad | None:
-    """The load from the sums of all ranks; None for a model without experts."""
+    """The load from sums over all ranks; None for a model without experts."""
     if not sums:
         return None
     width = len(sums) // layers

@@ -1,6 +1,6 @@
 """Generated samples for reports, on any topology: prompts from the validation split, continued token by token.
 
-Each token costs one forward pass of the shape that evaluation uses, so nothing is compiled for it. The next token is drawn
+Each token costs one forward pass of the shape that evaluation uses, so no further graph is compiled. The next token is drawn
 from softmax(logits / TEMPERATURE) over the TOP_K most likely tokens, with a fixed seed.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from modeling.data.corpus import Samples
+from modeling.data.prefetch import Batch
 from modeling.data.records import RecordSamples
 from modeling.training.trainer import Trainer
 from parallel import collectives
@@ -21,12 +22,12 @@ from parallel.attention.ring import zigzag_positions
 from parallel.device import page_locked, upload
 from profiles.schema import Profile
 
-SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32  # of a text; the prompt of a record is its own
+SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32  # PROMPT_TOKENS: of texts; a record has its own prompt
 TEMPERATURE, TOP_K = 0.8, 40
 
 
 def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> list[dict[str, list[int]]]:
-    """Continue SAMPLES prompts, evenly spaced over the validation split; token ids. Every rank calls it."""
+    """Continue SAMPLES prompts, evenly spaced over the validation split; returns token ids. Called on every rank."""
     profile = trainer.profile
     s = profile.train.sequence_length
     longest = min(PROMPT_TOKENS, s // 2) if profile.objective.kind == "pretrain" else max(1, s - NEW_TOKENS)
@@ -46,7 +47,7 @@ def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> l
 
 
 def rows_of_pass(profile: Profile) -> int:
-    """Rows of a forward pass: as few microbatches as hold SAMPLES, or those of a step of a pipeline."""
+    """Rows of a forward pass: as few microbatches as hold SAMPLES, or all of a step with a pipeline."""
     pipelined = profile.parallel.pipeline > 1
     microbatches = profile.accumulation_steps if pipelined else math.ceil(SAMPLES / profile.micro_batch_rows)
     return profile.micro_batch_rows * microbatches
@@ -61,23 +62,24 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) ->
     samples, documents = (
         None if each is None else page_locked(each, trainer.torch_device) for each in (tokens, documents)
     )
+    batch = Batch(samples, documents) if trainer.reads_samples else Batch()
     with _collect_hidden_states(trainer) as hidden_states:
-        trainer.evaluate(samples if trainer.reads_samples else None, len(tokens), documents)
+        trainer.evaluate(batch, len(tokens))
     positions = zigzag_positions(tokens.shape[1] - 1, mesh.context.size, mesh.context.rank).tolist()
-    local = positions.index(position) if position in positions else None  # one context rank has the position
+    local = positions.index(position) if position in positions else None  # on one context rank
     if trainer.last:
         stage = trainer.stages[max(trainer.stages)]
         head = stage.output_embedding()
         parts = [
             collectives.all_gather(x, mesh.tensor) if stage.sequence_parallel else x for x in hidden_states
         ]
-        place = upload(torch.tensor(local or 0), trainer.torch_device)
+        index = upload(torch.tensor(local or 0), trainer.torch_device)
         shape = count, len(trainer.positions)
-        shard = trainer.functions.next_logits(parts, head.weight, shape, place)  # (v/t, count)
+        shard = trainer.functions.next_logits(parts, head.weight, shape, index)  # (v/t, count)
         logits = collectives.all_gather(shard, mesh.tensor).T[:, : stage.model.vocab_size]  # (count, v)
         if local is not None:
             drawn = _draw(logits.cpu().float(), position).double()
-    # Every data rank drew the same; of the other axes, only one context rank of the last stage.
+    # Every data rank drew the same tokens; along the other axes only one context rank of the last stage drew any.
     return torch.tensor(trainer.sum_on_host(drawn)).div(mesh.data.size).round().long()
 
 
@@ -91,7 +93,7 @@ def _draw(logits: Tensor, seed: int) -> Tensor:
 
 @contextmanager
 def _collect_hidden_states(trainer: Trainer) -> Iterator[list[Tensor]]:
-    """Collect the hidden states of each microbatch in place of the loss, on ranks with the last stage."""
+    """Collect the hidden states of each microbatch instead of computing the loss, on ranks with the last stage."""
     trainer.collected = []
     try:
         yield trainer.collected

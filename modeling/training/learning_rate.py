@@ -11,7 +11,7 @@ def learning_rate(train: Train, step: int) -> float:
     """Learning rate of optimizer step `step`, counted from 1.
 
     With w warm-up steps, c constant steps, m steps at the minimum and n steps in total: lr · step / w up to step w; lr up to
-    step w + c; then a half cosine or a line from lr to the minimum, which it has from step n - m on.
+    step w + c; then a half cosine or a line from lr to the minimum, which is reached at step n - m.
     """
     peak, minimum = train.learning_rate, train.minimum_learning_rate
     if step <= train.warmup_steps:

@@ -16,10 +16,10 @@ from profiles import state_files
 
 log = logging.getLogger("trainshed")
 
-BEFORE = "before.json"  # of a run folder: the evaluation of the weights that a fine-tuning run starts from
-EXPERT_LOADS = "expert_loads.json"  # of a run folder: tokens that chose each expert in one step, by layer
-OF_TASKS = "lm_eval/"  # begins the names of metrics of language-model tasks, which are tags themselves
-BY_LAYER = "_by_layer"  # ends the names of metrics with a number for each layer
+BEFORE = "before.json"  # in a run folder: evaluation of the weights that a fine-tuning run starts from
+EXPERT_LOADS = "expert_loads.json"  # in a run folder: tokens that chose each expert in one step, by layer
+OF_TASKS = "lm_eval/"  # prefix of metrics of language-model tasks, whose names are tags already
+BY_LAYER = "_by_layer"  # suffix of metrics with a number for each layer
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
 GROUPS = {
     "loss": ("loss", "validation_loss"),
@@ -61,7 +61,7 @@ class MetricsWriter:
         total_steps: number of steps, shown in log lines.
 
     Attributes:
-        kept, last: the last training row that was kept, and the last one before later steps were dropped; None without any.
+        kept, last: last training row after later steps were dropped, and before that; None if there is none.
     """
 
     def __init__(self, run: Path, step: int, total_steps: int) -> None:
@@ -114,7 +114,7 @@ class MetricsWriter:
 
 
 def truncate(path: Path, step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Drop the rows of later steps; returns the last training row that is kept, and the last one of the file before that."""
+    """Drop the rows of later steps; returns the last training row after that, and before that."""
     if not path.exists():
         return None, None
     lines = path.read_text(errors="replace").splitlines()
@@ -133,7 +133,7 @@ def _last_training_row(lines: Sequence[str]) -> dict[str, Any] | None:
 def record_event(run: Path, event: str, *, reason: str, **facts: Any) -> None:
     """Append an event to RUN/events.jsonl, which the run's report reads; `facts` may override `time`.
 
-    A write error loses the event, which the log has too, and does not stop the run.
+    A write error loses the event, which the log contains too, and does not stop the run.
     """
     row = {"event": event, "time": round(time.time(), 3), "reason": reason, **facts}
     with contextlib.suppress(OSError), (run / "events.jsonl").open("a") as file:
@@ -141,7 +141,7 @@ def record_event(run: Path, event: str, *, reason: str, **facts: Any) -> None:
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Tag and value of each number in a row of metrics.jsonl, as TensorBoard and trackers get them."""
+    """Tag and value of each number in a row of metrics.jsonl, for TensorBoard and trackers."""
     for name, value in row.items():
         if name not in ("step", "time") and isinstance(value, int | float):
             yield tag(name), value
@@ -152,10 +152,10 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def tag(name: str) -> str:
     """TensorBoard tag of a metric: 'step_seconds' -> 'time/step_seconds', and 'accuracy' -> 'evaluation/accuracy'."""
-    whole = name.partition("/")[0]  # validation_loss/<source> is with the loss of the whole split
     if name.startswith(OF_TASKS):
         return name
-    group = next((group for group, names in GROUPS.items() if whole in names), "evaluation")
+    metric = name.partition("/")[0]  # validation_loss/<source> is in the group of validation_loss
+    group = next((group for group, names in GROUPS.items() if metric in names), "evaluation")
     return f"{group}/{name}"
 
 

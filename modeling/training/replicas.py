@@ -1,4 +1,4 @@
-"""Checks during training that copies of the same weights on several ranks are equal, and makes them equal again."""
+"""Replica check: whether copies of the same weights on several ranks are equal during training, and their synchronization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.optimizer.replicas import ReplicaCheck, differing_replicas, synchr
 
 log = logging.getLogger("trainshed")
 
-NAMED = 3  # weights in a warning
+NAMED = 3  # number of weights that a warning names
 
 
 class Replicas:
@@ -30,15 +30,15 @@ class Replicas:
         self._check = ReplicaCheck(optimizer.buckets, trainer.mesh, optimizer.arithmetic)
 
     def count_differing(self, step: int) -> Tensor:
-        """`ReplicaCheck.count` of the weights that this step begins with, if a check is due, else 0; the host does not wait."""
+        """`ReplicaCheck.count` of the weights at the begin of this step if a check is due, else 0; the host does not wait."""
         due = self._every and step % self._every == 0
         return self._check.count() if due else self._check.none
 
     def synchronize(self, step: int) -> None:
-        """Set weights whose copies differ to those of the first rank that has them, as a resumed run would; and warn.
+        """Set weights whose copies differ to the copy of the first rank, as resuming would, and log a warning.
 
         Args:
-            step: at which they were found to differ, or that is about to be saved.
+            step: step at which they were found to differ, or that is about to be saved.
         """
         buckets, mesh = self._optimizer.buckets, self._trainer.mesh
         found = differing_replicas(buckets, mesh)

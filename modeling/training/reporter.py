@@ -1,4 +1,4 @@
-"""Reporting by the leading rank: metrics rows, log lines, straggler warnings and events of a run."""
+"""Reporting by the leading rank: a run's metrics rows, log lines, straggler warnings and events."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ log = logging.getLogger("trainshed")
 
 
 class Reporter:
-    """Writes what a run reports; exists on the leading rank only.
+    """Writes a run's metrics, log lines and events; exists on the leading rank only.
 
     Args:
         run: the run folder.
         step: step that training resumes after.
         nodes: name of each rank's node.
-        account: the run's time account, whose totals each training row gets.
+        account: the run's time account, whose totals are part of each training row.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Reporter:
         self._metrics = MetricsWriter(run, step, self._settings.steps)
         self._telemetry = Telemetry(trainer.device)
         self._stragglers = Stragglers(nodes)
-        self._row_totals = account.totals  # of the last row
+        self._row_totals = account.totals  # those of the last row
         self._recent_seconds: deque[float] = deque(maxlen=20)
 
     def event(self, name: str, step: int, reason: str, **facts: Any) -> None:
@@ -51,22 +51,29 @@ class Reporter:
         record_event(self._run, name, step=step, **facts, reason=reason)
 
     def started(self, step: int, attempt: int | None, restore_seconds: float) -> None:
-        """Record that training begins, and what of the attempt before is dropped: its steps after this one."""
+        """Record that training begins, and the time of the previous attempt's steps that are repeated."""
         last = self._metrics.last
         self._account.restart(last)
         dropped = self._account.restart(self._metrics.kept)
         self._row_totals = self._account.totals
         settings, cluster = self._settings, self._trainer.profile.cluster
-        nodes = list(dict.fromkeys(self._nodes))  # in order of their ranks
-        facts = {"attempt": attempt, "begun": round(job_begin(), 3), "nodes": nodes}
-        facts |= {"restore_seconds": round(restore_seconds, 6), "devices": len(self._nodes)}
-        facts |= {
+        facts = {
+            "attempt": attempt,
+            "begun": round(job_begin(), 3),
+            "nodes": list(dict.fromkeys(self._nodes)),  # in order of their ranks
+            "restore_seconds": round(restore_seconds, 6),
+            "devices": len(self._nodes),
             "steps": settings.steps,
             "step_tokens": settings.global_batch_size * settings.sequence_length,
+            "node_count": cluster.nodes,
+            "node_price": cluster.node_price,
         }
-        facts |= {"node_count": cluster.nodes, "node_price": cluster.node_price}
-        ended = {"last_time": last.get("time"), "last_step": last["step"]} if last else {}
-        record_attempt(self._run, "started", step=step, **facts, **ended, dropped=dropped)
+        if last:
+            facts |= {"last_time": last.get("time"), "last_step": last["step"]}
+        record_attempt(self._run, "started", step=step, **facts, dropped=dropped)
+        if attempt is not None and attempt > 1:
+            source = f"the checkpoint of step {step}" if step else "the beginning, without a checkpoint"
+            self.event("resumed", step, f"start {attempt}, from {source}")
 
     def step(self, record: StepRecord) -> None:
         """Write the metrics row of a step, its log line if due, and warnings."""
@@ -88,7 +95,7 @@ class Reporter:
                 self._write_loads(step, record.statistics.experts)
 
     def _write_loads(self, step: int, experts: ExpertLoad) -> None:
-        """Replace the file with the load of every expert, which the run's report shows; a full disk loses it."""
+        """Replace the file with the load of every expert, which the run's report shows; lost if the disk is full."""
         with contextlib.suppress(OSError):
             text = json.dumps({"step": step, "loads": experts.loads})
             state_files.write(self._run / EXPERT_LOADS, text)
@@ -130,7 +137,7 @@ class Reporter:
         log.info(f"step {step}/{self._settings.steps}  validation loss {result.loss:.4f}")
 
     def rewind(self, step: int, restore_seconds: float) -> None:
-        """Drop the metrics rows after a step that the run was rolled back to."""
+        """Drop the metrics rows after the step that the run was rolled back to."""
         self._metrics = MetricsWriter(self._run, step, self._settings.steps)
         dropped = self._account.restart(self._metrics.kept)
         self._row_totals = self._account.totals
@@ -138,7 +145,7 @@ class Reporter:
         record_attempt(self._run, "rollback", step=step, **facts)
 
     def ended(self, step: int) -> None:
-        """Record the end of this attempt, with what followed its last row: an evaluation, and the last checkpoint."""
+        """Record the end of this attempt, and the time since its last row: of an evaluation and the last checkpoint."""
         record_attempt(self._run, "ended", step=step, after_last=self._account.since(self._row_totals))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Resume requests: which checkpoint the profile asks for, and rejection of checkpoints that are not this run's."""
+"""Resume requests: which checkpoint the profile asks for, and rejection of checkpoints that do not belong to the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ResumeRequest:
     weights: bool = False
 
     def step(self, saved: dict[int, Location]) -> int | None:
-        """The checkpoint that is asked for; None if the run has none to use. Raises Rejected if it is not complete."""
+        """Step of the requested checkpoint; None if there is none to use. Raises Rejected if it is not complete."""
         if self.resume == "none":
             return None
         if self.resume == "newest":
@@ -37,7 +37,7 @@ class ResumeRequest:
 
 
 def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> None:
-    """Raise `Rejected` for a checkpoint of a step after the run's last: another run's, or a copy by hand."""
+    """Raise `Rejected` for a checkpoint of a step after the run's last: another run's, or copied by hand."""
     for step, source in saved.items():
         if step > profile.train.steps:
             raise Rejected(
@@ -49,7 +49,7 @@ def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> Non
 def check_same_model(profile: Profile, marker: dict[str, Any], source: Location) -> None:
     """Raise `Rejected` with the first model field in which a checkpoint differs from the profile.
 
-    A checkpoint of an earlier version lacks newer fields, which then have their defaults.
+    Fields that a checkpoint of an earlier version lacks have their defaults.
     """
     ours = profile.model.model_dump(mode="json")
     theirs = marker.get("profile", {}).get("model", ours)

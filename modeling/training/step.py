@@ -1,8 +1,8 @@
 """One training step: statistics reduced over ranks, read by the host one step later, and timings.
 
-All numbers that ranks exchange after backward travel in one all-reduce of 4 + (graph counts) + (world size) float32 numbers,
-and with experts 3 + (experts) for each layer. They stay on the device, where the anomaly guard and the optimizer use them;
-the host reads them, and the norms, in one copy once the next step's forward and backward are queued, so that it never waits
+All numbers that ranks exchange after backward are in one all-reduce of 4 + (graph counts) + (world size) float32 numbers,
+plus 3 + (experts) for each layer of a model with experts. They stay on the device, where the anomaly guard and the optimizer use
+them; the host reads them, and the norms, in one copy once the next step's forward and backward are queued, so that it never waits
 for a device with nothing left to do.
 """
 
@@ -23,7 +23,7 @@ from parallel.device import Download, Mark, upload
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Sums over all ranks after backward, and results of the update; identical on every rank, which therefore decide alike."""
+    """Sums over all ranks after backward, and results of the update; identical on all ranks, so that all decide alike."""
 
     loss: float  # mean loss per token of the global batch
     stop_requests: float  # number of ranks that received a stop signal
@@ -40,7 +40,7 @@ class StepStatistics:
 def reduce_statistics(
     trainer: Trainer, loss: Tensor, stop: bool, writing: bool, seconds: float, differing: Tensor
 ) -> Tensor:
-    """Sum this rank's numbers over all ranks: the fields of StepStatistics up to `differing`, and the load of the experts.
+    """Sum the fields of StepStatistics up to `differing`, and the experts' load, over all ranks.
 
     Args:
         differing: `ReplicaCheck.count`.
@@ -50,7 +50,7 @@ def reduce_statistics(
     """
     mesh = trainer.mesh
     counts = trainer.compile_statistics.local_counts()
-    # Divided by the tensor degree, which only numbers equal on all tensor ranks cancel out.
+    # `pack` divides by the tensor degree, which is right only for numbers that are equal on all tensor ranks.
     rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
     numbers = upload(on_host, loss.device), expert_load.take(trainer), differing
@@ -59,7 +59,7 @@ def reduce_statistics(
 
 @dataclass
 class Marks:
-    """Points in a step: its begin, its batch on the host, after backward, before the update, and its end."""
+    """Points in time of a step: begin, batch read, backward done, statistics reduced, end."""
 
     begin: Mark
     ready: Mark | None = None
@@ -76,16 +76,16 @@ class StepTimings:
     data_wait: float
     forward_backward: float
     optimizer: float
-    communication: float  # that the host waited in collectives
+    communication: float  # during which the host waited in collectives
     compute: float  # forward and backward without those waits
 
 
 class QueuedStep:
-    """A step whose work is queued on the device, and whose results are on their way to the host.
+    """A step whose work is queued on the device, and whose results are being copied to the host.
 
     Args:
-        results: that of `reduce_statistics`, the norms of gradients and parameters, and whether the update was skipped.
-        waits: seconds that the host waited in collectives: during forward and backward, and during the step.
+        results: the result of `reduce_statistics`, the gradient and parameter norms, and whether the update was skipped.
+        waits: seconds that the host waited in collectives during forward and backward, and during the step.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""What steps and evaluations compute around the model and the optimizer, as functions that a device may want compiled.
+"""Functions that steps and evaluations run around the model and the optimizer.
 
-On devices that compile each operator at its first use, each is a program; elsewhere torch's kernels run one by one.
+On devices that compile each operator at its first use, each of them is a compiled program; elsewhere torch runs them eagerly.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def shard(
     """A context rank's tokens and targets (m·b, s/c) of samples (m·b, s + 1), and its `documents` of (m·b, s).
 
     Args:
-        kind: "records": a negative token, the complement of an id or padding, is an input and no target
-            (modeling/data/records.py). "pairs": targets keep them, and are followed by the local `answers` (m·b, s), if any, and
-            the row's number. "pretrain": there are none.
+        kind: "pretrain": all tokens are ids. "records": negative ones, complements of ids and padding, are inputs but not
+            targets (modeling/data/records.py). "pairs": targets keep negative tokens, and are followed by the local `answers`
+            (m·b, s), if any, and the row's number.
     """
     documents, answers = (None if each is None else each[:, positions] for each in (documents, answers))
     tokens, targets = samples[:, positions], samples[:, positions + 1]
@@ -79,7 +79,7 @@ def shard(
 
 
 def count_targets(targets: Tensor, rows: Tensor, kind: str = "pretrain") -> tuple[Tensor, Tensor | None]:
-    """Targets (m·b, ...) from `shard` without those beyond the first `rows`, and their number, float32; None for pairs."""
+    """Targets (m·b, ...) from `shard`, masked beyond the first `rows`, and their number, float32; None for pairs."""
     kept = (torch.arange(len(targets), device=targets.device) < rows)[:, None]
     if kind == "pairs":
         return torch.cat((targets[:, :-1].where(kept, PADDING), targets[:, -1:]), 1), None
@@ -98,12 +98,12 @@ def add(total: Tensor, loss: Tensor) -> Tensor:
 
 
 def multiply(total: Tensor, scale: Tensor) -> Tensor:
-    """A loss in the scale of its gradients."""
+    """A loss, scaled as its gradients are."""
     return total * scale
 
 
 def pack(loss: Tensor, degree: int, *numbers: Tensor) -> Tensor:
-    """A rank's statistics, flat, divided by the tensor degree, whose ranks all add the same."""
+    """A rank's statistics, flat, divided by the tensor degree because all tensor ranks add the same."""
     return torch.cat((loss[None], *numbers)) / degree
 
 
@@ -113,7 +113,7 @@ def join(statistics: Tensor, *results: Tensor) -> Tensor:
 
 
 def place(rows: Sequence[Tensor], numbers: tuple[int, ...], count: int, degree: int = 1) -> Tensor:
-    """A table of `count` rows, flat: `rows` (n) at their numbers, divided by the tensor degree, and zeros."""
+    """A table of `count` rows, flat: each of `rows` at its number, divided by the tensor degree; other rows are zero."""
     table = [torch.zeros_like(rows[0])] * count
     for number, row in zip(numbers, rows, strict=True):
         table[number] = row
@@ -121,23 +121,23 @@ def place(rows: Sequence[Tensor], numbers: tuple[int, ...], count: int, degree: 
 
 
 def clear(loads: Sequence[Tensor]) -> None:
-    """Set loads of experts to zero."""
+    """Set the experts' loads to zero."""
     for load in loads:
         load.zero_()
 
 
 def set_shares(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...]) -> None:
-    """Write each layer's shares of its choices into its load (E), of a table of choices by layer and expert, flat."""
+    """Write each layer's share of choices per expert into its load (E), from a flat table of choices by layer and expert."""
     rows = counts.view(-1, len(loads[0]))
     for number, load in zip(numbers, loads, strict=True):
         load.copy_(rows[number] / rows[number].sum())
 
 
 def next_logits(hidden: Sequence[Tensor], weight: Tensor, shape: tuple[int, int], position: Tensor) -> Tensor:
-    """Logits (v/t, n) that follow a position in the first n rows.
+    """Logits (v/t, n) of the token after a position, in the first n rows.
 
     Args:
-        hidden: of the microbatches, (b·s/c, h).
+        hidden: hidden states of each microbatch, (b·s/c, h).
         shape: n and s/c.
         position: local, 0-dim.
     """
@@ -155,13 +155,13 @@ def user_sums(
     vocabulary: int,
     sequence_parallel: bool,
 ) -> list[Tensor]:
-    """What user functions return for the logits and targets (b, s/c) of a microbatch, 0-dim; others as for `full_logits`."""
+    """Results, 0-dim, of user functions for a microbatch's logits and targets (b, s/c); other arguments as for `full_logits`."""
     logits = full_logits(x, weight, axis, vocabulary=vocabulary, sequence_parallel=sequence_parallel)
     return [user_functions.call(function, logits, targets.flatten()) for function in functions]
 
 
 def stack(sums: Sequence[Tensor]) -> Tensor:
-    """0-dim sums, flat, float32."""
+    """0-dim sums as a vector, float32."""
     return torch.stack([each.float() for each in sums])
 
 

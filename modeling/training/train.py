@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = program_parser("train")
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights")
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
-    attempt_help = "number of this attempt; its checkpoints count while RUN/attempt equals it"
+    attempt_help = "number of this attempt, which may complete checkpoints while RUN/attempt contains it"
     parser.add_argument("--attempt", type=int, help=attempt_help)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -85,12 +85,12 @@ class TrainingRun:
         self.trainer, self.profile, self.settings = trainer, trainer.profile, trainer.profile.train
         self.stop, self.watchdog = stop, watchdog
         self.optimizer = make_optimizer(trainer)
-        self._queued: QueuedStep | None = None  # the step whose results were not read yet
-        self._stopping = False  # whether a rank received a stop signal
+        self._queued: QueuedStep | None = None  # the step whose results have not been read yet
+        self._stopping = False  # whether any rank received a stop signal
         self._drifted: int | None = None  # step at which copies of weights were found to differ
-        self._compute_seconds = 0.0  # of this rank in the last finished step
+        self._compute_seconds = 0.0  # this rank's compute time in the last finished step
         run = options.run_folder
-        # where the evaluation of the weights that fine-tuning starts from is kept; None without such weights
+        # file for the evaluation of the initial weights; None unless the run fine-tunes
         self.before = run / BEFORE if self.profile.fine_tunes and options.weights else None
         location = options.checkpoints or run / "checkpoints"
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
@@ -101,9 +101,10 @@ class TrainingRun:
         restore_seconds = time.monotonic() - begun
         self.guard = self._make_guard(state)
         cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
-        given = self.profile, options.dataset
-        samples = open_samples(*given, "train", cache, reference=options.reference)
-        self.validation = open_samples(*given, "validation", cache, reference=options.reference)
+        samples, self.validation = (
+            open_samples(self.profile, options.dataset, split, cache, reference=options.reference)
+            for split in ("train", "validation")
+        )
         excluded = [(start, end) for start, end in state.get("left_out", [])]
         self.data = TrainingData(trainer, samples, excluded)
         self.data.seek(self.step)
@@ -113,10 +114,6 @@ class TrainingRun:
         self.trace = StepTrace(run, self.profile.cluster.trace if trainer.leader else None)
         if self.reporter:
             self.reporter.started(self.step, options.attempt, restore_seconds)
-        if self.reporter and options.attempt is not None and options.attempt > 1:
-            checkpoint_source = f"from the checkpoint of step {self.step}"
-            source = checkpoint_source if self.step else "from the beginning, without a checkpoint"
-            self.reporter.event("resumed", self.step, f"start {options.attempt}, {source}")
 
     def _make_guard(self, state: dict[str, Any]) -> AnomalyGuard:
         functions = self.trainer.functions.decide, self.trainer.functions.record
@@ -156,11 +153,11 @@ class TrainingRun:
         return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
 
     def _evaluate_before(self) -> None:
-        """Evaluate the initial weights of a fine-tuning run, as its final ones will be; once per run."""
+        """Evaluate the initial weights of a fine-tuning run as its final ones will be; once per run."""
         if self.before is None or self.step:
             return
-        known = torch.tensor([float(self.trainer.leader and self.before.exists())])
-        if sum(self.trainer.sum_on_host(known)):
+        evaluated = torch.tensor([float(self.trainer.leader and self.before.exists())])
+        if sum(self.trainer.sum_on_host(evaluated)):
             return
         with self.watchdog.phase("evaluate"):
             result = evaluate_into(self.before, self.trainer, self.validation, 0)
@@ -168,7 +165,7 @@ class TrainingRun:
             self.reporter.evaluation(0, result)
 
     def _queue_step(self) -> None:
-        """Queue a step's work on the device, and finish the step before in the meantime."""
+        """Queue a step's work on the device, and finish the previous step in the meantime."""
         settings, optimizer, device = self.settings, self.optimizer, self.trainer.device
         waited_before = collectives.wait_time.seconds
         marks = Marks(device.mark())
@@ -178,16 +175,11 @@ class TrainingRun:
 
         rate = learning_rate(settings, self.step)
         optimizer.begin_step(self.profile.accumulation_steps)
-        token_weight = 1 / max(1, self.data.counted(self.step))  # in the mean loss
+        token_weight = 1 / max(1, self.data.counted(self.step))  # weight of a token in the mean loss
+        pairs_per_token = self.data.pairs_per_token(self.step)
         first_sample = self.data.first_sample(self.step)
         loss = self.trainer.forward_backward(
-            batch.tokens,
-            token_weight,
-            first_sample,
-            batch.documents,
-            answers=batch.answers,
-            reference=batch.reference,
-            pairs_per_token=self.data.pairs_per_token(self.step),
+            batch, token_weight, first_sample, pairs_per_token=pairs_per_token
         )
         forward_waits = collectives.wait_time.seconds - waited_before
         marks.backward = device.mark()
@@ -207,14 +199,14 @@ class TrainingRun:
         self._queued = QueuedStep(self.step, rate, results, marks, waits)
 
     def _needs_results(self) -> bool:
-        """Whether something follows this step that needs its results, so that it must be finished before the next."""
+        """Whether this step must be finished before the next is queued, because something that follows needs its results."""
         evaluates = self.profile.evaluate.every and self.step % self.profile.evaluate.every == 0
         saves = self.step == self.settings.steps or self.checkpoints.due(self.step)
         urgent = self._stopping or self._drifted is not None or self.guard.nearly_exhausted
         return bool(evaluates or saves or urgent)
 
     def _finish_step(self, *, in_step: bool = False) -> float:
-        """Read the results of the queued step, and act on and report them; `in_step`: of the next one. Returns its loss."""
+        """Read, act on and report the results of the queued step; `in_step`: while the next one runs. Returns the loss."""
         queued, self._queued = self._queued, None
         found, timings = queued.read(self.trainer)
         reason = self.guard.reason(found.loss, found.gradient_norm) if found.skipped else ""
@@ -254,7 +246,7 @@ class TrainingRun:
             self.checkpoints.save(self.step, validation_loss, last=finished or self._stopping, **state)
 
     def _roll_back(self) -> bool:
-        """Load the latest checkpoint from before the skipped steps and exclude their samples.
+        """Load the latest checkpoint from before the skipped steps, and exclude their samples.
 
         Returns:
             Whether the run can continue; False after `train.rollbacks` rollbacks, or without such a checkpoint.
@@ -294,7 +286,7 @@ class TrainingData:
     """This data rank's share of each step's global batch, prefetched.
 
     Args:
-        excluded: ranges of sample numbers that the run leaves out.
+        excluded: ranges of sample numbers that the run skips.
     """
 
     def __init__(self, trainer: Trainer, samples: Samples | RecordSamples, excluded: Ranges) -> None:
@@ -323,17 +315,17 @@ class TrainingData:
         return self._first_global(step) + self._data_axis.rank * self._local_batch
 
     def counted(self, step: int) -> int:
-        """Number of tokens, or pairs, that the mean loss of a step's global batch is a mean of."""
+        """Number of tokens, or pairs, over which the loss of a step's global batch is averaged."""
         return self._samples.counted(self._first_global(step), self._settings.global_batch_size)
 
     def pairs_per_token(self, step: int) -> float:
-        """Pairs of a step's global batch for each token of the chosen rows, for orpo; 0 for other objectives."""
+        """Pairs of a step's global batch per token of the chosen rows, for orpo; 0 for other objectives."""
         if self._trainer.profile.objective.kind != "orpo":
             return 0.0
         return self._samples.pairs_per_token(self._first_global(step), self._settings.global_batch_size)
 
     def exclude(self, first_step: int, last_step: int) -> tuple[int, int]:
-        """Leave out the samples of these steps from now on. Returns their range [start, end)."""
+        """Skip the samples of these steps from now on. Returns their range [start, end)."""
         end = self._first_global(last_step) + self._settings.global_batch_size
         samples = (self._first_global(first_step), end)
         self.excluded.append(samples)
@@ -352,7 +344,7 @@ def make_optimizer(trainer: Trainer) -> ZeRO1:
 
 
 class StopSignal:
-    """Remembers a stop signal until the training loop asks, after each step."""
+    """Records a stop signal, which the training loop checks in each step."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

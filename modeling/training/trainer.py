@@ -2,8 +2,8 @@
 
     device and process group -> mesh -> model or pipeline stages -> compiled blocks
 
-Its parameters have no memory yet: an optimizer initializes them from (seed, name) in memory of its own, unit by unit
-(`build_optimizer`), so that with FSDP a rank never holds its whole stage. `initialize` does without one.
+Its parameters have no memory yet: an optimizer initializes them from (seed, name) in its own memory, unit by unit
+(`build_optimizer`), so that with FSDP a rank never holds its complete stage. `initialize` does so without an optimizer.
 
 Training, evaluation and the device check share it.
 """
@@ -28,6 +28,7 @@ from modeling.models.build import (
     DTYPES,
     build_mesh,
     build_stage,
+    device_of,
     experts_by_layer,
     extra_warmup_forwards,
     partition_layers,
@@ -51,12 +52,12 @@ if TYPE_CHECKING:
     from parallel.optimizer.arithmetic import Compile
     from parallel.pipeline.pipeline import Pipeline
 
-# A context rank's tokens and targets (m·b, s/c), and further inputs of the stages.
+# A context rank's tokens and targets (m·b, s/c), and the stages' other inputs.
 Local = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
 
 
 def program_parser(program: str) -> argparse.ArgumentParser:
-    """Parser of a program of this folder, with the arguments that every job on devices gets."""
+    """Argument parser of a program in this folder, with the arguments of every job on devices."""
     parser = argparse.ArgumentParser(prog=f"modeling.training.{program}")
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
@@ -79,17 +80,17 @@ class Trainer:
 
     Attributes:
         stages: this rank's stages by number; a model without pipeline is stage 0.
-        experts: this rank's mixtures of experts by number of their layer.
+        experts: this rank's mixtures of experts by layer number.
         first, last: whether this rank has the first stage, the last stage.
         positions: (s/c) positions of this context rank in a sample.
         reference_model: the copy of the initial weights that rates pairs; None unless the profile needs one.
         user_loss: the user's `train.loss`; None for cross-entropy.
-        collected: a list to which each microbatch's last hidden states are added in place of a loss; None: none.
+        collected: list that receives each microbatch's final hidden states instead of computing a loss; None: compute the loss.
     """
 
     def __init__(self, profile: Profile, graphs: Path | None = None, *, precompiled: bool = False) -> None:
         self.profile = profile
-        self.device = devices.resolve(profile.cluster.device, profile.cluster.accelerator)
+        self.device = device_of(profile)
         self.compile_statistics: CompileStatistics | EagerStatistics = EagerStatistics()
         if graphs is not None:  # before anything runs on the device
             compiler = compilers.make_compiler(profile)
@@ -112,15 +113,15 @@ class Trainer:
         self._evaluating = self._counting = False
         self.collected: list[Tensor] | None = None
         self.experts = experts_by_layer(self.stages.values())
-        # preference pairs: what the loss of a step needs besides its tokens, and where to collect answers' log-probabilities
+        # preference pairs: log-probabilities under the reference model, and list that receives those of the answers
         self._reference: Tensor | None = None
         self._answers: list[Tensor] | None = None
-        self._form = preference_form(profile)
+        self._pair_settings = preference_settings(profile)
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.functions = StepFunctions(self.compile)
         self._scales: dict[float, Tensor] = {}  # factors of losses on the device
-        self._nothing = self._pairs_per_token = torch.zeros((), device=self.torch_device)
+        self._zero = self._pairs_per_token = torch.zeros((), device=self.torch_device)
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self.pipeline = self._pipeline(self.stages, len(layers))
         self.reference_model: ReferenceModel | None = None
@@ -138,10 +139,10 @@ class Trainer:
         return model
 
     def _pipeline(self, stages: dict[int, LanguageModel], count: int) -> Pipeline | None:
-        """The pipeline of these of `count` stages; None without pipeline parallelism."""
+        """The pipeline of these stages, of `count` in all; None without pipeline parallelism."""
         if self.mesh.pipeline.size == 1:
             return None
-        from parallel.pipeline.pipeline import Pipeline  # half a second to import, which only pipelines need
+        from parallel.pipeline.pipeline import Pipeline  # takes half a second to import
 
         profile = self.profile
         b = profile.micro_batch_rows
@@ -166,10 +167,10 @@ class Trainer:
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Summed loss of the last stage's hidden states; in evaluation followed by the summed user metrics."""
         if self._counting:
-            return self._nothing
+            return self._zero
         if self.collected is not None:
             self.collected.append(x.detach())
-            return self._nothing
+            return self._zero
         stage = self.stages[max(self.stages)]
         if self.profile.rows_per_sample > 1:
             return self._preference_loss(stage, x, targets)
@@ -183,17 +184,17 @@ class Trainer:
         return self.functions.stack(losses + sums) if self._evaluating else sums[0]
 
     def _preference_loss(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
-        """Loss of the pairs of a microbatch; in evaluation their number, loss and the sums of the metrics."""
-        form, functions = self._form, self.functions
-        split = functions.split_targets(targets, len(self.positions), form.kind == "orpo")
+        """Loss of a microbatch's pairs; in evaluation their number, their loss and the sums of their metrics."""
+        settings, functions = self._pair_settings, self.functions
+        split = functions.split_targets(targets, len(self.positions), settings.kind == "orpo")
         wanted, answer, numbers, rows = split
         width = 1 if numbers is None else self.profile.answers_per_row
         losses = stage.token_losses(x.detach(), wanted)  # (2b, s/c)
         if self._answers is not None:
             self._answers.append(functions.log_probabilities(losses, numbers, width))
-            return self._nothing
+            return self._zero
         pairs = answer, numbers, rows, self._reference, width, self.mesh.context, self._pairs_per_token
-        sums, weights = functions.rate(form, losses, *pairs, not self._evaluating)
+        sums, weights = functions.rate(settings, losses, *pairs, not self._evaluating)
         if weights is None:
             return sums
         return functions.with_value(stage.loss(x, wanted, weights), sums)
@@ -210,7 +211,7 @@ class Trainer:
 
     @property
     def compile(self) -> Compile | None:
-        """Compiles functions for a device that runs compiled programs only; None elsewhere, and when running eager."""
+        """Compiler of functions for a device that only runs compiled programs; None elsewhere, and in eager runs."""
         if not isinstance(self.compile_statistics, CompileStatistics):
             return None
         return graph_cache.function_compiler(self.device.type, self.compile_statistics.backend)
@@ -225,57 +226,40 @@ class Trainer:
         """Whether this rank needs samples: the first stage for tokens, the last for targets, all for document masks."""
         return self.first or self.last or self.profile.document_masks
 
-    def _shard(
-        self, samples: Tensor | None, documents: Tensor | None, answers: Tensor | None = None
-    ) -> Local:
-        """This context rank's tokens and targets (`step_functions.shard`) of samples (m·b, s + 1); and its documents."""
-        if samples is None:
+    def _shard(self, batch: Batch) -> Local:
+        """This context rank's tokens and targets (`step_functions.shard`) of m·b rows, and its documents."""
+        if batch.tokens is None:
             return None, None, {}
-        samples = samples.to(self.torch_device, non_blocking=True)
-        documents, answers = (
+        samples, documents, answers = (
             None if each is None else each.to(self.torch_device, non_blocking=True)
-            for each in (documents, answers)
+            for each in (batch.tokens, batch.documents, batch.answers)
         )
-        given = samples, self.positions, documents, answers
-        tokens, targets, documents = self.functions.shard(*given, kind_of_samples(self.profile))
+        kind = kind_of_samples(self.profile)
+        tokens, targets, documents = self.functions.shard(samples, self.positions, documents, answers, kind)
         return tokens, targets, {} if documents is None else {"documents": documents}
 
     def forward_backward(
-        self,
-        samples: Tensor | None,
-        scale: float,
-        first: int = 0,
-        documents: Tensor | None = None,
-        *,
-        answers: Tensor | None = None,
-        reference: Tensor | None = None,
-        pairs_per_token: float = 0.0,
+        self, batch: Batch, scale: float, first: int = 0, *, pairs_per_token: float = 0.0
     ) -> Tensor:
         """Forward and backward over the m microbatches of a step; gradients are those of `scale` · summed loss.
 
         Args:
-            samples: (m·b, s + 1), negative tokens as in `shard`; None if this rank reads none. A pipeline needs exactly those of
-                one step.
+            batch: m·b rows; a pipeline needs exactly those of one step.
             first: number of the first sample in the run, which seeds dropout.
-            documents: (m·b, s) position at which each token's document begins; None: attention crosses documents.
-            answers: (m·b, s) number in its row of the sequence that a token and the next belong to, else -1; None: pairs are not
-                packed.
-            reference: (m·b) or (m·b, answers), log-probability of each row's answers under the reference model, for dpo; None:
-                computed now if the objective needs it, else 0.
             pairs_per_token: for orpo, of the global batch (`RecordSamples.pairs_per_token`).
 
         Returns:
             scale · summed loss of this rank's tokens, 0-dim float32 on the device; 0 without the last stage.
         """
         settings = self.profile.train
-        tokens, targets, masks = self._shard(samples, documents, answers)
-        self._prepare_pairs((tokens, targets, masks), reference, pairs_per_token)
+        tokens, targets, masks = self._shard(batch)
+        self._prepare_pairs((tokens, targets, masks), batch.reference, pairs_per_token)
         if settings.balance == "global" and self.profile.model.num_experts is not None:
             self._count_choices(tokens, targets, masks)
         extra = masks
         if self.profile.has_dropout:
             step_samples = self.profile.micro_batch_rows * self.profile.accumulation_steps
-            count = step_samples if samples is None else len(samples)
+            count = step_samples if batch.tokens is None else len(batch.tokens)
             rows = first * self.profile.rows_per_sample
             keys = sample_keys(settings.seed, torch.arange(rows, rows + count))
             extra = {"samples": devices.upload(keys, self.torch_device), **masks}
@@ -289,16 +273,16 @@ class Trainer:
         return self.functions.multiply(total, factor)
 
     def _scale(self, scale: float) -> Tensor:
-        """The factor of losses on the device, made once."""
+        """The factor of losses as a tensor on the device, created once."""
         if scale not in self._scales:
             self._scales[scale] = devices.upload(torch.tensor(scale), self.torch_device)
         return self._scales[scale]
 
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
-        """Set each layer's shares of the step's choices by expert, for a balance loss over the whole step.
+        """Set each layer's share of the step's choices per expert, for a balance loss over all microbatches of the step.
 
-        Every rank takes part: the sum is over all, also over those of a pipeline's stages without experts.
+        Collective over all ranks, including pipeline stages without experts.
         """
         loads, numbers = [layer.load for layer in self.experts.values()], tuple(self.experts)
         model = self.profile.model
@@ -330,7 +314,7 @@ class Trainer:
         if reference is not None:
             reference = reference.to(self.torch_device, non_blocking=True).view(len(reference), -1)
         self._reference = reference
-        if self._form.kind == "orpo":
+        if self._pair_settings.kind == "orpo":
             self._pairs_per_token = devices.upload(torch.tensor(pairs_per_token), self.torch_device)
 
     def _microbatches(
@@ -342,27 +326,17 @@ class Trainer:
             yield tokens[rows], targets[rows], {name: value[rows] for name, value in inputs.items()}
 
     @torch.no_grad()
-    def evaluate(
-        self,
-        samples: Tensor | None,
-        counted: int,
-        documents: Tensor | None = None,
-        *,
-        answers: Tensor | None = None,
-        reference: Tensor | None = None,
-        pairs_per_token: float = 0.0,
-    ) -> Tensor:
+    def evaluate(self, batch: Batch, counted: int, *, pairs_per_token: float = 0.0) -> Tensor:
         """Summed loss and metrics of samples; other arguments as for `forward_backward`.
 
         Args:
-            samples: (m·b, s + 1), as for `forward_backward`.
-            counted: number of the first rows that count.
+            counted: number of leading rows to count; the others are ignored.
 
         Returns:
             [tokens or pairs, loss, *metrics] of this rank, float32 on the device; zeros without the last stage.
         """
-        tokens, targets, masks = self._shard(samples, documents, answers)
-        self._prepare_pairs((tokens, targets, masks), reference, pairs_per_token)
+        tokens, targets, masks = self._shard(batch)
+        self._prepare_pairs((tokens, targets, masks), batch.reference, pairs_per_token)
         count = None
         if targets is not None and self.collected is None:
             rows = devices.upload(torch.tensor(counted, dtype=torch.int32), self.torch_device)
@@ -384,7 +358,7 @@ class Trainer:
 
     def answer_log_probabilities(self, batch: Batch) -> Tensor:
         """Log-probabilities (m·b, answers) of rows of pairs: this rank's partial sum over its tokens, on the device."""
-        return self._answer_log_probabilities(*self._shard(batch.tokens, batch.documents, batch.answers))
+        return self._answer_log_probabilities(*self._shard(batch))
 
     @torch.no_grad()
     def _answer_log_probabilities(
@@ -408,18 +382,18 @@ class Trainer:
             self._answers = None
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Sum numbers over all ranks but the tensor axis, on which they must be equal; one all-reduce on the device."""
+        """Sum numbers over all axes but tensor, along which they must be equal; one all-reduce on the device."""
         return all_reduce(numbers / self.mesh.tensor.size, self.mesh.world)
 
     def sum_on_host(self, numbers: Tensor) -> list[float]:
-        """The same sum in float64, of numbers on the host and over the ranks' hosts."""
+        """The same sum in float64, of numbers on the host, by the CPU's process group."""
         total = numbers.double() / self.mesh.tensor.size
         if self.mesh.host is not None:
             dist.all_reduce(total, group=self.mesh.host)
         return total.tolist()
 
     def connect_store(self) -> dist.Store | None:
-        """A connection of its own to the store that all ranks share; None for a single rank."""
+        """A separate connection to the store that all ranks share; None for a single rank."""
         if self.mesh.size == 1:
             return None
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -434,14 +408,14 @@ class Trainer:
             dist.destroy_process_group()
 
 
-def preference_form(profile: Profile) -> preference.Form:
-    """What a profile's loss of preference pairs depends on."""
+def preference_settings(profile: Profile) -> preference.LossSettings:
+    """The settings of a profile's loss of preference pairs."""
     objective = profile.objective
-    return preference.Form(objective.kind, objective.loss, objective.beta, objective.label_smoothing)
+    return preference.LossSettings(objective.kind, objective.loss, objective.beta, objective.label_smoothing)
 
 
 def kind_of_samples(profile: Profile) -> str:
-    """What `step_functions.shard` takes a profile's samples for."""
+    """The kind of a profile's samples, for `step_functions.shard`."""
     if profile.objective.kind == "pretrain":
         return "pretrain"
     return "pairs" if profile.rows_per_sample > 1 else "records"

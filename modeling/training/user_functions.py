@@ -1,6 +1,6 @@
 """Loads and calls user functions: losses and metrics named in a profile as `module:function`.
 
-Both are functions of a microbatch's logits and targets:
+Both are functions of the logits and targets of a microbatch:
 
     def function(logits: Tensor, targets: Tensor) -> Tensor
 
@@ -11,8 +11,8 @@ Both are functions of a microbatch's logits and targets:
 It returns a sum because tokens are spread over microbatches and ranks: Trainshed adds the sums and divides. `train.loss`
 replaces the cross-entropy in training and in validation_loss; each of `evaluate.metrics` is reported as its mean per token under
 the function's name. The module is searched on Python's path, then in the working folder (profiles/user_functions.py). Every
-tensor rank calls the function on the full logits, which takes tokens × vocabulary × 4 bytes. A device that runs compiled programs
-only compiles it, so there it must be a function of tensors that reads no value of theirs.
+tensor rank calls the function on the full logits, which take tokens × vocabulary × 4 bytes. A device that only runs compiled
+programs compiles it, so there it must not read the values of tensors.
 """
 
 from __future__ import annotations

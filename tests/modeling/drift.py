@@ -1,4 +1,4 @@
-"""Runs training in which weights of single ranks drift: `tests.modeling.drift ARGUMENTS OF modeling.training.train`."""
+"""Training in which weights of single ranks drift: `tests.modeling.drift`, with the arguments of modeling.training.train."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from modeling.training import train
 
-STEP = 3  # before whose forward the weights change
-DRIFT = {
+STEP = 3  # the weights change before its forward pass
+DRIFT = {  # rank, units in the last place
     "norm.weight": (1, 1 << 10),
     "layers.1.attention.qkv.k.weight": (3, 1 << 16),
-}  # rank, units in the last place
+}
 
 
 def main(arguments: list[str]) -> int:

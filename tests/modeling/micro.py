@@ -1,4 +1,4 @@
-"""A run small enough to train in seconds: a profile, a learnable corpus, and the programs started as a launcher would."""
+"""A run small enough to train in seconds: a profile, a learnable corpus, and programs started as by a launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ cluster: {launcher: local, devices_per_node: 2, device: cpu, threads: 1}
 
 
 def run_folder(folder: Path, *overrides: str) -> Path:
-    """A run's folder with its resolved profile."""
+    """A run folder with its resolved profile."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "source.yaml"
     source.write_text(PROFILE)
@@ -43,7 +43,7 @@ def run_folder(folder: Path, *overrides: str) -> Path:
 
 
 def dataset(folder: Path, tokens: int = 6000) -> Path:
-    """A dataset artifact's folder: the next token is a fixed permutation of the last one four times out of five."""
+    """A dataset artifact's folder: four times out of five, the next token is a fixed permutation of the previous one."""
     generator = np.random.default_rng(7)
     order = generator.permutation(VOCABULARY)
     corpus: dict = {"format": 1, "vocabulary_size": VOCABULARY, "eos": 0, "sequence_length": 32}
@@ -65,7 +65,7 @@ def dataset(folder: Path, tokens: int = 6000) -> Path:
 
 
 def records(folder: Path, pairs: bool = False) -> Path:
-    """A dataset artifact's folder of records, prompts and answers; two in turn are a pair, with ratings, if `pairs`."""
+    """A dataset artifact's folder of records with prompts and answers; `pairs`: consecutive records are pairs, with ratings."""
     generator = np.random.default_rng(7)
     target, references = folder / "artifacts" / "dataset" / "d", {}
     target.mkdir(parents=True)
@@ -104,14 +104,14 @@ def start(program: str, *arguments: object, processes: int = 2) -> subprocess.Po
 
 
 def finish(process: subprocess.Popen[str], code: int | None = 0) -> str:
-    """Wait for it; its output. Fails unless it ends with this exit code (any for None)."""
+    """Wait for a program and return its output; fails unless it exits with this code (None: any)."""
     output, _ = process.communicate(timeout=300)
     assert code is None or process.returncode == code, output[-4000:]
     return output
 
 
 def run(program: str, *arguments: object, processes: int = 2, code: int = 0) -> str:
-    """Run a program to its end on forked ranks, much cheaper than `start`; returns its output."""
+    """Run a program to completion on forked ranks, which is much cheaper than `start`; returns its output."""
     found, output = run_forked(f"modeling.{program}", arguments, processes)
     assert found == code, output[-4000:]
     return re.sub(r"^\[rank \d+\] ", "", output, flags=re.MULTILINE)

@@ -18,7 +18,7 @@ from profiles import resolve
 
 
 def test_checks_pass_on_a_cpu():
-    """Those of one process that do not take a profile; the emulated device has the others (tests/emulation)."""
+    """Checks of one process without a profile; tests/emulation covers the others."""
     checks = check_device.check_matrix_products, check_device.check_memory_bandwidth
     results = [check("cpu") for check in checks]
     assert all(result.passed for result in results)
@@ -26,7 +26,7 @@ def test_checks_pass_on_a_cpu():
 
 
 def test_kernels_are_checked_on_the_shapes_of_the_profile(monkeypatch):
-    """Those of one rank: here of 2, with a rest of the vocabulary, a window, and documents."""
+    """On those of one of 2 ranks, with an uneven vocabulary, a sliding window, and document masks."""
     model = {"architecture": "mistral", "hidden_size": 48, "intermediate_size": 64, "vocab_size": 331}
     model |= {"num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
     changes = {f"model.{key}": value for key, value in model.items()} | {"model.sliding_window": 20}
@@ -63,7 +63,7 @@ ADAPTED = ("tiny-moe", (*GPT_OSS, "lora.rank=4", "lora.targets=[gate_up,down]"))
 
 
 def kernel(name: str, case: tuple[str, tuple[str, ...]]) -> kernel_errors.Kernel:
-    """A kernel of a profile, by the beginning of its name."""
+    """A profile's kernel whose name begins with `name`."""
     profile = resolve.load(case[0], list(case[1]))
     return next(each for each in kernel_errors.kernels_of(profile) if each.name.startswith(name))
 
@@ -79,7 +79,7 @@ def test_experts_are_checked_where_a_profile_has_them(case, device):
 
 
 def test_grouped_products_of_experts_are_checked(monkeypatch):
-    """As on GPUs; torch has them on CPUs too."""
+    """As on GPUs; torch implements them for CPUs too."""
     monkeypatch.setattr(grouped, "_has_kernel", lambda parameters: True)
     measured, passed = kernel("experts", EXPERTS).check(torch.device("cpu"))
     assert passed, measured
@@ -96,7 +96,7 @@ def test_fp8_products_are_checked_where_a_profile_has_them(recipe, device):
 @pytest.mark.cuda
 @pytest.mark.parametrize("documents", [False, True])
 def test_kernels_pass_on_a_gpu(documents):
-    """At the head size of real models; documents and windows have a kernel of their own."""
+    """At the head size of real models; document masks and windows use a separate kernel."""
     settings = ["model.head_dim=128", f"train.document_masks={str(documents).lower()}"]
     settings += ["model.architecture=mistral", "model.sliding_window=96"] if documents else []
     result = check_device.check_kernels("cuda", resolve.load("tiny", settings))
@@ -112,12 +112,12 @@ def test_profile_without_experts_and_fp8_checks_neither():
 
 
 def next_expert(call):
-    """Experts whose outputs are another expert's."""
+    """Experts that return another expert's outputs."""
     return lambda *inputs, **options: call(*inputs[:-2], inputs[-2].roll(1, 0), inputs[-1], **options)
 
 
-def no_number(call):
-    """Experts whose gradients are not numbers, though their outputs are right."""
+def nan_gradients(call):
+    """Experts with correct outputs but NaN gradients."""
 
     def wrong(*inputs, **options):
         y = call(*inputs, **options)
@@ -127,7 +127,7 @@ def no_number(call):
     return wrong
 
 
-@pytest.mark.parametrize("wrong", [next_expert, no_number])
+@pytest.mark.parametrize("wrong", [next_expert, nan_gradients])
 @pytest.mark.parametrize(("operator", "case"), [("routed_experts", EXPERTS), ("slotted_experts", SLOTS)])
 def test_wrong_experts_are_named_with_shape_deviation_and_remedy(monkeypatch, operator, case, wrong):
     monkeypatch.setattr(kernel_errors, operator, wrong(getattr(kernel_errors, operator)))
@@ -144,7 +144,7 @@ def other_scales(quantized):
 
 
 def larger(quantized):
-    """Within the tolerance against float32: only the emulation shows it."""
+    """Within the tolerance compared with float32; only the emulation detects it."""
     values, scale = quantized
     return values, scale * 1.02
 
@@ -177,14 +177,14 @@ def test_missing_kernel_is_named_with_shape_and_remedy(monkeypatch):
     assert not result.passed
     assert "experts of 8 experts of 128 × 96" in result.measured
     assert "no grouped products on this device; set train.capacity_factor" in result.measured
-    assert "attention: float32" in result.measured  # the others are checked all the same
+    assert "attention: float32" in result.measured  # other kernels are checked nevertheless
 
 
-def test_losses_that_are_no_numbers_differ():
+def test_nan_losses_differ():
     assert not check_device._error([2.0, float("nan")], [2.0, 2.0]) <= 1
 
 
-def test_checks_of_shapes_run_on_each_profile_named_on_the_command_line(tmp_path, monkeypatch, capsys):
+def test_kernel_checks_run_on_each_profile_given_on_the_command_line(tmp_path, monkeypatch, capsys):
     given = []
     (kernels,) = [check for check in check_device.CHECKS if check.takes_profile]
     checks = (replace(kernels, run=lambda *subjects: given.append(subjects) or check_device.Result("")),)
@@ -203,7 +203,7 @@ def test_checks_of_shapes_run_on_each_profile_named_on_the_command_line(tmp_path
 
 
 def run_here(check, kind, processes, profile):
-    """Run a check as its process does."""
+    """Run a check as its process would."""
     with pytest.raises(SystemExit, match="0"):
         check_device.main(["--device", kind, "--check", check.name, "--profile", profile])
     return check_device.Result("")
@@ -215,9 +215,9 @@ def test_unknown_profile_is_rejected_before_the_checks(capsys):
     assert "nearest valid: tiny" in capsys.readouterr().err
 
 
-def test_check_runs_on_all_devices_in_processes_of_its_own(monkeypatch, capsys):
-    """A launcher starts them; what they found is in the document, also of a check that failed."""
-    broken = replace(check_device.CHECKS[0], name="missing")  # which its process does not know
+def test_checks_run_on_all_devices_in_separate_processes(monkeypatch, capsys):
+    """The document has the results of all checks, including failed ones."""
+    broken = replace(check_device.CHECKS[0], name="missing")  # unknown to its process
     collective = next(check for check in check_device.CHECKS if check.name == "collectives")
     monkeypatch.setattr(check_device, "CHECKS", (broken, collective))
     assert check_device.main(["--device", "cpu", "--json"]) == 1

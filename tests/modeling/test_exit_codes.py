@@ -1,4 +1,4 @@
-"""What an error of a program means: its input is rejected, or a file could not be read and a retry may succeed."""
+"""Exit codes of errors: the input is rejected, or a file could not be read and a retry may succeed."""
 
 import errno
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import ZeRO1, collectives
@@ -260,17 +261,17 @@ def _train(
             tokens = batch(step, case.objective)
             local = tokens[first : first + samples] if trainer.reads_samples else None
             counted = int((tokens[:, 1:] >= 0).sum()) if case.rows == 1 else BATCH // 2
-            pairs = {"pairs_per_token": 1 / SEQUENCE} if case.objective == "orpo" else {}
+            reference = None
             if case.objective == "dpo" and not case.rates:
                 answers = trainer.profile.answers_per_row
-                pairs["reference"] = (
-                    (-torch.arange(first, first + samples).float() - step).repeat(answers, 1).T
-                )
+                reference = (-torch.arange(first, first + samples).float() - step).repeat(answers, 1).T
             starts = document_starts(first // case.rows, samples, rows=case.rows) if case.documents else None
-            if case.packs:
-                pairs["answers"] = answer_numbers(starts)
+            numbers = answer_numbers(starts) if case.packs else None
             loss = trainer.forward_backward(
-                local, 1 / counted, (step * BATCH + first) // case.rows, starts, **pairs
+                Batch(local, starts, numbers, reference),
+                1 / counted,
+                (step * BATCH + first) // case.rows,
+                pairs_per_token=1 / SEQUENCE,
             )
             if step == steps[0]:
                 optimizer.reduce()

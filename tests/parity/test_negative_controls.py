@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling.data.prefetch import Batch
 from modeling.training.trainer import Trainer
 from parallel import Axis, ZeRO1
 from parallel.experts.router import Routed
@@ -40,9 +41,12 @@ def ignore_a_boundary(trainer: Trainer, optimizer: ZeRO1) -> None:
     """One context rank treats two documents as one."""
     if trainer.mesh.context.rank == 0:
         forward_backward = trainer.forward_backward
-        trainer.forward_backward = lambda samples, scale, first, _: forward_backward(
-            samples, scale, first, document_starts(first, len(samples), ((5,),))
-        )
+
+        def with_one_document(batch: Batch, scale: float, first: int, **options: float) -> Tensor:
+            starts = document_starts(first, len(batch.tokens), ((5,),))
+            return forward_backward(batch._replace(documents=starts), scale, first, **options)
+
+        trainer.forward_backward = with_one_document
 
 
 def forget_a_reduction(trainer: Trainer, optimizer: ZeRO1) -> None:

@@ -137,14 +137,10 @@ def ours(
         count = samples.windows
         batch = read_batch(trainer, samples, 0, count)
         assert not wanted.packs or count < len(RECORDS)
-        pairs = {"reference": batch.reference, "answers": batch.answers}
-        if wanted.objective.kind == "orpo":
-            pairs["pairs_per_token"] = samples.pairs_per_token(0, count)
-        scale = 1 / samples.counted(0, count)
-        loss = trainer.forward_backward(batch.tokens, scale, documents=batch.documents, **pairs)
-        total, evaluated, *_ = trainer.evaluate(
-            batch.tokens, len(batch.tokens), batch.documents, **pairs
-        ).tolist()
+        orpo = wanted.objective.kind == "orpo"
+        pairs = {"pairs_per_token": samples.pairs_per_token(0, count) if orpo else 0.0}
+        loss = trainer.forward_backward(batch, 1 / samples.counted(0, count), **pairs)
+        total, evaluated, *_ = trainer.evaluate(batch, len(batch.tokens), **pairs).tolist()
         assert (round(total), evaluated / total) == (
             samples.counted(0, count),
             pytest.approx(loss.item(), rel=1e-5),
@@ -483,5 +479,5 @@ def test_lora_of_shared_experts_and_latent_attention_is_exported_merged_only(the
         merged = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "merged").eval()(tokens).logits
         assert (plain.eval()(tokens).logits - merged).abs().max() > 1e-2
     torch.testing.assert_close(merged[0], logits, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="PEFT takes every gate_proj"):
+    with pytest.raises(ValueError, match="PEFT treats every gate_proj"):
         TrainedAdapters(tmp_path / "saved").write(tmp_path / "adapter")

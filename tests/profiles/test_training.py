@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from modeling.data.prefetch import Batch
 from modeling.training.learning_rate import learning_rate
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
@@ -119,17 +120,17 @@ def losses(profile: Profile) -> list[float]:
             samples = samples[first * rows : (first + own) * rows]
             optimizer.begin_step(profile.accumulation_steps)
             scale = 1 / (train.global_batch_size * (train.sequence_length if rows == 1 else 1))
-            given = {}
+            documents = reference = None
             if profile.objective.kind != "pretrain":
                 samples[:, :8] = ~samples[:, :8]  # a prompt
-                given["documents"] = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
-                given["reference"] = torch.zeros(len(samples)) if profile.objective.kind == "dpo" else None
-                given["pairs_per_token"] = 1 / train.sequence_length
+                documents = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
+                reference = torch.zeros(len(samples)) if profile.objective.kind == "dpo" else None
+            tokens = samples if trainer.reads_samples else None
             loss = trainer.forward_backward(
-                samples if trainer.reads_samples else None,
+                Batch(tokens, documents, reference=reference),
                 scale,
                 (step - 1) * train.global_batch_size + first,
-                **given,
+                pairs_per_token=1 / train.sequence_length,
             )
             optimizer.step(learning_rate(train, step))
             found.append(trainer.sum(loss[None]).item())

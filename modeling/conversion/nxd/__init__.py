@@ -1,5 +1,5 @@
 """NxD checkpoint shards: read as weights like any other format, and written for NxD's own programs.
 
-Start at `files.py`. `layout.py` says which rank holds which part of a tensor, `experts.py` how experts are stored, and
+Start at `files.py`. `layout.py` defines which rank holds which part of a tensor, `experts.py` how experts are stored, and
 `lora.py` how adapters are.
 """

@@ -1,4 +1,4 @@
-"""Experts in NxD shards, of Mixtral and DBRX: all of a rank's experts of a layer in two tensors, transposed.
+"""Experts in NxD shards of Mixtral and DBRX: all of a rank's experts of a layer in two tensors, transposed.
 
 For E experts over n expert-parallel ranks, hidden size h, width f and t tensor ranks:
 
@@ -6,10 +6,10 @@ For E experts over n expert-parallel ranks, hidden size h, width f and t tensor 
     <layer>.expert_mlps.mlp_op.down_proj.weight       (E/n, f/t, h)
     <layer>.router.linear_router.weight               (E, h), the same on all ranks (layout.py)
 
-With n above 1, file names have `ep_rank_EE`, and the files of the first of these ranks have everything else. This is what NxD's
-layers hold, so what training runs save, and what its converter of DBRX writes. Its converter of Mixtral does not transpose: it
-splits gate and up, (E/n, f, 2h/t), and down, (E/n, h/t, f), along h. Its own layers cannot load that; it is read here, since the
-shapes differ, and never written.
+With n above 1, file names contain `ep_rank_EE`, and the files of the first expert-parallel rank have all other tensors. This is
+the form of NxD's layers, so of its training checkpoints, and of its converter for DBRX. Its converter for Mixtral does not
+transpose: it splits gate and up, (E/n, f, 2h/t), and down, (E/n, h/t, f), along h. NxD's own layers cannot load that form; it is
+recognized here by its shapes, and never written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from profiles.sections.model import Model
 
 ARCHITECTURES = ("mixtral", "dbrx")
 FIRST = "ep_rank_00"  # in the file names of the first expert-parallel rank
-# Megatron's names of projections are what NxD's converter makes of them there; its layers have the others.
+# With Megatron's names, NxD's converter renames the projections too; its layers use the other names.
 EXPERTS = re.compile(
     r".*\.(?:layers|blocks)\.(\d+)\.(?:mlp|mlp\.moe|ffn)\.expert_mlps\.mlp_op\.(gate_up_proj|dense_h_to_4h|down_proj|dense_4h_to_h)\.weight"
 )
@@ -37,7 +37,7 @@ GATE_UP = ("gate_up_proj", "dense_h_to_4h")
 
 
 def expert_files(path: Path) -> list[Path]:
-    """The files of all expert-parallel ranks beside that of the first; the path alone if there is one rank."""
+    """The files of all expert-parallel ranks, given that of the first; only this path if there is one rank."""
     files = [path]
     while (
         FIRST in path.name
@@ -53,7 +53,7 @@ def parts(
     """Our tensors in a tensor of a rank's experts, by name.
 
     Raises:
-        ValueError: its shape is not this model's, or does not show which dimension is which.
+        ValueError: its shape does not match the model, or is ambiguous.
     """
     match = EXPERTS.fullmatch(key)
     assert match
@@ -66,15 +66,15 @@ def parts(
             f"{key} has shape {stored.shape}; this model over {tensor} tensor and {expert_ranks} expert ranks has {proper}"
         )
     if model.architecture == "mixtral" and h == f:
-        reason = f"hidden size and width of an expert are both {h}, so its shape does not show who wrote it: NxD's run, or its"
-        raise ValueError(f"{key}: {reason} converter, which does not transpose experts")
+        reason = f"hidden size and an expert's width are both {h}, so its shape does not show whether NxD's training wrote it, or"
+        raise ValueError(f"{key}: {reason} its converter, which does not transpose experts")
     transposed = stored.shape == proper
     split = f // tensor if transposed else h // tensor  # length of the rank's shard
     for index in range(local):
         expert = expert_rank * local + index
         names = (f"gate_up.{expert}.gate", f"gate_up.{expert}.up") if gate_up else (f"down.{expert}",)
         for number, name in enumerate(names):
-            along = 0 if gate_up == transposed else 1  # the dim of ours that tensor ranks split
+            along = 0 if gate_up == transposed else 1  # dim of our tensor that is split over tensor ranks
             sizes = [f, h] if gate_up else [h, f]
             sizes[along], offsets = split, [0, 0]
             offsets[along] = rank * split
@@ -91,7 +91,7 @@ def _read(
 
 
 def entries(weights: Weights, layer: int, prefix: str, rank: int, tensor: int) -> Iterator[Entry]:
-    """The two tensors of all experts of a layer in a tensor rank's file, whose names begin with `prefix`."""
+    """The two tensors of a layer's experts in a tensor rank's file, whose names begin with `prefix`."""
     model = weights.model
     experts, h, f = model.num_experts or 0, model.hidden_size, model.expert_width // tensor
     for name, shape in (("gate_up_proj", (experts, h, 2 * f)), ("down_proj", (experts, f, h))):
@@ -121,6 +121,6 @@ def _down_rows(weights: Weights, ours: str, first: int, width: int, low: int, hi
 
 
 def _by_expert(low: int, high: int, rows: int) -> Iterator[tuple[int, int, int]]:
-    """(expert, start, stop) of rows [low, high) of all experts, which have so many rows each."""
+    """Rows [low, high) of all experts, which have `rows` rows each, as (expert, start, stop)."""
     for expert in range(low // rows, -(-high // rows)):
         yield expert, max(low - expert * rows, 0), min(high - expert * rows, rows)

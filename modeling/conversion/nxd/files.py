@@ -1,12 +1,12 @@
-"""Read and write NxD checkpoints: find a model's shards in any of their forms, validate, read and write them.
+"""Read and write NxD checkpoints: find a model's shards in any form, validate, read and write them.
 
-    <folder>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt    converter and training run (there under <folder>/<tag>/)
+    <folder>/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt    of the converter, and of a training run in <folder>/<tag>/
     <folder>/tp_rank_TT_pp_rank_PP[/checkpoint.pt]        an older form
     <folder>/model/dp_rank_00_ep_rank_EE_tp_rank_...      with expert-parallel ranks (experts.py)
     <file>.tensors/tensor_N.pt                            tensors of the "xser" form (torch_files.py)
 
-Degrees come from the file names, the KV multiplier from the shapes of tensors, and the layers of a file from its keys. Shards
-in which NxD silently dropped weights are rejected.
+Degrees are read from the file names, the KV multiplier from the tensors' shapes, and a file's layers from its keys. Shards in
+which NxD silently dropped weights are rejected.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from profiles.sections.model import Model
 RANK = re.compile(r"(?:dp_rank_(\d+)_)?(?:ep_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
 SUPPORTED = ("llama", *experts.ARCHITECTURES)
 ADAPTER = ".lora_"  # in the names of LoRA's factors (lora.py)
-PADDING = 128  # a vocabulary is padded to a multiple of at most this times the tensor degree
+PADDING = 128  # vocabularies are padded to a multiple of at most this times the tensor degree
 log = logging.getLogger("trainshed")
 
 Ranks = tuple[int, int]  # (tensor rank, pipeline rank)
-Tensors = Mapping[str, LazyTensor]  # of one file, by NxD's names
+Tensors = Mapping[str, LazyTensor]  # the tensors of one file, by NxD's names
 
 
 def find_shards(source: Path) -> dict[Ranks, Path]:
@@ -76,7 +76,7 @@ def _shards_in(folder: Path) -> dict[Ranks, Path]:
     shards: dict[Ranks, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = RANK.fullmatch(path.name)
-        # All data-parallel ranks have the same model; other expert-parallel ranks have experts only.
+        # All data-parallel ranks hold the same model; expert-parallel ranks after the first hold only experts.
         if not match or int(match[1] or 0) or int(match[2] or 0):
             continue
         file = path / "checkpoint.pt" if path.is_dir() else path
@@ -100,12 +100,13 @@ def read(
     """The weights in these files.
 
     Args:
-        adapters: read the weights beside LoRA adapters, which are otherwise rejected: the weights alone are not the model.
-        layout: of the shards; None if not given, which is rejected where it matters.
+        adapters: read the weights of shards with LoRA adapters, which are otherwise rejected because the weights alone are not
+            the model.
+        layout: layout of the shards; None if not specified, which is rejected if it matters.
 
     Raises:
         ProfileError: the layout is required.
-        ValueError: a file is rejected or corrupted, tensors are not this model's, or NxD lost some of them.
+        ValueError: a file is rejected or corrupted, tensors belong to another model, or NxD lost some of them.
     """
     if model.architecture not in SUPPORTED:
         reason = "NxD shards of this architecture are not supported"
@@ -149,7 +150,7 @@ def read(
 def _expert_parts(
     path: Path, tensors: Tensors, model: Model, rank: int, tensor: int
 ) -> Iterator[tuple[str, Part]]:
-    """Our tensors in the experts of a tensor rank of a stage, whose file of the first expert rank has `tensors`."""
+    """Our tensors of a stage's experts on a tensor rank; `tensors`: the contents of the first expert rank's file."""
     is_expert = experts.EXPERTS.fullmatch
     others = experts.expert_files(path)[1:]
     ranks = [tensors, *(torch_files.read(other, is_expert) for other in others)]
@@ -169,11 +170,11 @@ def _open_box(stored: LazyTensor, box: Box) -> Tensor:
 
 @dataclass(frozen=True)
 class _LocalRows:
-    """Rows of a rank's shards, d rows per head."""
+    """Numbers of rows in a rank's shards, d rows per head."""
 
-    q: int  # of Q, which are the columns of the output projection
+    q: int  # of Q, and columns of the output projection
     kv: int  # of K, and of V
-    vocabulary: int | None  # of embedding and head, with padding; None if neither is there
+    vocabulary: int | None  # of embedding and head, with padding; None if the shards have neither
 
 
 def _detect_split(shards: Iterable[Tensors], model: Model, tensor: int, layout: str | None) -> TensorSplit:
@@ -181,7 +182,7 @@ def _detect_split(shards: Iterable[Tensors], model: Model, tensor: int, layout: 
 
     Raises:
         ProfileError: ranks share KV heads and `layout` is None.
-        ValueError: heads or vocabulary rows are missing, or are another model's.
+        ValueError: heads or vocabulary rows are missing, or belong to another model.
     """
     rows = _local_rows(shards, TensorSplit(model, tensor))
     multiplier = rows.kv * tensor // (model.num_key_value_heads * model.head_dim)
@@ -197,7 +198,7 @@ def _detect_split(shards: Iterable[Tensors], model: Model, tensor: int, layout: 
 
 def _local_rows(shards: Iterable[Tensors], split: TensorSplit) -> _LocalRows:
     """Measure the shards; raises ValueError if Q and the output projection disagree, or attention is missing."""
-    attention: list[tuple[str, str, int]] = []  # (key, stacked letters of q, k and v, rows)
+    attention: list[tuple[str, str, int]] = []  # (key, which of q, k and v are stacked, rows)
     q = kv = vocabulary = None
     for key, stored in (item for tensors in shards for item in tensors.items()):
         weights = [section.weight for section in split.sections(key)]
@@ -252,7 +253,7 @@ def shard_files(
     """The files to write, in the trn1 layout.
 
     Raises:
-        ProfileError: NxD has no names for this model, `form` does not fit it, or the trn2 layout would be wrong.
+        ProfileError: NxD does not support this model, `form` does not fit it, or the trn2 layout would be wrong.
     """
     model = weights.model
     if model.architecture not in SUPPORTED or model.attention_bias or model.mlp_bias:
@@ -314,7 +315,7 @@ class ShardFile(PreallocatedFile):
 
     def prepare(self, path: Path) -> Mapping[str, int]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # With tensors without memory torch.save reserves the space of their elements, and torch.load returns its offsets.
+        # For fake tensors, torch.save reserves the space of their elements and torch.load returns its offsets.
         with FakeTensorMode():
             tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in self.entries}
         with skip_data(materialize_fake_tensors=True):

@@ -1,14 +1,14 @@
 """NxD shards: which part of which weight each rank's file holds, for reading and writing.
 
-The file of a tensor rank of a pipeline stage holds tensors by name; each is one or more sections stacked along dim 0 ([q; k;
-v], [gate; up]), a section being this rank's shard of a global weight. Q, K, V, gate, up, embedding and head are split by
+The file of a pipeline stage's tensor rank contains tensors by name; each is one or more sections stacked along dim 0 ([q; k;
+v], [gate; up]), and a section is this rank's shard of a global weight. Q, K, V, gate, up, embedding and head are split by
 rows, the two projections onto the residual stream by columns; norms are replicated. Layers keep their global numbers.
 
 With fewer KV heads than tensor ranks, m = tensor / KV heads ranks hold the same KV head. In the trn1 layout K and V are
-repeated as a block ([K0 ... Kn-1] m times), so rank t = i · KV heads + j holds KV head j, and to match it the Q heads of
+repeated as a block ([K0 ... Kn-1] m times), so rank t = i · KV heads + j holds KV head j, and accordingly the Q heads of
 chunk j · m + i (of heads / tensor each); the columns of o_proj follow Q. The trn2 layout repeats K and V in the same way but
 keeps Q in its natural order, so most ranks hold Q heads of another group: merging such shards is correct, training on them is
-not. Both layouts have the same names and shapes, so files cannot show which one they are in.
+not. Both layouts have the same names and shapes, so the files do not show which one they have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from profiles.sections.model import Model
 NxDLayout = Literal["trn1", "trn2"]
 QKVForm = Literal["separate", "fused", "coalesced"]
 NXD_LAYOUTS = ("trn1", "trn2")
-# By form of Q, K and V: the names of their tensors, and which of q, k and v each stacks.
+# for each form of Q, K and V: the names of their tensors, and which of q, k and v each contains
 QKV_FORMS: dict[str, dict[str, str]] = {
     "separate": {"weight_q": "q", "weight_k": "k", "weight_v": "v"},
     "fused": {"weight_qkv": "qkv"},
@@ -55,7 +55,7 @@ class Split(Enum):
 class Section:
     """A part of an NxD tensor: this rank's shard of one of our weights."""
 
-    weight: str  # our name; a template with {} for the layer's number in the tables below
+    weight: str  # our name; in the tables below a template with {} for the layer's number
     split: Split  # over tensor ranks
 
 
@@ -139,7 +139,7 @@ class TensorSplit:
         return max(1, self.tensor // self.model.num_key_value_heads)
 
     def sections(self, key: str) -> list[Section]:
-        """The sections of the NxD tensor `key`, in the order they are stacked. Raises ValueError if it is unknown."""
+        """The sections of the NxD tensor `key` in stacking order. Raises ValueError if it is unknown."""
         layer = _NUMBER.search(key)
         template = _NUMBER.sub("{}", key)
         found = NAMES.get(template) or DBRX.get(template) or MEGATRON.get(template.removeprefix("model."))
@@ -153,7 +153,7 @@ class TensorSplit:
         return self._shapes[weight]
 
     def boxes(self, key: str, rank: int) -> tuple[tuple[int, ...], list[Box]]:
-        """The local shape of tensor `key` on a tensor rank, and the boxes of our weights in it (padding has none)."""
+        """The local shape of tensor `key` on a tensor rank, and the boxes of our weights in it, without padding."""
         row, boxes, local = 0, [], []
         for section in self.sections(key):
             if section.weight not in self._shapes:
@@ -175,7 +175,7 @@ class TensorSplit:
         return (row, *local[1:]), boxes
 
     def _shard(self, split: Split, size: int, rank: int) -> tuple[int, int]:
-        """(index of the rank's shard, length of a shard) along the split dim of this size."""
+        """(index of the rank's shard, length of a shard) along a split dim of this size."""
         kv_heads, m = self.model.num_key_value_heads, self.multiplier
         if split is Split.KV_HEADS and m > 1:
             return rank % kv_heads, size // kv_heads
@@ -196,7 +196,7 @@ class TensorSplit:
     @property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         shapes = global_shapes(self.model)
-        # NxD also stores a tied head.
+        # NxD stores a tied head as well.
         tied = {"head.weight": shapes["embedding.weight"]} if self.model.tie_word_embeddings else {}
         return shapes | tied
 
@@ -209,7 +209,7 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def stage_keys(model: Model, layers: range, form: QKVForm) -> Iterator[str]:
-    """The names of the tensors in a stage's file, without those of experts, as NxD's converter writes them."""
+    """The names of the tensors in a stage's file except experts, as NxD's converter writes them."""
     dbrx = model.architecture == "dbrx"
     if 0 in layers:
         yield "transformer.wte.weight" if dbrx else "model.embed_tokens.weight"
@@ -230,10 +230,10 @@ def stage_keys(model: Model, layers: range, form: QKVForm) -> Iterator[str]:
 
 
 def layer_prefix(model: Model, layer: int) -> str:
-    """How the names of a layer's tensors begin."""
+    """Prefix of the names of a layer's tensors."""
     return (_BLOCK if model.architecture == "dbrx" else _LAYER).format(layer)
 
 
 def mlp_prefix(model: Model) -> str:
-    """How the names of the tensors of a layer's MLP or experts begin, after the layer's."""
+    """Prefix of the names of an MLP's or of experts' tensors, after the layer's."""
     return "ffn" if model.architecture == "dbrx" else "mlp"

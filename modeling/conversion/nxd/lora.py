@@ -1,18 +1,17 @@
-"""LoRA adapters in NxD shards: beside each updated layer's weight its factors, split over tensor ranks as the layer is.
+"""LoRA adapters in NxD shards: the factors of each updated layer, split over tensor ranks like the layer.
 
     model.layers.0.self_attn.qkv_proj.lora_A.weight               (r, i), the same on every rank
-    model.layers.0.self_attn.qkv_proj.lora_B.weight_q, _k, _v     rows, as the weights that they update; K and V repeated alike
+    model.layers.0.self_attn.qkv_proj.lora_B.weight_q, _k, _v     rows split like the updated weights, K and V repeated likewise
     model.layers.0.mlp.gate_up_proj.lora_B.weight                 the rank's [gate; up]
-    model.layers.0.mlp.down_proj.lora_A.weight                    (r, i/t), columns as the weight; lora_B is (o, r) on all ranks
+    model.layers.0.mlp.down_proj.lora_A.weight                    (r, i/t), columns split like the weight; lora_B is (o, r)
     lora_config                                                   rank and alpha; or in adapter_config.json beside the shards
 
-With `save_lora_base`, the shards hold the frozen weights too, as `<layer>.base_layer.weight`.
+With `save_lora_base`, the shards also contain the frozen weights, as `<layer>.base_layer.weight`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from modeling.conversion import torch_files
-from modeling.conversion.lora import CONFIG, Adapters, Factors
+from modeling.conversion.lora import CONFIG, Adapters, Factors, scale_of
 from modeling.conversion.nxd.layout import NXD_LAYOUTS, NxDLayout, TensorSplit
 from modeling.conversion.torch_files import LazyTensor
 from profiles.errors import ProfileError
@@ -37,11 +36,11 @@ class NxDAdapters(Adapters):
 
     Args:
         files: the shards by (tensor rank, pipeline rank).
-        layout: of the shards; None if not given, which is rejected where it matters.
+        layout: layout of the shards; None if not specified, which is rejected if it matters.
 
     Raises:
         ProfileError: the layout is required.
-        ValueError: there are no adapters, or no configuration of them.
+        ValueError: there are no adapters, or their configuration is missing.
     """
 
     def __init__(
@@ -50,8 +49,7 @@ class NxDAdapters(Adapters):
         configuration = _configuration(folder, next(iter(files.values())))
         self.model, self.rank = model, int(configuration["lora_rank"])
         self.dropout = float(configuration.get("lora_dropout", 0.0))
-        root = math.sqrt(self.rank) if configuration.get("use_rslora") else self.rank
-        self._scale = configuration["lora_alpha"] / root
+        self._scale = scale_of(configuration, self.rank)
         if configuration.get("bias", "none") != "none":
             raise ValueError(f"{folder}: trained biases (bias: {configuration['bias']}) are not supported")
         tensor = 1 + max(t for t, _ in files)
@@ -81,13 +79,10 @@ class NxDAdapters(Adapters):
         columns = sections[0].split.dim == 1
         a = [_open(rank, module, "A", "weight") for rank in ranks]
         b = [_open(rank, module, "B", name) for rank in ranks]
-        wanted = {"lora_A": (self.rank, local[1])}
-        wanted["lora_B"] = (self._split.shape(sections[0].weight)[0] if columns else local[0], self.rank)
-        for factor, found in (("lora_A", a), ("lora_B", b)):
-            if any(tuple(tensor.shape) != wanted[factor] for tensor in found):
-                raise ValueError(
-                    f"{key}: {factor} has shape {tuple(found[0].shape)}, expected {wanted[factor]}"
-                )
+        rows = self._split.shape(sections[0].weight)[0] if columns else local[0]
+        for factor, found, shape in (("lora_A", a, (self.rank, local[1])), ("lora_B", b, (rows, self.rank))):
+            if any(tuple(tensor.shape) != shape for tensor in found):
+                raise ValueError(f"{key}: {factor} has shape {tuple(found[0].shape)}, expected {shape}")
         same, which = (b, "lora_B") if columns else (a, "lora_A")
         if any(not torch.equal(same[0], tensor) for tensor in same[1:]):
             raise ValueError(
@@ -96,20 +91,20 @@ class NxDAdapters(Adapters):
             )
         for number, section in enumerate(sections):
             shape = self._split.shape(section.weight)
-            whole_a = torch.empty(self.rank, shape[1]) if columns else a[0]
-            whole_b = b[0] if columns else torch.empty(shape[0], self.rank)
+            full_a = torch.empty(self.rank, shape[1]) if columns else a[0]
+            full_b = b[0] if columns else torch.empty(shape[0], self.rank)
             for t in range(len(ranks)):
                 box = self._split.boxes(key, t)[1][number]
                 if columns:
-                    whole_a[:, box.offsets[1] : box.offsets[1] + box.sizes[1]] = a[t]
+                    full_a[:, box.offsets[1] : box.offsets[1] + box.sizes[1]] = a[t]
                 else:
                     row = box.local_offsets[0]
-                    whole_b[box.offsets[0] : box.offsets[0] + box.sizes[0]] = b[t][row : row + box.sizes[0]]
-            yield Factors(section.weight, whole_a, whole_b, self._scale)
+                    full_b[box.offsets[0] : box.offsets[0] + box.sizes[0]] = b[t][row : row + box.sizes[0]]
+            yield Factors(section.weight, full_a, full_b, self._scale)
 
 
 def _factors(path: Path) -> dict[str, dict[str, dict[str, LazyTensor]]]:
-    """The factors in a file: by layer, A or B, and name of the weight that they update."""
+    """The factors in a file by layer, letter (A or B), and name of the updated weight."""
     found: dict[str, dict[str, dict[str, LazyTensor]]] = {}
     for key, tensor in torch_files.read(path).items():
         if match := FACTOR.fullmatch(key):
@@ -125,13 +120,13 @@ def _open(rank: Mapping[str, Any], module: str, letter: str, name: str) -> Tenso
 
 
 def _configuration(folder: Path, file: Path) -> Mapping[str, Any]:
-    """NxD's LoraConfig: in the shard, or in adapter_config.json in the folder or above its shards."""
+    """NxD's LoraConfig, from the shard, or from adapter_config.json in the folder or in a parent of the shards."""
     stored = torch_files.read_value(file, "lora_config")
     if isinstance(stored, Mapping):
         return stored
-    for place in (folder, *file.parents[:3]):
-        if (place / CONFIG).is_file():
-            return json.loads((place / CONFIG).read_text())
+    for parent in (folder, *file.parents[:3]):
+        if (parent / CONFIG).is_file():
+            return json.loads((parent / CONFIG).read_text())
     raise ValueError(
         f"{folder}: no lora_config in the shards and no {CONFIG} beside them; rank and alpha are unknown"
     )

@@ -1,7 +1,7 @@
-"""Model families, one file each, written like its paper: the block, the model, and where Hugging Face keeps its weights.
+"""Model families, one file each, written like its paper: the block, the model, and its Hugging Face weight names.
 
-Start with `llama.py`, from whose parts the other families but GPT are made; each has an entry in `profiles/sections/families.py`.
-Imports what families share in `modeling.models`, `parallel` and `profiles`.
+Start with `llama.py`, on which all other families but GPT are based; each has an entry in `profiles/sections/families.py`.
+Imports the common modules of `modeling.models`, `parallel` and `profiles`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
 
 @cache
 def model_class(architecture: str) -> type[LanguageModel]:
-    """The model of an architecture, also of one that an installed package adds."""
+    """The model class of an architecture, which an installed package may define."""
     return resolve_name(families.find(architecture).model)
 
 

@@ -35,7 +35,7 @@ class Block(mixtral.Block):
 
 
 def _expert_rows(model: Model, numbers: Sequence[int]) -> Index:
-    """Rows of an expert among those of all."""
+    """Rows of an expert in the matrix of all experts."""
     return (slice(numbers[1] * model.expert_width, (numbers[1] + 1) * model.expert_width),)
 
 

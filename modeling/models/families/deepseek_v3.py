@@ -1,15 +1,15 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, shared experts, and experts balanced by a bias of their selection.
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, shared experts, and routed experts balanced by a selection bias.
 
     x = x + attention(norm(x));  x = x + shared(norm(x)) + Σ over the token's k experts of weight · expert(norm(x))
 
-    latents    c = norm(Wc x) of the queries and l = norm(Wl x) of keys and values, and r = rotate(Wr x), one key for all heads
+    latents    c = norm(Wc x) of queries, l = norm(Wl x) of keys and values, and r = rotate(Wr x), the same key for all heads
     head i     q_i = [Q_i c, rotate(Q'_i c)];   k_i = [K_i l, r];   v_i = V_i l;   softmax(scale · q_i k_iᵀ) v_i
-    experts    k of the sigmoids of the router's logits plus the selection bias, among those of the best groups; the weights are
-               the sigmoids of the chosen, divided by their sum, times a factor (parallel/experts/router.py)
+    experts    the k largest sigmoids of the router's logits plus the selection bias, among the experts of the best groups; their
+               weights are the sigmoids, divided by their sum, times a factor (parallel/experts/router.py)
 
-The first layers have an MLP in place of experts. Without `q_lora_rank`, Q is applied to x. The published model's modules for
+The first layers have an MLP instead of experts. Without `q_lora_rank`, Q is applied to x. The published model's modules for
 multi-token prediction are left out. Shapes as in `llama.py`, with query and key heads of d = p + r elements, of which r are
-rotated, and value heads of u; heads are sharded over tensor ranks, and each rank has all of the latents.
+rotated, and value heads of u; heads are sharded over tensor ranks, and each rank has the complete latents.
 """
 
 from __future__ import annotations
@@ -31,18 +31,15 @@ from parallel.layers.linear import ReplicatedLinear
 from parallel.random import Keys
 from profiles.sections.model import Model
 
-LATENT_EPSILON = 1e-6  # of the latents' norms, also if that of the others differs
+LATENT_EPSILON = 1e-6  # of the latents' norms, whatever that of the others
 
 
 class Attention(nn.Module):
     def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
         super().__init__()
         h, n, axis = model.hidden_size, model.num_attention_heads, mesh.tensor
-        self.plain, self.rotated, self.value = (
-            model.qk_nope_head_dim,
-            model.qk_rope_head_dim,
-            model.v_head_dim,
-        )
+        self.plain, self.rotated = model.qk_nope_head_dim, model.qk_rope_head_dim
+        self.value = model.v_head_dim
         self.heads, self.axis, self.context = n // axis.size, axis, mesh.context
         self.scale = score_factor(model) * model.head_dim**-0.5
         self.sequence_parallel = options["sequence_parallel"] and axis.size > 1
@@ -65,14 +62,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None, keys: Keys | None = None
     ) -> Tensor:
-        *query, kv = self.latents(x).split(
-            self.ranks, -1
-        )  # of this rank's tokens, (b·s/c, ·) or (b·s/(c·t), ·)
+        *query, kv = self.latents(x).split(self.ranks, -1)  # (b·s/c, ·) or (b·s/(c·t), ·) each
         kv, shared = kv.split((kv.shape[-1] - self.rotated, self.rotated), -1)
-        # Its gradient is summed over the heads of all tensor ranks.
-        shared = (collectives.gather if self.sequence_parallel else collectives.copy)(
-            shared.contiguous(), self.axis
-        )  # (b·s/c, r)
+        # The gradient of the shared key is summed over the heads of all tensor ranks.
+        to_all_heads = collectives.gather if self.sequence_parallel else collectives.copy
+        shared = to_all_heads(shared.contiguous(), self.axis)  # (b·s/c, r)
         q = self.q(self.q_norm(query[0]) if query else x)  # (b·s/c, n/t·(p + r))
         kv = self.kv(self.kv_norm(kv))  # (b·s/c, n/t·(p + u))
         s, n = cos.shape[1], self.heads

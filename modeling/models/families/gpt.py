@@ -5,7 +5,7 @@
     logits = head(norm(x))
 
 with LayerNorm, learned positions, multi-head attention with dropout of its probabilities, mlp(x) = down(gelu(up(x))),
-biases throughout, and mostly a head tied to the embedding. Megatron's GPT also has dropout of gelu(up(x)).
+biases throughout, and usually a head tied to the embedding. Megatron's GPT also has dropout of gelu(up(x)).
 
 Shapes as in llama.py: b batch, s sequence, h hidden, f MLP width, n heads, d head size, v vocabulary, t tensor
 degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s/(c·t), h) with sequence parallelism.
@@ -156,7 +156,7 @@ class GPT(LanguageModel):
         """Token ids (b, s/c), or the previous stage's hidden states, to hidden states.
 
         Args:
-            positions: (s/c), of this context rank's tokens.
+            positions: (s/c) positions of this context rank's tokens.
             documents: (b, s/c), the position where each token's document starts: attention stays within a document, and
                 learned positions restart with it. None: attention crosses documents.
             samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout.
@@ -170,7 +170,7 @@ class GPT(LanguageModel):
         return self.norm(x) if self.last else x
 
     def offsets(self, positions: Tensor, documents: Tensor) -> Tensor:
-        """Positions (b, s/c) in their documents."""
+        """Positions (b, s/c) of tokens in their documents."""
         return positions - documents
 
     def embed(self, tokens: Tensor, positions: Tensor, keys: Keys | None) -> Tensor:

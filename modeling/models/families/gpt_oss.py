@@ -1,10 +1,10 @@
-"""GPT-OSS (arXiv 2508.10925): experts with biases, alternating windows, and a sink for each query head.
+"""GPT-OSS (arXiv 2508.10925): experts with biases, alternating windows, and an attention sink for each query head.
 
-    p = softmax([scores, sink])        of which the sink has no value (parallel/attention/sinks.py)
+    p = softmax([scores, sink])        where the sink has no value (parallel/attention/sinks.py)
     expert(x) = down(g · sigmoid(1.702 g) · (u + 1)),   g = min(gate(x), 7),   u = up(x) clipped to ±7
 
-The first layer attends within a sliding window, the second to all earlier tokens, and so on (`Model.window`). Router, experts and
-attention have biases. Shapes as in `llama.py`.
+Layers alternate between attention within a sliding window, as in the first, and to all earlier tokens (`Model.window`). Router,
+experts and attention have biases. Shapes as in `llama.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block(mixtral.Block):
 
 
 def _interleaved(half: int, dims: int) -> Place:
-    """Every second column of an expert: gate in the even ones, up in the odd ones."""
+    """Every second column of an expert: gate in even columns, up in odd ones."""
 
     def place(model: Model, numbers: Sequence[int]) -> Index:
         columns = slice(half, 2 * model.expert_width, 2)

@@ -52,11 +52,11 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
     def project(self, x: Tensor, keys: Keys | None) -> Tensor:
-        """Hidden states to heads, (b·s/c, (n + 2k)/t·d): queries, keys, values; families that clip them do it here."""
+        """Hidden states to heads (b·s/c, (n + 2k)/t·d): queries, keys, values; overridden by families that clip them."""
         return self.qkv(x, keys)
 
     def normalize(self, qk: Tensor) -> Tensor:
-        """Query and key heads (b, s/c, (n + k)/t, d) before they are rotated; families with QK-norms normalize them here."""
+        """Query and key heads (b, s/c, (n + k)/t, d) before they are rotated; overridden by families with QK-norms."""
         return qk
 
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
         self.mlp = self.build_mlp(model, mesh, layer, **options)
 
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
-        """The layer after attention; families with experts build them here."""
+        """The layer after attention; overridden by families with experts."""
         return MLP(model, mesh, **options)
 
     def forward(
@@ -138,10 +138,10 @@ class Llama(LanguageModel):
         """Token ids (b, s/c), or the previous stage's hidden states, to hidden states.
 
         Args:
-            positions: (s/c), of this context rank's tokens.
+            positions: (s/c) positions of this context rank's tokens.
             documents: (b, s/c), the position where each token's document starts: attention stays within a document, and
                 positions restart with it. None: attention crosses documents.
-            samples: (b), dropout keys of the samples (`sample_keys`), which only updates of LoRA use; None disables dropout.
+            samples: (b), dropout keys of the samples (`sample_keys`), used by LoRA's updates only; None disables dropout.
         """
         cos, sin = self.rotations(positions, documents)  # (1 or b, s/c, 1, d)
         if self.first:

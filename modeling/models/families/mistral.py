@@ -1,6 +1,6 @@
-"""Mistral 7B (arXiv 2310.06825): Llama whose tokens attend within a sliding window.
+"""Mistral 7B (arXiv 2310.06825): Llama with sliding-window attention.
 
-The query at position i sees the keys at i - w + 1 to i, in every layer; over L layers a token so depends on the last L·w.
+The query at position i sees the keys at i - w + 1 to i in every layer, so after L layers a token depends on the last L·w.
 Shapes as in `llama.py`.
 """
 

@@ -23,10 +23,11 @@ from profiles.sections.model import Model
 
 
 class Block(llama.Block):
-    expert_options: Mapping[str, object] = MappingProxyType({})  # of `MixtureOfExperts`, in other families
+    # further arguments of `MixtureOfExperts`, set by other families
+    expert_options: Mapping[str, object] = MappingProxyType({})
 
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
-        del options["products"]  # the experts' are exact
+        del options["products"]  # those of experts are always exact
         options |= {"output_initializer": Normal(model.residual_initializer_range), **self.expert_options}
         return MixtureOfExperts(model.hidden_size, model.expert_width, self.routing(model), mesh, **options)
 
@@ -42,7 +43,7 @@ class Block(llama.Block):
 
 
 def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, HuggingFaceTensor]:
-    """The weights of a mixture of experts in place of an MLP, one tensor for each expert's projection."""
+    """Llama's weights with a mixture of experts instead of the MLP, one tensor for each expert's projection."""
     return {
         **{name: entry for name, entry in llama.WEIGHTS.items() if ".mlp." not in name},
         "layers.{}.mlp.router.weight": HuggingFaceTensor(f"model.layers.{{}}.{router}.weight"),

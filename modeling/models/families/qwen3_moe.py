@@ -1,7 +1,7 @@
 """Qwen3-MoE (arXiv 2505.09388): Qwen3 with a mixture of many narrow experts in place of each MLP.
 
-As `mixtral.py`, with the query and key norms of `qwen3.py`; the weights of a token's experts are the softmax over all experts,
-divided by their sum or not. Shapes as in `llama.py`.
+As `mixtral.py`, with the query and key norms of `qwen3.py`; the weights of a token's experts are those of a softmax over all
+experts, optionally divided by their sum. Shapes as in `llama.py`.
 """
 
 from __future__ import annotations

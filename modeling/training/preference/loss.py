@@ -5,12 +5,12 @@ With log π(y) = Σ log p over an answer's tokens, y⁺ chosen and y⁻ rejected
     r = log π(y) - log ρ(y)      Δ = r⁺ - r⁻
     sigmoid    -(1 - ε) log σ(βΔ) - ε log σ(-βΔ)       with label smoothing ε (cDPO)
     hinge      max(0, 1 - βΔ)
-    ipo        (Δ̄ - 1/2β)², where Δ̄ is of the means over each answer's tokens (arXiv 2310.12036)
-    orpo       NLL(prompt, y⁺) - β log σ(log odds(y⁺) - log odds(y⁻)), odds of the means over each answer's tokens
+    ipo        (Δ̄ - 1/2β)², with Δ̄ of means over each answer's tokens (arXiv 2310.12036)
+    orpo       NLL(prompt, y⁺) - β log σ(log odds(y⁺) - log odds(y⁻)), with odds of means over each answer's tokens
 
 The loss is a function of all of a pair's tokens, while the cross-entropy of the vocabulary is fused with the output projection
-(parallel/loss.py). So it is computed twice: without gradient for the log-probabilities, and once the loss's derivative by each of
-them is known, as a cross-entropy in which each token has this weight. Cost: one more forward product of the head.
+(parallel/loss.py). So the cross-entropy is computed twice: without gradient for the log-probabilities, and again, weighting each
+token by the loss's derivative with respect to its log-probability. Cost: one more forward product of the head.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ METRICS = PAIR_METRICS
 
 
 class Answers(NamedTuple):
-    """What the loss of m samples of pairs is a function of; rows of chosen and of rejected answers alternate."""
+    """Inputs of the loss of m samples of pairs; rows of chosen and of rejected answers alternate."""
 
-    log_probabilities: Tensor  # (2m, s/c) of the tokens that follow, float32; 0 where there is none
-    answer: Tensor  # (2m, s/c) whether the token is of an answer
+    log_probabilities: Tensor  # (2m, s/c) of the next tokens, float32; 0 where there is none
+    answer: Tensor  # (2m, s/c) whether the token belongs to an answer
     reference: Tensor  # (2m, a) log ρ of each row's answers; zeros without a reference
-    numbers: Tensor | None = (
-        None  # (2m, s/c) the number in its row of a token's answer, negative for none; None: a is 1
-    )
+    # (2m, s/c) index in its row of each token's answer, negative if it has none; None: a is 1
+    numbers: Tensor | None = None
 
 
-class Form(NamedTuple):
-    """The fields of `objective` that a loss of pairs depends on, which are constants of a compiled one."""
+class LossSettings(NamedTuple):
+    """The fields of `objective` that the loss of pairs depends on; constants of a compiled loss."""
 
     kind: str
     loss: str
@@ -54,17 +53,17 @@ class Form(NamedTuple):
 def split_targets(
     targets: Tensor, length: int, prompts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """What the targets of a microbatch say.
+    """Split the targets of a microbatch into their parts.
 
     Args:
-        targets: (2b, s/c + 1) or (2b, 2·s/c + 1) from `step_functions.shard`: the tokens that follow, if pairs are packed the
-            numbers of their answers, and the row's number in the step.
+        targets: (2b, s/c + 1) or (2b, 2·s/c + 1) from `step_functions.shard`: the next tokens, the numbers of their answers if
+            pairs are packed, and the row's number in the step.
         length: s/c.
         prompts: whether the loss counts the tokens of prompts too.
 
     Returns:
-        (2b, s/c) ids of counted tokens, else IGNORE_INDEX; (2b, s/c) whether they are of an answer; (2b, s/c) numbers of answers
-        or None; (2b) numbers of rows.
+        (2b, s/c) ids of counted tokens, else IGNORE_INDEX; (2b, s/c) whether they belong to an answer; (2b, s/c) numbers of
+        answers or None; (2b) numbers of rows.
     """
     (following, *numbers), rows = targets[:, :-1].split(length, 1), targets[:, -1]
     answer = counted = following >= 0
@@ -75,12 +74,12 @@ def split_targets(
 
 
 def log_probabilities(losses: Tensor, numbers: Tensor | None, width: int) -> Tensor:
-    """log π (rows, a) of this rank's tokens of each answer, of their losses (rows, s/c)."""
+    """log π (rows, a) of this rank's tokens of each answer, from their losses (rows, s/c)."""
     return answer_sums(-losses, numbers, width)
 
 
 def rate(
-    form: Form,
+    settings: LossSettings,
     losses: Tensor,
     answer: Tensor,
     numbers: Tensor | None,
@@ -91,21 +90,21 @@ def rate(
     nll_weight: Tensor,
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """This context rank's part of the sums of `pair_losses`, all ranks having the same; and the weights of tokens in training.
+    """This context rank's equal share of the sums of `pair_losses`; in training also the weights of tokens.
 
     Args:
         losses: (2b, s/c) of tokens.
         answer, numbers, rows: from `split_targets`.
-        reference: log ρ of all of a step's rows and their answers; None: 0.
-        width: answers of a row.
+        reference: log ρ of the answers of all of a step's rows; None: 0.
+        width: answers per row.
 
     Returns:
-        sums (2 + metrics), and (2b, s/c) weights: the sum of losses by them has the gradient of the pairs' loss.
+        sums (2 + metrics), and weights (2b, s/c): the sum of token losses weighted by them has the gradient of the pairs' loss.
     """
     reference = losses.new_zeros(len(rows), width) if reference is None else reference[rows]
 
     def sums(losses: Tensor) -> tuple[Tensor, Tensor]:
-        found = pair_losses(form, Answers(-losses, answer, reference, numbers), context, nll_weight)
+        found = pair_losses(settings, Answers(-losses, answer, reference, numbers), context, nll_weight)
         return found[1], found
 
     if not training:
@@ -115,7 +114,7 @@ def rate(
 
 
 def with_value(weighted: Tensor, sums: Tensor) -> Tensor:
-    """The weighted sum of tokens' losses, for its gradient, with the value of the pairs' loss."""
+    """A tensor with the value of the pairs' loss and the gradient of the weighted sum of token losses."""
     return weighted + (sums[1] - weighted).detach()
 
 
@@ -129,20 +128,20 @@ def answer_sums(values: Tensor, numbers: Tensor | None, width: int) -> Tensor:
     if numbers is None:
         return values.sum(1, keepdim=True)
     rows = torch.arange(len(values), device=values.device)[:, None] * width
-    places, values = (rows + numbers.clamp(min=0)).flatten(), values.where(numbers >= 0, 0).flatten()
-    # One dimension, in which the sum is deterministic on a GPU if it has to be.
-    return values.new_zeros(len(rows) * width).index_add(0, places, values).view(-1, width)
+    indices, values = (rows + numbers.clamp(min=0)).flatten(), values.where(numbers >= 0, 0).flatten()
+    # Flat, because in one dimension index_add has a deterministic kernel on GPUs.
+    return values.new_zeros(len(rows) * width).index_add(0, indices, values).view(-1, width)
 
 
-def pair_losses(form: Form, answers: Answers, context: Axis, nll_weight: Tensor) -> Tensor:
+def pair_losses(settings: LossSettings, answers: Answers, context: Axis, nll_weight: Tensor) -> Tensor:
     """Number of pairs, their loss and the METRICS: sums (2 + metrics) over the pairs that have answers.
 
     Args:
-        nll_weight: 0-dim, weight of a token in the sum of NLLs, in pairs per token; read for orpo only.
+        nll_weight: 0-dim, weight of a token in the sum of NLLs, in pairs per token; used for orpo only.
     """
 
     def sums(values: Tensor) -> Tensor:
-        """Sums (2m, a) over the sequence, whose gradient is each rank's own."""
+        """Sums (2m, a) over the complete sequence, whose gradient covers this rank's tokens only."""
         local = answer_sums(values, answers.numbers, answers.reference.shape[1])
         return local + (collectives.all_reduce(local.detach(), context) - local.detach())
 
@@ -153,19 +152,19 @@ def pair_losses(form: Form, answers: Answers, context: Axis, nll_weight: Tensor)
     present = lengths[::2] > 0  # (m, a)
     lengths = lengths.clamp(min=1)
     delta = ratios[::2] - ratios[1::2]
-    beta = form.beta
+    beta = settings.beta
     reward = beta * delta
     nll = logs.new_zeros(())
-    if form.kind == "orpo":
+    if settings.kind == "orpo":
         mean = total / lengths
         odds = mean - torch.log1p(-mean.exp().clamp(max=1 - 1e-7))
         losses = -beta * F.logsigmoid(odds[::2] - odds[1::2])
         nll = -sums(logs)[::2].where(present, 0).sum() * nll_weight
         reward = beta * (mean[::2] - mean[1::2])
-    elif form.loss == "sigmoid":
-        smoothing = form.label_smoothing
+    elif settings.loss == "sigmoid":
+        smoothing = settings.label_smoothing
         losses = -(1 - smoothing) * F.logsigmoid(reward) - smoothing * F.logsigmoid(-reward)
-    elif form.loss == "hinge":
+    elif settings.loss == "hinge":
         losses = F.relu(1 - reward)
     else:
         means = ratios / lengths

@@ -1,6 +1,6 @@
 """Log-probabilities of a reference model: `python -m modeling.training.preference.reference`.
 
-Evaluates the answers of all preference pairs, of both splits, under the weights that the run starts from. Writes `reference.npz`:
+Evaluates the answers of all preference pairs of both splits under the weights that the run starts from. Writes `reference.npz`:
 for each split, log π(y) of each sequence's answer y, float32, in order of rows. One process per device, in the run's topology.
 """
 
@@ -18,7 +18,7 @@ import torch
 from modeling import exit_codes
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
-from modeling.data.prefetch import Batch, read_batch
+from modeling.data.prefetch import read_batch
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.training.checkpoints import load_base
@@ -30,10 +30,10 @@ log = logging.getLogger("trainshed")
 
 
 def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
-    """Log-probability of each sequence's answer, in order of rows, float32; every rank calls it, and gets all.
+    """Log-probability of each sequence's answer, in order of rows, float32. Called on every rank; each gets all of them.
 
     Args:
-        samples: in corpus order.
+        samples: samples in corpus order.
     """
     data, size = trainer.mesh.data, trainer.profile.train.global_batch_size // trainer.mesh.data.size
     count, rows = size * data.size, size * samples.rows_per_sample
@@ -41,14 +41,14 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
     passes = math.ceil(samples.windows / count)
     for index in range(passes):
         first = index * count + data.rank * size
-        # Beyond the end, samples start over.
-        batch = read_batch(trainer, samples, first, size) if trainer.reads_samples else Batch()
+        # Beyond the split's end, samples wrap around.
+        batch = read_batch(trainer, samples, first, size)
         sizes = samples.sizes(index * count, count)
         local = trainer.answer_log_probabilities(batch)[:, : sizes.max()].float().cpu()  # (rows, answers)
-        everyone = torch.zeros(rows * data.size, local.shape[1])
-        everyone[data.rank * rows : (data.rank + 1) * rows] = local
-        shared = np.array(trainer.sum_on_host(everyone))
-        found.append(shared[np.arange(shared.shape[1]) < sizes[:, None]])
+        padded = torch.zeros(rows * data.size, local.shape[1])  # with the rows of all data ranks
+        padded[data.rank * rows : (data.rank + 1) * rows] = local
+        everyone = np.array(trainer.sum_on_host(padded))
+        found.append(everyone[np.arange(everyone.shape[1]) < sizes[:, None]])
         if trainer.leader and (index + 1) * 10 // passes > index * 10 // passes:
             log.info(
                 f"reference: {min((index + 1) * count, samples.windows):,} of {samples.windows:,} samples"
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     with Trainer(profile, graphs, precompiled=precompiled) as trainer:
         optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)
         if profile.lora.rank:
-            load_base(options.weights, optimizer)  # adapters begin as zero
+            load_base(options.weights, optimizer)  # adapters are initially zero
         else:
             checkpoint.load(options.weights, optimizer, weights_only=True)
         cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)

@@ -1,8 +1,8 @@
 """Reference model of DPO in memory: a frozen second copy of the weights that a run starts from, which rates pairs in each step.
 
-Sharded like the model over tensor and pipeline ranks, and with FSDP. It has neither gradients nor optimizer states, and no
-checkpoint contains it: a run that resumes loads it again from the weights that it started from. Cost: the bytes of the weights,
-and one forward pass over each pair.
+Sharded like the model over tensor and pipeline ranks, and with FSDP. It has neither gradients nor optimizer states, and is not
+part of checkpoints: a resumed run loads it again from the weights that it started from. Cost: the memory of the weights, and one
+forward pass over each pair.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ReferenceModel:
     """A frozen copy of a rank's stages.
 
     Args:
-        stages: by number, without memory yet.
-        pipeline: of these stages; None without one.
+        stages: stages by number, whose parameters have no memory yet.
+        pipeline: the pipeline of these stages; None without pipeline parallelism.
 
     Attributes:
         weights: the shards of their weights, all frozen.
@@ -45,15 +45,15 @@ class ReferenceModel:
         self._loaded = False
 
     def load(self, weights: Location) -> None:
-        """Load the weights from a checkpoint of any topology. Collective; errors as for `checkpoint.load`."""
+        """Load the weights from a checkpoint of any topology. Collective; raises as `checkpoint.load`."""
         checkpoint.load_frozen(weights, self.weights)
         self._loaded = True
 
     @contextmanager
     def replacing(self, trainer: Trainer) -> Iterator[None]:
-        """Let a trainer compute with these stages instead of its own, for the block."""
+        """Make a trainer compute with these stages instead of its own within the block."""
         if not self._loaded:
-            raise RuntimeError("the reference model rates pairs before its weights were loaded")
+            raise RuntimeError("the reference model is used before its weights were loaded")
         own = trainer.stages, trainer.pipeline
         trainer.stages, trainer.pipeline = self.stages, self.pipeline
         try:
@@ -65,7 +65,7 @@ class ReferenceModel:
 
 @contextmanager
 def reference_weights(trainer: Trainer) -> Iterator[None]:
-    """Let a trainer compute with the reference model, for the block: its copy, or with LoRA the model without its updates."""
+    """Make a trainer compute with the reference model within the block: the copy, or with LoRA the model without its updates."""
     if trainer.reference_model is not None:
         with trainer.reference_model.replacing(trainer):
             yield

@@ -1,6 +1,6 @@
-"""Asynchronous tensor parallelism: torch merges this project's collectives and products, and the results stay the same.
+"""Asynchronous tensor parallelism: torch merges Trainshed's collectives and products with unchanged results.
 
-Without a GPU, torch's merged operators run as the collective and the product one after the other.
+Without a GPU, torch's merged operators run the collective and the product one after the other.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ def train(layers: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def compare() -> Counter[str]:
-    """Train compiled and eager layers. Returns how many merged operators of each kind ran."""
+    """Train compiled and eager layers. Returns the number of calls of each merged operator."""
     torch.manual_seed(0)
     called: Counter[str] = Counter()
     library = torch.library.Library("symm_mem", "IMPL")

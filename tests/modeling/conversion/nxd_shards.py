@@ -1,4 +1,4 @@
-"""NxD shards in all forms, built from a Hugging Face model by the description of the format, independently of `modeling`."""
+"""NxD shards in all forms, built from a Hugging Face model according to the format's description, independently of `modeling`."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def with_megatron_names(shard: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save(shards: Mapping[tuple[int, int], Mapping[str, Tensor]], pattern: str, folder: Path) -> Path:
-    """Write each rank's shard with torch.save to `pattern`, a format string of t and p."""
+    """Write each rank's shard with torch.save to `pattern`, a format string with t and p."""
     for (t, p), state in shards.items():
         path = folder / pattern.format(t=t, p=p)
         path.parent.mkdir(parents=True, exist_ok=True)

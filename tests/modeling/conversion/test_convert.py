@@ -128,7 +128,7 @@ def test_hugging_face_round_trips_through_a_topology(make, tmp_path, monkeypatch
 
 
 def test_float8_weights_with_block_scales_are_read_as_bf16(tmp_path):
-    """As DeepSeek-V3 is published: blocks of 128, some smaller, and a module that predicts further tokens as one more layer."""
+    """As published for DeepSeek-V3: blocks of 128, some smaller, and a module for multi-token prediction as an extra layer."""
     config = copy.deepcopy(DEEPSEEK)
     config.update({"hidden_size": 136, "q_lora_rank": 130})
     torch.manual_seed(0)
@@ -179,8 +179,8 @@ def save_trained(folder: Path, case: Case) -> None:
         trainer.mesh.close()
 
 
-def test_checkpoint_of_fsdp_converts_as_that_of_zero1(pool, tmp_path):
-    """Four ranks, two of which share out the parameters of a tensor rank."""
+def test_fsdp_checkpoint_converts_like_a_zero1_checkpoint(pool, tmp_path):
+    """On four ranks, of which two shard the parameters of a tensor rank."""
     for sharding in ("fsdp", "zero1"):
         case = Case(tensor=2, data=2, sharding=sharding)
         pool.run(save_trained, case.world, folder=tmp_path / sharding, case=case)
@@ -213,9 +213,8 @@ def test_split_checkpoint_has_one_file_per_rank(llama, tmp_path):
             assert len(stored.boxes) == len(files) == 4
             assert {box.sizes for box in stored.boxes} == {(stored.shape[0] // 4, stored.shape[1])}
             assert files == {f"__{rank}_0.distcp" for rank in range(4)}
-        if (
-            "layers.2" in name and ".qkv.k." in name
-        ):  # two KV heads on four ranks: the first rank of each pair writes them
+        # two KV heads on four ranks: written by the first rank of each pair
+        if "layers.2" in name and ".qkv.k." in name:
             assert files == {"__4_0.distcp", "__6_0.distcp"}
 
 
@@ -299,7 +298,7 @@ def test_corrupted_file_is_named(name, llama):
         formats.read(llama, None, None)
 
 
-def test_invalid_config_beside_the_weights_is_named_as_one_of_the_source(llama):
+def test_invalid_config_beside_the_weights_is_reported_for_the_source(llama):
     (llama / "config.json").write_text("{")
     with pytest.raises(ProfileError, match=r"SOURCE = .*config\.json: cannot be used"):
         formats.read(llama, None, None)
@@ -417,7 +416,7 @@ for source, kind in (("hf", "trainshed"), ("hf", "nxd"), ("out-trainshed", "hf")
 
 
 def test_memory_is_bounded_by_the_budget(tmp_path):
-    """200 MB of bf16, most of it in two tensors that are larger than the budget; bounded in all three formats."""
+    """For 200 MB of bf16, mostly in two tensors larger than the budget, in all three formats."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 100_000}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     shapes = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "vocab_size": 8})).state_dict()

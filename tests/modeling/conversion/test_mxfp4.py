@@ -1,4 +1,4 @@
-"""GPT-OSS in MXFP4, as it is published: dequantized as transformers does, converted to any topology, corrupted files rejected."""
+"""GPT-OSS in MXFP4, as published: dequantized like transformers, converted to any topology, corrupted files rejected."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ NAME = "model.layers.1.mlp.experts.gate_up_proj"
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
-    """A folder as the hub has it: experts as blocks and scales in two files, everything else in bf16."""
+    """A folder as on the hub: experts as blocks and scales in two files, everything else in bf16."""
     torch.manual_seed(0)
     model = GptOssForCausalLM(CONFIG).bfloat16()
     with torch.no_grad():
@@ -65,7 +65,7 @@ def published(tmp_path_factory) -> Path:
 
 
 def assert_equals_transformers(blocks: torch.Tensor, scales: torch.Tensor) -> None:
-    """Bit for bit; where transformers has NaN, any NaN."""
+    """Bit for bit, except that any NaN equals another."""
     found = mxfp4.dequantize(blocks, scales)
     expected = convert_moe_packed_tensors(blocks, scales).transpose(1, 2).contiguous()
     assert found.dtype == expected.dtype
@@ -75,7 +75,7 @@ def assert_equals_transformers(blocks: torch.Tensor, scales: torch.Tensor) -> No
 
 
 def test_every_byte_with_every_scale_equals_transformers_dequantization():
-    """Subnormal numbers, negative zeros and infinities too."""
+    """Including subnormal numbers, negative zeros and infinities."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(256, 16, 16)
     assert_equals_transformers(
         blocks[:, None], torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, 1, 16)
@@ -95,7 +95,7 @@ def test_any_shape_equals_transformers_dequantization(shape, scales, seed):
 
 
 def test_published_checkpoint_converts_to_transformers_weights_and_logits(published, tmp_path, caplog):
-    """Through tensor ranks whose columns end within a block of 32."""
+    """With tensor ranks whose columns end within a block of 32."""
     caplog.set_level("INFO", "trainshed")
     theirs = AutoModelForCausalLM.from_pretrained(published, dtype=torch.bfloat16).eval()
     expected = theirs.state_dict()
@@ -123,7 +123,7 @@ def test_published_checkpoint_converts_to_transformers_weights_and_logits(publis
 
 
 def test_only_the_slices_that_are_read_are_dequantized(published, tmp_path, monkeypatch):
-    """The memory of a conversion does not depend on the size of the experts."""
+    """A conversion's memory does not depend on the size of the experts."""
     counts = []
 
     def counted(blocks, scales):
@@ -134,11 +134,11 @@ def test_only_the_slices_that_are_read_are_dequantized(published, tmp_path, monk
     monkeypatch.setattr(mxfp4, "dequantize", counted)
     monkeypatch.setattr(Options, "slice_bytes", 1024)  # 5 rows of 96 columns, of which a slice has 48
     convert(published, tmp_path / "split", Options("trainshed", tensor=2))
-    assert max(counts) * 2 <= 1024 * 4 / 3  # blocks of 32 columns that begin and end outside the slice
+    assert max(counts) * 2 <= 1024 * 4 / 3  # the slice's blocks of 32 columns extend beyond it
     assert sum(counts) > EXPERTS * LAYERS * 3 * HIDDEN * WIDTH
 
 
-def test_a_slice_of_any_columns_is_that_of_the_weight(published):
+def test_slice_of_any_columns_equals_that_of_the_complete_weight(published):
     weights = formats.read(published, None, None)
     for name in ("layers.0.mlp.down.3.weight", "layers.1.mlp.gate_up.2.up.weight"):
         rows, columns = weights.shapes[name]
@@ -201,7 +201,7 @@ def test_blocks_and_scales_that_do_not_fit_are_rejected_by_name(change, message,
 
 
 @pytest.mark.parametrize("scale", [254, 255])
-def test_weights_that_are_not_finite_end_the_conversion(scale, published, tmp_path):
+def test_weights_that_are_not_finite_are_rejected(scale, published, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "corrupted"))
     _edit(
         folder,

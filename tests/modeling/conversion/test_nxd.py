@@ -206,7 +206,7 @@ def integer_norm(shards):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("corrupt", "message"),
     [
         (too_many_replicas, "repeat 2 KV heads 2 times, more than their 2 tensor ranks"),
         (half_of_q, "hold 4 of the model's 8 query heads"),
@@ -223,8 +223,8 @@ def integer_norm(shards):
         ),
     ],
 )
-def test_incomplete_or_unknown_tensors_are_rejected_by_name(damage, message, config, tmp_path):
-    shards = damage(nxd_shards.shards(nxd_shards.model(), 2, ONE_STAGE))
+def test_incomplete_or_unknown_tensors_are_rejected_by_name(corrupt, message, config, tmp_path):
+    shards = corrupt(nxd_shards.shards(nxd_shards.model(), 2, ONE_STAGE))
     with pytest.raises(ValueError, match=message):
         formats.read(nxd_shards.save(shards, FILE, tmp_path / "nxd"), config, "trn1")
 

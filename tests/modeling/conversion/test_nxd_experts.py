@@ -1,4 +1,4 @@
-"""NxD shards of Mixtral and DBRX: read from every form that NxD writes, written as its layers hold them."""
+"""NxD shards of Mixtral and DBRX: read in every form that NxD writes, written in the form of its layers."""
 
 import json
 import sys
@@ -55,7 +55,7 @@ def dbrx_name(name: str) -> str:
 
 
 def experts() -> list[dict[str, Tensor]]:
-    """Of each layer: router (E, h), w1 and w3 (E, f, h), w2 (E, h, f)."""
+    """Weights of each layer: router (E, h), w1 and w3 (E, f, h), w2 (E, h, f)."""
     torch.manual_seed(1)
     shapes = {
         "router": (EXPERTS, HIDDEN),
@@ -67,7 +67,7 @@ def experts() -> list[dict[str, Tensor]]:
 
 
 def model(family: str) -> dict[str, Tensor]:
-    """The weights by the names of Hugging Face's files."""
+    """The weights by their names in Hugging Face's files."""
     weights = {name: tensor for name, tensor in nxd_shards.model().items() if ".mlp." not in name}
     for layer, own in enumerate(experts()):
         if family == "mixtral":
@@ -94,7 +94,7 @@ def model(family: str) -> dict[str, Tensor]:
 def shards(
     family: str, tensor: int, stages: list[range], expert_ranks: int = 1, converter: bool = False
 ) -> Files:
-    """Every rank's tensors by file name, as NxD's layers hold them, or as its converter of Mixtral writes them."""
+    """Every rank's tensors by file name, in the form of NxD's layers, or of its converter for Mixtral."""
     files: Files = {}
     for (t, p), dense in nxd_shards.shards(nxd_shards.model(), tensor, stages).items():
         others = {name: value for name, value in dense.items() if ".mlp." not in name}
@@ -136,17 +136,17 @@ def config_of(family: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("tensor", "stages", "expert_ranks"), [(1, ONE_STAGE, 1), (4, TWO_STAGES, 2)])
-def test_shards_of_experts_read_to_the_weights(family, tensor, stages, expert_ranks, tmp_path):
+def test_shards_of_experts_are_read(family, tensor, stages, expert_ranks, tmp_path):
     folder = save(shards(family, tensor, stages, expert_ranks), tmp_path / "nxd")
     assert_equal(formats.read(folder, config_of(family, tmp_path), "trn1"), model(family))
 
 
-def test_untransposed_shards_of_nxds_converter_of_mixtral_read_to_the_weights(tmp_path):
+def test_untransposed_shards_of_nxds_mixtral_converter_are_read(tmp_path):
     folder = save(shards("mixtral", 2, ONE_STAGE, 2, converter=True), tmp_path / "nxd")
     assert_equal(formats.read(folder, config_of("mixtral", tmp_path), None), model("mixtral"))
 
 
-def test_names_of_megatron_read_to_the_weights(tmp_path):
+def test_shards_with_megatron_names_are_read(tmp_path):
     files = {
         name: {
             key.replace(".mlp.", ".mlp.moe."): value
@@ -161,8 +161,8 @@ def test_names_of_megatron_read_to_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_written_shards_are_what_nxds_layers_hold(family, tensor, tmp_path, monkeypatch):
-    """In slices of fewer rows than an expert has, through a checkpoint for other ranks, and back."""
+def test_written_shards_have_the_form_of_nxds_layers(family, tensor, tmp_path, monkeypatch):
+    """In slices with fewer rows than an expert, through a checkpoint for other ranks, and back."""
     monkeypatch.setattr(Options, "slice_bytes", 1500)
     source, config = save(shards(family, 1, ONE_STAGE), tmp_path / "one"), config_of(family, tmp_path)
     convert(source, tmp_path / "split", Options("trainshed", config, tensor=2, pipeline=2))
@@ -182,7 +182,7 @@ class TensorReference:
 
 
 def test_other_expert_ranks_files_need_no_shared_tensors(tmp_path, monkeypatch):
-    """In the xser form they refer to tensors that only the first rank's folder has."""
+    """In the xser form they refer to tensors that only the first rank's folder contains."""
     for name in ("torch_xla", "torch_xla.utils", "torch_xla.utils.serialization"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["torch_xla.utils.serialization"].TensorReference = TensorReference
@@ -218,7 +218,7 @@ def of_another_width(files: Files) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("corrupt", "message"),
     [
         (
             without_last_rank,
@@ -228,16 +228,16 @@ def of_another_width(files: Files) -> None:
         (of_another_width, r"gate_up_proj\.weight has shape \(2, 32, 94\)"),
     ],
 )
-def test_incomplete_experts_are_rejected_by_name(damage, message, tmp_path):
+def test_incomplete_experts_are_rejected_by_name(corrupt, message, tmp_path):
     files = shards("mixtral", 1, ONE_STAGE, 2)
-    damage(files)
+    corrupt(files)
     with pytest.raises(ValueError, match=message):
         formats.read(save(files, tmp_path / "nxd"), config_of("mixtral", tmp_path), None)
 
 
-def test_square_experts_are_rejected_since_their_shape_shows_no_orientation(tmp_path):
+def test_square_experts_are_rejected_because_their_shape_is_ambiguous(tmp_path):
     stored = nxd_experts.LazyTensor((EXPERTS, HIDDEN, 2 * HIDDEN), torch.bfloat16, lambda: torch.empty(0))
     config = config_of("mixtral", tmp_path)
     config.write_text(json.dumps({**MIXTRAL, "intermediate_size": HIDDEN}))
-    with pytest.raises(ValueError, match=r"both 32, so its shape does not show who wrote it"):
+    with pytest.raises(ValueError, match=r"both 32, so its shape does not show whether"):
         [*nxd_experts.parts(GATE_UP, stored, formats.read_config(config), 0, 1, 0, 1)]

@@ -44,21 +44,21 @@ def adapters() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 def shards(tensor: int, *, base: bool) -> dict[tuple[int, int], dict[str, object]]:
-    """What NxD writes: each factor is split as the weight would be, or the same on every rank."""
+    """Shards as NxD writes them: each factor is split like the weight, or replicated."""
     weights, (a, b) = nxd_shards.model(), adapters()
-    # A weight's rows are split like those of B, its columns like those of A; the other factor is whole.
+    # A weight split by rows splits B and replicates A; one split by columns splits A and replicates B.
     columns = [name for name in a if name.endswith(("o_proj.weight", "down_proj.weight"))]
     factors = {name: (a if name in columns else b)[name] for name in a}
     split = nxd_shards.shards({**weights, **factors}, tensor, STAGES)
     found = {}
-    for ranks, whole in nxd_shards.shards(weights, tensor, STAGES).items():
+    for ranks, shard in nxd_shards.shards(weights, tensor, STAGES).items():
         state: dict[str, object] = {"lora_config": CONFIGURATION}
-        for key, tensor_ in whole.items():
+        for key, weight in shard.items():
             layer, _, name = key.rpartition(".")
             if "_proj" not in layer:
-                state |= {key: tensor_} if base else {}
+                state |= {key: weight} if base else {}
                 continue
-            state |= {f"{layer}.base_layer.{name}": tensor_} if base else {}
+            state |= {f"{layer}.base_layer.{name}": weight} if base else {}
             by_columns = layer.endswith(("o_proj", "down_proj"))
             first = layer.replace("qkv_proj", "q_proj").replace("gate_up_proj", "gate_proj") + ".weight"
             state[f"{layer}.lora_A.weight"] = split[ranks][key] if by_columns else a[first]
@@ -104,7 +104,7 @@ def test_adapters_are_merged_and_written_for_peft(folder, tensor):
             expected = (weight.float() + b[name] @ a[name] * (ALPHA / RANK)).bfloat16()
         torch.testing.assert_close(found[name], expected, rtol=1e-2, atol=1e-3)
     again = Options("hf", config, adapters=folder / "peft")
-    convert(folder / "hf", folder / "twice", again)  # PEFT's folder merges alike
+    convert(folder / "hf", folder / "twice", again)  # from PEFT's folder
     assert len([*PeftAdapters(folder / "peft", read_adapters(nxd, config, "trn1").model)]) == 7 * LAYERS
 
 

@@ -142,7 +142,7 @@ def test_weighted_sources_are_read_at_their_shares_for_any_size(tmp_path):
         assert starts[:windows].tolist() != starts[windows : 2 * windows].tolist()
 
 
-def test_a_change_of_the_mixture_continues_each_source_and_any_sample_can_be_read_first(tmp_path):
+def test_mixture_change_continues_each_source_whichever_sample_is_read_first(tmp_path):
     sources = [{"weight": 3, "shards": 1}, {"weight": None, "shards": 1}, {"weight": 1, "shards": 1}]
     corpus = Corpus.open(write_dataset(tmp_path, np.arange(4000), [1000, 3000], blend=sources), "train")
     changes = [(50, {0: 1.0, 2: 3.0}), (130, {0: 0.0, 2: 1.0})]
@@ -152,13 +152,10 @@ def test_a_change_of_the_mixture_continues_each_source_and_any_sample_can_be_rea
     assert [is_last[a:b].mean() for a, b in ((0, 48), (50, 130), (130, 200))] == [0.25, 0.75, 1.0]
     unchanged = Samples(corpus, 10, 3).window_starts(np.arange(600))
     assert starts[:50].tolist() == unchanged[:50].tolist()
-    for source in (
-        starts[~is_last],
-        starts[is_last],
-    ):  # the windows of each source in their order, none twice and none skipped
+    for source in (starts[~is_last], starts[is_last]):  # in order, no window repeated or skipped
         expected = unchanged[(unchanged >= 3000) == (source[0] >= 3000)]
         assert source.tolist() == expected[: len(source)].tolist()
-    for first in (0, 49, 50, 51, 129, 130, 199):  # as a run that resumes there
+    for first in (0, 49, 50, 51, 129, 130, 199):  # as in a run that resumes there
         assert Samples(corpus, 10, 3, changes).window_starts(np.array([first])) == starts[first]
     from_the_start = Samples(corpus, 10, 3, [(0, {0: 0.0, 2: 1.0})])
     assert (from_the_start.window_starts(np.arange(40)) >= 3000).all()

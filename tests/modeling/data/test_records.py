@@ -27,11 +27,11 @@ def test_packing_places_each_sequence_once_and_needs_few_rows(lengths):
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     filled = [sum(lengths[i] for i in row) for row in rows]
     assert all(size <= 16 for size in filled)
-    assert sum(size <= 8 for size in filled) <= 1  # two rows that fit into one would have been one
+    assert sum(size <= 8 for size in filled) <= 1  # two such rows would have been packed into one
 
 
 @given(st.lists(st.tuples(st.integers(2, 16), st.integers(2, 16)), max_size=40))
-def test_packing_of_pairs_places_both_of_each_in_the_rows_of_one_sample(lengths):
+def test_packing_places_both_sequences_of_a_pair_in_one_sample(lengths):
     rows = pack_pairs(np.array(lengths, np.int64).flatten(), 16)
     assert sorted(i for row in rows for i in row) == list(range(2 * len(lengths)))
     assert [[i + 1 for i in row] for row in rows[::2]] == rows[1::2]
@@ -39,7 +39,7 @@ def test_packing_of_pairs_places_both_of_each_in_the_rows_of_one_sample(lengths)
     filled = [sum(flat[i] for i in row) for row in rows]
     assert all(size <= 16 for size in filled)
     half_empty = [max(pair) <= 8 for pair in zip(filled[::2], filled[1::2], strict=True)]
-    assert sum(half_empty) <= 1  # two samples that fit into one would have been one
+    assert sum(half_empty) <= 1  # two such samples would have been packed into one
 
 
 def make(folder, sequences, packed, rows_per_sample=1, seed=None):
@@ -64,11 +64,11 @@ def make(folder, sequences, packed, rows_per_sample=1, seed=None):
 
 
 def sequences(*lengths):
-    """Of consecutive ids, of which the first two are a prompt."""
+    """Sequences of consecutive ids, of which the first two are the prompt."""
     return [[(10 * n + i, i > 1) for i in range(length)] for n, length in enumerate(lengths, 1)]
 
 
-def test_packed_rows_hold_their_sequences_whole_and_know_what_counts(tmp_path):
+def test_packed_rows_contain_complete_sequences_and_their_counts(tmp_path):
     samples = make(tmp_path, sequences(5, 3, 7, 4), packed=True)
     assert samples.windows == 3
     assert samples.batch(0, 3).tolist() == [
@@ -82,7 +82,7 @@ def test_packed_rows_hold_their_sequences_whole_and_know_what_counts(tmp_path):
     assert samples.prompt(1).tolist() == [10, 11]
 
 
-def test_every_row_is_read_once_an_epoch_in_an_order_of_the_seed(tmp_path):
+def test_every_row_is_read_once_per_epoch_in_the_order_of_the_seed(tmp_path):
     samples = make(tmp_path, sequences(5, 3, 7, 4), packed=False, seed=3)
     first = [row[0] for row in samples.batch(0, 4).tolist()]
     assert sorted(first) == [~40, ~30, ~20, ~10]
@@ -99,7 +99,7 @@ def test_a_pair_is_two_rows(tmp_path):
     assert samples.references(1, 1).tolist() == [[-3.0], [-4.0]]
 
 
-def test_packed_pairs_know_their_answers_and_how_many_they_are(tmp_path):
+def test_packed_pairs_have_numbers_and_counts_of_answers(tmp_path):
     samples = make(tmp_path, sequences(3, 2, 7, 8, 4, 6), packed=True, rows_per_sample=2)
     assert samples.windows == 2
     assert samples.batch(0, 2)[:, :7:6].tolist() == [[~10, 53], [~20, 64], [~30, 36], [~40, 46]]

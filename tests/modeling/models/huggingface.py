@@ -26,14 +26,14 @@ def boxes(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, Box]]:
 
 
 def to_our_names(model: Model, names: list[str], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors, as in a model or in its files, under our names."""
+    """Hugging Face tensors, named as in a model or in its files, under our names."""
     tensors = as_stored(model.architecture, tensors)
     stored = {name: families.huggingface_tensor(model, name) for name in names}
     return {name: where.read(tensors[where.name]) for name, where in stored.items()}
 
 
 def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors as its files hold them: each expert apart, which transformers fuses in memory."""
+    """A model's tensors as stored in its files: one per expert, where transformers fuses experts in memory."""
     layer = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp", "deepseek_v3": "mlp"}.get(architecture)
     if layer is None:
         return tensors

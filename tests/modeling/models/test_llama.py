@@ -50,7 +50,7 @@ CASES = {
     "linear rope": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
     "llama3 rope": {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}},
     "yarn rope": {"rope_parameters": {**YARN, "rope_theta": 10000.0}},
-    "yarn rope, whole pairs": {"rope_parameters": {**YARN, "truncate": True, "rope_theta": 150000.0}},
+    "yarn rope, truncated": {"rope_parameters": {**YARN, "truncate": True, "rope_theta": 150000.0}},
     "as llama 3.1": {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}, "num_key_value_heads": 1},
     "as deepseek-coder": {
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
@@ -140,7 +140,7 @@ EXPERTS = {
             **DEEPSEEK, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, **MAGNITUDES}
         ),
     ),
-    "deepseek_v3, queries of no latent, one group": (
+    "deepseek_v3, no query latent, one group": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config(
             **{**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}

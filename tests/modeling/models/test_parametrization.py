@@ -1,9 +1,10 @@
-"""Parametrization: initial weights, rates and decay of every group, and that the best rate does not move with width."""
+"""Parametrization: initial weights, rates and decay of every group, and a best rate that is independent of width."""
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from modeling.data.prefetch import Batch
 from modeling.models.build import build_optimizer
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
@@ -33,7 +34,7 @@ def profile(width: int, rate: float = 1e-2, layers: int = 2, decay: float = 0.0,
 
 
 def test_scale_rate_and_decay_of_every_group():
-    """A model 4 times as wide and 3 times as deep as its base, whose optimizer's first step moves a weight by its rate."""
+    """A model 4 times as wide and 3 times as deep as its base; the first Adam step moves a weight by its rate."""
     base = {"parametrization": "completep", "base_hidden_size": 32, "base_num_hidden_layers": 2}
     m, depth, rate, decay = 4, 3, 1e-3, 0.1
     run = profile(128, rate, layers=6, decay=decay, tie_word_embeddings=True, **base)
@@ -66,7 +67,7 @@ def test_scale_rate_and_decay_of_every_group():
     assert torch.equal(before["norm.weight"], torch.full((128,), 1 / m))
 
 
-def test_a_base_is_needed_and_only_with_a_parametrization():
+def test_base_sizes_are_required_with_a_parametrization_and_invalid_without():
     sizes = profile(32).model.model_dump(
         exclude={"parametrization", "base_hidden_size", "base_num_hidden_layers"}
     )
@@ -82,7 +83,7 @@ def test_a_base_is_needed_and_only_with_a_parametrization():
 
 
 def batch(step: int) -> torch.Tensor:
-    """Sequences in which a token is mostly a fixed function of the one before."""
+    """Sequences in which a token is mostly a fixed function of the previous one."""
     order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
@@ -99,7 +100,7 @@ def final_loss(run: Profile) -> float:
         optimizer = make_optimizer(trainer)
         for step in range(1, STEPS + 1):
             optimizer.begin_step(1)
-            losses.append(trainer.forward_backward(batch(step), 1 / (BATCH * SEQUENCE)).item())
+            losses.append(trainer.forward_backward(Batch(batch(step)), 1 / (BATCH * SEQUENCE)).item())
             optimizer.step(run.train.learning_rate)
     return sum(losses[-8:]) / 8
 
@@ -109,9 +110,9 @@ def best_rate(width: int, exponents: range, **model: object) -> int:
     return min(exponents, key=lambda e: final_loss(profile(width, 2.0**e, **model)))
 
 
-def test_the_best_rate_holds_at_eight_times_the_width():
+def test_best_rate_is_the_same_at_eight_times_the_width():
     base = best_rate(BASE, range(-8, -5))
     mup = {"parametrization": "mup", "base_hidden_size": BASE}
     assert base == -7
     assert abs(best_rate(WIDE, range(-9, -5), **mup) - base) <= 1
-    assert best_rate(WIDE, range(-9, -6)) <= base - 2  # standard: four times as low, or lower still
+    assert best_rate(WIDE, range(-9, -6)) <= base - 2  # standard: at most a quarter

@@ -90,14 +90,13 @@ def test_flops_count_the_keys_in_a_sliding_window():
         for change in ((), ("model.architecture=mistral", "model.sliding_window=1024"))
     )
     s, w, width, layers = 8192, 1024, 4096, 32
-    hidden = (
-        12 * layers * width * (s / 2 - (w - w**2 / (2 * s)))
-    )  # keys that are not seen: 2 products, 3 times
-    assert full.flops_per_token - windowed.flops_per_token == pytest.approx(hidden)
+    hidden_keys = s / 2 - (w - w**2 / (2 * s))
+    flops = 12 * layers * width * hidden_keys  # of 2 products, which count 3 times in training
+    assert full.flops_per_token - windowed.flops_per_token == pytest.approx(flops)
     assert full.step_seconds > windowed.step_seconds
 
 
-def test_only_updates_of_lora_have_gradients_and_operators_count_the_flops_of_experts_with_updates():
+def test_lora_plans_gradients_of_updates_only_and_counts_the_flops_of_updated_experts():
     alone = (
         "parallel.tensor=1",
         "parallel.data_sharding=none",
@@ -150,7 +149,7 @@ def test_auto_recomputation_differs_by_stage_and_is_faster_than_one_mode(tensor)
 
 
 def test_auto_recomputation_of_layers_of_two_kinds_mixes_the_modes():
-    """Of GPT-OSS, whose layers have a window and none in turn, and of DeepSeek, whose first are dense."""
+    """For GPT-OSS, whose layers alternate between window and none, and DeepSeek, whose first layers are dense."""
     for name, modes in (("gpt-oss-20b", set(MODES)), ("deepseek-v3", {"full", "none"})):
         cache = {}
         chosen = resolve_auto(resolve.load(name, ["train.recompute=auto"]), cache)
@@ -262,7 +261,7 @@ def test_search_proposes_fsdp_on_chips_with_its_reasons():
     assert "slower" in text
 
 
-def test_links_follow_from_where_a_group_is():
+def test_links_follow_from_the_position_of_a_group():
     hybrid = [
         "parallel.data_sharding=fsdp",
         "parallel.shard_degree=16",
@@ -275,12 +274,12 @@ def test_links_follow_from_where_a_group_is():
     assert bandwidth(profile, "tensor") == pytest.approx(0.6 * trn2.bandwidth / 2)
     assert bandwidth(profile, "data") == pytest.approx(0.6 * trn2.link)
     assert bandwidth(profile, "replica") == pytest.approx(0.3 * trn2.network)
-    # A group with 16 ranks a node has 16 devices' share of the network.
-    whole = with_value(profile, "parallel.shard_degree", None)
-    assert bandwidth(whole, "data") == pytest.approx(0.3 * 16 * trn2.network)
+    # A group with 16 ranks per node has 16 devices' share of the network.
+    across_nodes = with_value(profile, "parallel.shard_degree", None)
+    assert bandwidth(across_nodes, "data") == pytest.approx(0.3 * 16 * trn2.network)
 
 
-def test_planned_step_follows_a_calibration_that_this_machine_measures(tmp_path, monkeypatch):
+def test_planned_step_uses_the_calibration_measured_on_this_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     profile = case(CASES["one process"])
     without = plan(profile)
@@ -301,8 +300,8 @@ def test_planned_step_follows_a_calibration_that_this_machine_measures(tmp_path,
     assert plan(profile).step_seconds == pytest.approx(2 * planned.step_seconds)
 
 
-def test_calibration_measures_fp8_where_the_device_has_it(monkeypatch):
-    """By torch's product on the CPU, which no profile can use there."""
+def test_calibration_measures_fp8_if_the_device_supports_it(monkeypatch):
+    """With torch's product on the CPU, which no profile can use there."""
     called, multiply = [], Float8.multiply
 
     def recorded(products, *given, **options):

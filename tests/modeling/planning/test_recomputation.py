@@ -1,4 +1,4 @@
-"""The chosen activation checkpointing against all mixes of modes, of a few layers of several kinds."""
+"""The chosen activation checkpointing against all mixes of modes, for a few layers of several kinds."""
 
 from itertools import product
 
@@ -15,7 +15,7 @@ BYTES = st.integers(0, 9)
 
 @st.composite
 def kinds(draw):
-    """Costs by mode: what saves less needs no less on top of it; the times are arbitrary."""
+    """Costs by mode: a mode that saves fewer bytes needs no fewer in addition; times are arbitrary."""
     saved = sorted((draw(BYTES) for _ in MODES), reverse=True)
     tops = sorted(draw(BYTES) for _ in MODES)
     return {
@@ -28,7 +28,7 @@ def kinds(draw):
 
 @st.composite
 def ranks(draw):
-    """The stages of a rank: six layers at most, of one to three kinds."""
+    """The stages of a rank: at most six layers of one to three kinds."""
     several = draw(st.lists(kinds(), min_size=1, max_size=3))
     lengths = draw(st.sampled_from([(1,), (3,), (5,), (6,), (1, 2), (2, 3), (3, 3), (2, 1, 2)]))
     return [[draw(st.sampled_from(several)) for _ in range(length)] for length in lengths]
@@ -39,7 +39,7 @@ def cost(layer):
 
 
 def total(stages, mix):
-    """Seconds, bytes moved, and working memory as a function of the microbatches, of modes by stage."""
+    """Seconds and bytes moved with the modes of each stage, and the chosen layers' costs."""
     chosen = [
         [layer[mode] for layer, mode in zip(*pair, strict=True)] for pair in zip(stages, mix, strict=True)
     ]
@@ -64,8 +64,8 @@ def test_choice_fits_if_any_mix_does_and_costs_no_more_than_any_other(stages, mi
         assert working == min(eager_working_bytes(other, microbatches) for _, other in every)
 
 
-def test_mixes_of_about_the_least_cost_have_the_fewest_changes_of_the_mode():
-    """Selective checkpointing of the second kind saves as much at 1/1000 less."""
+def test_among_mixes_near_the_least_cost_the_fewest_mode_changes_are_chosen():
+    """Selective checkpointing of the second kind saves as many bytes at a cost lower by 1/1000."""
     one, other = (
         {
             mode: LayerCosts(size, size, size, {}, 0, {"context": seconds})

@@ -1,4 +1,4 @@
-"""The fitted law against a planted one: forecasts, their intervals, optimal sizes, and what cannot be fitted."""
+"""The fitted law against a planted one: forecasts, their intervals, optimal sizes, and rejected rungs."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ DRAWS = 60
 
 
 def ladder(noise: float = 0.0, seed: int = 0) -> list[Observation]:
-    """Nine rungs: three sizes and three lengths, with noise of heavy tails on their losses."""
+    """Nine rungs: three sizes and three lengths, with heavy-tailed noise on their losses."""
     chance = np.random.default_rng(seed)
     return [
         Observation(n, d, float(PLANTED.loss(n, d) * np.exp(noise * chance.standard_t(4) / 2**0.5)))
@@ -21,7 +21,7 @@ def ladder(noise: float = 0.0, seed: int = 0) -> list[Observation]:
     ]
 
 
-def test_the_planted_law_is_found_without_noise():
+def test_planted_law_is_recovered_without_noise():
     found = fit(ladder(), draws=DRAWS)
     n, d = 12e6, 5.4e8  # 8 times the compute of the largest rung
     assert float(found.law.loss(n, d)) == pytest.approx(float(PLANTED.loss(n, d)), rel=3e-3)
@@ -29,7 +29,7 @@ def test_the_planted_law_is_found_without_noise():
     assert low < float(PLANTED.loss(n, d)) < high
 
 
-def test_intervals_contain_noisy_outcomes_and_an_outlier_does_not_decide():
+def test_intervals_contain_noisy_outcomes_and_an_outlier_has_little_effect():
     n, d = 12e6, 5.4e8
     truth = float(PLANTED.loss(n, d))
     contained = []
@@ -43,7 +43,7 @@ def test_intervals_contain_noisy_outcomes_and_an_outlier_does_not_decide():
     assert float(fit(bad, draws=DRAWS).law.loss(n, d)) == pytest.approx(truth, rel=0.02)
 
 
-def test_the_optimum_minimises_the_loss_of_a_budget():
+def test_optimum_minimises_the_loss_for_a_budget():
     flops = 1e16
     n, d = PLANTED.optimum(flops)
     assert 6 * n * d == pytest.approx(flops)
@@ -51,7 +51,7 @@ def test_the_optimum_minimises_the_loss_of_a_budget():
         assert PLANTED.loss(n * factor, d / factor) > PLANTED.loss(n, d)
 
 
-def test_a_forecast_has_a_backtest_and_says_what_more_compute_buys():
+def test_forecast_has_a_backtest_and_the_gain_of_more_compute():
     found = forecasts.forecast(ladder(0.002), 12e6, 5.4e8)
     assert found["extrapolation"] == pytest.approx(12e6 * 5.4e8 / (4e6 * 2e8))
     assert [row["tokens"] for row in found["lengths"]][-1] == 5.4e8
@@ -64,19 +64,19 @@ def test_a_forecast_has_a_backtest_and_says_what_more_compute_buys():
 
 
 @pytest.mark.parametrize(
-    ("observations", "says"),
+    ("observations", "message"),
     [
         (ladder()[:4], "too few"),
         ([Observation(1e6, d, 3.0) for d in (1e7, 2e7, 3e7, 4e7, 5e7)], "different sizes"),
         ([Observation(n, n * 20, 3.0 if n > 1 else float("nan")) for n in (1, 2, 3, 4, 5)], "diverged"),
     ],
 )
-def test_what_cannot_be_fitted_is_an_error(observations, says):
-    with pytest.raises(ValueError, match=says):
+def test_unsuitable_rungs_are_rejected(observations, message):
+    with pytest.raises(ValueError, match=message):
         fit(observations)
 
 
-def test_rungs_that_still_learn_faster_with_length_are_too_short():
+def test_rungs_whose_gains_grow_with_length_are_too_short():
     assert forecasts.too_short(ladder(0.002)) == []
     falling = [Observation(4e6, d, loss) for d, loss in ((5e5, 3.39), (1e6, 3.05), (2e6, 2.62))]
     (warning,) = forecasts.too_short([*ladder(), *falling])

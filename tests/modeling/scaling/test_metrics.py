@@ -1,4 +1,4 @@
-"""Forecasts of metrics: losses by source and rising shares that follow a law are forecast, others are not."""
+"""Forecasts of metrics: only losses by source and rising shares that follow a law are forecast."""
 
 import numpy as np
 import pytest
@@ -11,11 +11,11 @@ SIZES = [(n, d) for n in (1e6, 2e6, 4e6) for d in (5e7, 1e8, 2e8, 4e8)]
 TARGET = (12e6, 5.4e8)
 LAWS = {
     "validation_loss/code": Law(0.9, 0.5, 0.7, 0.30, 0.33, (1e6, 1e8)),
-    "lm_eval/endings/acc": Law(0.1, 0.3, 0.25, 0.36, 0.31, (1e6, 1e8)),  # of what is missing to 1
+    "lm_eval/endings/acc": Law(0.1, 0.3, 0.25, 0.36, 0.31, (1e6, 1e8)),  # distance from 1
 }
 
 
-def test_metrics_are_forecast_where_a_fit_supports_them():
+def test_metrics_are_forecast_if_a_fit_supports_them():
     chance = np.random.default_rng(0)
     rungs, metrics = [], []
     for n, d in SIZES:

@@ -1,4 +1,4 @@
-"""Mixture laws against planted ones: the proposed weights, a bad proxy, bounds, and designs that begin alike."""
+"""Mixture laws against planted ones: the proposed weights, a bad proxy, bounds, and nested designs."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,7 @@ from modeling.scaling import mixture as laws
 from modeling.scaling.proxies import spread_weights
 
 FLOOR = np.array([1.6, 1.2, 2.0])
-EFFECTS = np.array(
-    [[-0.9, 0.5, 0.3], [0.6, -1.8, 0.2], [0.8, 0.9, -0.7]]
-)  # what each source gains from each weight
+EFFECTS = np.array([[-0.9, 0.5, 0.3], [0.6, -1.8, 0.2], [0.8, 0.9, -0.7]])  # of each weight on each source
 AIM = np.array([0.6, 0.1, 0.3])
 LOWEST, HIGHEST = np.full(3, 0.03), np.ones(3)
 
@@ -20,7 +18,7 @@ def truth(weights):
 
 
 def best_of_grid():
-    """The lowest mean loss of all mixtures in steps of 1 %."""
+    """The lowest mean loss of all mixtures in steps of 1%."""
     axis = np.arange(0.03, 0.95, 0.01)
     grid = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
     grid = np.column_stack([grid, 1 - grid.sum(1)])
@@ -28,7 +26,7 @@ def best_of_grid():
 
 
 @pytest.mark.parametrize("bad", [None, 5])
-def test_the_planted_mixture_is_found_from_noisy_losses(bad):
+def test_planted_mixture_is_recovered_from_noisy_losses(bad):
     best, even = best_of_grid(), truth(np.full(3, 1 / 3)) @ AIM
     within = []
     for seed in range(3):
@@ -57,18 +55,18 @@ def test_each_proxy_is_forecast_from_the_others():
     assert np.isnan(laws.left_out_errors(weights[:5], truth(weights[:5]))).all()
 
 
-def test_a_source_without_enough_tokens_is_limited():
+def test_weight_of_a_source_with_too_few_tokens_is_limited():
     lowest, highest = laws.bounds(3, 0.05, [1e6, 2e5, 4e6], budget=1e7, passes=4.0)
     assert highest == pytest.approx([0.4, 0.08, 1.0])
     weights = np.array(spread_weights(3, 12, 0.03))
     proposed, _ = laws.propose(laws.fit(weights, truth(weights)), AIM, lowest, highest)
     assert (lowest - 1e-6 <= proposed).all()
     assert (proposed <= highest + 1e-6).all()
-    # If there is too little data altogether, the natural mixture is what is left.
+    # If there is too little data altogether, only the natural mixture remains.
     assert laws.bounds(2, 0.1, [3e5, 1e5], budget=1e7, passes=4.0)[1] == pytest.approx([0.75, 0.25])
 
 
-def test_designs_begin_alike_and_keep_the_least_weight():
+def test_longer_designs_extend_shorter_ones_and_keep_the_least_weight():
     short, long = spread_weights(4, 5, 0.02), spread_weights(4, 20, 0.02)
     assert long[:5] == short
     assert np.sum(long, 1) == pytest.approx(1)
@@ -77,7 +75,7 @@ def test_designs_begin_alike_and_keep_the_least_weight():
     assert np.std(long, 0).min() > 0.1
 
 
-def test_what_cannot_be_fitted_is_an_error():
+def test_unsuitable_proxies_are_rejected():
     with pytest.raises(ValueError, match="4 proxies are too few for 3 sources; the fit needs at least 5"):
         laws.fit(spread_weights(3, 4, 0.03), np.full((4, 2), 3.0))
     with pytest.raises(ValueError, match="diverged"):

@@ -1,4 +1,4 @@
-"""Device telemetry: read from devices that have it, omitted silently elsewhere."""
+"""Device telemetry: read from devices that provide it, omitted silently elsewhere."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ import torch
 from modeling.supervision.telemetry import READERS, Telemetry, neuron_readings
 from parallel import device
 
-# Shortened output of neuron-monitor.
+# abridged output of neuron-monitor
 REPORT = {
     "neuron_runtime_data": [
         {
@@ -35,14 +35,14 @@ def test_neuron_monitor_document_is_parsed():
     assert neuron_readings({"neuron_runtime_data": []}) == {}
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "neuron"])
 def test_machine_without_the_device_reads_only_host_telemetry(kind, capfd, caplog):
-    monitor = Telemetry(device.resolve(kind))
-    figures = monitor.readings()
-    monitor.close()
-    assert "memory_bytes" in figures
-    assert not any(name.startswith("device_") for name in figures)
+    telemetry = Telemetry(device.resolve(kind))
+    readings = telemetry.readings()
+    telemetry.close()
+    assert "memory_bytes" in readings
+    assert not any(name.startswith("device_") for name in readings)
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []
 

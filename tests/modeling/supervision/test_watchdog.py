@@ -37,14 +37,14 @@ def hold_the_gil():
     for _ in range(2):  # the second never returns, whatever signals arrive
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
-there = folder / f"{rank}.there"
+ready = folder / f"{rank}.ready"
 if how == "holds":
-    there.touch()  # not between the steps and the hang, where a slow disk would let the rank dump its stacks itself
+    ready.touch()  # before the steps: a slow disk between them and the hang would let the rank dump its own stacks
 with Watchdog(folder / "stacks", rank, Timeouts(1.0, 4.0)) as watchdog:
     for step in 1, 2, 3:
         watchdog.beat(step, 0.1)
     if how != "holds":
-        there.touch()
+        ready.touch()
     hold_the_gil() if rank == 1 and how == "holds" else wait_for_the_other()
 """
 
@@ -65,11 +65,11 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    until(lambda: (tmp_path / "1.there").exists())
+    until(lambda: (tmp_path / "1.ready").exists())
     ranks = {int(child.environ()["RANK"]): child for child in psutil.Process(process.pid).children()}
     if how == "stopped":
         ranks[1].send_signal(signal.SIGSTOP)
-    said, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert not any(child.is_running() for child in ranks.values())
     first, second = ((tmp_path / f"stacks/rank_{rank}.txt").read_text() for rank in (0, 1))
     assert exit_codes.HANG_MESSAGE in first
@@ -77,11 +77,11 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
     assert exit_codes.HANG_MESSAGE in second
     assert ("hold_the_gil" if how == "holds" else "wait_for_the_other") in second
     assert how == "waits" or "captured externally" in second
-    code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", said, re.DOTALL)[1])
-    assert code in (exit_codes.HUNG, -signal.SIGALRM), said
+    code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)[1])
+    assert code in (exit_codes.HUNG, -signal.SIGALRM), output
 
 
-def test_rank_that_waits_for_data_of_another_is_not_hung(tmp_path):
+def test_rank_waiting_for_another_ranks_data_is_not_hung(tmp_path):
     process = forkserver().Process(target=wait_for_data_then_hang, args=(tmp_path,))
     process.start()
     process.join(60)

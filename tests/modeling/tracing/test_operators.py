@@ -25,7 +25,7 @@ def test_operators_are_counted_by_program(tmp_path):
 
 def test_operators_are_the_same_on_every_rank(tmp_path):
     spread = profile(tmp_path, *SPREAD)
-    first, *others = (operators.count_operators(trace(spread, place)) for place in (0, 3, 7))
+    first, *others = (operators.count_operators(trace(spread, rank)) for rank in (0, 3, 7))
     assert all(other == first for other in others)
 
 
@@ -48,7 +48,7 @@ def test_data_dependent_branch_is_rejected(tmp_path, monkeypatch):
         trace(profile(tmp_path))
 
 
-def test_command_lists_operators_and_those_missing_in_a_table(tmp_path, capsys):
+def test_command_lists_operators_and_those_missing_from_a_table(tmp_path, capsys):
     path = str(micro.run_folder(tmp_path / "run") / "profile.yaml")
     table = tmp_path / "table.rst"
     table.write_text("| aten::mm | aten::\\_to\\_copy | and others")
@@ -70,7 +70,7 @@ def test_command_lists_operators_and_those_missing_in_a_table(tmp_path, capsys):
 def test_trainium_docs_list_the_operators_of_the_largest_profiles():
     text = (Path(__file__).parents[3] / "docs/trainium.md").read_text()
     listed = text.partition("<!-- operators -->")[2].partition("<!-- /operators -->")[0]
-    fewer = ["model.num_hidden_layers=4", "train.recompute=full 2"]  # have the same programs
+    fewer = ["model.num_hidden_layers=4", "train.recompute=full 2"]  # with the same programs
     found = {
         name
         for each in ("llama3-70b", "gpt3-175b")

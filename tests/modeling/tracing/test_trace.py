@@ -19,7 +19,7 @@ from parallel import device, initialize
 from profiles.resolve import load
 from tests.modeling import micro
 
-# Every mesh axis: KV heads replicated on two ranks each, two stages, context 2.
+# every mesh axis: KV heads replicated on two ranks each, two stages, context 2
 SPREAD = (
     "model.num_attention_heads=8",
     "parallel.tensor=4",
@@ -64,7 +64,7 @@ def test_user_defined_loss_has_no_graph(tmp_path):
     assert {program.name for program in found.programs} == {"block, evaluation", "block, training"}
 
 
-def test_device_that_compiles_each_operator_has_graphs_of_all_of_the_model_and_the_step(tmp_path):
+def test_device_that_compiles_each_operator_has_graphs_of_the_complete_model_and_step(tmp_path):
     interleaved = ("parallel.pipeline=2", "parallel.tensor=1", "parallel.schedule=interleaved")
     found = trace(profile(tmp_path, "cluster.device=neuron", *interleaved, "model.num_hidden_layers=4"))
     regions = ("embedding", "rotations", "block", "norm", "loss")
@@ -73,8 +73,8 @@ def test_device_that_compiles_each_operator_has_graphs_of_all_of_the_model_and_t
     assert all(len(program.graphs) == 1 for program in found.programs if program.name == "step")
 
 
-def test_deferred_weight_gradients_are_graphs_of_their_own(tmp_path):
-    """Those of Q, K and V, of attention's output, and of the MLP's two products, on a device that compiles each operator."""
+def test_deferred_weight_gradients_are_separate_graphs(tmp_path):
+    """Those of QKV, attention's output, and the MLP's two products, on a device that compiles each operator."""
     settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.pipeline=2", "parallel.tensor=1")
     zero_bubble, plain = (
         trace(profile(tmp_path / schedule, *settings, f"parallel.schedule={schedule}"))
@@ -84,7 +84,7 @@ def test_deferred_weight_gradients_are_graphs_of_their_own(tmp_path):
 
 
 def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
-    """On neuron, whose compiler schedules the collectives; in activation checkpointing too."""
+    """On Neuron, whose compiler schedules the collectives; also with activation checkpointing."""
     settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.tensor=1")
     for mode in ("none", "full"):
         sharded, plain = (
@@ -134,7 +134,7 @@ def test_number_of_graphs_is_independent_of_layers_and_ranks(tmp_path, more):
     assert len(large.stages) == 2
 
 
-def test_each_mode_of_recomputation_has_its_block_programs_whatever_the_stage(tmp_path):
+def test_each_mode_of_recomputation_has_its_block_programs_for_any_stage(tmp_path):
     layers, alone = "model.num_hidden_layers=3", ("parallel.tensor=1", "cluster.devices_per_node=1")
     mixed = profile(tmp_path / "mixed", layers, *alone, "train.recompute=full 1 + selective 1")
     found = trace(mixed)
@@ -154,7 +154,7 @@ def test_each_mode_of_recomputation_has_its_block_programs_whatever_the_stage(tm
 def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):
     one = profile(tmp_path, "parallel.tensor=1", "cluster.devices_per_node=1", "train.global_batch_size=2")
     found = trace(one)
-    # Traced FLOPs include attention's recomputed scores, little at 32 tokens.
+    # Traced FLOPs include attention's recomputed scores, which are few for 32 tokens.
     tokens = one.train.global_batch_size * one.train.sequence_length
     (rank,) = traced_ranks(one, found.to_json())
     assert rank.flops == pytest.approx(flops_per_token(one) * tokens, rel=0.05)
@@ -220,7 +220,7 @@ def test_compile_error_names_module_and_source_line(tmp_path, monkeypatch):
 
 
 class MockCompiler:
-    """Compiles nothing; counts what it is given."""
+    """Counts the graphs instead of compiling them."""
 
     compiled = 0
 
@@ -232,7 +232,7 @@ class MockCompiler:
 
 
 def test_program_whose_code_names_its_device_is_compiled_for_each_device_of_a_node(tmp_path, monkeypatch):
-    """No GPU is involved: the CPU stands for two devices."""
+    """Without a GPU: the CPU stands for two devices."""
     settings = profile(tmp_path, "parallel.tensor=1", "cluster.devices_per_node=2")
     program = trace(settings).programs[0]
     monkeypatch.setitem(device.KINDS, "cpu", replace(device.CPU, code_names_device=True))
@@ -253,7 +253,7 @@ def test_digest_is_the_same_on_every_device():
     assert len(found) == 1
 
 
-def test_user_function_that_reads_a_value_is_rejected_where_all_is_compiled(tmp_path, monkeypatch):
+def test_user_function_that_reads_a_value_is_rejected_where_everything_is_compiled(tmp_path, monkeypatch):
     (tmp_path / "reads.py").write_text(
         "def loss(logits, targets):\n    return logits.sum() if targets.max().item() else 0\n"
     )
@@ -274,13 +274,13 @@ def test_peak_excludes_views_and_freed_results():
     assert graph_stats.measure(graph, {}).peak == 2 * 4096
 
 
-def test_results_of_forward_that_only_backward_holds_make_room_in_it():
+def test_forward_results_held_only_by_autograd_are_freed_in_backward():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def forward(x):
         a = x + 1
         b = a + 1
-        return b, x, a, b.view(-1)  # b is the user's too, x is an input
+        return b, x, a, b.view(-1)  # the user holds b too, and x is an input
 
     def backward(x, a, b):
         return a.exp().exp() + x + b.view(4, 256)
@@ -298,7 +298,7 @@ def test_results_of_forward_that_only_backward_holds_make_room_in_it():
 
 
 def test_gathered_weights_of_experts_are_not_kept_for_backward(tmp_path):
-    """Where graphs gather them; they are most of what a layer would keep."""
+    """If graphs gather them; they would be most of what a layer saves."""
     experts = ("model.architecture=mixtral", "model.num_experts=8", "model.num_experts_per_tok=2")
     sharded = (
         "train.capacity_factor=1.0",

@@ -107,7 +107,7 @@ def test_sample_number_omits_exactly_the_excluded_ranges():
 
 
 def slow_on_rank_1(logits, targets):
-    """A user's loss function with which rank 1 computes far longer than any load of the machine makes rank 0 compute."""
+    """A user-defined loss that slows rank 1 far more than any load of the machine could slow rank 0."""
     if os.environ["RANK"] == "1":
         time.sleep(0.3)
     return functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
@@ -128,9 +128,9 @@ def test_slow_rank_is_recorded_as_straggler(poisoned, tmp_path):
 def test_equal_ranks_are_not_stragglers():
     stragglers = Stragglers(["n1", "n1", "n2", "n2"])
     assert not any(stragglers.update(step, [0.1, 0.1, 0.13, 0.1]) for step in range(1, 100))
-    said = [stragglers.update(step, [0.1, 0.1, 0.2, 0.1]) for step in range(100, 400)]
-    assert next(line for line in said if line).startswith("rank 2 on n2 is a straggler: ")
-    assert sum(map(bool, said)) == 2
+    warnings = [stragglers.update(step, [0.1, 0.1, 0.2, 0.1]) for step in range(100, 400)]
+    assert next(filter(None, warnings)).startswith("rank 2 on n2 is a straggler: ")
+    assert sum(map(bool, warnings)) == 2
 
 
 def test_metrics_are_buffered_while_disk_is_full(tmp_path, monkeypatch):

@@ -32,19 +32,19 @@ def train(run: Path, dataset: Path, *overrides: str, code: int = 0, arguments: t
     """Run training; returns its output."""
     micro.run_folder(run, *ALONE, *overrides)
     where = ("--run-folder", run, "--dataset", dataset)
-    said = micro.run("training.train", *where, *arguments, processes=0, code=code)
-    assert "torch.distributed is disabled" not in said
-    return said
+    output = micro.run("training.train", *where, *arguments, processes=0, code=code)
+    assert "torch.distributed is disabled" not in output
+    return output
 
 
-def steps(run: Path, place: str = "checkpoints") -> list[int]:
-    return sorted(int(p.parent.name.removeprefix("step_")) for p in (run / place).glob("*/complete.json"))
+def steps(run: Path, folder: str = "checkpoints") -> list[int]:
+    return sorted(int(p.parent.name.removeprefix("step_")) for p in (run / folder).glob("*/complete.json"))
 
 
 def test_async_saves_keep_losses_and_retention(dataset, tmp_path):
     train(tmp_path / "plain", dataset)
     saved = ("checkpoint.async=true", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=5")
-    run = tmp_path / "beside"
+    run = tmp_path / "async"
     train(run, dataset, *saved, "evaluate.every=3")
     losses = {
         line["step"]: line["validation_loss"] for line in micro.metrics(run) if "validation_loss" in line
@@ -71,30 +71,29 @@ ONE_FITS = "700k"
 
 def test_full_disk_fails_the_run_only_at_the_final_save(dataset, tmp_path):
     run = micro.run_folder(tmp_path / "full", *ALONE)
-    place = tmp_path / "disk"
-    whole = command(run, dataset, "--checkpoints", place)
-    done = subprocess.run([*disk.small(place, ONE_FITS), *whole], capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
-    assert "Traceback" not in said
+    folder = tmp_path / "disk"
+    program = [*disk.small(folder, ONE_FITS), *command(run, dataset, "--checkpoints", folder)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "Traceback" not in output
     failed = [event["step"] for event in runs.read_events(run) if event["event"] == "not saved"]
     assert failed == [8, 9, 11, *[12] * 5]
-    assert "warning: step 8 could not be saved: rank 0: No space left on device; retrying" in said
-    assert "step 12 could not be saved: rank 0: No space left on device; gave up after 5 attempts" in said
-    assert f"the latest complete checkpoint is step_4 in {place}" in said
+    assert "warning: step 8 could not be saved: rank 0: No space left on device; retrying" in output
+    assert "step 12 could not be saved: rank 0: No space left on device; gave up after 5 attempts" in output
+    assert f"the latest complete checkpoint is step_4 in {folder}" in output
     assert list(micro.losses(run)) == list(range(1, 13))
 
 
 def test_failed_save_is_retried_once_the_disk_has_room(dataset, finished, tmp_path):
     run = micro.run_folder(tmp_path / "full", *ALONE, "checkpoint.keep=1")
-    place = tmp_path / "disk"
-    whole = command(run, dataset, "--checkpoints", place)
+    folder = tmp_path / "disk"
     filled = (
         'head -c 700k /dev/zero > "$0/filler"; (until [ -e "$1" ]; do sleep 0.05; done; rm "$0/filler") &'
     )
-    freed = ["sh", "-c", filled + ' shift; exec "$@"', place, run / "events.jsonl"]
-    begin = [*disk.small(place, "1400k"), *map(str, freed)]
-    done = subprocess.run([*begin, *whole], capture_output=True, text=True, check=False)
+    freed = ["sh", "-c", filled + ' shift; exec "$@"', str(folder), str(run / "events.jsonl")]
+    program = [*disk.small(folder, "1400k"), *freed, *command(run, dataset, "--checkpoints", folder)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert runs.read_events(run)[0]["step"] == 8
     assert micro.losses(run) == micro.losses(finished)
@@ -118,46 +117,46 @@ def test_run_falls_back_to_the_latest_intact_checkpoint(run, finished, dataset):
     content = shards[12].read_bytes()
     shards[12].write_bytes(content[:9000] + bytes([content[9000] ^ 1]) + content[9001:])
     (run / "checkpoints/step_8/complete.json").write_text("")
-    said = train(run, dataset)
-    assert f"WARNING checkpoint step_12 is corrupted: {shards[12]}: corrupted" in said
-    assert "WARNING checkpoint step_8 is corrupted" in said
-    assert "resumed from step 4" in said
+    output = train(run, dataset)
+    assert f"WARNING checkpoint step_12 is corrupted: {shards[12]}: corrupted" in output
+    assert "WARNING checkpoint step_8 is corrupted" in output
+    assert "resumed from step 4" in output
     assert micro.losses(run) == micro.losses(finished)
     assert steps(run) == [4, 8, 12]
     events = [row for row in runs.read_events(run) if row["event"] == "corrupted checkpoint"]
     assert sorted(event["step"] for event in events) == [8, 12]
     for step in steps(run):
         next((run / f"checkpoints/step_{step}").glob("*.distcp")).unlink()
-    for _ in range(2):  # also if it is started again: training from the beginning is never a fallback
-        said = train(run, dataset, code=2)
-        assert "no intact checkpoint; step_12, step_12~1, step_4, step_8, step_8~1 are corrupted" in said
-        assert "set checkpoint.resume=none to train from the beginning" in said
+    for _ in range(2):  # also when started again: training from the beginning is never a fallback
+        output = train(run, dataset, code=2)
+        assert "no intact checkpoint; step_12, step_12~1, step_4, step_8, step_8~1 are corrupted" in output
+        assert "set checkpoint.resume=none to train from the beginning" in output
 
 
 def test_checkpoint_beyond_the_last_step_is_rejected_by_name(run, dataset):
     shutil.copytree(run / "checkpoints/step_12", run / "checkpoints/step_13")
-    said = train(run, dataset, code=2)
-    assert f"{run}/checkpoints/step_13: is of a step after the run's last, train.steps = 12" in said
+    output = train(run, dataset, code=2)
+    assert f"{run}/checkpoints/step_13: is of a step after the run's last, train.steps = 12" in output
 
 
 def test_requested_step_is_resumed_once_and_later_checkpoints_move_aside(run, finished, dataset):
-    said = train(run, dataset, "checkpoint.resume=4")
-    assert "moved to checkpoints~1: step_8, step_12" in said
-    assert "resumed from step 4" in said
+    output = train(run, dataset, "checkpoint.resume=4")
+    assert "moved to checkpoints~1: step_8, step_12" in output
+    assert "resumed from step 4" in output
     assert steps(run, "checkpoints~1") == [8, 12]
     assert steps(run) == [4, 8, 12]
     assert micro.losses(run) == micro.losses(finished)
     (run / "checkpoints/step_12/complete.json").unlink()
-    said = train(run, dataset, "checkpoint.resume=4")
-    assert "removed incomplete checkpoint step_12" in said
-    assert "resumed from step 8" in said
+    output = train(run, dataset, "checkpoint.resume=4")
+    assert "removed incomplete checkpoint step_12" in output
+    assert "resumed from step 8" in output
 
 
 def test_resuming_weights_only_restarts_the_schedule(run, dataset):
     before = micro.losses(run)
-    said = train(run, dataset, "checkpoint.weights=true")
-    assert "moved to checkpoints~1: step_4, step_8, step_12" in said
-    assert "checkpoints~1/step_12; optimizer and schedule restart" in said
+    output = train(run, dataset, "checkpoint.weights=true")
+    assert "moved to checkpoints~1: step_4, step_8, step_12" in output
+    assert "checkpoints~1/step_12; optimizer and schedule restart" in output
     after = micro.losses(run)
     assert list(after) == list(before)
     assert after[1] < before[1] - 0.5
@@ -166,16 +165,16 @@ def test_resuming_weights_only_restarts_the_schedule(run, dataset):
 
 
 def test_missing_step_is_rejected_with_available_steps(run, dataset):
-    said = train(run, dataset, "checkpoint.resume=5", code=2)
-    assert "checkpoint.resume = 5: is not a complete checkpoint; complete checkpoints are 4, 8, 12" in said
-    assert "Traceback" not in said
+    output = train(run, dataset, "checkpoint.resume=5", code=2)
+    assert "checkpoint.resume = 5: is not a complete checkpoint; complete checkpoints are 4, 8, 12" in output
+    assert "Traceback" not in output
 
 
 def test_checkpoint_of_another_model_is_rejected_with_first_differing_field(run, dataset):
-    said = train(run, dataset, "model.intermediate_size=128", "model.norm_eps=1e-6", code=2)
+    output = train(run, dataset, "model.intermediate_size=128", "model.norm_eps=1e-6", code=2)
     assert (
         "step_12 belongs to another model: model.intermediate_size is 64 in the checkpoint, 128 in the profile"
-        in said
+        in output
     )
 
 
@@ -183,21 +182,23 @@ def test_corrupted_record_of_a_followed_request_is_named(run, dataset):
     train(run, dataset)  # a request for the latest checkpoint needs none
     (run / "resumed.json").write_text("")
     train(run, dataset)
-    said = train(run, dataset, "checkpoint.resume=4", code=2)
-    assert f"{run}/resumed.json: corrupted" in said
+    output = train(run, dataset, "checkpoint.resume=4", code=2)
+    assert f"{run}/resumed.json: corrupted" in output
     assert steps(run) == [4, 8, 12]
 
 
 def test_run_ends_if_no_save_succeeds_since_its_start(dataset, tmp_path):
-    place = tmp_path / "file"
-    place.touch()
-    arguments = ("--checkpoints", place / "checkpoints")
-    said = train(
+    file = tmp_path / "file"
+    file.touch()
+    arguments = ("--checkpoints", file / "checkpoints")
+    output = train(
         tmp_path / "run", dataset, "checkpoint.every=1", "train.steps=40", code=1, arguments=arguments
     )
-    assert "SaveGivenUp: step 8 could not be saved: rank 0: Not a directory; gave up after 8 attempts" in said
-    assert "Traceback" not in said
-    assert "step 9/" not in said
+    assert (
+        "SaveGivenUp: step 8 could not be saved: rank 0: Not a directory; gave up after 8 attempts" in output
+    )
+    assert "Traceback" not in output
+    assert "step 9/" not in output
 
 
 def test_moved_run_folder_is_not_recreated(dataset, tmp_path):
@@ -211,7 +212,7 @@ def test_moved_run_folder_is_not_recreated(dataset, tmp_path):
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(move)
         where = ("--run-folder", run, "--dataset", dataset)
-        said = micro.run("training.train", *where, processes=0, code=1)
+        output = micro.run("training.train", *where, processes=0, code=1)
         moving.result()
-    assert f"StaleAttempt: {run}: moved or removed during training, which ends" in said
+    assert f"StaleAttempt: {run}: moved or removed during training; this attempt ends" in output
     assert not run.exists()

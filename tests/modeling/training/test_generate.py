@@ -1,4 +1,4 @@
-"""Generated samples against transformers: the likeliest tokens are those of its greedy `generate`, with its cache of keys."""
+"""Generated samples against transformers: with TOP_K = 1 they equal its greedy `generate`, which uses a KV cache."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.parity.harness import Case, batch
 
 
 class Prompts:
-    """In place of the validation split."""
+    """Stands in for the validation split."""
 
     windows = 3
 
@@ -48,7 +48,7 @@ def test_greedy_samples_equal_transformers(monkeypatch, family):
     assert [sample["text"] for sample in samples] == expected.tolist()
 
 
-def test_texts_of_preference_runs_follow_the_prompts_of_records():
+def test_samples_of_preference_runs_continue_the_prompts_of_records():
     trainer = Trainer(Case(objective="dpo").profile())
     initialize(trainer.stages[0], trainer.mesh.tensor, 0)
     try:

@@ -1,4 +1,4 @@
-"""The learning rate's schedule."""
+"""Learning rate schedule."""
 
 import pytest
 

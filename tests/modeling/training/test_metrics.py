@@ -21,7 +21,7 @@ def test_resume_drops_corrupted_and_later_rows(tmp_path):
 def test_user_metrics_and_telemetry_have_separate_tags():
     assert tag("accuracy") == "evaluation/accuracy"
     assert tag("device_celsius") == "device/device_celsius"
-    monitor = Telemetry(resolve("cpu"))
-    figures = monitor.readings()
-    monitor.close()
-    assert {tag(name).partition("/")[0] for name in figures} == {"device", "memory"}
+    telemetry = Telemetry(resolve("cpu"))
+    readings = telemetry.readings()
+    telemetry.close()
+    assert {tag(name).partition("/")[0] for name in readings} == {"device", "memory"}

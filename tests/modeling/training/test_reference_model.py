@@ -1,4 +1,4 @@
-"""The copy of the initial weights that rates the pairs of each step: as if they had been rated before, at every topology."""
+"""Reference model in memory: rating pairs in each step equals rating them before training, on every topology."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from tests.parity.harness import BATCH, LOSS, RATE, Case, batch
 PAIRS, STEPS = BATCH // 2, 3
 
 
-def with_(profile: Profile, *, seed: int = 0, rated_before: bool = True) -> Profile:
+def variant(profile: Profile, *, seed: int = 0, rated_before: bool = True) -> Profile:
     objective = profile.objective.model_copy(update={"precompute_reference": rated_before})
     train = profile.train.model_copy(update={"seed": seed})
     return profile.model_copy(update={"objective": objective, "train": train})
 
 
 def losses(trainer: Trainer, references: list) -> list[float]:
-    """Of some steps on this rank's pairs, with the log-probabilities of the reference model for each step, or none."""
+    """Losses of some steps on this rank's pairs, given the reference model's log-probabilities for each step, or None."""
     optimizer, found = make_optimizer(trainer), []
     count = BATCH // trainer.mesh.data.size
     rows = slice(trainer.mesh.data.rank * count, (trainer.mesh.data.rank + 1) * count)
     for step, reference in enumerate(references):
         optimizer.begin_step(trainer.profile.accumulation_steps)
         tokens = batch(step, "dpo")[rows] if trainer.reads_samples else None
-        loss = trainer.forward_backward(tokens, 1 / PAIRS, reference=reference)
+        loss = trainer.forward_backward(Batch(tokens, reference=reference), 1 / PAIRS)
         optimizer.step(RATE)
         found += trainer.sum(loss[None]).tolist()
     return found
 
 
 def rated_in_each_step(case: Case, start: Path) -> tuple[list[float], int, int]:
-    """The losses, this rank's stage, and the bytes of its copy between steps."""
-    trainer = Trainer(with_(case.profile(), rated_before=False))
+    """The losses, this rank's stage, and the bytes of its reference model between steps."""
+    trainer = Trainer(variant(case.profile(), rated_before=False))
     try:
         with (
-            pytest.raises(RuntimeError, match="before its weights were loaded"),
+            pytest.raises(RuntimeError, match="used before its weights were loaded"),
             reference_weights(trainer),
         ):
             pass
@@ -65,15 +65,15 @@ def rated_in_each_step(case: Case, start: Path) -> tuple[list[float], int, int]:
     [{"tensor": 2, "pipeline": 2}, {"data": 2, "context": 2, "sharding": "fsdp"}],
     ids=["tensor 2, pipeline 2", "fsdp 4, context 2"],
 )
-def test_a_copy_rates_pairs_as_if_they_had_been_rated_before(pool, tmp_path, topology):
+def test_rating_pairs_in_each_step_equals_rating_them_before(pool, tmp_path, topology):
     case = replace(Case(objective="dpo"), **topology)
-    with Trainer(with_(case.reference.profile(), seed=7)) as rater:
+    with Trainer(variant(case.reference.profile(), seed=7)) as rater:
         checkpoint.save(tmp_path / "start", make_optimizer(rater), {"step": 0})
         references = [rater.answer_log_probabilities(Batch(batch(step, "dpo"))) for step in range(STEPS)]
-    with Trainer(with_(case.reference.profile())) as trainer:
+    with Trainer(variant(case.reference.profile())) as trainer:
         expected = losses(trainer, references)
     ranks = pool.run(rated_in_each_step, case.world, case=case, start=tmp_path / "start")
-    with_copy, without = (plan(with_(case.profile(), rated_before=before)) for before in (False, True))
+    with_copy, without = (plan(variant(case.profile(), rated_before=before)) for before in (False, True))
     for found, stage, held in ranks:
         assert found == pytest.approx(expected, rel=LOSS)
         parameters = [each.stages[stage].bytes["parameters"] for each in (with_copy, without)]

@@ -1,4 +1,4 @@
-"""Copies of weights that drift apart between ranks are reported at the next check, and equal from then on."""
+"""Replica check: drifting copies of weights are reported at the next check, and equal from then on."""
 
 from tasks.store import runs
 from tests.forked_jobs import run_forked
@@ -12,7 +12,7 @@ def test_drift_is_reported_at_the_next_check_and_undone(tmp_path):
     run, dataset = micro.run_folder(tmp_path / "run", *SETTINGS), micro.dataset(tmp_path / "data")
     code, output = run_forked("tests.modeling.drift", ["--run-folder", run, "--dataset", dataset], 4)
     assert code == 0, output[-4000:]
-    # Once: neither the later checks, nor those before the saves after steps 4 and 8, find a difference.
+    # There is one event, because neither later checks nor those before the saves of steps 4 and 8 find a difference.
     (event,) = [event for event in runs.read_events(run) if event["event"] == "replicas differ"]
     assert event["step"] == drift.STEP + 1
     assert set(event["weights"]) >= set(drift.DRIFT)
