@@ -1,6 +1,6 @@
 """Benchmarks, each run as `python -m benchmarks.<name>`; `--help` describes what it measures.
 
-Start with `parallel`: training steps compared with other libraries (`peers`). `harness` has what they share: alternating rounds,
-medians and tables, one side of a comparison in its own processes. `operators` measures single operators. May import every folder,
-also tests.
+Start with `parallel`: training steps compared with other libraries (`peers`). `operators` measures single operators. `harness` is
+the shared code: alternating rounds, medians and tables, and each side of a comparison in its own processes. May import every
+folder, including tests.
 """

@@ -1,15 +1,16 @@
-"""Measure the stall of a checkpoint save beside training, and loading at another topology.
+"""Measure how long a checkpoint save stalls training, and how long loading at another topology takes.
 
-One process with an optimizer of N parameters (600 MB of state for 50 million); files go to the disk of `--folder`, each synced.
-Figures are medians of alternating rounds, ratios are ours over the peer's in the same round.
+One process has an optimizer of N parameters (600 MB of state for 50 million). Files are written to the disk of `--folder` and
+synced. Figures are medians of alternating rounds; ratios are ours over the peer's in the same round.
 
-    stall    what training waits for an asynchronous save: `begin`, the slowdown of the next step or the wait of its update while
-             states are copied, and `finish` once files are written; against a synchronous save, `torch.save` and plain DCP
-    steps    a step of matrix products during a save over one without
-    load     what one of four data-parallel ranks reads and verifies of a checkpoint that one process saved, against the same
-             without verification, and DCP's reader
+    stall    time that training waits for an asynchronous save: `begin`, the slowdown of the next step or the wait of its update
+             while states are copied, and `finish` once files are written; compared with a synchronous save, `torch.save` and
+             plain DCP
+    steps    a step of matrix products during a save, relative to one without a save
+    load     one of four data-parallel ranks reads and verifies its part of a checkpoint that one process saved; compared with
+             reading without verification, and with DCP's reader
 
-The exit code is 1 where the stall is at least a tenth of the synchronous save.
+The exit code is 1 if the stall is at least a tenth of the synchronous save.
 """
 
 import os
@@ -49,7 +50,7 @@ ROWS, WIDTH = 4096, 1024  # of each parameter
 def main() -> int:
     parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--parameters", type=int, default=50_000_000)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: temporary)")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     torch.set_num_threads(1)
@@ -172,7 +173,7 @@ def load_dcp(path: Path, optimizer: ZeRO1) -> None:
 
 
 def show(parameters: int, results: dict[str, list[float]], steps: list[tuple[float, float]]) -> int:
-    """Print the table; the exit code."""
+    """Print the table; returns the exit code."""
     median = {side: f"{statistics.median(times):.3f}" for side, times in results.items()}
     usual, during = map(statistics.median, zip(*steps, strict=True))
     ratio = median_ratio(results["stall"], results["synchronous"])

@@ -1,10 +1,10 @@
 """Compare checkpoint conversion with copying the files, and with transformers: --shape 1b --folder SCRATCH
 
-Writes a Llama of random bf16 weights once. Then, alternating and each from a cold page cache to data on disk, its files are
-copied (`cp`), converted to a Trainshed checkpoint of 8 tensor ranks, and converted back; with --peer also loaded with
-`from_pretrained` and saved with `save_pretrained`. Each runs in its own process, whose anonymous memory is polled. Prints
-medians and ratios to copying. With --verify, the exit code is 1 where a converted tensor differs from the source in any bit.
-`--shape 8b` needs up to 56 GB of disk.
+Writes a Llama with random bf16 weights once. Then it alternately copies the files (`cp`), converts them to a Trainshed checkpoint
+of 8 tensor ranks, and converts that back; with --peer it also loads them with `from_pretrained` and saves them with
+`save_pretrained`. Each starts with a cold page cache, ends when the data is on disk, and runs in its own process, whose anonymous
+memory is polled. Prints medians, and ratios to copying. With --verify, the exit code is 1 if a converted tensor differs from the
+source in any bit. `--shape 8b` needs up to 56 GB of disk.
 """
 
 import json
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--folder", type=Path, required=True, help="scratch folder on the disk to measure")
     parser.add_argument(
-        "--peer", action="store_true", help="also transformers, which needs memory for the model"
+        "--peer", action="store_true", help="also measure transformers, which needs memory for the model"
     )
     parser.add_argument("--verify", action="store_true", help="compare converted tensors with the source")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
 """Inject faults into a run on a real four-node Slurm cluster on this machine, and time the recovery.
 
-Run as root with Debian's slurm-wlm and munge; takes about six minutes. A run of `trainshed run` over two nodes with compiled
-graphs meets in turn a killed training process, a killed node, a hung rank and a killed orchestrator. Measures the time from the
-fault to the first trained step (for the hang also to the end of the attempt) and the steps trained twice, and compares the
-losses with those of a run without faults. One delay of a real cluster is missing: a killed node is set down at once, not after
-SlurmdTimeout.
+Run as root with Debian's slurm-wlm and munge; takes about six minutes. A `trainshed run` over two nodes, with compiled graphs, is
+hit in turn by a killed training process, a killed node, a hung rank and a killed orchestrator. Measures the time from each fault
+to the first step trained afterwards (for the hang, also to the end of the attempt) and the number of repeated steps, and compares
+the losses with those of a run without faults. One delay of a real cluster is missing: a killed node is marked down at once, not
+after SlurmdTimeout.
 
-From the mean recovery time R follows the effective training time to first order (Young 1974, Daly 2006), for N devices with a
+The mean recovery time R determines the effective training time to first order (Young 1974, Daly 2006), for N devices with a
 failure every M = 46,000 / N hours (Llama 3, arXiv 2407.21783) and a checkpoint every τ that stalls training for C:
 
     E = 1 - (R + τ / 2) / M - C / τ,    maximal at τ = √(2 C M)
@@ -31,7 +31,7 @@ from tests.flows.micro import settings, write_profile
 from tests.slurm.cluster import Cluster, missing
 
 DEVICE_HOURS = 46_000  # per failure
-SLURMD_TIMEOUT = 300  # seconds until Slurm sets an unresponsive node down, by default
+SLURMD_TIMEOUT = 300  # seconds until Slurm marks an unresponsive node down, by default
 INTERVAL = 250  # steps between checkpoints
 STEPS = 3000
 OVERRIDES = (
@@ -84,7 +84,7 @@ class Run:
         Returns:
             seconds: until a later attempt has trained a step.
             repeated: steps trained twice.
-            detected: seconds until the attempt ended, where `detect` is set.
+            detected: seconds until the attempt ended, if `detect` is set.
         """
         checkpoint = (self.last_step() // INTERVAL + 1) * INTERVAL
         self.wait_for(lambda: self.last_step() >= checkpoint + INTERVAL // 2)
@@ -129,12 +129,12 @@ def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
     yield "exit code", process.wait(900)
     rows = run.rows()
     yield "each step once", [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    yield "losses alike", run.losses() == reference.losses()
+    yield "losses equal", run.losses() == reference.losses()
     yield "cold compiles", rows[-1]["cold_compiles"]
 
 
 def effective_training_time(recovery: float, stall: float, devices: int) -> tuple[float, float]:
-    """The best interval between checkpoints in seconds, and the fraction of time that trains."""
+    """The optimal interval between checkpoints in seconds, and the share of time spent training."""
     between = DEVICE_HOURS / devices * 3600
     interval = math.sqrt(2 * stall * between)
     return interval, 1 - (recovery + interval / 2) / between - stall / interval
@@ -155,8 +155,8 @@ def main() -> None:
                 print(format_result(name, value), flush=True)
     faults = ("process killed", "node killed", "rank hung")  # a killed orchestrator does not stop training
     recoveries = {
-        "mean of the stops": statistics.mean(results[name]["seconds"] for name in faults),
-        "node killed, with Slurm's own wait": results["node killed"]["seconds"] + SLURMD_TIMEOUT,
+        "mean of the faults": statistics.mean(results[name]["seconds"] for name in faults),
+        "node killed, with SlurmdTimeout": results["node killed"]["seconds"] + SLURMD_TIMEOUT,
     }
     results["effective"] = {
         name: {
@@ -171,14 +171,14 @@ def main() -> None:
         for devices, (interval, share) in results["effective"][name].items():
             print(
                 f"{devices:,} devices, recovery {recovery:.0f} s ({name}): a checkpoint every {interval / 60:.1f} min, "
-                f"{share:.2%} of the time trains"
+                f"{share:.2%} of the time is spent training"
             )
 
 
 def format_result(name: str, value: Any) -> str:
     if not isinstance(value, dict):
         return f"{name:<20} {value}"
-    text = f"{name:<20} trains again after {value['seconds']:5.1f} s, {value['repeated']} steps repeated"
+    text = f"{name:<20} trained again after {value['seconds']:5.1f} s, {value['repeated']} steps repeated"
     if "limit" in value:
         text += f", attempt ended after {value['detected']:.1f} s (limit {value['limit']:.1f})"
     return text

@@ -1,7 +1,8 @@
-"""Time of the page of all runs: the first look at a store, a refresh, and the page in a browser.
+"""Time the page of all runs: reading a store for the first time, reading it again, and showing the page in a browser.
 
-Runs of N steps and of N / 10 steps: a look must not depend on the length. Metrics files are hard links to a few distinct ones, so
-they are in the page cache; their contents have the size of real rows. `changed` of the runs get another row before each refresh.
+Measures runs of N steps and of N / 10 steps, because the time must not depend on the length. Metrics files are hard links to a
+few distinct ones, so they are in the page cache; their rows have the size of real ones. Before each refresh, `--changed` of the
+runs get another row.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def main() -> None:
 
 
 def measure(folder: Path, count: int, steps: int, changed: int, rounds: int) -> None:
-    """Print the times of a store of so many runs."""
+    """Print the times for a store with `count` runs."""
     size = write_store(folder, count, steps)
     store, page = Store(str(folder)), folder / "fleet.html"
-    times: dict[str, list[tuple[float, float]]] = {"first look": [], "refresh": [], "browser": []}
+    times: dict[str, list[tuple[float, float]]] = {"first read": [], "refresh": [], "browser": []}
     for _ in range(rounds):
         (store.local_cache / CACHE).unlink(missing_ok=True)
-        times["first look"].append(timed(lambda: write_page(read_fleet(store), page)))
+        times["first read"].append(timed(lambda: write_page(read_fleet(store), page)))
         for number in range(changed):
             append(folder / f"runs/run-{number}", steps)
         times["refresh"].append(timed(lambda: write_page(read_fleet(store), page)))
@@ -59,7 +60,7 @@ def measure(folder: Path, count: int, steps: int, changed: int, rounds: int) -> 
 
 
 def opening(page: Path) -> list[tuple[float, float]]:
-    """Time until the page is loaded and drawn in Chromium; empty without it."""
+    """Time until the page is loaded and drawn in Chromium; empty if Chromium is not installed."""
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         return []
@@ -70,7 +71,7 @@ def opening(page: Path) -> list[tuple[float, float]]:
         view = browser.new_page(viewport={"width": 1300, "height": 1000})
         seconds, _ = timed(lambda: (view.goto(page.resolve().as_uri()), view.screenshot()))
         browser.close()
-    return [(seconds, 0.0)]  # the CPU time is the browser's
+    return [(seconds, 0.0)]  # the CPU time is spent in the browser's process
 
 
 def write_store(folder: Path, count: int, steps: int) -> int:
@@ -110,7 +111,7 @@ def row(step: int, number: int) -> str:
 
 
 def append(run: Path, steps: int) -> None:
-    """Add a row to a run's metrics, in a file of its own if that is a link: the last rows of it."""
+    """Append a row to a run's metrics file, after replacing a link by a copy."""
     path = run / "metrics.jsonl"
     if path.stat().st_nlink > 1:
         text = path.read_bytes()
@@ -121,7 +122,7 @@ def append(run: Path, steps: int) -> None:
 
 
 def timed(function: Callable[[], object]) -> tuple[float, float]:
-    """Seconds, and seconds of CPU of this process."""
+    """Wall and CPU seconds of a call in this process."""
     begun, cpu = time.perf_counter(), time.process_time()
     function()
     return time.perf_counter() - begun, time.process_time() - cpu

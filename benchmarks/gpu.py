@@ -1,15 +1,21 @@
-"""Prove and measure training on this machine's GPUs, beside the peers that are installed, in one table.
+"""Verify and measure training on this machine's GPUs, compared with the installed peers, in one table.
 
-Rows: the checks of check_device, also of the kernels of every profile that is measured here; the tests that need a GPU; a 1B
-Llama and layers of an 8B one (bf16, compiled, sequence 8192) beside plain torch, Hugging Face and torchtitan, in FP8 beside
-torchao; attention, loss and AdamW beside their best libraries; and on two GPUs FSDP beside torch's FSDP2, TP with its products in
-chunks and merged with the collectives, and ring attention. A row whose peer is not installed, or that needs more GPUs, is listed
-as not run. A second table has the figures that are due: MFU at 1B, the speed of 8B at full depth, and the planner's step time
-after a calibration beside the measured one. MFU counts 6 FLOPs per multiply-add of the forward pass, causal attention as half of
-the full square, against the card's dense bf16 peak.
+Rows:
 
---rehearse runs every row on the CPU with tiny sizes, to see that the command works before a GPU is paid for; its figures say
-nothing about GPUs. Its two "GPUs" are two processes, and tests that need a GPU are counted as skipped.
+    checks      check_device, also on the kernels of every profile measured here; the tests that need a GPU
+    training    a 1B Llama and layers of an 8B one (bf16, compiled, sequence 8192), compared with plain torch, Hugging Face and
+                torchtitan, and in FP8 with torchao
+    kernels     attention, loss and AdamW, compared with the best libraries for each
+    two GPUs    FSDP compared with torch's FSDP2; TP with its matrix products in chunks, or fused with the collectives; ring
+                attention
+
+A row whose peer is not installed, or that needs more GPUs, is listed as not run. A second table compares figures with their
+targets: MFU at 1B, the speed of 8B at full depth, and the planner's step time, after a calibration, with the measured one. MFU
+counts 6 FLOPs per multiply-add of the forward pass, with causal attention as half of the full square, relative to the card's
+dense bf16 peak.
+
+--rehearse runs every row on the CPU with tiny sizes, to test the command before you pay for a GPU; its figures say nothing about
+GPUs. Its two "GPUs" are two processes, and tests that need a GPU are reported as skipped.
 
 Exit codes: 0 all rows that ran agree, 1 one failed, 2 no CUDA device.
 """
@@ -27,6 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ours
+from benchmarks.harness.checks import DeviceChecks, MarkedTests
 from benchmarks.harness.comparisons import (
     Comparison,
     KernelComparison,
@@ -35,7 +42,6 @@ from benchmarks.harness.comparisons import (
     Schedule,
     TrainingComparison,
 )
-from benchmarks.harness.proofs import DeviceChecks, MarkedTests
 from benchmarks.harness.report import STYLES, machine, run, show
 from benchmarks.harness.timing import make_parser, print_table
 from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, SMALL_HEADS
@@ -129,23 +135,23 @@ COMPARISONS: tuple[Comparison, ...] = (
         for tokens in (32768, 131072)
     ),
 )
-PROOFS = ("check-device", "cuda-tests")
-# Whose kernels are checked besides those of the rows: a mixture of experts, which no row trains.
+CHECKS = ("check-device", "cuda-tests")
+# Profile whose kernels are also checked: a mixture of experts, which no row trains.
 EXPERTS, SMALL_EXPERTS = "mixtral-8x7b-h100", "tiny-moe"
-MFU_DUE = 0.50  # at 1B
-DEPTH, DEPTH_DUE = 32, 6667  # layers of Llama 3 8B, and the tokens/s a GPU that are due
-PLANNED = ("1b", "1b-fp8", "8b-layers", "8b-layers-fp8")  # whose step time is compared with the plan
+MFU_TARGET = 0.50  # at 1B
+DEPTH, SPEED_TARGET = 32, 6667  # layers of Llama 3 8B, and tokens/s per GPU
+PLANNED = ("1b", "1b-fp8", "8b-layers", "8b-layers-fp8")  # rows whose step time is compared with the plan
 PLAN_TOLERANCE = 0.10
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that is due, beside what was measured; or why there is none."""
+    """A measured figure and its target, or the reason why it was not measured."""
 
     row: str
     name: str
     measured: float | None
-    due: str
+    target: str
     met: bool
     failure: str | None = None
 
@@ -156,8 +162,10 @@ class Figure:
 
 def main() -> int:
     parser = make_parser(__doc__, rounds=3)
-    names = [*PROOFS, *(comparison.name for comparison in COMPARISONS)]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of {', '.join(names)}")
+    names = [*CHECKS, *(comparison.name for comparison in COMPARISONS)]
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="ROW", help=f"run only these, of {', '.join(names)}"
+    )
     parser.add_argument("--rehearse", action="store_true", help="run the rows on the CPU with tiny sizes")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
     options = parser.parse_args()
@@ -167,7 +175,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    rows = proofs_and_comparisons(options.rehearse)
+    rows = checks_and_comparisons(options.rehearse)
     chosen = [item for item in rows if not options.only or item.name in options.only]
     gpus = 2 if options.rehearse else torch.cuda.device_count()
     lacking = {item.name: needs for item in chosen if (needs := missing(item, gpus))}
@@ -195,15 +203,15 @@ def main() -> int:
         for name, needs in lacking.items():
             print(f"{name}: not run, needs {needs}")
         if options.rehearse:
-            print("A rehearsal on the CPU with tiny sizes: its figures say nothing about GPUs.")
+            print("This was a rehearsal on the CPU with tiny sizes: its figures say nothing about GPUs.")
     return int(any(each.status == "failed" for each in (*results, *figures)))
 
 
 Row = Comparison | DeviceChecks | MarkedTests
 
 
-def proofs_and_comparisons(rehearse: bool) -> list[Row]:
-    """All rows, the proofs first; for a rehearsal on the CPU."""
+def checks_and_comparisons(rehearse: bool) -> list[Row]:
+    """All rows, the checks first; `rehearse` selects their small versions for the CPU."""
     comparisons = list(map(rehearsed, COMPARISONS)) if rehearse else list(COMPARISONS)
     made: dict[str, Profile] = {}
     for item in comparisons:
@@ -229,7 +237,7 @@ def missing(comparison: Row, gpus: int) -> str | None:
 
 
 def rehearsed(comparison: Comparison) -> Comparison:
-    """The row on the CPU, so small that it runs in seconds."""
+    """A small version of the row that runs on the CPU in seconds."""
     if isinstance(comparison, TrainingComparison):
         return replace(comparison, device="cpu", workload="small")
     if isinstance(comparison, KernelComparison):
@@ -246,7 +254,7 @@ def profile_of(comparison: TrainingComparison) -> Profile:
 
 
 def training_speeds(comparison: TrainingComparison, result: Result) -> Iterator[dict[str, Any]]:
-    """Tokens/s a GPU and model FLOPs utilization of each side; its MFU is None for a card of unknown peak FLOP/s."""
+    """Tokens/s per GPU and MFU of each side; MFU is None if the card's peak FLOP/s is unknown."""
     peak = device.resolve(comparison.device).peak("bf16")
     flops = flops_per_token(profile_of(comparison))
     for side, seconds in (("ours", result.ours), (comparison.against, result.peer)):
@@ -256,10 +264,10 @@ def training_speeds(comparison: TrainingComparison, result: Result) -> Iterator[
 
 
 def full_depth_speed(results: Mapping[str, Result]) -> float | None:
-    """Tokens/s a GPU of all layers of the 8B model: a step's seconds grow with the layers by as much as from 2 to 4 of them.
+    """Tokens/s per GPU of the 8B model with all its layers, extrapolated linearly from its 2 and 4 layers.
 
     Returns:
-        None without both rows, or where 4 layers were not slower than 2.
+        None without both rows, or if 4 layers were not slower than 2.
     """
     if not {"8b-2-layers", "8b-layers"} <= results.keys():
         return None
@@ -270,21 +278,21 @@ def full_depth_speed(results: Mapping[str, Result]) -> float | None:
 
 
 def speed_figures(speeds: Sequence[Mapping[str, Any]], depth: float | None) -> Iterator[Figure]:
-    """MFU at 1B, if the card's peak is on record, and tokens/s of 8B at full depth."""
+    """MFU at 1B, if the card's peak is known, and tokens/s of 8B at full depth."""
     for speed in speeds:
         if (speed["row"], speed["side"]) == ("1b", "ours") and speed["mfu"]:
-            yield Figure("1b", "MFU", speed["mfu"], f"at least {MFU_DUE:.0%}", speed["mfu"] >= MFU_DUE)
+            yield Figure("1b", "MFU", speed["mfu"], f"at least {MFU_TARGET:.0%}", speed["mfu"] >= MFU_TARGET)
     if depth:
-        name = "tokens/s a GPU of 8B at full depth, from its 2 and 4 layers"
-        yield Figure("8b-layers", name, depth, f"above {DEPTH_DUE:,}", depth > DEPTH_DUE)
+        name = "tokens/s per GPU of 8B at full depth, from its 2 and 4 layers"
+        yield Figure("8b-layers", name, depth, f"above {SPEED_TARGET:,}", depth > SPEED_TARGET)
 
 
 def plan_figures(trained: Mapping[str, tuple[TrainingComparison, Result]]) -> Iterator[Figure]:
-    """The planner's seconds of a step after a calibration of this device, over the measured ones."""
+    """The planner's step time, after calibrating this device, relative to the measured one."""
     chosen = {name: trained[name] for name in PLANNED if name in trained}
     if not chosen:
         return
-    name, due = "planned step time after calibration, of the measured", f"within {PLAN_TOLERANCE:.0%}"
+    name, target = "planned step time after calibration / measured", f"within {PLAN_TOLERANCE:.0%}"
     device, failure = next(iter(chosen.values()))[0].device, None
     with tempfile.TemporaryDirectory(prefix="benchmarks-calibration-") as folder, contextlib.chdir(folder):
         try:
@@ -294,19 +302,19 @@ def plan_figures(trained: Mapping[str, tuple[TrainingComparison, Result]]) -> It
         for row, (comparison, result) in chosen.items():
             planned = None if failure else plan(profile_of(comparison)).step_seconds
             if planned is None:
-                reason = failure or "the calibration has no figures of its precision"
-                yield Figure(row, name, None, due, False, reason)
+                reason = failure or "the calibration has no figures for its precision"
+                yield Figure(row, name, None, target, False, reason)
                 continue
             share = planned / statistics.median(result.ours)
-            yield Figure(row, name, share, due, abs(share - 1) <= PLAN_TOLERANCE)
+            yield Figure(row, name, share, target, abs(share - 1) <= PLAN_TOLERANCE)
 
 
 def _print_speeds(speeds: Sequence[Mapping[str, Any]], figures: Sequence[Figure]) -> None:
     if speeds:
-        headings = ("row", "side", "tokens/s a GPU", "MFU")
-        print_table("", headings, map(_speed_cells, speeds), "MFU: against the dense bf16 peak")
+        headings = ("row", "side", "tokens/s per GPU", "MFU")
+        print_table("", headings, map(_speed_cells, speeds), "MFU: relative to the dense bf16 peak")
     if figures:
-        print_table("", ("row", "figure", "measured", "due", "result"), map(_figure_cells, figures))
+        print_table("", ("row", "figure", "measured", "target", "result"), map(_figure_cells, figures))
     for figure in figures:
         if figure.failure:
             print(f"{figure.row}: {figure.name}: {figure.failure}", file=sys.stderr)
@@ -317,11 +325,11 @@ def _figure_cells(figure: Figure) -> tuple[str, ...]:
     if figure.measured is not None:
         measured = f"{figure.measured:,.0f}" if figure.measured > 100 else f"{figure.measured:.1%}"
     status = f"[{STYLES[figure.status]}]{figure.status}[/]"
-    return figure.row, figure.name, measured, figure.due, status
+    return figure.row, figure.name, measured, figure.target, status
 
 
 def _speed_cells(speed: Mapping[str, Any]) -> tuple[str, ...]:
-    mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "no peak on record"
+    mfu = f"{speed['mfu']:.1%}" if speed["mfu"] else "peak unknown"
     return speed["row"], speed["side"], f"{speed['tokens_per_second']:,.0f}", mfu
 
 

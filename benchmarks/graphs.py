@@ -1,10 +1,10 @@
 """Measure ahead-of-time compilation: trace, first-step or speed.
 
     trace       trace the large profiles, each in its own process: seconds, peak memory, graphs (at most 120 s and 4 GB)
-    first-step  tiny with 8 layers: first step without precompiled graphs over first step with them (at least 4)
-    speed       the small workload, compiled over eager, tokens/s (above 1), and the difference of losses (at most 2e-2)
+    first-step  tiny with 8 layers: time of the first step without precompiled graphs, over that with them (at least 4)
+    speed       the small workload: tokens/s compiled over eager (above 1), and the difference of the losses (at most 2e-2)
 
-Prints figures and then their limits; the exit code is 1 where a limit is exceeded.
+Prints the figures and then their limits; the exit code is 1 if a limit is exceeded.
 """
 
 import json
@@ -28,7 +28,7 @@ LOSS_TOLERANCE = 2e-2
 
 
 def trace(names: Sequence[str]) -> bool:
-    """Trace profiles; whether all are within the limits."""
+    """Trace profiles; returns whether all are within the limits."""
     print(f"{'profile':<20}{'layers':>7}{'ranks':>7}{'seconds':>9}{'MB':>7}{'graphs':>8}")
     within = True
     for name in names:
@@ -113,8 +113,8 @@ def write_run_folder(folder: Path, name: str, *overrides: str) -> Path:
 def main() -> int:
     parser = make_parser(__doc__, rounds=2)
     parser.add_argument("what", choices=("trace", "first-step", "speed"))
-    parser.add_argument("--profiles", nargs="+", default=LARGE, help="of trace")
-    parser.add_argument("--precision", choices=("float32", "bf16"), default="float32", help="of speed")
+    parser.add_argument("--profiles", nargs="+", default=LARGE, help="for `trace`")
+    parser.add_argument("--precision", choices=("float32", "bf16"), default="float32", help="for `speed`")
     options = parser.parse_args()
     if options.what == "trace":
         within = trace(options.profiles)

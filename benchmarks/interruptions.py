@@ -1,10 +1,10 @@
-"""Interrupt whole runs at random moments until they finish, and compare them with a run that was left alone.
+"""Interrupt complete runs at random moments until they finish, and compare them with an undisturbed run.
 
-Each chain is one run of a small profile with compiled graphs, on a fresh store. While it runs, the command gets SIGINT, SIGTERM
-or SIGKILL, or a rank gets SIGKILL, at a random moment between the first second and the time that an undisturbed run takes. The
-command is then started again, until the interruptions of the chain are used up and it ends by itself. Losses of every step in
-full precision, evaluations and the exported files must equal the undisturbed run's bit for bit; the exit code is 1 where they
-do not.
+Each chain is one run of a small profile with compiled graphs, on an empty store. While it runs, the command receives SIGINT,
+SIGTERM or SIGKILL, or a rank receives SIGKILL, at a random moment between the first second and the duration of the undisturbed
+run. The command is then started again, until the chain has had all its interruptions and finishes. The losses of every step in
+full precision, the evaluations and the exported files must be bit-identical to the undisturbed run's; otherwise the exit code
+is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TIMEOUT = 900  # seconds for one start of the command
 
 @dataclass
 class Chain:
-    """One run in a folder of its own, and what was done to it."""
+    """One run in its own folder, and the faults injected into it."""
 
     folder: Path
     store: str
@@ -71,7 +71,7 @@ class Chain:
         return time.monotonic() - begun
 
     def interrupt(self, chance: random.Random, longest: float) -> bool:
-        """Start the command and inject one fault. Returns whether the run ended by itself before."""
+        """Start the command and inject one fault. Returns True if the run finished before that."""
         process = self.start()
         delay, fault = chance.uniform(1, longest), chance.choice(FAULTS)
         try:
@@ -101,7 +101,7 @@ class Chain:
 def run_chains(
     folder: Path, chains: int, faults: int, seed: int, remote: bool
 ) -> Iterator[tuple[Chain, bool]]:
-    """Run the chains; yields each with whether its results equal those of an undisturbed run."""
+    """Run the chains; yields each, and whether its results equal those of an undisturbed run."""
     write_profile(folder)
 
     def chain(name: str) -> Chain:
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--chains", type=int, default=10)
     parser.add_argument("--faults", type=int, default=4, help="interruptions of each chain")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--s3", action="store_true", help="with a store on S3 (moto on loopback)")
+    parser.add_argument("--s3", action="store_true", help="use a store on S3 (moto on loopback)")
     options = parser.parse_args()
     console, equal = Console(highlight=False), 0
     with tempfile.TemporaryDirectory() as name, s3_server() if options.s3 else nullcontext():
@@ -141,7 +141,7 @@ def main() -> int:
             console.print(
                 f"chain {number}: {'equal' if same else 'DIFFERENT'} after {'; '.join(chain.faults) or 'no fault'}"
             )
-    console.print(f"{equal} of {options.chains} chains end with equal losses, evaluations and exports")
+    console.print(f"{equal} of {options.chains} chains ended with equal losses, evaluations and exports")
     return 0 if equal == options.chains else 1
 
 

@@ -1,10 +1,10 @@
 """Plan and trace shipped profiles at full size: cluster, layout, memory, graphs and step time, as a Markdown table.
 
-Without names, every profile that supported hardware can start. Memory and step time are the planner's; graphs are those that are
-compiled ahead for all ranks (modeling/tracing/trace.py); traced memory has their activations in place of the planner's. Prints
-each row once it is known; 2 to 30 s of CPU a profile.
+Without names, every profile that supported hardware can start is planned and traced. Memory and step time are the planner's;
+`traced` is the memory with the activations of the traced graphs instead; `graphs` is the number of graphs that are compiled ahead
+of time for all ranks (modeling/tracing/trace.py). Each row takes 2 to 30 s of CPU time and is printed when it is complete.
 
-Exit codes: 0, or 1 if a plan does not fit its device, or promises less memory than is traced.
+Exit codes: 0; 1 if a plan does not fit its device or needs less memory than its trace.
 """
 
 import sys
@@ -22,7 +22,7 @@ COLUMNS = ("profile", "cluster", "layout", "recompute", "GiB planned", "traced",
 
 
 def layout(profile: Profile) -> str:
-    """The mesh without data, and how the states are sharded over data × context, such as "TP 4, FSDP 16 × 2 replicas"."""
+    """Degrees other than data, and how states are sharded over data × context, such as "TP 4, FSDP 16 × 2"."""
     parallel = profile.parallel
     degrees = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
     replicas = profile.data_parallel * parallel.context // profile.shard_degree
@@ -33,7 +33,7 @@ def layout(profile: Profile) -> str:
 
 
 def describe(profile: Profile) -> tuple[str, str, str, str]:
-    """What a row says without a plan."""
+    """The cells of a row that need no plan."""
     return (
         profile.name,
         cluster_summary(profile),

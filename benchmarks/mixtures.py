@@ -1,9 +1,9 @@
-"""Is a planted good mixture found? `python -m benchmarks.mixtures --seed 0`: proxies over three synthetic sources.
+"""Compare proposed mixture weights with a grid search on synthetic sources: `python -m benchmarks.mixtures --seed 0`
 
-One source repeats a few sentences and is learned at once, one is a Markov chain that takes long, and one is random words, of
-which nothing can be learned but which are four fifths of the text. Twelve proxies give a proposal for the mean of the three
-held-out losses. It is trained, and so is a grid of mixtures, whose best is what the proposal is compared with. All in this
-process; ten minutes a seed on one core.
+One source repeats a few sentences and is learned at once; one is a Markov chain and takes long; one consists of random words,
+from which nothing can be learned, but which make up four fifths of the text. From twelve proxies, weights are proposed for the
+mean of the three held-out losses. A run with these weights is compared with the best of a grid of mixtures. Everything runs in
+this process; each seed takes ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write_sources(folder: Path) -> list[Path]:
 
 
 def describe(folder: Path, seed: int) -> Mixture:
-    """The mixture of one seed, whose proxies are as large as the target."""
+    """The mixture for one seed; its proxies are as large as the target."""
     sources = [{"kind": "files", "path": str(path)} for path in write_sources(folder)]
     target = folder / "planted.yaml"
     target.write_text(yaml.safe_dump({**PROFILE, "data": {"sources": sources, "validation_fraction": 0.1}}))
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def measure(folder: Path, seed: int) -> None:
-    """Find and check the mixture of one seed."""
+    """Propose weights for one seed, train with them, and compare with the grid."""
     mixture, store = describe(folder, seed), Store(str(folder / "store"))
     target = mixture_target(mixture)
     proxies = proxies_of(mixture, target)

@@ -1,9 +1,9 @@
 """Compare training speed with Hugging Face, DTensor and torch's own parallelism.
 
-Each comparison alternates between ours and the peer, each in fresh processes, on the same weights and batches, with two threads
-per side. A comparison whose losses differ fails, whatever its ratio. A ratio is the peer's median step time over ours in the
-same round; the table has the median of the rounds and their minimum and maximum. "Of bound" is the time of the step's matrix
-products and attention alone (benchmarks/harness/bound.py) over ours.
+Each comparison runs ours and the peer alternately, in fresh processes, on the same weights and batches, with two threads per
+side. A comparison whose losses differ fails, whatever its ratio. A ratio is the peer's median step time over ours in the same
+round; the table shows the median over the rounds, and their minimum and maximum. "Of bound" is the time of the step's matrix
+products and attention alone (benchmarks/harness/bound.py), over ours.
 
 Exit codes: 0 all comparisons ran and agree, 1 one failed, 2 arguments rejected.
 """

@@ -1,7 +1,7 @@
-"""Compare artifact upload and download on S3 with plain s3fs, with the same files and server.
+"""Compare uploading and downloading artifacts on S3 with plain s3fs, with the same files and server.
 
-The server is moto on loopback in its own process, slower than a cluster's network; the store adds hashing every byte twice,
-locks and the manifest. Sides alternate; figures are medians.
+The server is moto on loopback in its own process, which is slower than a cluster's network. The store additionally hashes every
+byte twice, and writes locks and the manifest. Sides alternate; figures are medians.
 """
 
 import os
@@ -76,7 +76,7 @@ def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
     def publish() -> None:
         with uploader.artifacts.publish("tokens", "k") as staging:
             for path in source.iterdir():
-                os.link(path, staging / path.name)  # as a step that writes there: nothing is copied
+                os.link(path, staging / path.name)  # instead of a copy, as a step would write there directly
 
     def fetch() -> None:
         downloader.artifacts.path(uploader.artifacts.expect("tokens", "k"))

@@ -1,7 +1,7 @@
-"""Measure reading of samples against copying from a mapped file, and opening of a large corpus.
+"""Compare reading samples with copying them from a mapped file, and measure opening a large corpus.
 
-Batches of 16 shuffled samples of 2,048 tokens from one shard; the bound copies the same windows of the same file as int64 and
-does nothing else. Then a new process opens a corpus of 10^12 tokens in 20,000 shards, which are sparse files.
+Reads batches of 16 shuffled samples of 2,048 tokens from one shard; the bound only copies the same windows of the same file as
+int64. Then a new process opens a corpus of 10^12 tokens in 20,000 shards, which are sparse files.
 """
 
 import json

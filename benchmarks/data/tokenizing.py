@@ -1,8 +1,8 @@
 """Compare tokenization (JSON lines in, `.bin`/`.idx` out) with tokenizers in memory and with `datasets.map`.
 
 Uses all cores and a BPE of 32,000 tokens, trained on the text itself, which does not repeat (harness/text.py): byte-level
-(gigatoken, or the word cache without it) or SentencePiece style (the word cache). Sides alternate; figures are medians. Where
-gigatoken is measured, the slower sides read a part of the text.
+(with gigatoken, and with the word cache) or SentencePiece style (with the word cache). Sides alternate; figures are medians. For
+byte-level BPE, the slower sides read only a part of the text.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tasks.store.store import Store
 from tasks.tokenization.tokenizer_files import EOS, byte_level, write
 
 VOCABULARY = 32_000
-EVERY = 4  # the slower sides read every fourth document where gigatoken is measured
+EVERY = 4  # for byte-level BPE, the slower sides read every fourth document
 UNKNOWN = "<unk>"
 GOALS = {
     "ours, gigatoken": (5.0, 8.0),
@@ -82,7 +82,7 @@ def compare(folder: Path, megabytes: float, rounds: int, kind: str) -> None:
 
 
 def train_tokenizer(folder: Path, kind: str, texts: Sequence[str]) -> None:
-    """Train a BPE and write its files; words of SentencePiece style begin with their space."""
+    """Train a BPE and write its files; in SentencePiece style, words begin with a space."""
     special, alphabet = [EOS], []
     if kind == "byte-level":
         tokenizer, alphabet = byte_level(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
@@ -99,7 +99,7 @@ def train_tokenizer(folder: Path, kind: str, texts: Sequence[str]) -> None:
 
 
 def time_ours(folder: Path, name: str, gigatoken: bool) -> float:
-    """Seconds of the dataset step, including planning and the start of its processes."""
+    """Seconds of the dataset step, including planning and starting its processes."""
     overrides = [
         f"data.sources=[{{kind: files, path: '{folder / name}/*.jsonl'}}]",
         f"tokenizer.source={folder / 'tokenizer'}",
@@ -135,7 +135,7 @@ def time_in_memory(folder: Path, texts: list[str]) -> float:
 
 
 def time_datasets_map(folder: Path) -> float:
-    """Seconds of `datasets.map` without imports, in its own process because it forks."""
+    """Seconds of `datasets.map`, without imports, in a separate process because it forks."""
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         output = subprocess.run(
             [sys.executable, "-m", "benchmarks.data.tokenizing", "--map", str(folder)],

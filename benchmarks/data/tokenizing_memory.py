@@ -1,8 +1,8 @@
-"""Measure the peak memory of a tokenization worker, with one document of 200 MB in the text.
+"""Measure the peak memory of a tokenization worker that reads a document of 200 MB.
 
-One `tasks.tokenization.worker` process tokenizes a file of JSON lines, compressed so that it is one shard. The text is that of
-benchmarks/harness/text.py, repeated if needed: repetition changes the speed, not the memory. The long document is prose, rows of
-numbers (csv) or indented JSON; the last two have no letters with a space between them.
+One `tasks.tokenization.worker` process tokenizes a file of JSON lines, which is compressed so that it is a single shard. The text
+comes from benchmarks/harness/text.py and is repeated if needed: repetition changes the speed, not the memory. The long document
+is prose, rows of numbers (csv) or indented JSON; the latter two never have letters on both sides of a space.
 """
 
 import gzip
@@ -32,8 +32,8 @@ ROWS = {
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--megabytes", type=float, default=400)
-    parser.add_argument("--document", type=float, default=200, help="MB of the long document")
-    parser.add_argument("--text", choices=("prose", *ROWS), default="prose", help="of the long document")
+    parser.add_argument("--document", type=float, default=200, help="size of the long document in MB")
+    parser.add_argument("--text", choices=("prose", *ROWS), default="prose", help="kind of the long document")
     options = parser.parse_args()
     texts = list(documents(UNIQUE))
     with tempfile.TemporaryDirectory() as name:

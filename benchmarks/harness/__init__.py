@@ -1,5 +1,5 @@
-"""What the benchmarks share: alternating rounds and medians, processes and their results, text, the training workload.
+"""Code that the benchmarks share: alternating rounds and medians, processes and their results, text, the training workload.
 
-`timing` has rounds and tables, `processes` runs one side of a comparison in its own processes, `workload` is the model and the
-batches that ours and every peer train.
+`timing` has rounds and tables. `processes` runs one side of a comparison in its own processes. `workload` defines the model and
+the batches on which ours and every peer train. `comparisons` and `checks` are rows of `report`'s table.
 """

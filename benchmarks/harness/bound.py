@@ -1,8 +1,8 @@
 """Lower bound of a step's time in one process: its matrix products and attention alone.
 
-A product X Wᵀ of the forward pass has two more in the backward pass, dX = dY W and dW = dYᵀ X. Each is timed separately with
-warm caches, by torch's product and by the one that we use on CPUs, best of several; attention is torch's, forward and backward.
-A real step adds norms, activations, rotary embeddings, the loss's softmax, AdamW, and cold memory.
+For each product X Wᵀ of the forward pass, the backward pass has two, dX = dY W and dW = dYᵀ X. Each is timed separately with warm
+caches, with torch's product and with the one that Trainshed uses on CPUs; the fastest of several calls counts. Attention is
+torch's, forward and backward. A real step adds norms, activations, rotary embeddings, the loss's softmax, AdamW, and cold caches.
 """
 
 import json
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def projections(model: Model) -> Iterator[tuple[int, int, int]]:
-    """Input width, output width and count of the model's projections; those of the same input are fused."""
+    """Input width, output width and number of the model's projections; those with the same input are fused."""
     h, f, d = model.hidden_size, model.intermediate_size, model.head_dim
     n, k, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
     yield h, (n + 2 * k) * d, layers
@@ -64,7 +64,7 @@ def attention_seconds(workload: Workload, dtype: torch.dtype) -> float:
 
 
 def best(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of several calls, the first of which warms up."""
+    """Seconds of the fastest of several calls."""
     return min(seconds(call) for _ in range(REPEATS + 1))
 
 

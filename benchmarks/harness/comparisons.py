@@ -12,15 +12,15 @@ from benchmarks.harness.timing import alternate, median_ratio
 from benchmarks.harness.workload import WORKLOADS
 from benchmarks.operators import ring_attention
 
-THREADS = 2  # of all processes of a side together
+THREADS = 2  # total for all processes of a side
 TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}  # relative, of each step's loss
-# Of experts: a token with two nearly equal router scores goes to the other expert after another rounding.
+# With experts: rounding can send a token with two nearly equal router scores to the other expert.
 EXPERT_TOLERANCE = 5e-4
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How much is run: rounds per comparison, untimed and timed steps per run. `graphs` is the compiler's cache folder."""
+    """Rounds per comparison, and untimed and timed steps per run. `graphs` is the compiler's cache folder."""
 
     rounds: int
     warm_up: int
@@ -33,7 +33,7 @@ class Result:
     """Result of a comparison. A ratio is the peer's time over ours in the same round: above 1, ours is faster.
 
     Attributes:
-        target, bound_target: least ratio, and least fraction of the bound, for the status "met".
+        target, bound_target: smallest ratio, and smallest fraction of the bound, for the status "met".
         tokens: per step.
         ours, peer, bound: seconds of each round's median step.
         difference: largest relative difference between our losses (or outputs) and the peer's; at most `tolerance`.
@@ -103,9 +103,9 @@ class TrainingComparison:
     Attributes:
         peer: module of `benchmarks` and its arguments.
         ours: arguments of `benchmarks.harness.ours`.
-        bound_target: fraction of the lower bound (`benchmarks.harness.bound`) to reach; None where there is no bound.
+        bound_target: fraction of the lower bound (`benchmarks.harness.bound`) to reach; None if there is no bound.
         requires: package that the peer needs besides torch.
-        tolerance: relative, of each step's loss; None: that of the precision.
+        tolerance: largest relative difference of each step's loss; None: that of the precision.
     """
 
     name: str
@@ -151,9 +151,9 @@ class KernelComparison:
     """A kernel of training on one device, ours against a library's.
 
     Attributes:
-        kernel: of `benchmarks.operators.kernels`.
-        peer: its other side.
-        sizes: of its operands.
+        kernel: name in `benchmarks.operators.kernels`.
+        peer: the library to compare with.
+        sizes: name of the operands' sizes.
         requires: package that the peer needs besides torch.
     """
 
@@ -189,7 +189,7 @@ def alternate_scripts(
     schedule: Schedule,
     before_turn: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Run scripts in turn; each side's seconds by round, and the `difference` between ours and the peer's losses."""
+    """Run scripts in turn. Returns each side's seconds by round, and the `difference` of ours and the peer's losses."""
     sides = {side: partial(measure_script, script, arguments) for side, script in scripts.items()}
     runs = alternate(sides, schedule.rounds, before_turn)
     seconds = {side: [run.step_seconds for run in measured] for side, measured in runs.items()}
@@ -197,7 +197,7 @@ def alternate_scripts(
 
 
 def largest_difference(runs: Sequence[Measurement]) -> float:
-    """Largest relative difference between losses of the same step in any two runs; NaN where one is NaN."""
+    """Largest relative difference between losses of the same step in any two runs; NaN if one is NaN."""
     largest = 0.0
     for losses in zip(*(run.losses for run in runs), strict=True):
         if any(map(math.isnan, losses)):
@@ -208,9 +208,9 @@ def largest_difference(runs: Sequence[Measurement]) -> float:
 
 @dataclass(frozen=True)
 class RingComparison:
-    """Ring attention over two devices against the same attention on one, whose time is halved: the ideal.
+    """Ring attention over two devices, compared with the ideal: half the time of the same attention on one device.
 
-    A CPU's two devices are processes of one thread, its one device is a process of both threads.
+    On a CPU, the two devices are processes with one thread each, and the single device is a process with two threads.
     """
 
     name: str
@@ -230,7 +230,7 @@ class RingComparison:
         return f"{one}, {tokens} tokens"
 
     def turns(self, schedule: Schedule) -> int:
-        """Runs of both sides, and one more of each, which warms up and gives the outputs."""
+        """Runs of both sides, and one more of each, which warms up and computes the outputs."""
         return 2 * (schedule.rounds + 1)
 
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:

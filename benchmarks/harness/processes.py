@@ -21,7 +21,7 @@ GRACE = 20  # seconds between SIGTERM and SIGKILL, for torchrun to end its child
 
 
 class ScriptError(RuntimeError):
-    """A script failed or timed out; the message has the end of its standard error."""
+    """A script failed or timed out; the message contains the end of its standard error."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Measurement:
 
     Attributes:
         seconds: of each timed step.
-        losses: of every step, warm-up included.
+        losses: of every step, including the warm-up.
         peak_bytes: peak memory above the inputs.
     """
 
@@ -99,7 +99,7 @@ def _terminate(process: subprocess.Popen[str]) -> None:
 
 
 def training_ranks(run_folder: Path) -> list[psutil.Process]:
-    """Processes that train the run in this folder, by rank."""
+    """Processes that train the run in this folder, in order of rank."""
     ranks = {}
     for process in psutil.process_iter():
         try:
@@ -112,10 +112,10 @@ def training_ranks(run_folder: Path) -> list[psutil.Process]:
 
 
 def peak_memory(command: Sequence[str], field: str) -> tuple[str, int]:
-    """Run a program and poll its memory; children of the program do not count.
+    """Run a program and poll its memory, without that of its children.
 
     Args:
-        field: of /proc/PID/status, such as VmHWM or RssAnon.
+        field: name of a field of /proc/PID/status, such as VmHWM or RssAnon.
 
     Returns:
         The program's standard output and the largest value of the field, in bytes.

@@ -10,21 +10,24 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.harness.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.harness.comparisons import Comparison, Result, Schedule
 from benchmarks.harness.processes import ScriptError
-from benchmarks.harness.proofs import DeviceChecks, MarkedTests, Proof
 from benchmarks.harness.timing import print_table
 
 STYLES = {"met": "green", "passed": "green", "missed": "yellow", "failed": "bold red"}
-HEADINGS = ("work", "against", "ours", "peer", "ratio", "due", "of bound", "losses differ", "result")
+HEADINGS = ("work", "against", "ours", "peer", "ratio", "target", "of bound", "losses differ", "result")
 CAPTION = (
-    "ours, peer: ms per step; ratio: peer over ours (minimum–maximum of the rounds); targets in parentheses"
+    "ours, peer: ms per step; ratio: peer over ours (minimum–maximum of the rounds); target: of the ratio; in parentheses after "
+    "other figures: their targets"
 )
 
 
-def run(rows: Sequence[Comparison | DeviceChecks | MarkedTests], schedule: Schedule) -> list[Result | Proof]:
+def run(
+    rows: Sequence[Comparison | DeviceChecks | MarkedTests], schedule: Schedule
+) -> list[Result | CheckResult]:
     """Run rows in order, with progress on standard error. A failed one does not stop the others."""
-    results: list[Result | Proof] = []
+    results: list[Result | CheckResult] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=sum(item.turns(schedule) for item in rows))
@@ -42,7 +45,7 @@ def run(rows: Sequence[Comparison | DeviceChecks | MarkedTests], schedule: Sched
 
 
 def machine() -> dict[str, object]:
-    """The machine's properties that the figures depend on."""
+    """The properties of this machine that the figures depend on."""
     return {
         "processor": platform.machine(),
         "vector_units": torch.backends.cpu.get_cpu_capability(),
@@ -52,7 +55,7 @@ def machine() -> dict[str, object]:
     }
 
 
-def show(results: Sequence[Result | Proof], schedule: Schedule) -> None:
+def show(results: Sequence[Result | CheckResult], schedule: Schedule) -> None:
     """Print the table, and below it the reasons for failures."""
     this = machine()
     title = f"{this['cores']} cores ({this['vector_units']}), torch {this['torch']}; "
@@ -63,9 +66,9 @@ def show(results: Sequence[Result | Proof], schedule: Schedule) -> None:
             print(f"{result.name}: {result.failure}", file=sys.stderr)
 
 
-def _cells(result: Result | Proof) -> list[str]:
+def _cells(result: Result | CheckResult) -> list[str]:
     status = f"[{STYLES[result.status]}]{result.status}[/]"
-    if isinstance(result, Proof):
+    if isinstance(result, CheckResult):
         return [result.title, result.against, *[""] * 5, result.counted, status]
     if result.failure:
         return [result.title, result.against, "", "", "", f"{result.target:.2f}", "", "", status]

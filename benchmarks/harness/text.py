@@ -12,7 +12,7 @@ MIN_PARAGRAPH = 40  # characters
 
 
 def documents(megabytes: float) -> Iterator[str]:
-    """About this many megabytes of text in documents of about DOCUMENT characters, no paragraph twice.
+    """Yield about this many megabytes of text, in documents of about DOCUMENT characters; no paragraph occurs twice.
 
     Raises:
         ValueError: the installation has less text.

@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def make_parser(documentation: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Parser described by the benchmark's module docstring; `rounds` is the default of `--rounds`, if it has that option."""
+    """Parser with the benchmark's module docstring as description; `rounds` adds `--rounds` with this default."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{Path(sys.argv[0]).stem}",
         description=documentation,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if rounds:
-        text = f"how often each side runs, alternating (default: {rounds})"
+        text = f"number of times that each side runs, alternately (default: {rounds})"
         parser.add_argument("--rounds", type=positive, default=rounds, help=text)
     return parser
 
@@ -32,7 +32,7 @@ def make_parser(documentation: str | None, rounds: int | None = None) -> argpars
 def positive(text: str) -> int:
     """Parse a positive integer, for argparse."""
     if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
@@ -49,7 +49,7 @@ def alternate(
     before_turn: Callable[[str], object] = lambda side: None,
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, list[T]]:
-    """Run every side once per round, in turn, so that other load on the machine affects all sides alike.
+    """Run every side once per round, in turn, so that other load on the machine affects all sides equally.
 
     Returns:
         Each side's results, one per round.

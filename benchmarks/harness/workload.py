@@ -1,6 +1,6 @@
-"""The training workload that ours and all peers run, and its timing.
+"""The training workload that ours and every peer run, and its timing.
 
-All train the same model from the same weights on the same batches with the same AdamW, so their losses must agree at every
+All sides train the same model from the same weights on the same batches with the same AdamW, so their losses must agree at every
 step. A script builds `step(samples) -> loss` and passes it to `measure`, which prints the fields of `Measurement` as a JSON
 line.
 """
@@ -98,7 +98,7 @@ WORKLOADS = {
 
 
 def workload_parser(documentation: str | None) -> argparse.ArgumentParser:
-    """Parser with the options that ours, every peer and the bound have."""
+    """Parser with the options that ours, every peer and the bound share."""
     parser = make_parser(documentation)
     parser.add_argument("--workload", choices=WORKLOADS, default="small")
     parser.add_argument("--precision", choices=DTYPES, default="float32")
@@ -153,14 +153,14 @@ def load_initial_weights(module: nn.Module, model: Model) -> None:
 
 
 def convert(module: nn.Module, options: argparse.Namespace) -> None:
-    """Move a module to the device with its parameters in the precision; buffers, rotary tables among them, stay in float32."""
+    """Move a module to the device, with parameters in the precision; buffers, such as rotary tables, stay in float32."""
     module.to(options.device)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(DTYPES[options.precision])
 
 
 def batch(workload: Workload, step: int) -> Tensor:
-    """Token ids (batch, sequence + 1) of a step; four in five are a function of the previous token, so the loss falls."""
+    """Token ids (batch, sequence + 1) of a step. Four in five are a function of the previous token, so the loss falls."""
     generator = torch.Generator().manual_seed(1000 + step)
     size, vocabulary = (workload.batch, workload.sequence + 1), workload.model.vocab_size
     tokens = torch.randint(vocabulary, size, generator=generator)
@@ -172,7 +172,7 @@ def batch(workload: Workload, step: int) -> Tensor:
 
 
 def adamw(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.AdamW:
-    """torch's AdamW; `settings` select an implementation other than its default."""
+    """torch's AdamW; `settings` select an implementation other than the default."""
     return torch.optim.AdamW(parameters, **ADAMW, **settings)
 
 

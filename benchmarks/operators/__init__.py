@@ -1,1 +1,4 @@
-"""Single operators of the parallel library against alternatives: ring attention, document masks, the memory of the loss."""
+"""Single operators of the parallel library, compared with alternatives: attention, document masks, loss, AdamW.
+
+Start with `kernels`, which compares training's kernels with those of libraries.
+"""

@@ -1,9 +1,9 @@
-"""Time a kernel of training beside a library's: attention, the loss with its projection, AdamW's update.
+"""Time a training kernel, ours or a library's: attention, the loss with its projection, AdamW's update.
 
     python -m benchmarks.operators.kernels attention flash_attn --device cuda
 
-Forward and backward on one device, in bf16 with Llama 3.2 1B's sizes, as training calls it; `small` sizes are for CPUs. Prints
-the fields of `Measurement` as a JSON line; `losses` are norms of the results, which must agree with the library's.
+Runs forward and backward on one device, in bf16 with Llama 3.2 1B's sizes, as training calls it; the sizes `small` are for CPUs.
+Prints the fields of `Measurement` as a JSON line; `losses` are norms of the results, which must agree with the library's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from parallel.loss import LossPrograms, chunk_loss, linear_cross_entropy
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, adamw
 
-Call = Callable[[], list[Tensor]]  # results, the same ones of every side
+Call = Callable[[], list[Tensor]]  # returns the results to compare
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the operands; `document` is the tokens of one where attention has documents, `shard` AdamW's elements."""
+    """Sizes of the operands; `document` is the number of tokens per document, `shard` the number of AdamW's elements."""
 
     sequence: int
     heads: int
@@ -49,7 +49,7 @@ SIZES = {
 
 
 class Inputs:
-    """Random operands in bf16 on a device, equal for every side."""
+    """Random operands in bf16 on a device, the same for every side."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seed = device, 0
@@ -194,7 +194,7 @@ def measure(call: Call, device: devices.Device, warm_up: int, steps: int) -> Ite
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("kernel", choices=KERNELS)
-    parser.add_argument("side", help="ours, or the library")
+    parser.add_argument("side", help="ours, or a library")
     parser.add_argument("--device", choices=sorted(devices.KINDS), default="cpu")
     parser.add_argument("--sizes", choices=SIZES, default="1b")
     parser.add_argument("--warm-up", type=int, default=3, help="untimed calls (default: 3)")

@@ -1,8 +1,8 @@
-"""Measure peak memory of the vocabulary-parallel loss, fused with the output projection and unfused.
+"""Measure the peak memory of the vocabulary-parallel loss, fused with the output projection and unfused.
 
-Two processes share the vocabulary, forward and backward. `linear_cross_entropy` (fused) never holds complete logits; the
-unfused loss is a projection followed by `vocab_parallel_cross_entropy`. Each runs in its own processes, so that the peak of
-resident memory is the loss's alone. Losses and gradients of hidden states must agree; the exit code is 1 where they do not.
+Two processes share the vocabulary and run forward and backward. `linear_cross_entropy` (fused) never holds complete logits; the
+unfused loss is a projection followed by `vocab_parallel_cross_entropy`. Each variant runs in its own processes, so that the peak
+of resident memory is that of the loss. Losses and gradients of hidden states must agree; otherwise the exit code is 1.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Compare ring attention over two devices with the same attention on one.
 
-Forward and backward of causal attention of one sequence. The processes of both sides stay alive and alternate. The ideal ratio
-is 1.0, no communication and no merging: on a CPU two processes of one thread take as long as one of two threads, and two GPUs
-half as long as one. Outputs and gradients must agree; the exit code is 1 where they do not.
+Runs forward and backward of causal attention over one sequence. The processes of both sides stay alive and run alternately. The
+ideal ratio is 1.0, without communication and merging: on a CPU, two processes with one thread each take as long as one with two
+threads; two GPUs take half as long as one. Outputs and gradients must agree; otherwise the exit code is 1.
 """
 
 import multiprocessing
@@ -61,7 +61,7 @@ class Workload:
 
 
 class Group:
-    """Processes that compute a workload together on request, each with its share of the sequence and a device of its own."""
+    """Processes that compute a workload together on request, each with its own share of the sequence and device."""
 
     def __init__(self, ranks: int, threads: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
@@ -94,7 +94,7 @@ class Group:
 
 
 def make_sides(device: str) -> dict[str, Group]:
-    """Ours on RANKS devices and the peer on one; on a CPU both have as many threads."""
+    """Ours on RANKS devices and the peer on one; on a CPU both have the same number of threads."""
     return {"ours": Group(RANKS, 1, device), "peer": Group(1, RANKS, device)}
 
 
@@ -125,7 +125,7 @@ def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: in
         device.synchronize()
         seconds = time.perf_counter() - begin
         if result == "seconds":
-            # The same work on one device of several takes that many times as long.
+            # With one device instead of RANKS, the ideal is the time divided by RANKS.
             connection.send(seconds / (RANKS // ranks if kind != "cpu" else 1))
         else:
             connection.send([x.detach().float().cpu().numpy() for x in (out, *gradients)])

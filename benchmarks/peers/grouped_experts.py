@@ -1,8 +1,8 @@
-"""Expert parallelism of torch's parts, as in torchtitan: torchrun --nproc-per-node 2 -m benchmarks.peers.grouped_experts
+"""Expert parallelism from torch's parts, as in torchtitan: torchrun --nproc-per-node 2 -m benchmarks.peers.grouped_experts
 
 Every rank holds E/n experts of each layer and its share of the samples. Rows are sorted by expert, exchanged by torch's
-differentiable all-to-all, regrouped by expert, and multiplied by torch's grouped product, gate and up apart; weights of the
-choices apply after the way back. Gradients of everything else are averaged in one flat all-reduce.
+differentiable all-to-all, regrouped by expert, and multiplied by torch's grouped matrix product, with separate gate and up
+projections; router weights are applied after the second all-to-all. All other gradients are averaged in one flat all-reduce.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Plain torch Llama with Hugging Face's parameter names, for peers that bring no model. Its attention function is replaceable."""
+"""Plain torch Llama with Hugging Face's parameter names, for peers without a model; its attention function is replaceable."""
 
 from collections.abc import Callable
 

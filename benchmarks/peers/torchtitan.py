@@ -1,6 +1,6 @@
-"""torchtitan's Llama 3 on one device, compiled as it does, block by block: needs the package torchtitan 0.2.2 and triton.
+"""torchtitan's Llama 3 on one device, compiled block by block as torchtitan does; needs torchtitan 0.2.2 and triton.
 
-As its trainer on one device: parameters in float32, products in bf16 by autocast, fused AdamW.
+As in torchtitan's trainer on one device, parameters are in float32, matrix products in bf16 by autocast, and AdamW is fused.
 """
 
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""benchmarks.gpu, rehearsed on the CPU: rows run end to end, kernels agree with their libraries, and lacking peers are named."""
+"""benchmarks.gpu, rehearsed on the CPU: rows run end to end, kernels agree with libraries, missing peers are named."""
 
 import json
 import subprocess
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.harness.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.harness.comparisons import TOLERANCES, Result
-from benchmarks.harness.proofs import DeviceChecks, MarkedTests, Proof
 from benchmarks.operators import kernels
 from benchmarks.operators.ring_attention import relative_error
 from modeling import check_device
@@ -59,12 +59,12 @@ def test_speed_at_full_depth_extrapolates_seconds_by_layer():
     assert gpu.full_depth_speed({"8b-layers": rows["8b-layers"]}) is None
 
 
-def test_checks_of_the_rows_profiles_are_counted_and_a_failure_has_its_reason(monkeypatch):
-    """Kernels of the rehearsed rows and of experts; and of a check that its process does not know."""
+def test_checks_of_profiles_are_counted_and_failures_have_a_reason(monkeypatch):
+    """Checks kernels of the rehearsed rows and of experts, and runs a check that does not exist."""
     kernels = next(check for check in check_device.CHECKS if check.takes_profile)
     broken = replace(check_device.CHECKS[0], name="missing")
     monkeypatch.setattr(check_device, "CHECKS", (kernels, broken))
-    row, *_ = gpu.proofs_and_comparisons(rehearse=True)
+    row, *_ = gpu.checks_and_comparisons(rehearse=True)
     row = replace(row, made=tuple(profile for profile in row.made if profile.train.precision == "fp8"))
     proof = row.run(None, lambda _: None)
     assert (proof.status, proof.counted) == ("failed", "2 passed, 1 failed")
@@ -73,7 +73,7 @@ def test_checks_of_the_rows_profiles_are_counted_and_a_failure_has_its_reason(mo
 
 
 def test_checked_profiles_are_those_that_rows_train():
-    row, *_ = gpu.proofs_and_comparisons(rehearse=False)
+    row, *_ = gpu.checks_and_comparisons(rehearse=False)
     trained = [gpu.profile_of(each) for each in gpu.COMPARISONS if isinstance(each, gpu.TrainingComparison)]
     assert all(
         any(profile.model_copy(update={"name": made.name}) == made for made in row.made)
@@ -84,12 +84,11 @@ def test_checked_profiles_are_those_that_rows_train():
     assert resolve.load(*row.shipped).model.num_experts
 
 
-def test_tests_of_a_gpu_are_skipped_without_one_and_fail_a_row_that_needs_them():
-    """Skipped tests prove nothing on a machine with a GPU, here said of the CPU."""
+def test_skipped_gpu_tests_pass_a_rehearsal_and_fail_a_row_on_a_gpu():
     given = "tests/parallel/attention/test_attention.py"
     rehearsed = MarkedTests((given,), device="cpu")
     proof = rehearsed.run(None, lambda _: None)
-    assert (proof.status, proof.counted) == ("passed", "0 passed, 2 skipped: for want of a GPU")
+    assert (proof.status, proof.counted) == ("passed", "0 passed, 2 skipped without a GPU")
     cases = [ElementTree.fromstring(case) for case in SKIPPED]
     proof = MarkedTests()._outcome(cases, code=0)
     assert (proof.status, proof.failure) == ("failed", "test_b: needs a CUDA accelerator")
@@ -115,19 +114,19 @@ COLLECTED = (
         ((SKIPPED[0],), 3, "1 passed", "pytest: exit code 3"),
     ],
 )
-def test_outcome_of_the_tests_of_a_gpu(cases, code, counted, failure):
+def test_outcome_of_gpu_tests(cases, code, counted, failure):
     proof = MarkedTests()._outcome([ElementTree.fromstring(case) for case in cases], code)
     assert (proof.counted, proof.failure) == (counted, failure)
 
 
-def test_failed_proof_does_not_stop_other_rows_and_its_reason_is_printed(monkeypatch, capsys):
-    failed = Proof(
+def test_failed_check_does_not_stop_other_rows_and_its_reason_is_printed(monkeypatch, capsys):
+    failed = CheckResult(
         "check-device", "check_device", "the CPU", "8 passed, 1 failed", "kernels: experts of …: bf16 0.3"
     )
     passed = replace(failed, name="cuda-tests", counted="9 passed", failure=None)
     monkeypatch.setattr(DeviceChecks, "run", lambda *_: failed)
     monkeypatch.setattr(MarkedTests, "run", lambda *_: passed)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--only", *gpu.PROOFS])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--only", *gpu.CHECKS])
     assert gpu.main() == 1
     printed = capsys.readouterr()
     assert "8 passed, 1 failed" in printed.out
@@ -162,7 +161,7 @@ def test_failed_calibration_is_a_failed_figure_with_its_reason(monkeypatch):
     assert (figure.status, figure.failure) == ("failed", "calibration: out of memory")
 
 
-def test_mfu_at_1b_and_speed_at_full_depth_are_due():
+def test_mfu_at_1b_and_speed_at_full_depth_have_targets():
     speeds = [
         {"row": "1b", "side": side, "mfu": 0.49, "tokens_per_second": 1.0} for side in ("ours", "plain torch")
     ]
@@ -173,8 +172,7 @@ def test_mfu_at_1b_and_speed_at_full_depth_are_due():
     ]
 
 
-def test_profiles_of_the_rows_train_what_they_say():
-    """MFU and the plan are those of the profile of our side."""
+def test_profiles_of_rows_have_their_sizes_and_options():
     rows = {
         row.name: gpu.profile_of(row) for row in gpu.COMPARISONS if isinstance(row, gpu.TrainingComparison)
     }

@@ -1,4 +1,4 @@
-"""The ladder benchmark: its source has the entropy that it states, and its target is far beyond its rungs."""
+"""The ladder benchmark: its source has the stated entropy, and its target has far more compute than its rungs."""
 
 import numpy as np
 
@@ -13,13 +13,13 @@ def test_windows_are_a_function_of_seed_and_number():
     assert (across[2:] != benchmark.ChainSamples(4).batch(benchmark.BLOCK, 2)).any()
 
 
-def test_words_follow_the_chances_of_the_chain():
+def test_words_follow_the_transition_probabilities():
     windows = benchmark.ChainSamples(3).batch(0, 1024)
     table = benchmark._chain()
     chances = np.diff(table / table[:, -1:], axis=1, prepend=0)
     drawn = chances[windows[:, :-1], windows[:, 1:]]
     assert drawn.min() > 0
-    # Cross-entropy of the chain's own words under its own chances: its entropy, but for the noise of 32,768 words.
+    # The cross-entropy under its own probabilities is the entropy, up to the noise of 32,768 words.
     assert abs(-np.log(drawn).mean() - benchmark.entropy()) < 0.05
 
 

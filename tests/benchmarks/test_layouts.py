@@ -1,4 +1,4 @@
-"""The table of layouts: a profile is planned and traced; the documented one has all startable profiles as they are now."""
+"""The table of layouts: profiles are planned and traced; the documented table matches the current profiles and plans."""
 
 from pathlib import Path
 
@@ -19,14 +19,13 @@ TRACED = ("llama3-8b", "llama3.1-8b", "llama3-70b-h200")  # at full size
 
 
 def test_profiles_are_planned_and_traced(capsys):
-    """No plan promises less memory than is traced, or much more."""
+    """No plan needs less memory than its trace, or much more."""
     assert layouts.main(["tiny", *TRACED]) == 0
     found = cells_of(capsys.readouterr().out.splitlines())
     cells = found["tiny"]
     assert cells[:4] == ["tiny", "1 × 2 cpu", "TP 2, ZeRO-1 1", "none"]
-    assert (
-        cells[6] == "5"
-    )  # block and loss: two of training each for the block, one for the loss, and two of evaluation
+    # Training: two of the block, one of the loss; evaluation: one of each.
+    assert cells[6] == "5"
     for name in TRACED:
         planned, traced = (float(cell.split()[0]) for cell in found[name][4:6])
         assert traced <= planned < 1.35 * traced
@@ -34,7 +33,7 @@ def test_profiles_are_planned_and_traced(capsys):
 
 
 def test_documented_layouts_are_those_of_the_profiles():
-    """And their plans, but for a CPU, whose memory is this machine's."""
+    """Plans are compared too, except on a CPU, whose memory is that of this machine."""
     profiles = layouts.startable()
     assert [tuple(row[:4]) for row in DOCUMENTED.values()] == list(map(layouts.describe, profiles))
     for profile in profiles:

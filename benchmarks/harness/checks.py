@@ -1,6 +1,6 @@
-"""Rows that prove rather than measure: the checks of check_device on given profiles, and the tests marked `cuda`.
+"""Rows that verify rather than measure: the checks of check_device on given profiles, and the tests marked `cuda`.
 
-Their result is how many passed, with the reasons of those that failed. Both run as a user runs them, in processes of their own.
+Their result is the number that passed, and the reasons for failures. Both run as a user would run them, in separate processes.
 """
 
 import subprocess
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Proof:
-    """Result of a row: what passed, and why others did not."""
+class CheckResult:
+    """Result of a row: how many checks passed, and why others failed."""
 
     name: str
     title: str
@@ -46,7 +46,8 @@ class DeviceChecks:
     """The checks of check_device.
 
     Attributes:
-        profiles: whose kernels are checked on their shapes; those of `made` and the shipped ones of these names.
+        made: profiles on whose shapes kernels are checked.
+        shipped: names of shipped profiles on whose shapes kernels are also checked.
     """
 
     made: tuple[Profile, ...]
@@ -62,7 +63,7 @@ class DeviceChecks:
         """How many scripts run."""
         return 1
 
-    def run(self, _: object, before_turn: Callable[[str], object]) -> Proof:
+    def run(self, _: object, before_turn: Callable[[str], object]) -> CheckResult:
         before_turn("checks")
         with tempfile.TemporaryDirectory(prefix="benchmarks-profiles-") as folder:
             paths = [Path(folder, f"{profile.name}.yaml") for profile in self.made]
@@ -72,21 +73,21 @@ class DeviceChecks:
             results = check_device.run_checks(self.device, processes, [*map(str, paths), *self.shipped])
         failed = [f"{check.name}: {result.measured}" for check, result, _ in results if not result.passed]
         counted = _counted(passed=len(results) - len(failed), failed=len(failed))
-        return Proof(self.name, self.title, self.against, counted, "\n".join(failed) or None)
+        return CheckResult(self.name, self.title, self.against, counted, "\n".join(failed) or None)
 
 
 @dataclass(frozen=True)
 class MarkedTests:
-    """The tests with the marker `cuda`. Where there is no GPU, on the CPU, they are skipped, which the result says.
+    """The tests with the marker `cuda`. With `device` cpu they may be skipped; otherwise a skipped test is a failure.
 
     Attributes:
-        paths: of tests, in the repository.
+        paths: test folders or files in the repository.
     """
 
     paths: tuple[str, ...] = ("tests",)
     device: str = "cuda"
     name: str = "cuda-tests"
-    title: str = "tests of a GPU"
+    title: str = "tests that need a GPU"
     against: str = "pytest -m cuda"
     requires: str | None = "pytest"
     processes: int = 1
@@ -95,7 +96,7 @@ class MarkedTests:
         """How many scripts run."""
         return 1
 
-    def run(self, _: object, before_turn: Callable[[str], object]) -> Proof:
+    def run(self, _: object, before_turn: Callable[[str], object]) -> CheckResult:
         before_turn("tests")
         with tempfile.TemporaryDirectory(prefix="benchmarks-tests-") as folder:
             report = Path(folder) / "report.xml"
@@ -104,13 +105,13 @@ class MarkedTests:
             try:
                 ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
             except subprocess.TimeoutExpired:
-                return self._proof("none finished", f"timed out after {TIMEOUT} s")
+                return self._result("none finished", f"timed out after {TIMEOUT} s")
             if not report.exists():
-                return self._proof("none ran", "\n".join((ran.stdout + ran.stderr).splitlines()[-30:]))
+                return self._result("none ran", "\n".join((ran.stdout + ran.stderr).splitlines()[-30:]))
             cases = [*ElementTree.parse(report).iter("testcase")]
         return self._outcome(cases, ran.returncode)
 
-    def _outcome(self, cases: Sequence[ElementTree.Element], code: int) -> Proof:
+    def _outcome(self, cases: Sequence[ElementTree.Element], code: int) -> CheckResult:
         failed = [
             reason for case in cases for kind in ("failure", "error") if (reason := _reason(case, kind))
         ]
@@ -118,21 +119,21 @@ class MarkedTests:
         passed = len(cases) - len(failed) - len(skipped)
         counted = _counted(passed=passed, failed=len(failed), skipped=len(skipped))
         if self.device == "cpu" and skipped:
-            counted += ": for want of a GPU"
+            counted += " without a GPU"
         elif not failed:
             failed = skipped
         if not cases:
             failed = ["no test has the marker cuda"]
         elif code and not failed:
             failed = [f"pytest: exit code {code}"]
-        return self._proof(counted, "\n".join(failed) or None)
+        return self._result(counted, "\n".join(failed) or None)
 
-    def _proof(self, counted: str, failure: str | None) -> Proof:
-        return Proof(self.name, self.title, self.against, counted, failure)
+    def _result(self, counted: str, failure: str | None) -> CheckResult:
+        return CheckResult(self.name, self.title, self.against, counted, failure)
 
 
 def _counted(**counts: int) -> str:
-    """Such as "9 passed, 1 failed"; without those that are none, but for the first."""
+    """Text such as "9 passed, 1 failed"; counts of zero are left out, except the first."""
     first, *others = counts.items()
     return ", ".join(f"{count} {word}" for word, count in (first, *(each for each in others if each[1])))
 
