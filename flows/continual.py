@@ -15,7 +15,6 @@ from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows.alerts.events import emit
@@ -24,8 +23,7 @@ from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import load, run_name
 from flows.runner import THREADS, Runner
-from flows.server.secrets import hub_token
-from flows.steps import check_plan, open_run, read_lock, resolve_inputs, with_training_progress
+from flows.steps import check_plan, flow_context, open_run, read_lock, resolve_inputs, with_training_progress
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import continual as series
@@ -62,7 +60,7 @@ def continual(
     opened = Store(store, run.cluster.work_dir or "store")
     # If scheduled flow runs overlap, the later one waits for the lock, and then finds no new data.
     with opened.lock(f"continual-{run.name}"):
-        return _round(Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id)))
+        return _round(flow_context(run, opened))
 
 
 def _round(context: Context) -> State[Any]:

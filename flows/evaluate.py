@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run
 
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
 from flows.runner import THREADS, Runner
-from flows.server.secrets import hub_token
+from flows.steps import flow_context
 from flows.ui.artifacts import show_table
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
@@ -33,7 +32,6 @@ from tasks.evaluation.checkpoints import (
     require_harness,
 )
 from tasks.report import update_evaluations
-from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.reference import ReferenceStep
@@ -142,8 +140,7 @@ def evaluate(
     folder = runs.fetch(opened, name)
     profile, changed = _profile(folder, overrides)
     _require_checkpoint(opened, name, step, follow=follow)
-    context = Context(profile, opened, folder, token=hub_token(profile), flow_run=str(flow_run.id))
-    with opened.lock(f"evaluate-{name}"), Runner(context) as runner:
+    with opened.lock(f"evaluate-{name}"), Runner(flow_context(profile, opened, folder)) as runner:
         files = Path(include).absolute() if include else None
         inputs = runs.read_inputs(folder)
         runner.keep()

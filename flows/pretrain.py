@@ -23,10 +23,10 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, ProfileName, RunName
 from flows.runner import THREADS, Runner
-from flows.server.secrets import hub_token
 from flows.steps import (
     RunCommand,
     check_plan,
+    flow_context,
     open_run,
     read_lock,
     resolve_inputs,
@@ -45,7 +45,6 @@ from tasks.evaluation.held_out import EvaluationStep
 from tasks.fork import copy_checkpoint, find_parent, require_forkable
 from tasks.report import ReportStep
 from tasks.resolve import locate_runs
-from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, with_steps
 from tasks.steps.export import ExportStep
@@ -125,8 +124,7 @@ def train_profile(
     """
     opened = Store(command.store, run.cluster.work_dir or "store")
     run = locate_runs(run, opened)
-    context = Context(run, opened, token=hub_token(run), flow_run=str(flow_run.id))
-    with runs.lock_run(opened, run.name) as lock, Runner(context) as runner:
+    with runs.lock_run(opened, run.name) as lock, Runner(flow_context(run, opened)) as runner:
         parent = find_parent(opened, fork) if fork else None
         if parent:
             require_forkable(opened, parent, run)

@@ -8,9 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
+from pathlib import Path
+
+from prefect.runtime import flow_run
 
 from flows.alerts.events import alerts
 from flows.runner import Runner
+from flows.server.secrets import hub_token
 from flows.ui.overview import Overview
 from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
@@ -28,6 +32,11 @@ from tasks.tracking.process import labels_of, results, tracking
 log = logging.getLogger(__name__)
 
 RESOLVE_RETRIES = 5  # a minute in total; an attempt itself waits out the hub's rate limits
+
+
+def flow_context(profile: Profile, store: Store, folder: Path | None = None) -> Context:
+    """Context for the steps of the current flow run, with the hub token if the profile needs one."""
+    return Context(profile, store, folder, token=hub_token(profile), flow_run=str(flow_run.id))
 
 
 def check_plan(runner: Runner) -> planner.Plan:

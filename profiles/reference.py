@@ -72,17 +72,15 @@ def _section(title: str, section: type[Section], path: str) -> Iterator[str]:
         sections = sections_in(field.annotation)
         is_list = typing.get_origin(field.annotation) is list
         subsections += [(f"{key}.0" if is_list else key, subsection) for subsection in sections]
-        kind = "list of sections" if sections and is_list else "section" if sections else _type(field)
+        kind = _cell(_type_name(field.annotation))
+        if sections:
+            kind = "list of sections" if is_list else "section"
         yield f"| `{key}` | {kind} | {_default(field)} | {_cell(field.description or '')} |"
     yield ""
     for key, subsection in subsections:
         variants = sum(key == other for other, _ in subsections)
         title = f"`{key}`: {subsection.__name__}" if variants > 1 else f"`{key}`"
         yield from _section(title, subsection, f"{key}.")
-
-
-def _type(field: FieldInfo) -> str:
-    return _cell(_type_name(field.annotation))
 
 
 def _type_name(annotation: typing.Any) -> str:

@@ -13,14 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run
 
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
 from flows.pretrain import pretrain
 from flows.runner import THREADS, Runner
-from flows.server.secrets import hub_token
+from flows.steps import flow_context
 from modeling.planning.planner import Plan
 from modeling.scaling.rungs import Rung
 from profiles import resolve
@@ -29,7 +28,6 @@ from profiles.sections.branches import Branches
 from tasks.branches import branches_of, members_of, resolve_member, trunk_of
 from tasks.evaluation.average import MODEL, AverageStep, identity_of
 from tasks.reporting import branches_page
-from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import runs
@@ -93,7 +91,7 @@ def _average(described: Branches, trunk: Rung, found: list[Rung], store: Store) 
     dataset, tokenizer = (
         store.artifacts.expect(step.kind, inputs[step.kind]) for step in (DatasetStep, TokenizerStep)
     )
-    context = Context(profile, store, folder, token=hub_token(profile), flow_run=str(flow_run.id))
+    context = flow_context(profile, store, folder)
     rows = []
     with store.lock(f"average-{trunk.name}"), Runner(context) as runner:
         runner.keep()

@@ -16,13 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from prefect import flow
-from prefect.runtime import flow_run
 
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
 from flows.runner import THREADS, Runner
-from flows.server.secrets import hub_token
+from flows.steps import flow_context
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan
 from modeling.scaling.proxies import Proxy, mixture_target, proposed, proxies_of, training_sources
@@ -35,7 +34,6 @@ from tasks.evaluation.held_out import EvaluationStep
 from tasks.mixture import Measured
 from tasks.reporting import mixture_page
 from tasks.reporting.history import OF_SOURCE
-from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
@@ -115,8 +113,7 @@ def _losses(
 ) -> list[dict[str, float]]:
     """Held-out losses by source of each proxy; proxies with fewer sources are evaluated on the text of all sources."""
     found = []
-    first = proxies[0].run.profile
-    context = Context(first, store, token=hub_token(first), flow_run=str(flow_run.id))
+    context = flow_context(proxies[0].run.profile, store)
     with Runner(context) as runner:
         for proxy, result in zip(proxies, results, strict=True):
             evaluation = result["evaluation"]
