@@ -4,7 +4,7 @@
 
 Starts from the weights of the latest checkpoint with a new optimizer, so the learning rate warms up and decays again (arXiv
 2403.08763). The model is promoted only once its run folder is complete, in a remote store too. Meant for a schedule: without
-new data the flow run ends at once, and the name of its state says so.
+new data the flow run ends at once, in a state named after the reason.
 """
 
 from __future__ import annotations

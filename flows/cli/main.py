@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """The parser of the complete command line."""
     root = Parser(
         prog="trainshed",
         description="Train language models as one Prefect flow, on Trainium, GPUs and CPUs.",

@@ -1,4 +1,4 @@
-"""The Prefect server that the commands on one store share if none is configured, with its database beside the store.
+"""The Prefect server that commands on one store share if none is configured; its database is in the store's folder.
 
 The first command starts it, in about 3 s (10 s the first time, when it creates its database) while the flow is being imported.
 Others use it, since servers that share an SQLite database block each other. It exits after its last user, even a killed one.

@@ -131,7 +131,7 @@ def _evaluation_batches(found: Translation, key: str, value: Any) -> None:
     elif not value:
         found.report(key, Effect.HARMLESS, "no evaluation during training; the final model is evaluated")
     else:
-        found.report(key, Effect.HARMLESS, "the whole validation split is evaluated")
+        found.report(key, Effect.HARMLESS, "the complete validation split is evaluated")
 
 
 def _checkpoint_interval(found: Translation, key: str, value: Any) -> None:

@@ -78,7 +78,7 @@ def finished(run, tmp_path_factory):
     return store, *run(store)
 
 
-def test_a_chain_trains_each_stage_from_the_one_before_and_evaluates_before_and_after(finished):
+def test_chain_trains_each_stage_from_the_previous_export_and_evaluates_before_and_after(finished):
     store, (_, sft, dpo), done = finished
     assert done["sft"] == ["tokenizer", "dataset", "checkpoint", *DONE]
     assert "reference" in done["dpo"]

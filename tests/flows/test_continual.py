@@ -164,7 +164,7 @@ def test_run_exported_before_its_end_is_not_continued(series, tmp_path):
     assert "train it to its last step" in state.message
 
 
-def test_a_run_is_exported_alone(series):
+def test_export_flow_exports_an_existing_run(series):
     from flows.export import export
 
     _, store, _ = series

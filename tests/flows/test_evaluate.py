@@ -153,7 +153,7 @@ def wait(condition):
         time.sleep(0.05)
 
 
-def test_what_cannot_be_evaluated_is_rejected(trained, tasks, monkeypatch):
+def test_invalid_evaluations_are_rejected(trained, tasks, monkeypatch):
     store, _ = trained
     for run, message in (
         ("run@3", "run@2"),

@@ -64,7 +64,7 @@ def test_failed_round_is_shown_with_its_own_curve_logs_and_checkpoints(prefect_s
     assert "trainshed tensorboard nightly-round-2" in page
 
 
-def test_a_failure_before_there_is_a_folder_shows_the_run_so_far(prefect_server, profile, store):
+def test_failure_before_the_run_folder_exists_shows_the_existing_run(prefect_server, profile, store):
     assert "All 6 steps are done" in failed(profile, store, None)
 
 

@@ -90,7 +90,7 @@ def test_export_loads_generates_and_has_the_evaluated_loss(finished):
     assert isinstance(text, str)
 
 
-def test_epochs_train_on_all_data_and_many_are_warned_about(pretrain, store, said, caplog):
+def test_epochs_train_on_all_data_and_many_passes_are_warned_about(pretrain, store, said, caplog):
     batch = ("train.global_batch_size=64", "train.micro_batch_size=64")
     epochs = ("train.steps=null", "train.epochs=5", "evaluate.every=0", *batch)
     result = pretrain(store, *epochs, name="epochs")
@@ -271,7 +271,7 @@ def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
     assert re.search(r"micro +done +6 of 6 ", lines["micro"])
 
 
-def test_a_run_keeps_the_data_that_it_began_with_until_it_is_updated(pretrain, store, profile, tmp_path):
+def test_run_keeps_its_locked_data_until_it_is_updated(pretrain, store, profile, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     shutil.copy(profile.with_name("texts.jsonl"), texts / "a.jsonl")

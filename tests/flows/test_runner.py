@@ -83,7 +83,7 @@ def context(prefect_server, tmp_path):
     return Context(resolve.load("tiny"), Store(str(tmp_path / "store")))
 
 
-def test_background_step_runs_beside_the_others_as_prefect_shows_and_both_are_cached(context, prefect_server):
+def test_background_step_runs_concurrently_in_prefect_and_both_steps_are_cached(context, prefect_server):
     def until_both_are_shown():
         """While both wait at the barrier."""
         running = {"state": {"type": {"any_": ["RUNNING"]}}}

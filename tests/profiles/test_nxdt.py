@@ -198,7 +198,7 @@ def test_config_is_imported_and_planned_and_trains_at_small_size(pool, tmp_path,
         ("hf_llama3_8B", "model.hidden_size", 5000, "no published model has the numbers"),
     ],
 )
-def test_mathematics_that_cannot_be_kept_is_rejected(tmp_path, name, key, given, message):
+def test_mathematics_without_an_equivalent_is_rejected(tmp_path, name, key, given, message):
     with pytest.raises(ProfileError) as caught:
         nxdt.import_config(write(tmp_path, name, sections(key, given)))
     errors = {error.key: error.reason for error in (caught.value, *caught.value.others)}
@@ -243,7 +243,7 @@ def test_lora_of_experts_is_imported_where_it_is_equivalent(tmp_path):
         ("hf_mixtral_8x7b", {"model.moe.output_router_logits": False}, {"train.balance": "none"}),
     ],
 )  # fmt: skip
-def test_keys_are_translated_to_what_they_do(tmp_path, name, change, expected):
+def test_keys_are_translated_to_equivalent_settings(tmp_path, name, change, expected):
     over: dict[str, Any] = {}
     for key, given in change.items():
         over = merged(over, sections(key, given))
