@@ -1,8 +1,8 @@
-"""Measure a training step of SFT (packed) and DPO against TRL's trainers: same model, records, batch and precision.
+"""Compare a training step of SFT (packed) and DPO with TRL's trainers: same model, records, batch and precision.
 
-Both sides run eager in one process with one thread, float32, on records of random words; only answers count. The sides alternate;
-the first steps of a run warm up. Reported: wall and CPU time of a step, as medians over all steps, and TRL's over ours. Of packed
-pairs, a step of ours has a varying number; its times count for as many pairs as TRL's step has.
+Both sides run eager in one process with one thread, in float32, on records of random words; only answers count in the loss. The
+sides alternate, and the first steps of each run warm up. Prints the median wall and CPU time of a step, and TRL's time over ours.
+With packed pairs, our steps have varying numbers of pairs; their times are scaled to the number of pairs in TRL's step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Times = tuple[float, float]  # wall and CPU seconds
 
 
 def write_inputs(folder: Path, records: int) -> Any:
-    """A tokenizer of bytes, a Llama and records in a folder; returns the model's configuration."""
+    """Write a byte tokenizer, a Llama and records into a folder; returns the model's configuration."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -73,7 +73,7 @@ def write_inputs(folder: Path, records: int) -> Any:
 
 
 class Work(NamedTuple):
-    """What is measured: samples of a step, and tokens of a row, of ours and of TRL's."""
+    """A workload: samples per step and tokens per row, for ours and for TRL."""
 
     kind: str
     packing: bool
@@ -83,7 +83,7 @@ class Work(NamedTuple):
     their_sequence: int
 
 
-# Records have 61 to 281 tokens, so that neither side cuts any.
+# Records have 61 to 281 tokens, so neither side truncates any.
 WORK = {
     "SFT, packed": Work("sft", True, 4, 512, 4, 512),
     "DPO, padded": Work("dpo", False, 8, 288, 8, 288),
@@ -92,7 +92,7 @@ WORK = {
 
 
 def profile(folder: Path, config: Any, work: Work) -> Profile:
-    """Our profile of the same work."""
+    """Our profile for the workload."""
     source = {"kind": "files", "path": str(folder / "records.jsonl")}
     return Profile.model_validate(
         {
@@ -113,7 +113,7 @@ def profile(folder: Path, config: Any, work: Work) -> Profile:
 
 
 def ours(folder: Path, wanted: Profile, pairs: int) -> Callable[[int], list[Times]]:
-    """A function that trains so many steps and returns their times, of DPO for so many pairs."""
+    """A function that trains a number of steps and returns their times; times of DPO are scaled to `pairs` pairs."""
     context = Context(wanted, Store(str(folder / "store")))
     dataset = DatasetStep(TokenizerStep().run(context)).run(context)
     opened = wanted, context.store.artifacts.path(dataset), "train"
@@ -143,7 +143,7 @@ def ours(folder: Path, wanted: Profile, pairs: int) -> Callable[[int], list[Time
 
 
 def theirs(folder: Path, work: Work) -> Callable[[int], list[Times]]:
-    """The same by TRL."""
+    """The same function with TRL's trainer."""
     from datasets import Dataset
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -184,8 +184,12 @@ def theirs(folder: Path, work: Work) -> Callable[[int], list[Times]]:
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=3)
-    parser.add_argument("--steps", type=int, default=6, help="of a run, after the warm-up (default: 6)")
-    parser.add_argument("--only", default="", help="part of a title, of the work to measure (default: all)")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps of each run after the warm-up (default: 6)"
+    )
+    parser.add_argument(
+        "--only", default="", help="measure only work whose title contains this (default: all)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = []

@@ -1,10 +1,10 @@
-"""How well does a ladder forecast? `python -m benchmarks.ladder --seed 0 --seed 1`: rungs and a target, in this process.
+"""Measure how well a ladder forecasts: `python -m benchmarks.ladder --seed 0 --seed 1`
 
 Eight rungs of three widths forecast a target with more than eight times the compute of the largest one, before the target is
-trained. The models are of tiny's family with one layer. The data is synthetic and never repeats: a chain of words, in which the
-next word depends on the one before through components whose sizes fall as a power of their rank. The expected loss of the best
-possible model is known: the chain's entropy. `naive` is the error of forecasting the best rung's loss. About a minute of CPU time
-a seed.
+trained, all in this process. The models are of tiny's family with one layer. The data is synthetic and never repeats: a Markov
+chain of words, whose logits are a sum of components whose sizes fall as a power of their index. The expected loss of the best
+possible model is known: it is the chain's entropy. `naive` is the error if the best rung's loss were the forecast. Each seed takes
+about a minute of CPU time.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ def describe(seed: int) -> Ladder:
 
 
 def dataset_of(profile: Profile, store: Store) -> Path:
-    """The folder of the data set, made if the store lacks it."""
+    """The folder of the data set, which is made if the store lacks it."""
     context = Context(profile, store)
     return store.artifacts.path(DatasetStep(TokenizerStep().run(context)).run(context))
 
 
 def held_out(profile: Profile, dataset: Path) -> Evaluation:
-    """Train in this process on a data set; the losses on its first held-out windows."""
+    """Train in this process on a data set. Returns the losses on its first held-out windows."""
     train = profile.train.model_copy(update={"micro_batch_size": profile.train.global_batch_size})
     profile = profile.model_copy(update={"train": train})
     validation = Samples(Corpus.open(dataset, "validation"), train.sequence_length, None)
@@ -130,7 +130,7 @@ def trained(
     validation: Samples | ChainSamples,
     batches: int | None = None,
 ) -> Evaluation:
-    """Train in this process; the losses on the first held-out batches, or all of them."""
+    """Train in this process. Returns the losses on the first held-out batches, or on all of them."""
     train = profile.train
     size = train.global_batch_size
     with Trainer(profile) as trainer:
@@ -144,7 +144,7 @@ def trained(
 
 
 def measure(seed: int) -> tuple[bool, bool]:
-    """Forecast and train the target of one seed. Returns whether the error is at most 1 %, and the outcome in the interval."""
+    """Forecast and train the target of one seed. Returns whether the error is at most 1 %, and whether the interval holds."""
     ladder = describe(seed)
     target = target_of(ladder)
     samples, validation = ChainSamples(seed), ChainSamples(VALIDATION_SEED, VALIDATION)

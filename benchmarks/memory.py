@@ -1,7 +1,7 @@
-"""Compare the plan's memory with that of real runs on this machine's CPU; takes about a minute on two cores.
+"""Compare planned memory with that of real runs on this machine's CPU; takes about a minute on two cores.
 
-Each case trains two steps. Parameters, gradients and optimizer states must equal the plan to the byte; prints planned over
-measured peak of all live tensors, on the fullest rank of each stage.
+Each case trains two steps. Parameters, gradients and optimizer states must equal the plan to the byte. Prints the planned peak of
+all live tensors over the measured one, on the fullest rank of each stage.
 """
 
 import json
@@ -60,7 +60,7 @@ CASES = {
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "overrides", nargs="?", type=json.loads, help="measure this case (JSON list) as one rank"
+        "overrides", nargs="?", type=json.loads, help="measure these overrides (JSON list) as one rank"
     )
     options = parser.parse_args()
     if options.overrides is not None:
@@ -90,7 +90,7 @@ def case(overrides: Iterable[str]) -> Profile:
 
 
 def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
-    """Train as this rank. Returns its pipeline rank, bytes of its states by kind, and the peak bytes of all live tensors."""
+    """Train as this rank. Returns its pipeline rank, the bytes of its states by kind, and the peak bytes of all live tensors."""
     profile = case(overrides)
     trainer = Trainer(profile)
     try:
@@ -124,7 +124,7 @@ def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
 
 
 class CommunicationBuffers(TorchDispatchMode):
-    """Holds tensors passed to gloo until gloo releases them, because the profiler misses deallocations in gloo's threads."""
+    """Holds tensors passed to gloo until gloo has released them: the profiler misses deallocations in gloo's threads."""
 
     def __init__(self) -> None:
         super().__init__()

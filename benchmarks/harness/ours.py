@@ -42,20 +42,24 @@ def parser() -> argparse.ArgumentParser:
             f"--{axis}", type=int, default=1, help="degree; the remaining ranks are data-parallel"
         )
     parser.add_argument(
-        "--expert", type=int, default=1, help="degree: data-parallel ranks that share out the experts"
+        "--expert", type=int, default=1, help="degree: data-parallel ranks that the experts are divided among"
     )
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument(
-        "--overlap-chunks", type=int, help="of products beside collectives (default: by size)"
+        "--overlap-chunks", type=int, help="chunks that overlap with collectives (default: by size)"
     )
-    parser.add_argument("--async-tensor", action="store_true", help="merge products with collectives (cuda)")
-    parser.add_argument("--fp8", action="store_true", help="multiply the blocks' matrices in FP8 (rowwise)")
+    parser.add_argument(
+        "--async-tensor", action="store_true", help="fuse matrix products with collectives (cuda)"
+    )
+    parser.add_argument(
+        "--fp8", action="store_true", help="compute the blocks' matrix products in FP8 (rowwise)"
+    )
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
     return parser
 
 
 def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
-    """The options as a profile; micro-batches are one sample with a pipeline, else all samples of a rank."""
+    """The options as a profile; a microbatch is one sample with a pipeline, else all samples of a rank."""
     work = workload.WORKLOADS[options.workload]
     data = ranks // (options.tensor * options.pipeline * options.context)
     axes = ("tensor", "pipeline", "context", "expert", "sequence_parallel", "data_sharding", "overlap_chunks")

@@ -1,6 +1,6 @@
 """Measure the cost of attention within documents (`train.document_masks`) in a training step of the tiny model.
 
-Forward and backward in one process, eager, float32; steps with and without document masks alternate, medians.
+Runs forward and backward in one process, eager, in float32. Steps with and without document masks alternate; prints medians.
 """
 
 import statistics
