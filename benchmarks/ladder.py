@@ -3,13 +3,12 @@
 Eight rungs of three widths forecast a target with more than eight times the compute of the largest one, before the target is
 trained, all in this process. The models are of tiny's family with one layer. The data is synthetic and never repeats: a Markov
 chain of words, whose logits are a sum of components whose sizes fall as a power of their index. The expected loss of the best
-possible model is known: it is the chain's entropy. `naive` is the error if the best rung's loss were the forecast. Each seed takes
-about a minute of CPU time.
+possible model is known: it is the chain's entropy. `naive` is the error if the best rung's loss were the forecast. Each seed
+takes about a minute of CPU time.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.harness.timing import make_parser
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.prefetch import Batch
 from modeling.data.records import open_samples
@@ -175,8 +175,8 @@ def measure(seed: int) -> tuple[bool, bool]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, action="append", required=True)
+    parser = make_parser(__doc__)
+    parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
     options = parser.parse_args()
     print(f"entropy of the source: {entropy():.4f} nats a word", flush=True)
     close, inside = zip(*(measure(seed) for seed in options.seed), strict=True)

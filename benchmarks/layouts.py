@@ -9,6 +9,7 @@ Exit codes: 0; 1 if a plan does not fit its device or needs less memory than its
 
 import sys
 
+from benchmarks.harness.timing import make_parser
 from flows.ui.summaries import cluster_summary
 from modeling.planning.planner import Plan, plan
 from modeling.tracing.trace import trace
@@ -78,4 +79,6 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = make_parser(__doc__)
+    parser.add_argument("profiles", nargs="*", metavar="PROFILE", help="default: all that can start")
+    sys.exit(main(parser.parse_args().profiles))

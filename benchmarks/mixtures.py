@@ -8,7 +8,6 @@ this process; each seed takes ten minutes on one core.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from benchmarks.harness.timing import make_parser
 from benchmarks.ladder import dataset_of, held_out
 from modeling.scaling import mixture as laws
 from modeling.scaling.proxies import (
@@ -93,8 +93,8 @@ def describe(folder: Path, seed: int) -> Mixture:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, action="append", required=True)
+    parser = make_parser(__doc__)
+    parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
     options = parser.parse_args()
     for seed in options.seed:
         with tempfile.TemporaryDirectory() as folder:
