@@ -1,19 +1,19 @@
-# Entry points for developers: `make run`, `make test`, `make up`. Everything is installed into .venv and nowhere else;
-# runs and Prefect's database are in ./store.
+# Entry points: `make run`, `make up`, `make test`. Everything is installed into .venv only; runs and Prefect's database are in
+# ./store.
 
 PYTHON ?= python3
 BIN := .venv/bin
-# For Trainium: address of AWS's package index for the Neuron SDK, with which `make` installs the extra `neuron` too.
+# For Trainium: the address of AWS's package index for the Neuron SDK. If set, `make` also installs the extra `neuron`.
 NEURON_INDEX ?=
 INDEX = $(if $(NEURON_INDEX),--extra-index-url "$(NEURON_INDEX)")
-# Debian packages that tests need: g++ for torch.compile on a CPU, slurm-wlm and munge for a Slurm cluster of several nodes
-# on this machine, postgresql for a shared Prefect server, chromium for the reports and Prefect's UI.
+# Debian packages that some tests need: g++ to compile graphs for a CPU, slurm-wlm and munge to start a Slurm cluster of several
+# nodes on this machine, postgresql for a shared Prefect server, chromium for reports and Prefect's UI.
 SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql chromium
 
-# One worker more than cores. OMP_NUM_THREADS=1, because the tests themselves run side by side.
+# One worker more than there are cores (tests/conftest.py), each with one OpenMP thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-# Where bytecode is not written, each of a test's or a run's processes compiles torch again: 4 s each, and the suite starts hundreds.
+# Without cached bytecode, each process of a run or a test compiles torch's modules again: 4 s each, and the suite starts hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run up check-device lint test test-fast test-cuda test-system
@@ -39,7 +39,7 @@ test: lint
 test-fast: lint
 	$(PYTEST) -m "not slow"
 
-# The tests that need a GPU, alone; `python -m benchmarks.gpu` runs them too.
+# Only the tests that need a GPU; `python -m benchmarks.gpu` runs them too.
 test-cuda: .venv/installed-for-tests
 	$(BIN)/python -m pytest -m cuda
 
@@ -48,7 +48,7 @@ test-system:
 	  test "$$(id -u)" = 0 || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
 	  apt-get update -q && apt-get install -qy --no-install-recommends $(SYSTEM_PACKAGES); }
 
-# Stamps of a finished and current installation.
+# Stamp files: the installation is complete and up to date.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trainshed needs Python 3.11 or newer: make PYTHON=...")'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
@@ -59,8 +59,8 @@ test-system:
 	@$(call install,'.[test]')
 	@touch $@
 
-# Install with uv if it is there, which downloads and unpacks in parallel; else, or if it fails, with pip. pip says nothing for
-# minutes, so its log is counted. Modules are compiled when they are first imported: few of what is installed are.
+# Install with uv, which downloads and unpacks in parallel; without uv, or if it fails, with pip. pip prints nothing for minutes,
+# so progress is counted from its log. --no-compile: modules are compiled on their first import, and most are never imported.
 define install
 echo "installing into .venv, which takes a minute or two the first time"; \
 if test -z "$(NEURON_INDEX)" && command -v uv > /dev/null && uv pip install --python $(BIN)/python -c constraints.txt -e $(1); then exit; fi; \

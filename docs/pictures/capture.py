@@ -1,9 +1,15 @@
-"""Take the pictures of a run: `python docs/pictures/capture.py RUN_FOLDER [NAME ...]`, after `trainshed run tiny` with a server.
+"""Take the screenshots of a run: `python docs/pictures/capture.py RUN_FOLDER [NAME ...]`, after `trainshed run tiny`.
 
-Names are those of SIZES, all by default; `fleet` is of the store's fleet.html (`trainshed fleet`), `ladder` of the page
-that `trainshed ladder run tiny` wrote, `branches` likewise, `mixture` of that of docs/mixtures.md. PREFECT_API_URL names the
-server, for instance that of `trainshed up`, with --alerts for the picture of that name; `trackers` is what `trackio show
---project llama` serves. Needs Playwright and Chromium (`make test-system`).
+Names are the keys of SIZES, by default all. They show:
+
+    prefect, alerts        a Prefect server, at PREFECT_API_URL; for `alerts`, started by `trainshed up --alerts`
+    report, evaluations    the run's report.html
+    fleet                  the store's fleet.html, written by `trainshed fleet`
+    ladder, branches       the pages of `trainshed ladder run tiny` and `trainshed branches run tiny`
+    mixture                the page of the mixture in docs/mixtures.md
+    trackers               `trackio show --project llama`, while it is running
+
+Needs Playwright and Chromium (`make test-system`).
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ SIZES = {
     "branches": (1000, 1130),
     "evaluations": (1000, 1130),
 }
-# Text that appears late.
+# Text that shows that a page is complete.
 SHOWN = {
     "prefect": "fullest rank",
     "report": "mean of",
@@ -41,13 +47,11 @@ SHOWN = {
     "branches": "Averages of checkpoints",
     "evaluations": "Evaluations of checkpoints",
 }
-SECTIONS = ("evaluations",)  # pictures of one section, which has the text of SHOWN
+SECTIONS = ("evaluations",)  # screenshots of only the section that has the text of SHOWN
 
 
 def main(run: Path, *names: str) -> None:
-    """Write prefect.png, the page of the run's last flow run in Prefect's UI, report.png, fleet.png,
-    alerts.png, ladder.png, mixture.png, branches.png, and evaluations.png, of the section of the report.
-    """
+    """Write NAME.png of each name beside this file."""
     pages = {
         "prefect": lambda: _page_address((run / "flow-run").read_text().strip()),
         "report": lambda: (run / "report.html").resolve().as_uri(),
@@ -68,7 +72,7 @@ def main(run: Path, *names: str) -> None:
 
 
 def _page_address(flow_run: str) -> str:
-    """Address of the flow run's page, its artifact `run`."""
+    """Address of the artifact `run` of a flow run in Prefect's UI."""
     api = os.environ["PREFECT_API_URL"]
     found = {"flow_runs": {"id": {"any_": [flow_run]}}, "artifacts": {"key": {"any_": ["run"]}}}
     header = {"Content-Type": "application/json"}
@@ -79,12 +83,12 @@ def _page_address(flow_run: str) -> str:
 
 
 def _capture(browser: Browser, name: str, address: str) -> None:
-    """Write a picture of a page, which ends above the paths of this machine."""
+    """Write a screenshot of a page; Prefect's page is cut above the paths of this machine."""
     width, height = SIZES[name]
     page = browser.new_page(viewport={"width": width, "height": height})
     page.goto(address)
     page.get_by_text(SHOWN[name]).first.wait_for()
-    if name == "trackers":  # which shows all metrics, by group
+    if name == "trackers":  # the page shows all metrics, by group
         page.get_by_text(SHOWN[name]).first.scroll_into_view_if_needed()
     page.wait_for_timeout(1000)  # for fonts and images
     if name in SECTIONS:

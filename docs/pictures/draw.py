@@ -1,7 +1,7 @@
 """Draw the pictures of docs/parallel.md: `python docs/pictures/draw.py`
 
-Ranks, tokens and microbatches are computed by `parallel/`, so that the pictures show what the code does; a test compares the
-files with newly drawn ones.
+Ranks, chunks and microbatches are computed by `parallel/`, so the pictures show what the code does; a test compares the files
+with newly drawn ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1c2128; text-anchor: middle; dominant-baseline: central }
 .small { font-size: 11px; fill: #57606a } .left { text-anchor: start } .strong { font-weight: 600 }
-.light { fill: #fff } rect { stroke: #fff; stroke-width: 1.5; rx: 3 }
+.light { fill: #fff } .dark { fill: #1c2128 } rect { stroke: #fff; stroke-width: 1.5; rx: 3 }
 .frame { fill: none; stroke: #8c959f; stroke-width: 1 } .none { fill: #eaeef2 }
 path { stroke: #57606a; stroke-width: 1.5; fill: none; marker-end: url(#tip) }
 marker path { fill: #57606a; marker-end: none }
@@ -31,7 +31,7 @@ path { stroke: #9198a1 } marker path { fill: #9198a1 } }
 
 
 class Drawing:
-    """An SVG of boxes, texts and arrows; sizes and positions in pixels."""
+    """An SVG image of boxes, texts and arrows, with sizes and positions in pixels."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self._parts = [
@@ -47,7 +47,8 @@ class Drawing:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{style}"/>'
         )
         if text:
-            self.write(x + width / 2, y + height / 2, text, "" if style in ("none", "frame") else "light")
+            contrast = {"none": "", "frame": "", "c4": "dark", "c5": "dark"}.get(style, "light")
+            self.write(x + width / 2, y + height / 2, text, contrast)
 
     def write(self, x: float, y: float, text: str, style: str = "") -> None:
         self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{style}">{escape(text)}</text>')
@@ -56,7 +57,7 @@ class Drawing:
         self._parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}"/>')
 
     def svg(self) -> str:
-        """The file's contents."""
+        """The contents of the SVG file."""
         return "\n".join([*self._parts, "</svg>", ""])
 
 
@@ -102,7 +103,7 @@ def layers() -> Drawing:
 
 
 def heads() -> Drawing:
-    """Which heads each of four tensor ranks holds, of 8 query and 2 KV heads."""
+    """The heads that each of four tensor ranks holds, of 8 query heads and 2 KV heads."""
     drawing = Drawing(640, 150, "8 query heads and 2 KV heads on 4 tensor ranks")
     drawing.write(6, 48, "query", "left strong")
     drawing.write(6, 96, "key, value", "left strong")
@@ -117,20 +118,21 @@ def heads() -> Drawing:
 
 
 def ring() -> Drawing:
-    """The causal matrix of eight chunks over four context ranks; all ranks have the same amount of work."""
+    """The causal attention matrix of eight chunks on four context ranks, which all have the same amount of work."""
     degree, cell = 4, 34
     chunks = 2 * degree
     chunk_rank = {
         int(chunk): rank for rank in range(degree) for chunk in zigzag_positions(chunks, degree, rank)
     }
-    drawing = Drawing(700, 330, "Zigzag: which rank computes which blocks of causal attention")
-    drawing.write(60 + chunks * cell / 2, 12, "keys, by chunk", "strong")
-    drawing.write(14, 40 + chunks * cell / 2, "queries", "left strong")
+    drawing = Drawing(700, 340, "Zigzag: the blocks of causal attention that each rank computes")
+    drawing.write(90 + chunks * cell / 2, 10, "keys, by chunk", "strong")
+    drawing.write(6, 36 + chunks * cell / 2, "queries", "left strong")
     for query in range(chunks):
         for key in range(chunks):
             style = f"c{chunk_rank[query]}" if key <= query else "none"
-            drawing.box(90 + key * cell, 26 + query * cell, cell, cell, style)
-        drawing.write(90 - 12, 26 + query * cell + cell / 2, str(query), "small")
+            drawing.box(90 + key * cell, 36 + query * cell, cell, cell, style)
+        drawing.write(90 - 12, 36 + query * cell + cell / 2, str(query), "small")
+        drawing.write(90 + query * cell + cell / 2, 27, str(query), "small")
     for rank in range(degree):
         held = [int(chunk) for chunk in zigzag_positions(chunks, degree, rank)]
         work = sum(chunk + 1 for chunk in held)
@@ -139,13 +141,13 @@ def ring() -> Drawing:
             434, 72 + 46 * rank, f"rank {rank}: chunks {held[0]} and {held[1]}, {work} blocks", "left"
         )
     drawing.write(
-        360, 316, "keys and values are sent around the ring; each rank attends to those it has", "small"
+        350, 326, "keys and values travel around the ring; each rank attends to those that it holds", "small"
     )
     return drawing
 
 
 def pipeline() -> Drawing:
-    """1F1B over four stages and eight microbatches; a backward takes as long as two forwards."""
+    """1F1B on four stages with eight microbatches; a backward pass takes as long as two forward passes."""
     ranks, microbatches, unit = 4, 8, 21
     orders = {rank: one_forward_one_backward(ranks, rank, microbatches, 0) for rank in range(ranks)}
     end_times: dict[tuple[str, int, int], int] = {}
@@ -175,16 +177,16 @@ def pipeline() -> Drawing:
     drawing.box(146, 162, 14, 14, "c0")
     drawing.write(166, 169, "backward", "left small")
     drawing.box(236, 162, 14, 14, "none")
-    drawing.write(256, 169, "bubble: (stages - 1) / microbatches of the compute time", "left small")
+    drawing.write(256, 169, "bubble: (stages − 1) / microbatches of the compute time", "left small")
     return drawing
 
 
 def zero1() -> Drawing:
-    """A step of ZeRO-1 on two data ranks."""
+    """A step of ZeRO-1 on two data-parallel ranks."""
     drawing = Drawing(760, 210, "A step of ZeRO-1 on two ranks")
     for x, name in (
         (70, "gradients"),
-        (250, "shard of the sum"),
+        (250, "reduced shard"),
         (430, "AdamW, float32"),
         (610, "parameters"),
     ):
@@ -210,7 +212,7 @@ def zero1() -> Drawing:
 
 
 def loss() -> Drawing:
-    """Fused and chunked cross-entropy over two tensor ranks: only one chunk's logits exist at a time."""
+    """Fused, chunked cross-entropy on two tensor ranks: only one chunk's logits exist at a time."""
     drawing = Drawing(640, 230, "Cross-entropy without full logits")
     drawing.write(110, 14, "tokens × h", "strong")
     drawing.write(400, 14, "logits: tokens × v", "strong")
@@ -224,7 +226,7 @@ def loss() -> Drawing:
     drawing.write(
         320,
         216,
-        "a chunk's logits are overwritten by their gradient; the next chunk reuses the memory",
+        "each chunk's logits are overwritten by their gradient; the next chunk reuses the memory",
         "small",
     )
     return drawing
