@@ -97,7 +97,7 @@ def find_packed(found: Mapping[str, LazyTensor], key: str, shape: tuple[int, ...
         there, missing = (SCALES, BLOCKS) if blocks is None else (BLOCKS, SCALES)
         raise ValueError(f"{key}{missing}: missing, but the files have {key}{there}")
     if key in found:
-        raise ValueError(f"{key}: stored twice, in MXFP4 too")
+        raise ValueError(f"{key}: stored twice, once in MXFP4")
     experts, columns, rows = shape
     if columns % BLOCK:
         raise ValueError(f"{key}{BLOCKS}: the model's {columns} columns are not a multiple of {BLOCK}")

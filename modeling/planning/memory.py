@@ -32,7 +32,7 @@ class PlannedBucket(NamedTuple):
 
     size: int  # elements, padding included
     resident: bool  # whether parameters and gradients stay in memory; with FSDP, those of matrices do not
-    block: bool  # whether it holds a block's parameters, which FSDP gathers for each microbatch
+    block: bool  # whether it holds a block's matrices, which FSDP gathers for each microbatch
     shards: int  # ranks over which its states are sharded
     replicas: int  # ranks that hold the same shard
     experts: bool  # whether it holds experts that other ranks do not have

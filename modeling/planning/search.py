@@ -153,20 +153,11 @@ def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str
         ranks = best.overrides["parallel.shard_degree"] or mesh["data"] * mesh["context"]
         kind = {"zero1": "ZeRO-1 shards states", "fsdp": "FSDP shards weights and states"}[sharding]
         reasons.append(f"{kind} over {ranks} ranks {where[levels['data']]}")
-    for smaller in (True, False):
-        side = [
-            other for other in others if (other.plan.mesh["tensor"] - mesh["tensor"]) * (1, -1)[smaller] > 0
-        ]
-        if side:
-            other = side[0]
-            recompute = other.overrides["train.recompute"]
-            because = ""
-            if recompute != best.overrides["train.recompute"]:
-                modes = " and ".join(mode for mode in MODES[1:] if mode in modes_of(recompute))
-                because = f", with {modes} recomputation" if modes else ", without recomputation"
-            reasons.append(f"tensor {other.plan.mesh['tensor']} is {_slower(other, best)}{because}")
-        elif smaller and mesh["tensor"] > 1 and any(r.reason == "memory" for r in rejected):
-            reasons.append("smaller tensor degrees do not fit")
+    smaller = [other for other in others if other.plan.mesh["tensor"] < mesh["tensor"]]
+    larger = [other for other in others if other.plan.mesh["tensor"] > mesh["tensor"]]
+    if not smaller and mesh["tensor"] > 1 and any(each.reason == "memory" for each in rejected):
+        reasons.append("smaller tensor degrees do not fit")
+    reasons += [_compared(side[0], best) for side in (smaller, larger) if side]
     for other in others:
         if other.plan.mesh == mesh and other.overrides["parallel.data_sharding"] != sharding:
             gib = f"{other.plan.needs / 2**30:.1f} instead of {best.plan.needs / 2**30:.1f} GiB"
@@ -177,6 +168,15 @@ def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str
         if sharding == "fsdp":
             reasons.append("with ZeRO-1 the same degrees do not fit")
     return reasons
+
+
+def _compared(other: Topology, best: Topology) -> str:
+    """A clause about the fastest topology of another tensor degree: its speed, and its recomputation if that differs."""
+    recompute, because = other.overrides["train.recompute"], ""
+    if recompute != best.overrides["train.recompute"]:
+        modes = " and ".join(mode for mode in MODES[1:] if mode in modes_of(recompute))
+        because = f", with {modes} recomputation" if modes else ", without recomputation"
+    return f"tensor {other.plan.mesh['tensor']} is {_slower(other, best)}{because}"
 
 
 def _slower(other: Topology, best: Topology) -> str:

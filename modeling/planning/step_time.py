@@ -137,7 +137,7 @@ def _assumptions(
     )
     exchange = "do not"
     if profile.parallel.data_sharding == "fsdp":
-        exchange = "overlap with it as far as it lasts"
+        exchange = "overlap with it as long as it lasts"
     return (
         f"layers at {ranks[0].rate / 1e12:.3g} TFLOP/s per device{share}",
         *([f"communication per device: {links}"] if links else []),

@@ -121,7 +121,7 @@ def _source_location(frame: tuple[str, str]) -> str | None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.tracing.compile", description=__doc__.splitlines()[0])
-    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--stage", type=int, required=True, help="a pipeline stage that runs the program")
     parser.add_argument("--program", required=True, help='program name, such as "block, training"')
     parser.add_argument("--digest", required=True, help="digest of the program's traced graphs")

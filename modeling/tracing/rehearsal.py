@@ -14,7 +14,7 @@ from torch import Tensor
 from modeling.compilation.graph_cache import PROGRAMS
 from modeling.models.build import build_optimizer, experts_by_layer
 from modeling.models.language_model import LanguageModel
-from modeling.training import generate, user_functions
+from modeling.training import expert_load, generate, user_functions
 from modeling.training.anomalies import WINDOW
 from modeling.training.step_functions import StepFunctions
 from modeling.training.trainer import kind_of_samples, preference_settings
@@ -110,10 +110,9 @@ def _rehearse_statistics(
         return torch.zeros((), device=device)
 
     functions.multiply(functions.add(number(), number()), number())
-    found, layers = experts_by_layer(stages), profile.model.num_hidden_layers
-    model = profile.model
-    width = 0 if model.num_experts is None else layers * (model.num_experts + EXTRA)
-    load = torch.zeros(width, device=device)
+    model, found = profile.model, experts_by_layer(stages)
+    layers = model.num_hidden_layers
+    load = torch.zeros(expert_load.numbers(model), device=device)
     if found:
         tally = torch.zeros(model.num_experts + EXTRA, device=device)
         functions.add(tally, torch.zeros_like(tally))

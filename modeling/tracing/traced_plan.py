@@ -38,16 +38,8 @@ class TracedRank:
 
 def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank]:
     """Traced costs by pipeline rank; `traced`: a `Trace` as JSON."""
-    of_program = {
-        program["name"]: sum(graph["flops"] for graph in program["graphs"]) for program in traced["programs"]
-    }
-    modes = ("training", "evaluation") if profile.rates_in_step else ("training",)
-    flops = {
-        region: sum(of_program.get(f"{region}, {mode}", 0) for mode in modes)
-        for region in {name.partition(",")[0] for name in of_program}
-    }
     ranks, partition, costs = profile.parallel.pipeline, partition_layers(profile), StageCosts(profile)
-    modes = layer_modes(profile)
+    flops, modes = _region_flops(profile, traced), layer_modes(profile)
     result = []
     for rank in range(ranks):
         stages, layers = traced["stages"][rank::ranks], partition[rank::ranks]
@@ -63,9 +55,21 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
             _calls(profile, module, modes[held.start : held.stop])
             for module, held in zip(modules, layers, strict=True)
         ]
-        work = sum(times * flops.get(region, 0) for stage in calls for region, times in stage.items())
+        work = sum(times * flops[region] for stage in calls for region, times in stage.items())
         result.append(TracedRank(activations, profile.accumulation_steps * work))
     return result
+
+
+def _region_flops(profile: Profile, traced: Mapping[str, Any]) -> Counter[str]:
+    """FLOPs of one call of each region in training, including a reference model's forward pass."""
+    modes = ("training", "evaluation") if profile.rates_in_step else ("training",)
+    programs = {program["name"]: program for program in traced["programs"]}
+    flops: Counter[str] = Counter()
+    for name, program in programs.items():
+        region, _, mode = name.partition(", ")
+        if mode in modes:
+            flops[region] += sum(graph["flops"] for graph in program["graphs"])
+    return flops
 
 
 def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan:

@@ -12,6 +12,7 @@ from torch import Tensor
 from modeling.training.trainer import Trainer
 from parallel.device import upload
 from parallel.experts.balance import EXTRA
+from profiles.sections.model import Model
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,23 @@ class ExpertLoad:
         }
 
 
-def numbers(trainer: Trainer) -> int:
+def numbers(model: Model) -> int:
     """How many numbers `take` returns: 0 for a model without experts."""
-    model = trainer.profile.model
     return 0 if model.num_experts is None else model.num_hidden_layers * (model.num_experts + EXTRA)
 
 
 def take(trainer: Trainer) -> Tensor:
     """This rank's counts in the step's backward passes, flat on the device; resets them."""
-    if trainer.profile.model.num_experts is None:
+    model = trainer.profile.model
+    if model.num_experts is None:
         return torch.empty(0, device=trainer.torch_device)
     counts = {}
     for layer, experts in trainer.experts.items():
         if experts.counted is not None:
             counts[layer], experts.counted = experts.counted, None
     if not counts:
-        return upload(torch.zeros(numbers(trainer)), trainer.torch_device)
-    given = [*counts.values()], tuple(counts), trainer.profile.model.num_hidden_layers
-    return trainer.functions.place(*given)
+        return upload(torch.zeros(numbers(model)), trainer.torch_device)
+    return trainer.functions.place([*counts.values()], tuple(counts), model.num_hidden_layers)
 
 
 def read(sums: Sequence[float], layers: int) -> ExpertLoad | None:

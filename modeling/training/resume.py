@@ -41,7 +41,7 @@ def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> Non
     for step, source in saved.items():
         if step > profile.train.steps:
             raise Rejected(
-                f"{source}: is of a step after the run's last, train.steps = {profile.train.steps}; raise train.steps to "
+                f"{source}: its step is after the run's last, train.steps = {profile.train.steps}; raise train.steps to "
                 "continue from it, or move the folder away"
             )
 

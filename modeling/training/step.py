@@ -50,7 +50,7 @@ def reduce_statistics(
     """
     mesh = trainer.mesh
     counts = trainer.compile_statistics.local_counts()
-    # `pack` divides by the tensor degree, which is right only for numbers that are equal on all tensor ranks.
+    # `pack` divides by the tensor degree, because most numbers are equal on all tensor ranks; this one is not.
     rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
     numbers = upload(on_host, loss.device), expert_load.take(trainer), differing
@@ -106,7 +106,7 @@ class QueuedStep:
         loss, stops, writers, *rest, differing, gradient_norm, parameter_norm, skipped = (
             self._numbers.wait().tolist()
         )
-        end = len(rest) - expert_load.numbers(trainer)
+        end = len(rest) - expert_load.numbers(trainer.profile.model)
         experts = expert_load.read(rest[end:], trainer.profile.model.num_hidden_layers)
         rest, results = rest[:end], (differing, gradient_norm, parameter_norm, bool(skipped))
         statistics = StepStatistics(loss, stops, writers, rest[:-ranks], rest[-ranks:], *results, experts)

@@ -116,35 +116,35 @@ def read(
     if not adapters and any(ADAPTER in key for tensors in shards.values() for key in tensors):
         reason = "the shards hold LoRA adapters; name them with --adapters too, to merge them, or write them with --to peft"
         raise ValueError(f"{next(iter(files.values())).parent}: {reason}")
-    shards = {
-        ranks: {
+    parts: dict[str, list[Part]] = {}
+    dense: dict[Ranks, Tensors] = {}
+    for ranks, tensors in shards.items():
+        weights = {
             key.replace(".base_layer.", "."): value for key, value in tensors.items() if ADAPTER not in key
         }
-        for ranks, tensors in shards.items()
-    }
-    parts: dict[str, list[Part]] = {}
-    for (t, p), tensors in shards.items():
-        for name, part in _expert_parts(files[t, p], tensors, model, t, tensor):
+        for name, part in _expert_parts(files[ranks], weights, model, ranks[0], tensor):
             parts.setdefault(name, []).append(part)
-    shards = {
-        ranks: {key: value for key, value in tensors.items() if not experts.EXPERTS.fullmatch(key)}
-        for ranks, tensors in shards.items()
-    }
-    split = _detect_split(shards.values(), model, tensor, layout)
-    for (t, p), tensors in shards.items():
-        for key, stored in tensors.items():
-            shape, boxes = split.boxes(key, t)
-            if stored.shape != shape:
-                raise ValueError(
-                    f"{files[t, p].name}: {key} has shape {stored.shape}; this model over {tensor} ranks has {shape}"
-                )
-            for box in boxes:
-                if box.replica or (box.name == "head.weight" and model.tie_word_embeddings):
-                    continue
-                read = partial(read_mapped, partial(_open_box, stored, box))
-                part = Part(box.offsets, box.sizes, stored.dtype, read)
-                parts.setdefault(box.name, []).append(part)
+        dense[ranks] = {key: value for key, value in weights.items() if not experts.EXPERTS.fullmatch(key)}
+    split = _detect_split(dense.values(), model, tensor, layout)
+    for ranks, tensors in dense.items():
+        for name, part in _dense_parts(files[ranks], tensors, split, ranks[0]):
+            parts.setdefault(name, []).append(part)
     return Weights(model, parts)
+
+
+def _dense_parts(path: Path, tensors: Tensors, split: TensorSplit, rank: int) -> Iterator[tuple[str, Part]]:
+    """Our tensors other than experts in a tensor rank's file, without replicas and a tied head."""
+    for key, stored in tensors.items():
+        shape, boxes = split.boxes(key, rank)
+        if stored.shape != shape:
+            raise ValueError(
+                f"{path.name}: {key} has shape {stored.shape}; this model over {split.tensor} ranks has {shape}"
+            )
+        for box in boxes:
+            if box.replica or (box.name == "head.weight" and split.model.tie_word_embeddings):
+                continue
+            read = partial(read_mapped, partial(_open_box, stored, box))
+            yield box.name, Part(box.offsets, box.sizes, stored.dtype, read)
 
 
 def _expert_parts(

@@ -53,7 +53,7 @@ class ReferenceModel:
     def replacing(self, trainer: Trainer) -> Iterator[None]:
         """Make a trainer compute with these stages instead of its own within the block."""
         if not self._loaded:
-            raise RuntimeError("the reference model is used before its weights were loaded")
+            raise RuntimeError("the reference model was used before its weights were loaded")
         own = trainer.stages, trainer.pipeline
         trainer.stages, trainer.pipeline = self.stages, self.pipeline
         try:
