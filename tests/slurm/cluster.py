@@ -229,8 +229,9 @@ class Cluster:
         self._start("slurmctld", "slurmctld", "-D")
 
     def idle(self) -> list[str]:
-        shown = self.command("sinfo", "-h", "-N", "-p", "train", "-t", "idle", "-o", "%N", check=False)
-        return sorted(shown.split())
+        """Nodes that Slurm would allocate now: idle, and neither completing a job nor silent (`idle*`)."""
+        shown = self.command("sinfo", "-h", "-N", "-p", "train", "-o", "%N %t", check=False)
+        return sorted(node for node, state in map(str.split, shown.splitlines()) if state == "idle")
 
     def jobs(self, states: str = "PENDING,RUNNING,COMPLETING") -> list[list[str]]:
         """[id, name, state, nodes] of each job."""
