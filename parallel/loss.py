@@ -102,7 +102,10 @@ def linear_cross_entropy(
         )
     if x.shape[1] != weight.shape[1]:
         raise ValueError(f"linear_cross_entropy: x has width {x.shape[1]}, the weight {weight.shape[1]}")
-    chunk = chunk or chunk_tokens(tokens, weight.shape[0], devices.KINDS.get(x.device.type, devices.CPU))
+    if chunk is None:
+        kind = x.device.type
+        known = devices.resolve(kind) if kind in devices.KINDS else devices.CPU
+        chunk = chunk_tokens(tokens, weight.shape[0], known)
     programs = programs or LossPrograms()
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     inputs, head = x.detach(), weight.detach()

@@ -21,6 +21,7 @@ from torch import Tensor
 from modeling.models.flops import visible_keys
 from parallel.attention import attention, ring  # noqa: F401  registers their operators
 from parallel.experts import grouped  # noqa: F401  registers its operators
+from parallel.layers.products import mx_product  # noqa: F401  registers the operator
 from parallel.mesh import Axis, Mesh
 from parallel.torch_internals import (
     OpOverload,
@@ -35,7 +36,10 @@ from parallel.torch_internals import (
 
 _aten, _ours = torch.ops.aten, torch.ops.trainshed
 # index of the left factor among the arguments
-_PRODUCTS = {_aten.mm: 0, scaled_mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.addmm_: 1, _aten.baddbmm: 1}
+_PRODUCTS = {
+    **dict.fromkeys((_aten.mm, _aten.bmm, scaled_mm, _ours.mx_product), 0),
+    **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), 1),
+}
 _GATHERS = (all_gather_into_tensor, all_gather_into_tensor_out)
 _COLLECTIVES = (*_GATHERS, reduce_scatter_tensor, all_reduce, all_to_all_single)
 _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)

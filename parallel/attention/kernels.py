@@ -35,6 +35,7 @@ from parallel.torch_internals import (
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+MULTIPROCESSORS = 132  # of H100 and H200, for plans
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,12 @@ class CudaFlash(Kernel):
     """
 
     uses_flex = True
+
+    def scratch_bytes(self, q: Tensor, k: Tensor, causal: bool) -> int:
+        """FlashAttention-2's: float32 sums of dq, several of them to add in a fixed order; dk and dv of each query head."""
+        b, n, _, d = q.shape
+        sums = -(-MULTIPROCESSORS // (b * n)) * 4 * q.numel()
+        return sums + (2 * b * n * k.shape[2] * d * k.element_size() if k.shape[1] < n else 0)
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         q, k, v, s = block.q, block.k, block.v, block.q.shape[2]

@@ -42,8 +42,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK = 32
 TINY = 1e-12  # smallest magnitude to derive a scale from, for rows of zeros
 
-save_outputs(scaled_mm.default)
-
 
 class Products:
     """The three products of a linear layer in the dtype of the tensors."""
@@ -148,17 +146,31 @@ class Float8(Products):
         if self.emulated:
             return (dequantize(a8, a_scale) @ dequantize(b8, b_scale).t()).to(dtype)
         if self.recipe == "mxfp8":
-            scales = [swizzle(scale.squeeze(-1)).to(torch.float8_e8m0fnu) for scale in (a_scale, b_scale)]
-            kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-        else:
-            scales = [a_scale, b_scale.t()]
-            kind = ScalingType.TensorWise if self.recipe == "tensorwise" else ScalingType.RowWise
-            order = SwizzleType.NO_SWIZZLE
-        return F.scaled_mm(
-            *(a8, b8.t(), scales[0], kind, scales[1], kind, order, order),
-            output_dtype=dtype,
-            use_fast_accum=fast and self.recipe != "mxfp8",
-        )
+            return mx_product(a8, b8, a_scale, b_scale, dtype)
+        kind = ScalingType.TensorWise if self.recipe == "tensorwise" else ScalingType.RowWise
+        factors = (a8, b8.t(), a_scale, kind, b_scale.t(), kind)
+        return F.scaled_mm(*factors, output_dtype=dtype, use_fast_accum=fast)
+
+
+@torch.library.custom_op("trainshed::mx_product", mutates_args=())
+def mx_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a (m, k) and b (n, k) in e4m3, with their scales of `quantize` -> a bᵀ (m, n).
+
+    An operator, because inductor of torch 2.13 does not compile products with swizzled scales.
+    """
+    scales = [swizzle(scale.squeeze(-1)).to(torch.float8_e8m0fnu) for scale in (a_scale, b_scale)]
+    kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    factors = (a, b.t(), scales[0], kind, scales[1], kind, order, order)
+    return F.scaled_mm(*factors, output_dtype=dtype)
+
+
+@mx_product.register_fake
+def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(len(a), len(b), dtype=dtype)
+
+
+save_outputs(scaled_mm.default)
+save_outputs(torch.ops.trainshed.mx_product.default)
 
 
 def quantize(x: Tensor, recipe: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

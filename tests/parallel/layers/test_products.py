@@ -73,6 +73,28 @@ def test_mx_scales_are_stored_as_tensor_cores_read_them():
     assert stored.count_nonzero() == scales.count_nonzero()
 
 
+def test_compiled_mx_products_equal_the_emulation(monkeypatch):
+    """Without hardware: a stand-in for the product of a B200 reads the scales where tensor cores do."""
+
+    def scaled_mm(a, b, a_scale, _, b_scale, *orders, output_dtype):
+        def unpacked(scale, values):  # the inverse of `swizzle`
+            tiles = scale.float().view(-(-len(values) // 128), -1, 32, 4, 4)
+            return tiles.permute(0, 3, 2, 1, 4).reshape(-1, tiles.shape[1] * 4)[
+                : len(values), : values.shape[1] // 32
+            ]
+
+        factors = [
+            dequantize(values, unpacked(scale, values)[..., None])
+            for values, scale in ((a, a_scale), (b.t(), b_scale))
+        ]
+        return (factors[0] @ factors[1].t()).to(output_dtype)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_mm", scaled_mm)
+    x, weight, _ = factors(torch.bfloat16)
+    compiled = torch.compile(Float8("mxfp8").forward, fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight), Float8("mxfp8", True).forward(x, weight))
+
+
 @cache
 def losses(precision, recipe="rowwise"):
     """Losses of 200 steps on one process, with one microbatch per step."""
