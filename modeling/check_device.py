@@ -90,8 +90,10 @@ def check_memory_bandwidth(kind: str) -> Result:
 
 def check_kernels(kind: str, profile: Profile | None = None) -> Result:
     """The kernels that training with a profile uses, called as in training, on the profile's shapes."""
-    _, local = _device(kind)
-    kernels = kernel_errors.kernels_of(profile or _profile(kind, "bf16", 1))
+    device, local = _device(kind)
+    profile = profile or _profile(kind, "bf16", 1)
+    device.choose_kernels(profile.train.deterministic)
+    kernels = kernel_errors.kernels_of(profile)
     results = [kernel.check(local) for kernel in kernels]
     return Result("; ".join(measured for measured, _ in results), all(passed for _, passed in results))
 
@@ -190,6 +192,7 @@ LINKS = Check("links", "", measure_links, all_devices=True)
 def write_calibration(kind: str, processes: int) -> Path:
     """Measure this machine's devices and write their table."""
     device, local = _device(kind)
+    device.choose_kernels(deterministic=True)  # the default of profiles
     table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
     if processes > 1:
         links = _run_isolated(LINKS, kind, processes)

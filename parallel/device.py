@@ -10,6 +10,8 @@ import ctypes
 import os
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -76,6 +78,17 @@ class Device:
         if self.nondeterministic:
             torch.use_deterministic_algorithms(deterministic)
             torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory, for debugging
+
+    @contextmanager
+    def chosen_kernels(self, deterministic: bool) -> Iterator[None]:
+        """Choose kernels for a block, such as the capture and compilation of the graphs that training looks up."""
+        before = torch.are_deterministic_algorithms_enabled()
+        self.choose_kernels(deterministic)
+        try:
+            yield
+        finally:
+            if self.nondeterministic:
+                torch.use_deterministic_algorithms(before)
 
     def start_process_group(self, device: torch.device, timeout: timedelta | None = None) -> None:
         """Initialize the default process group from the environment, for tensors of this process's device only."""

@@ -178,6 +178,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
     from parallel.host_products import ONEDNN_IS_FASTER
 
     cluster, backend = profile.cluster, backend_name(profile)
+    device = devices.KINDS[cluster.device]
     return {
         "backend": backend,
         "passes": [file_digest(find_spec(module).origin) for module in PASSES.get(backend, ())],
@@ -186,7 +187,8 @@ def _compiler(profile: Profile) -> dict[str, Any]:
         "lacks": missing_requirement(profile),
         "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
         "onednn": ONEDNN_IS_FASTER and cluster.device == "cpu",
-        "devices": devices.KINDS[cluster.device].compiled_for(cluster.devices_per_node),
+        "devices": device.compiled_for(cluster.devices_per_node),
+        "deterministic": device.nondeterministic and profile.train.deterministic,
         "threads": threads(profile),
         "versions": compiler_versions(),
     }

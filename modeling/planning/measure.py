@@ -6,7 +6,6 @@ Llama runs forward and backward; the time beyond its products is that of its oth
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from itertools import product
@@ -27,7 +26,7 @@ from profiles.schema import Profile
 # Rows, and inner sizes or columns, of products; tokens of attention; and the layer's hidden size and tokens.
 ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192))
 HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024))
-CALLS = 5
+ROUNDS, QUEUED = 5, 10
 FP8 = Float8("rowwise")
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int], tuple[int, int]]
 
@@ -67,14 +66,20 @@ def calibrate(
 
 
 def fastest(device: Device, call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of CALLS calls, after one that warms up."""
+    """Seconds per call in the fastest of ROUNDS rounds, after one that warms up.
+
+    On an accelerator, a round queues several calls between two events, so that the time of a launch is not counted.
+    """
+    calls = 1 if device.synchronous else QUEUED
     times = []
-    for _ in range(CALLS + 1):
+    for _ in range(ROUNDS + 1):
         device.synchronize()
-        start = time.perf_counter()
-        call()
+        start = device.mark()
+        for _ in range(calls):
+            call()
+        end = device.mark()
         device.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append(device.seconds(start, end) / calls)
     return min(times[1:])
 
 

@@ -118,6 +118,12 @@ def test_topology_and_execution_settings_keep_the_identity(override):
     assert identity(override) == identity()
 
 
+def test_graphs_key_depends_on_the_choice_of_kernels_where_there_is_one():
+    for name, kinds in (("tiny", 1), ("llama3-8b-h100", 2)):
+        choices = [resolve.load(name, [f"train.deterministic={choice}"]) for choice in ("true", "false")]
+        assert len({keys.graphs(choice) for choice in choices}) == kinds
+
+
 def test_graphs_key_depends_on_balance_capacity_and_placement_of_experts():
     changes = (
         "train.balance=none",

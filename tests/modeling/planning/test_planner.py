@@ -12,7 +12,7 @@ from modeling.planning import calibration
 from modeling.planning.auto import resolve_auto
 from modeling.planning.calibration import Calibration
 from modeling.planning.levels import bandwidth
-from modeling.planning.measure import CALLS, FP8, calibrate
+from modeling.planning.measure import FP8, ROUNDS, calibrate
 from modeling.planning.planner import fits, plan, require_fit
 from modeling.planning.recomputation import TOLERANCE
 from modeling.planning.search import explain, search
@@ -283,7 +283,7 @@ def test_planned_step_uses_the_calibration_measured_on_this_machine(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     profile = case(CASES["one process"])
     without = plan(profile)
-    assert (without.step_seconds, without.basis) == (None, "no figures of cpu, uncalibrated")
+    assert (without.step_seconds, without.basis) == (None, "no published peak of cpu, uncalibrated")
     sizes = ((256,), (256, 704), (256,), (256, 256))
     table = calibrate(devices.resolve("cpu"), torch.device("cpu"), "cpu", sizes)
     assert set(table.products) == set(table.others) == {"float32", "bf16"}
@@ -314,7 +314,7 @@ def test_calibration_measures_fp8_if_the_device_supports_it(monkeypatch):
     table = calibrate(device, torch.device("cpu"), "cpu", ((32,), (32, 64), (32,), (128, 32)))
     shapes = [("matmul", 32, k, n) for k in (32, 64) for n in (32, 64)]
     assert [row[:4] for row in table.products["fp8"]] == [*shapes, ("attention", 32, 32, 64)]
-    assert called.count((FP8, "cpu")) == len(shapes) * (CALLS + 1)
+    assert called.count((FP8, "cpu")) == len(shapes) * (ROUNDS + 1)
     assert table.others["fp8"] > 0
 
 
