@@ -21,7 +21,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,23 +123,38 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
             distinct.setdefault((name, program.digest), program)
             size = sum(consumed.values())
             freed[name] = min(freed.get(name, size), size)
-        # When a program's last backward runs, the backward passes of all later layers are finished.
-        names = [f"{BLOCKS[modes[layer]]}, training" for layer in layers]
-        others = set(REGIONS) - {*BLOCKS.values()} - (set() if last else {"norm", "loss"})
-        regions = others | {BLOCKS[modes[layer]] for layer in layers} | {STEP}
-        room = {
-            name: sum(freed.get(later, 0) for later in names[len(names) - names[::-1].index(name) :])
-            for name in set(names)
-        }
-        peaks = [
-            graph.peak - room.get(program.name, 0)
-            for program in distinct.values()
-            if program.name.partition(",")[0] in regions
-            for graph in program.graphs
-        ]
-        stages.append(StageStats((layers.start, layers.stop), saved, max(peaks)))
+        blocks = [BLOCKS[modes[layer]] for layer in layers]
+        peak = _stage_peak(distinct.values(), blocks, last, freed)
+        stages.append(StageStats((layers.start, layers.stop), saved, peak))
     torch.compiler.reset()
     return Trace(tuple(distinct[key] for key in sorted(distinct)), tuple(stages))
+
+
+def _stage_peak(
+    programs: Iterable[TracedProgram], blocks: Sequence[str], last: bool, freed: Mapping[str, int]
+) -> int:
+    """Maximum bytes that a graph of a stage needs in addition to what autograd saved.
+
+    When a block program's last backward runs, what the backward passes of all later layers freed is available.
+
+    Args:
+        blocks: region of each of the stage's layers.
+        last: whether the stage has the final norm and the loss.
+        freed: bytes that autograd frees after a program's backward.
+    """
+    names = [f"{block}, training" for block in blocks]
+    available = {
+        name: sum(freed.get(later, 0) for later in names[len(names) - names[::-1].index(name) :])
+        for name in set(names)
+    }
+    others = set(REGIONS) - {*BLOCKS.values()} - (set() if last else {"norm", "loss"})
+    regions = {*others, *blocks, STEP}
+    return max(
+        graph.peak - available.get(program.name, 0)
+        for program in programs
+        if program.name.partition(",")[0] in regions
+        for graph in program.graphs
+    )
 
 
 class Recorder(RegionBackends):
@@ -176,7 +191,9 @@ def run_stage(
         bytes that autograd saves per microbatch; whether it is the last stage.
     """
     settings = profile.train
-    with fake_world(profile, number, rank) as mesh, fake:
+    # Operators dispatch, and compilers look up graphs, by whether kernels must be deterministic.
+    chosen = devices.resolve(profile.cluster.device).chosen_kernels(settings.deterministic)
+    with chosen, fake_world(profile, number, rank) as mesh, fake:
         device = trace_device(profile)
         model = build_stage(profile, mesh, partition_layers(profile)[number], device)
         compile_regions(model, profile.cluster.device, backend)
@@ -247,9 +264,9 @@ def trace_device(profile: Profile) -> torch.device:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.tracing.trace", description=__doc__.splitlines()[0])
-    parser.add_argument("--run-folder", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, help="folder to prepare for the compiles that follow")
+    parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--cache", type=Path, help="compile cache folder to prepare for later compilations")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))

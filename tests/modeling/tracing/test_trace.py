@@ -222,13 +222,14 @@ def test_compile_error_names_module_and_source_line(tmp_path, monkeypatch):
 class MockCompiler:
     """Counts the graphs instead of compiling them."""
 
-    compiled = 0
+    compiled, deterministic = 0, None
 
     def cache_counts(self) -> tuple[int, int]:
         return self.compiled, 0
 
     def compile(self, graph, inputs) -> None:
         self.compiled += 1
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
 
 
 def test_program_whose_code_names_its_device_is_compiled_for_each_device_of_a_node(tmp_path, monkeypatch):
@@ -239,6 +240,18 @@ def test_program_whose_code_names_its_device_is_compiled_for_each_device_of_a_no
     compiler = MockCompiler()
     result = compile.compile_program(settings, 0, program.name, program.digest, compiler)
     assert (result["error"], compiler.compiled) == (None, 2)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_graphs_are_compiled_for_the_kernels_that_training_chooses(tmp_path, monkeypatch, deterministic):
+    """Without a GPU: the CPU stands for a device with nondeterministic kernels. Inductor's cache keys have the choice."""
+    monkeypatch.setitem(device.KINDS, "cpu", replace(device.CPU, nondeterministic=True))
+    settings = profile(tmp_path, "parallel.tensor=1", f"train.deterministic={deterministic}")
+    program = trace(settings).programs[0]
+    compiler = MockCompiler()
+    result = compile.compile_program(settings, 0, program.name, program.digest, compiler)
+    assert (result["error"], compiler.deterministic) == (None, deterministic)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_digest_is_the_same_on_every_device():
