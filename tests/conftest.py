@@ -1,4 +1,4 @@
-"""Settings of the whole suite: Prefect's home and server, groups for pytest-xdist, the `slow` marker, no silent skips."""
+"""Settings of the test suite: Prefect's home and server, groups for pytest-xdist, the `slow` marker, no silent skips."""
 
 import atexit
 import contextlib
@@ -25,13 +25,13 @@ os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 for _name in ("PREFECT_API_URL", "PREFECT_PROFILE"):
     os.environ.pop(_name, None)
 
-# Inductor otherwise compiles, and loads in another interpreter, a probe of every instruction set in each process: 9 s of CPU.
+# Otherwise inductor compiles a probe for every instruction set in each process, and loads it in another one: 9 s of CPU.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
-# Threads of OpenMP that wait give up the core, which another test needs.
+# Waiting OpenMP threads release the core for other tests.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
-# No deadlines: a loaded machine is not a failure.
+# No deadlines: slowness on a loaded machine is not a failure.
 hypothesis.settings.register_profile(
     "trainshed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -43,7 +43,7 @@ from prefect.server.database import provide_database_interface
 asyncio.run(provide_database_interface().create_db())
 """
 SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_database", "prefect_ui"}
-"""Fixtures that start servers, clusters or processes: `make test-fast` leaves out the tests that use one."""
+"""Fixtures that start servers, clusters or processes: `make test-fast` skips tests that use one."""
 SLOW_FILES = {
     *("benchmarks/test_parallel", "emulation/test_programs", "flows/cli/test_cli", "flows/cli/test_profiles"),
     "modeling/planning/test_planner",
@@ -63,16 +63,16 @@ SLOW_FILES = {
     *("tasks/steps/test_graphs", "tasks/steps/test_training"),
     *("tasks/launchers/test_kubernetes", "tasks/tracking/test_tracking"),
 }
-"""Files that start processes by themselves, or take more than 20 s: `make test-fast` leaves them out too."""
+"""Files that start processes themselves or take more than 20 s: `make test-fast` skips them too."""
 _LONGEST = ("slurm", "docs", "flows", "browser", "benchmarks", "parity", "parallel", "modeling", "tasks")
 START_ORDER = {folder: position for position, folder in enumerate(_LONGEST)}
-"""Folders of tests by how long their files take, the longest first."""
+"""Order in which folders start: those whose files take longest first."""
 NO_SKIPS = os.environ.get("TRAINSHED_NO_SKIPS") == "1"
 
 
 @pytest.fixture(scope="session")
 def prefect_database(tmp_path_factory):
-    """Path of an empty database of Prefect, to be copied into a Prefect home: creating one takes 6 s of CPU."""
+    """Path of an empty Prefect database, to be copied into a Prefect home: creating one takes 6 s of CPU."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of all workers
@@ -84,7 +84,7 @@ def prefect_database(tmp_path_factory):
             environment = {**os.environ, "PREFECT_HOME": str(home)}
             subprocess.run([sys.executable, "-c", CREATE_DATABASE], env=environment, check=True)
             with contextlib.closing(sqlite3.connect(home / path.name)) as database:
-                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # so that it is a single file
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # leaves a single file
             home.rename(path.parent)
     return path
 
@@ -99,7 +99,7 @@ def prefect_home(prefect_database):
 
 @pytest.fixture(scope="session")
 def prefect_server(prefect_database, tmp_path_factory):
-    """Start one Prefect server per worker; yields the URL of its API."""
+    """One Prefect server per worker; yields the URL of its API."""
     from prefect import context
     from prefect.logging.handlers import APILogWorker
     from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
@@ -112,7 +112,7 @@ def prefect_server(prefect_database, tmp_path_factory):
     server = Server(home, home / "server.log")
     url = server.wait()
     certificate = few_certificates(home)["PREFECT_API_SSL_CERT_FILE"]
-    # The settings of all threads, as Prefect's own test harness sets them.
+    # Set for all threads, as in Prefect's own test harness.
     with (
         temporary_settings({PREFECT_API_URL: url, PREFECT_API_SSL_CERT_FILE: certificate}),
         context._temporary_global_settings_context(context.get_settings_context()),
@@ -124,14 +124,14 @@ def prefect_server(prefect_database, tmp_path_factory):
 
 @pytest.fixture
 def waits(monkeypatch):
-    """Seconds of the waits before retries of network calls, which do not happen."""
+    """Seconds of each wait before a retry of a network call; the waits are skipped."""
     seconds = []
     monkeypatch.setattr("profiles.retries.sleep", seconds.append)
     return seconds
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: one worker more than cores, because tests of clusters and servers mostly wait."""
+    """`-n auto`: one worker more than there are cores, because tests of clusters and servers mostly wait."""
     return min(8, (os.cpu_count() or 1) + 1)
 
 
@@ -147,7 +147,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _skip_without_gpu(items):
-    """Skip tests with the marker `cuda` where torch finds no GPU."""
+    """Skip tests with the marker `cuda` if torch finds no GPU."""
     if items:
         import torch
 
@@ -157,7 +157,7 @@ def _skip_without_gpu(items):
 
 
 class Groups(LoadScopeScheduling):
-    """Sends tests of one group to one worker: each one of the documentation, else those of one file."""
+    """Sends all tests of a file to the same worker, except in tests/docs, where each test is its own group."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if _folder(nodeid) == "docs" else nodeid.partition("::")[0]

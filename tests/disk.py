@@ -1,4 +1,4 @@
-"""A small disk: a tmpfs for one command, mounted as root or in a user namespace."""
+"""A small disk: a tmpfs that is mounted for one command, as root or in a user namespace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOUNTED = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
 
 
 def small(folder: Path, size: str) -> list[str]:
-    """Prefix of a command that sees a tmpfs of this size ("3m") in a new folder; skips the test if none can be mounted."""
+    """Command prefix that mounts a tmpfs of this size ("3m") on a new folder; skips the test if that is not allowed."""
     folder.mkdir(parents=True)
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     command = [*unshare, "sh", "-c", MOUNTED, size, str(folder)]

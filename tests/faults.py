@@ -1,7 +1,7 @@
-"""Fault injection at the lowest layer: calls to the operating system, or to an object store, that fail.
+"""Fault injection at the lowest layer: failing calls to the operating system or to an object store.
 
-Network file systems fail in all of these ways: with an error before or after the operation took effect, or by reading less than
-the file has.
+Network file systems fail in all of these ways: with an error before or after the operation took effect, or by returning less than
+the complete file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EACCES)
 READS = ("scandir", "listdir", "stat", "lstat", "open")
 WRITES = ("rename", "replace", "link", "unlink", "mkdir")
 Fault = Callable[[str, str], OSError | str | None]
-"""Called with an operation and a path. Returns the error to raise, "short" to read half of the file, or None."""
+"""Called with an operation and a path; returns the error to raise, "short" to read only half of the file, or None."""
 
 
 def failing(*operations: str, path: str, error: int = errno.EIO) -> Fault:
-    """The operations fail on every path that ends with `path`."""
+    """A fault of these operations on every path that ends with `path`."""
     return lambda operation, at: (
         OSError(error, os.strerror(error), at) if operation in operations and at.endswith(path) else None
     )
 
 
 class Once:
-    """Each operation on each path fails at most once, at random, and never more than three of thirty in a row."""
+    """Each operation on each path fails at most once, at random; at most three of thirty consecutive operations fail."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._random, self._share = Random(seed), share
@@ -41,7 +41,7 @@ class Once:
         self.count = 0
 
     def __call__(self, operation: str, path: str) -> OSError | str | None:
-        key = operation, re.sub("[0-9a-f]{32}", "*", path)  # a name of its own in every attempt
+        key = operation, re.sub("[0-9a-f]{32}", "*", path)  # a unique name, which changes in every attempt
         fails = key not in self._done and sum(self._recent) < 3 and self._random.random() < self._share
         self._recent = [*self._recent[1:], fails]
         if not fails:
@@ -54,7 +54,7 @@ class Once:
 
     @property
     def after(self) -> bool:
-        """Whether the failing operation takes effect all the same."""
+        """Whether the failing operation takes effect nevertheless."""
         return self._random.random() < 0.5
 
 
@@ -75,7 +75,7 @@ class _Short(io.FileIO):
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, root: Path, fault: Fault) -> None:
-    """Make calls to the operating system on paths below a folder fail as `fault` says."""
+    """Make calls to the operating system on paths in a folder fail as `fault` decides."""
 
     def wrap(module: Any, name: str, operation: str) -> None:
         original = getattr(module, name)
@@ -103,7 +103,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, root: Path, fault: Fault) -> None:
 
 
 def inject_objects(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Make operations on the object store in memory, `memory://`, fail as `fault` says."""
+    """Make operations on the in-memory object store, `memory://`, fail as `fault` decides."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     def wrap(name: str) -> None:

@@ -2,8 +2,8 @@
 
     with forked_jobs(): pretrain(...)
 
-Starting torchrun and a Python interpreter per rank takes about 5 s of CPU each, more than the training of a small model. The
-rest of the launcher is the real one: records, attempts, environment, logs. Tests of failures and interrupts use torchrun.
+Starting torchrun and a Python interpreter takes about 5 s of CPU per rank, more than training a small model. The rest of the
+launcher is real: records, attempts, environment, logs. Tests of failures and interrupts use torchrun.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def forked_jobs() -> Iterator[None]:
     from tasks.launchers import local
 
     replaced = SimpleNamespace(Popen=ForkedJob, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    # The environment that the system knows a forked rank by is that of the process it was forked from.
+    # The environment in /proc of a forked rank is that of the process it was forked from.
     unmarked = mock.patch.object(local, "_wait_until_marked")
     with mock.patch.object(local, "subprocess", replaced), unmarked:
         yield
@@ -41,7 +41,7 @@ def forked_jobs() -> Iterator[None]:
 def run_forked(
     program: str, arguments: Sequence[object], ranks: int, timeout: float = 600
 ) -> tuple[int, str]:
-    """Run `python -m program arguments` on so many forked ranks to its end; returns its exit code and output."""
+    """Run `python -m program arguments` on forked ranks until it ends; returns its exit code and output."""
     torchrun = ["-m", TORCHRUN, "--nproc-per-node", str(ranks)] if ranks else []
     with tempfile.NamedTemporaryFile() as log:
         job = ForkedJob([*torchrun, "-m", program, *map(str, arguments)], stdout=log, env=dict(os.environ))
@@ -58,7 +58,7 @@ def run_forked(
 
 
 class ForkedJob:
-    """The part of subprocess.Popen that LocalLauncher uses, for `python -m torchrun ...` and `python -m program ...`."""
+    """The subset of subprocess.Popen that LocalLauncher uses, for `python -m torchrun ...` and `python -m program ...`."""
 
     def __init__(self, command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> None:
         ranks, program, arguments = _parse(command)
@@ -67,9 +67,9 @@ class ForkedJob:
             port = probe.getsockname()[1]
         self._processes = []
         for rank in range(max(1, ranks)):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = {**env, **({name: str(value) for name, value in place.items()} if ranks else {})}
+            extra = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            extra |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = {**env, **({name: str(value) for name, value in extra.items()} if ranks else {})}
             prefix = f"[rank {rank}] " if ranks else ""
             call = (program, arguments, environment, os.getcwd(), stdout.name, prefix)
             self._processes.append(forkserver().Process(target=_main, args=call, daemon=True))
@@ -99,9 +99,7 @@ class ForkedJob:
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             if process.exitcode is None:
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # it has ended, which its exit code does not tell yet
+                with contextlib.suppress(ProcessLookupError):  # has ended; its exit code is not known yet
                     os.kill(process.pid, number)
 
 
@@ -119,7 +117,7 @@ def _parse(command: list[str]) -> tuple[int, str, list[str]]:
 def _main(
     program: str, arguments: list[str], environment: dict[str, str], folder: str, log: str, prefix: str
 ) -> None:
-    """Run `python -m program arguments` in this forked process, with its output appended to the log."""
+    """Run `python -m program arguments` in this forked process, and append its output to the log."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -134,7 +132,7 @@ def _main(
 
 
 class _Log:
-    """Standard output as torchrun's --tee writes it: each line in one write, behind the rank's prefix."""
+    """Standard output as torchrun's --tee writes it: each line in one write, after the rank's prefix."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix, self._line = prefix, ""
@@ -146,7 +144,7 @@ class _Log:
         return len(text)
 
     def flush(self) -> None:
-        """Complete lines are written at once."""
+        """Does nothing: complete lines are written immediately."""
 
     def isatty(self) -> bool:
         return False

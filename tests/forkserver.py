@@ -1,4 +1,4 @@
-"""One server per test worker that has imported torch and the training program, and forks processes within milliseconds."""
+"""One fork server per test worker: it has imported torch and the training program, and forks processes in milliseconds."""
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
@@ -10,7 +10,7 @@ PRELOADED = [
 
 
 def forkserver() -> ForkServerContext:
-    """Context whose processes are forks of the server; it starts with the first of them."""
+    """Context whose processes are forked from the server, which starts with the first of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

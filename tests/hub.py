@@ -1,6 +1,6 @@
-"""A Hugging Face hub on loopback, for the real clients: models and data sets, commits, branches, gated repositories.
+"""A Hugging Face hub on loopback for the real clients: models and data sets, commits, branches, gated repositories.
 
-Point a process at it with `HF_ENDPOINT=<hub.url> HF_HUB_DISABLE_XET=1`; `patch` does the same to this one.
+Point a process at it with `HF_ENDPOINT=<hub.url> HF_HUB_DISABLE_XET=1`; `patch` does the same for this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Hub:
     Attributes:
         url: address, for HF_ENDPOINT.
         requests: method, path and token of all requests so far.
-        faults: status and headers of the answers to the next requests, which fail; the last one stays if `broken`.
+        faults: status and headers with which the next requests fail, one each; if `broken`, the first one is repeated.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments) -> None:
-        """Quiet."""
+        """Suppress logging."""
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -200,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _tree(files: dict[str, bytes], under: str, everything: bool) -> list[dict]:
-    """Entries of a folder, or of the whole tree below it, including folders."""
+    """Entries of a folder, or of the entire tree below it, including folders."""
     prefix = under and f"{under}/"
     if prefix and not any(path.startswith(prefix) for path in files):
         raise _HttpError(404, "EntryNotFound")

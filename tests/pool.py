@@ -30,13 +30,13 @@ from tests.forkserver import forkserver
 
 WORKERS = 8
 RUNS = 3
-"""Cases after which workers are replaced: gloo keeps the threads of destroyed groups, each waking 100 times a second."""
+"""Number of cases after which workers are replaced: gloo keeps threads of destroyed groups, which wake 100 times a second."""
 GRACE = 2.0
 """Seconds to wait for the errors of the other ranks once one has failed."""
 
 
 class RankError(AssertionError):
-    """A rank failed; the message holds the tracebacks of all ranks that reported one."""
+    """A rank failed; the message contains the tracebacks of all ranks that reported one."""
 
 
 @contextmanager
@@ -144,7 +144,7 @@ class Pool:
 
 
 def _work(connection: Connection, port: int) -> None:
-    """Worker loop: join the world of the next call, run it, send its outcome."""
+    """Worker loop: join the world of the next call, run the call, send its outcome."""
     torch.set_num_threads(1)
     current = 0
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[str]:
-    """The `s3://` address of a new bucket, which exists during the block."""
+    """The `s3://` address of a new bucket that exists during the block."""
     import s3fs
     from moto.server import ThreadedMotoServer
 
@@ -36,7 +36,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[st
 
 
 def fill(folder: Path, prefix: str, name: str = "bucket") -> None:
-    """Put a folder's files into the bucket inside the server, without HTTP requests."""
+    """Put a folder's files into the bucket directly in the server, without HTTP requests."""
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.s3.models import s3_backends
 

@@ -1,4 +1,4 @@
-"""The process pool: worlds of any size from the same workers, and failures that name their rank and stay isolated."""
+"""The process pool: worlds of any size on the same workers; failures name their rank and do not affect later cases."""
 
 import os
 import time

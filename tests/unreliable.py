@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 Fault = str | None
-"""None: forwarded. "busy": answered with 503. "lost": the connection closes before the request is forwarded. "unanswered":
-it closes after the request was processed. "half": it closes in the middle of the response."""
+"""None: the request is forwarded. "busy": it is answered with 503. "lost": the connection closes before it is forwarded.
+"unanswered": the connection closes after it was processed. "half": the connection closes in the middle of the response."""
 
 
 class Proxy:
@@ -45,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *arguments) -> None:
-        """Quiet."""
+        """Suppress logging."""
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

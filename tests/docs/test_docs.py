@@ -1,8 +1,8 @@
 """Documentation: commands run, links resolve, generated pages and pictures are current.
 
-All ```sh blocks of a page run in order in one folder, and print lines of the shape of the sample below them. A ```sh cluster
-block needs a cluster, an account or hours, so only the arguments of `trainshed` and module names are checked, and the samples of
-plans. Commands elsewhere are an error.
+All ```sh blocks of a page run in order in one folder, and print lines of the same shape as the sample below them. A ```sh cluster
+block needs a cluster, an account or hours: only its programs, their arguments and the samples of plans are checked. Commands
+anywhere else are an error.
 """
 
 import functools
@@ -32,7 +32,7 @@ BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|prefect|python3?(?: -P)? -m) ")
 NAMED_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
-# Overrides with which any pretraining run takes seconds instead of minutes, on one rank.
+# Overrides that make any pretraining run take seconds instead of minutes, on one rank.
 SMALL = {
     "model.hidden_size": 32,
     "model.intermediate_size": 64,
@@ -48,7 +48,7 @@ SMALL = {
     "checkpoint.every": 2,
     "evaluate.batches": 1,
 }
-# The README's run trains on the documentation of Python, as `tiny` does; those of other pages on texts of a test.
+# The README's run trains on Python's documentation, as `tiny` does; runs of other pages train on these texts.
 TEXTS = {
     "tokenizer.vocabulary_size": 300,
     "model.vocab_size": 300,
@@ -67,13 +67,13 @@ RECORDS = {
 
 
 def blocks(page: Path) -> list[tuple[bool, str, str]]:
-    """(needs a cluster, commands with continued lines joined, sample of their output or "") of each block."""
+    """Each block: whether it needs a cluster, its commands with continued lines joined, the sample of their output or ""."""
     found = BLOCK.findall(page.read_text())
     return [(bool(cluster), commands.replace("\\\n", " "), sample) for cluster, commands, sample in found]
 
 
 def shape(line: str) -> str:
-    """A line of output without its numbers, units of bytes, bars and spacing."""
+    """The shape of a line of output: without its numbers, units, bars and spacing."""
     line = re.sub(r"\b[0-9a-f]{32}\b", "key", line)
     line = re.sub(r"\d[\d.,:/]*(?:e[+-]?\d+)?", "#", re.sub("[░▒▓█]+", "", line))
     line = re.sub(r"# (?:[KMGT]iB|bytes)\b", "# B", line)
@@ -81,14 +81,14 @@ def shape(line: str) -> str:
 
 
 def missing(sample: str, output: str) -> list[str]:
-    """Lines of a sample that the output has none of the shape of; … stands for anything."""
+    """Lines of a sample whose shape no line of the output has; … stands for anything."""
     lines = {shape(line) for line in output.splitlines()}
     wanted = [(line, re.escape(shape(line)).replace("…", ".*")) for line in sample.splitlines()]
     return [line for line, form in wanted if not any(re.fullmatch(form, each) for each in lines)]
 
 
 def reduced(page: Path, line: str) -> str:
-    """A documented command, reduced to the size of a test."""
+    """A documented command, with overrides that reduce it to the size of a test."""
     line = line.replace(".venv/bin/", "").split("  #")[0]
     if line.startswith("make "):
         return f"make -C {shlex.quote(str(ROOT))} -n {line.removeprefix('make ')}"
@@ -114,7 +114,7 @@ def settings(overrides: dict[str, object]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page):
-    """`trainshed` in this process, its ranks forked from one that has imported torch; all else in a shell."""
+    """`trainshed` runs in this process, with forked ranks; everything else in a shell."""
     (tmp_path / "texts").mkdir()
     write_profile(tmp_path / "texts")
     records = [
@@ -136,7 +136,7 @@ def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page
                 subprocess.run(shell, stdin=subprocess.DEVNULL, check=True, timeout=500)
             for line in group if ours else ():
                 command, _, output = line.partition(" > ")
-                root.handlers.clear()  # as in a process of its own
+                root.handlers.clear()  # as in a new process
                 printed = io.StringIO() if output else said
                 with redirect_stdout(printed), redirect_stderr(said), forked_jobs():
                     assert main(shlex.split(command)[1:]) == 0, line

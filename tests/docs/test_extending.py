@@ -1,4 +1,4 @@
-"""docs/extending.md: every example runs as it stands and prints what the page shows.
+"""docs/extending.md: every example runs unchanged and prints what the page shows.
 
 A ```python block is the file that its first line names; a ```text block is the output of the block above it.
 """
@@ -28,13 +28,13 @@ EXAMPLES = {name: (code, output) for name, code, output in EXAMPLE.findall(PAGE.
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """A working folder with all files of the page, importable by name."""
+    """A working folder with all files of the page, which can be imported by name."""
     for name, (code, _) in EXAMPLES.items():
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")  # of ranks
-    for group, entry in ENTRIES.items():  # each as its package would install it
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}")  # for ranks
+    for group, entry in ENTRIES.items():  # as if a package had installed it
         folder = tmp_path / f"{entry.partition(' ')[0]}-1.0.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
@@ -53,7 +53,7 @@ def test_program_prints_the_documented_output(examples, monkeypatch, capsys, nam
     from tasks.sources import files
     from tasks.sources.formats import readers
 
-    # Copies, so that what an example registers is gone after the test.
+    # Copies: what an example registers must not outlive the test.
     monkeypatch.setattr(files, "FORMATS", dict(files.FORMATS))
     monkeypatch.setattr(readers, "READERS", dict(readers.READERS))
     runpy.run_path(str(examples / f"{name}.py"), run_name="__main__")
@@ -99,7 +99,7 @@ def test_step_of_the_page_is_cached_by_the_contents_of_its_file(examples, prefec
 
 @pytest.mark.usefixtures("examples")
 class TestNiceLauncher(LauncherConformance):
-    """The launcher of the page, as its package would select it: by an entry point."""
+    """The launcher of the page, selected by its entry point."""
 
     ranks = 0
 

@@ -1,4 +1,4 @@
-"""Private names of torch are used through one module, and exist in the installed torch."""
+"""Private names of torch are used through a single module, and exist in the installed torch."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ IMPORTED = re.compile(r"^\s*from (torch[\w.]*) import ([\w, ]+)", re.MULTILINE)
 
 
 def private_names(text: str) -> set[str]:
-    """Dotted names of torch with a private part."""
+    """Dotted names in torch that have a private part."""
     names = set(DOTTED.findall(text))
     names |= {
         f"{module}.{name.split()[0]}"
@@ -28,7 +28,7 @@ def private_names(text: str) -> set[str]:
 
 
 def foreign_attributes(trees: list[ast.Module]) -> Iterator[str]:
-    """Private attributes that no code of ours defines, and methods of a base class by `super()`, where torch is imported."""
+    """Private attributes that our code does not define, or uses through `super()`, in modules that import torch."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     ours |= {
@@ -50,7 +50,7 @@ def test_private_attributes_of_torch_are_listed_and_exist():
     used = set(foreign_attributes([ast.parse(path.read_text()) for path in files]))
     used.discard("_exit")  # of os
     assert used <= set(torch_internals.ATTRIBUTES)
-    # One has the name of an attribute of ours too.
+    # `_parameters` is also the name of an attribute of ours.
     assert set(torch_internals.ATTRIBUTES) - used == {"_parameters"}
     for name, owner in torch_internals.ATTRIBUTES.items():
         found = torch_internals.find(owner)
@@ -64,7 +64,6 @@ def test_private_names_of_torch_are_in_one_module():
         for path in (ROOT / folder).rglob("*.py")
         if (names := private_names(path.read_text()))
     }
-    # What pickles of torch's checkpoints name is read as text.
     used.pop("parallel/torch_internals.py")
     assert used == {}
 
