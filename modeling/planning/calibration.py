@@ -88,10 +88,9 @@ def basis(profile: Profile) -> str:
     table = find(profile)
     if table:
         return f"calibrated: {table.accelerator} measured on {table.measured} with torch {table.torch} ({table.path})"
-    device = device_of(profile)
-    return (
-        UNCALIBRATED if device.peak(profile.train.precision) else f"no figures of {device.type}, uncalibrated"
-    )
+    if device_of(profile).peak(profile.train.precision):
+        return UNCALIBRATED
+    return f"no published peak of {profile.cluster.device}, uncalibrated"
 
 
 @lru_cache(maxsize=8)
