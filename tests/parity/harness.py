@@ -89,7 +89,7 @@ class Case:
     context: int = 1
     data: int = 1
     expert: int = 1
-    microbatches: int = 2  # a step and pipeline rank
+    microbatches: int = 2  # per step and pipeline rank
     sequence_parallel: bool = True
     sharding: str = "zero1"
     shard_degree: int | None = None
@@ -101,13 +101,17 @@ class Case:
     balance: str = "sequence"
     capacity: float | None = None  # of the experts
     documents: bool = False  # whether attention is masked to documents
-    # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair, with `documents` several
+    # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair, or several with `documents`
     objective: str = "pretrain"
-    lora: tuple[str, ...] = ()  # targets of updates of rank 4, with dropout unless they are of experts
+    lora: tuple[
+        str, ...
+    ] = ()  # targets of updates of rank 4, which have dropout unless they belong to experts
     in_graph: bool = False  # whether FSDP's collectives are operators of the blocks, as on neuron
     overlap_chunks: int | None = None
     native: bool = False  # whether to use the backend's reductions, as on accelerators
-    eager: bool = True  # whether what is saved is what eager runs save; the run itself is always eager
+    eager: bool = (
+        True  # whether to save for backward what eager runs save, not graphs; the run itself is always eager
+    )
 
     @property
     def world(self) -> int:
@@ -115,23 +119,23 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of a sample."""
+        """Rows per sample."""
         return 2 if self.objective in ("dpo", "orpo") else 1
 
     @property
     def dropout(self) -> float:
-        """Of updates of LoRA."""
+        """Dropout rate of LoRA's updates."""
         experts = MODELS[self.model].get("num_experts") and {"gate_up", "down"} & {*self.lora}
         return 0.0 if experts else 0.2
 
     @property
     def packs(self) -> bool:
-        """Whether the two rows of a sample have several pairs."""
+        """Whether the two rows of a sample hold several pairs."""
         return self.rows == 2 and self.documents
 
     @property
-    def rates(self) -> bool:
-        """Whether steps rate their pairs with the model without its updates."""
+    def computes_reference(self) -> bool:
+        """Whether each step computes the reference's log-probabilities, with the model without its updates."""
         return self.objective == "dpo" and bool(self.lora)
 
     @property
@@ -151,7 +155,7 @@ class Case:
                 "tokenizer": {"source": "train"},
                 "data": {"sources": [{"kind": "python-docs"}]},
                 "objective": {
-                    "kind": self.objective, "precompute_reference": not self.rates,
+                    "kind": self.objective, "precompute_reference": not self.computes_reference,
                     **({"packing": True} if self.packs else {}),
                 },
                 **({"lora": {"rank": 4, "targets": [*self.lora], "dropout": self.dropout}} if self.lora else {}),
@@ -176,7 +180,7 @@ class Case:
 
 @dataclass
 class Results:
-    """Results of a run: per step, and per global tensor once the ranks' boxes are assembled."""
+    """A run's results per step, and per global tensor once the ranks' boxes are assembled."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -188,7 +192,7 @@ class Results:
 def batch(step: int, objective: str = "pretrain") -> Tensor:
     """Token ids (batch, s + 1) of a step: the same for all topologies, and partly learnable.
 
-    With an objective, the first tokens of each sample, of each a different number, are its prompt.
+    Except for pretraining, the first tokens of each sample are its prompt, whose length differs between samples.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 100, (BATCH, SEQUENCE + 1), generator=generator)
@@ -211,7 +215,7 @@ def train(
 
     Args:
         fault: breaks the trainer before training, for negative controls.
-        steps: their numbers.
+        steps: the numbers of the steps to train.
         resume: checkpoint to start from.
         save: checkpoint folders by number of completed steps.
     """
@@ -219,21 +223,21 @@ def train(
         device = replace(devices.CPU, supports_reduction=case.native, gathers_in_graph=case.in_graph)
         patch.setitem(devices.KINDS, "cpu", device)
         if case.native:
-            patch.setattr(collectives, "start_all_gather", ended_all_gather)
-            patch.setattr(collectives, "start_all_gather_into", ended_all_gather_into)
+            patch.setattr(collectives, "start_all_gather", completed_all_gather)
+            patch.setattr(collectives, "start_all_gather_into", completed_all_gather_into)
         return _train(case, fault, steps, resume, save)
 
 
-# Several all-gathers of gloo's at a time corrupt the heap (torch 2.13). On a CPU, the product itself starts none; with the native
-# ones, each has ended when it returns.
+# Concurrent all-gathers of gloo corrupt the heap (torch 2.13). On CPUs, real runs start none; with native reductions, the tests
+# wait for each before it returns.
 start_all_gather, start_all_gather_into = collectives.start_all_gather, collectives.start_all_gather_into
 
 
-def ended_all_gather(x: Tensor, axis: Axis) -> Tensor:
+def completed_all_gather(x: Tensor, axis: Axis) -> Tensor:
     return collectives.wait(start_all_gather(x, axis))
 
 
-def ended_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
+def completed_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
     work = start_all_gather_into(out, axis)
     work.wait()
     return work
@@ -262,7 +266,7 @@ def _train(
             local = tokens[first : first + samples] if trainer.reads_samples else None
             counted = int((tokens[:, 1:] >= 0).sum()) if case.rows == 1 else BATCH // 2
             reference = None
-            if case.objective == "dpo" and not case.rates:
+            if case.objective == "dpo" and not case.computes_reference:
                 answers = trainer.profile.answers_per_row
                 reference = (-torch.arange(first, first + samples).float() - step).repeat(answers, 1).T
             starts = document_starts(first // case.rows, samples, rows=case.rows) if case.documents else None
@@ -281,7 +285,7 @@ def _train(
             if save and step + 1 in save:
                 about = {"step": step + 1, "profile": trainer.profile.model_dump(mode="json")}
                 checkpoint.save(save[step + 1], optimizer, about)
-        optimizer.gather_parameters()  # which the next forward would wait for; some tests look at them
+        optimizer.gather_parameters()  # the next forward would wait for them; some tests read them
         results.boxes += saved_boxes(
             "weights", ((box, states["master"]) for box, states in optimizer.state_boxes())
         )
@@ -293,7 +297,7 @@ def _train(
 def document_starts(
     first: int, count: int, known: Sequence[Sequence[int]] = BOUNDARIES, rows: int = 1
 ) -> Tensor:
-    """Position where each token's document begins (count, s), for the samples of so many equal rows from `first` on."""
+    """Start of each token's document (count, s), for samples from `first` on; the `rows` of a sample are equal."""
     starts = torch.zeros(count, SEQUENCE, dtype=torch.int64)
     for i in range(count):
         for boundary in known[(first + i // rows) % len(known)]:
@@ -302,7 +306,7 @@ def document_starts(
 
 
 def answer_numbers(starts: Tensor) -> Tensor:
-    """Number of the document that a token and the next belong to, else -1, from their starts (rows, s)."""
+    """Number of each token's document (rows, s), -1 if the next token is in another one, from documents' starts (rows, s)."""
     begins = starts == torch.arange(SEQUENCE)
     following = torch.cat((begins[:, 1:], begins[:, :1]), 1)  # the last is the end of a document, too
     return (begins.cumsum(1) - 1).where(~following, -1)

@@ -1,4 +1,4 @@
-"""Checkpoints of experts that are spread over ranks, and of the bias that balances them: resumed, and exported whole."""
+"""Checkpoints of experts divided among ranks, and of their selection bias: resume and export."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_experts_resume_and_are_exported_on_any_topology(pool, tmp_path):
     assert bias.any()
 
 
-def test_updates_of_experts_are_saved_alone_and_resume_on_any_topology(pool, tmp_path):
+def test_lora_of_experts_is_saved_alone_and_resumes_on_any_topology(pool, tmp_path):
     case, elsewhere = (
         replace(each, lora=("output", "gate_up", "down"), balance="sequence") for each in (CASE, ELSEWHERE)
     )

@@ -22,7 +22,7 @@ def drop_an_all_reduce(trainer: Trainer, optimizer: ZeRO1) -> None:
 
 
 def swap_kv_heads(trainer: Trainer, optimizer: ZeRO1) -> None:
-    """In one layer the first half of the tensor ranks holds the KV head of the second half, and vice versa."""
+    """In one layer, the first and the second half of the tensor ranks swap KV heads."""
     qkv, axis = trainer.stages[0].layers["0"].attention.qkv, trainer.mesh.tensor
     layout = layout_of(qkv.weight)
     other = (axis.rank + axis.size // 2) % axis.size
@@ -99,7 +99,7 @@ def count_own_choices_only(trainer: Trainer, optimizer: ZeRO1) -> None:
 
 
 def ignore_the_load_of_a_rank(trainer: Trainer, optimizer: ZeRO1) -> None:
-    """The biases that balance the experts move by the choices of one rank only."""
+    """The selection biases of experts are updated by one rank's choices only."""
     if trainer.mesh.rank:
         for layer in trainer.experts.values():
             layer.router.selection_bias.register_hook(torch.zeros_like)

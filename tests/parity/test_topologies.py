@@ -76,7 +76,7 @@ CASES = {
     "expert 2, data 2, pipeline 2, lora of experts, capacity, deepseek_v3": Case(
         "deepseek_v3", data=2, pipeline=2, expert=2, lora=("output", "gate_up", "down"), capacity=1.0
     ),
-    "tensor 2, context 2, expert 2, lora, dpo rated in each step": Case(
+    "tensor 2, context 2, expert 2, lora, dpo, reference computed in each step": Case(
         "gpt_oss",
         tensor=2,
         context=2,

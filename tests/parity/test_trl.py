@@ -59,7 +59,7 @@ RECORDS = [
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
-    """A model and a tokenizer of transformers, and our store with the records."""
+    """A model and a tokenizer of transformers, and a Trainshed store with the records."""
     folder = tmp_path_factory.mktemp("trl")
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
@@ -86,7 +86,7 @@ def theirs(tmp_path_factory):
 
 
 def profile(theirs, **sections) -> Profile:
-    """A profile of one process whose step is all records."""
+    """A profile for one process whose single step trains on all records."""
     sections = {"objective": {"kind": "sft", "packing": False}, **sections}
     source = {"kind": "files", "path": str(theirs.folder / "records.jsonl")}
     return Profile.model_validate(
@@ -153,7 +153,7 @@ def ours(
 
 
 def assert_equal(theirs, found: tuple[float, dict[str, torch.Tensor]], loss: torch.Tensor, gradients) -> None:
-    """Assert that a loss and gradients equal theirs, whose gradients have their names."""
+    """Assert that a loss and gradients equal theirs, which have their names."""
     assert found[0] == pytest.approx(loss.item(), rel=TOLERANCE)
     for name, expected in to_our_names(theirs.description, list(found[1]), gradients).items():
         assert (found[1][name] - expected).norm() <= TOLERANCE * expected.norm(), name
@@ -200,7 +200,7 @@ def base(theirs) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(theirs.folder / "model")
 
 
-# TRL has no smoothed sigmoid loss, but what it is a sum of: s = -log σ(βΔ), and r = ((1 - ε) s + ε log σ(-βΔ)) / (1 - 2ε).
+# TRL has no smoothed sigmoid loss, but its terms: s = -log σ(βΔ), and r = ((1 - ε) s + ε log σ(-βΔ)) / (1 - 2ε).
 # (1 - ε) s - ε log σ(-βΔ) = 2 (1 - ε) s - (1 - 2ε) r
 SMOOTHED = {"loss_type": ["sigmoid", "robust"], "loss_weights": [1.6, -0.6], "label_smoothing": 0.2}
 
@@ -240,7 +240,7 @@ def test_orpo_equals_trl(theirs):
         assert_equal(theirs, ours(theirs, wanted), *expected)
 
 
-# Our names of PEFT's factors: those of projections of one layer are side by side.
+# Our names of PEFT's factors; those of fused projections are stacked.
 LORA = {
     "self_attn.q_proj": ("attention.qkv.lora", "q", 0),
     "self_attn.v_proj": ("attention.qkv.lora", "v", 1),
@@ -252,7 +252,7 @@ RANK, ALPHA = 4, 8.0
 
 
 def factors_of(tensors, wanted: Profile) -> dict[str, torch.Tensor]:
-    """PEFT's factors, or their gradients, by our names; of a layer with several, B has a column of blocks."""
+    """PEFT's factors, or their gradients, by our names; B of a fused layer has a column block for each A."""
     found: dict[str, torch.Tensor] = {}
     sizes = {"q": 32, "k": 16, "v": 16, "gate": 64, "up": 64}
     for number in range(wanted.model.num_hidden_layers):
@@ -266,9 +266,9 @@ def factors_of(tensors, wanted: Profile) -> dict[str, torch.Tensor]:
                 continue
             groups = 2 if "qkv" in layer else 1
             for name in ("q", "k", "v") if groups == 2 else ("gate", "up"):
-                whole = found.setdefault(f"{prefix}.b.{name}.weight", torch.zeros(sizes[name], groups * RANK))
+                full = found.setdefault(f"{prefix}.b.{name}.weight", torch.zeros(sizes[name], groups * RANK))
                 if name == section:
-                    whole[:, group * RANK : (group + 1) * RANK] = b
+                    full[:, group * RANK : (group + 1) * RANK] = b
     return found
 
 
@@ -280,7 +280,7 @@ def assert_factors_equal(found, loss, expected) -> None:
         assert (found[1][name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
 
 
-def test_lora_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_path):
+def test_lora_equals_peft_and_is_exported_as_adapter_and_merged(theirs, tmp_path):
     from datasets import Dataset
     from peft import LoraConfig, PeftModel, get_peft_model
     from trl import SFTConfig, SFTTrainer
@@ -315,7 +315,7 @@ def test_lora_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_
         torch.testing.assert_close(found_tensor, tensor, rtol=0, atol=1e-6)
 
 
-def test_dpo_of_lora_rates_pairs_without_its_updates_as_trl_does(theirs):
+def test_dpo_with_lora_uses_the_frozen_model_as_reference_like_trl(theirs):
     from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer
 
@@ -333,7 +333,7 @@ def test_dpo_of_lora_rates_pairs_without_its_updates_as_trl_does(theirs):
     assert_factors_equal(ours(theirs, wanted, adapters), loss, factors_of(gradients, wanted))
 
 
-def test_lora_of_weights_that_gpt2_has_in_one_is_exported_as_its_adapter_and_merged(theirs, tmp_path):
+def test_lora_of_gpt2_with_fused_weights_is_exported_as_adapter_and_merged(theirs, tmp_path):
     from peft import PeftModel
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -406,7 +406,7 @@ def expert_factors_of(tensors, wanted: Profile) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_lora_of_experts_equals_peft_and_is_exported_as_its_adapter_and_merged(theirs, tmp_path, family):
+def test_lora_of_experts_equals_peft_and_is_exported_as_adapter_and_merged(theirs, tmp_path, family):
     from datasets import Dataset
     from peft import LoraConfig, PeftModel, get_peft_model
     from trl import SFTConfig, SFTTrainer
@@ -446,8 +446,8 @@ def test_lora_of_experts_equals_peft_and_is_exported_as_its_adapter_and_merged(t
         torch.testing.assert_close(merged, logits, rtol=0, atol=1e-5)
 
 
-def test_lora_of_shared_experts_and_latent_attention_is_exported_merged_only(theirs, tmp_path):
-    """PEFT takes the projections of deepseek_v3's shared experts for those of its experts."""
+def test_lora_of_shared_experts_and_latent_attention_is_exported_only_merged(theirs, tmp_path):
+    """PEFT mistakes the projections of deepseek_v3's shared experts for those of its experts."""
     config = DeepseekV3Config(
         **SIZES | {"num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8,
         v_head_dim=16, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=2, n_group=2,
