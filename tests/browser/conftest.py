@@ -5,12 +5,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 
 import pytest
 
+from flows.server.shared_server import wait_healthy
 from tests.flows.conftest import command, profile  # noqa: F401
 
 
@@ -47,19 +45,8 @@ def prefect_ui(prefect_database, tmp_path_factory):
             stderr=subprocess.STDOUT,
         )
     try:
-        _wait(f"{address}/api/health")
+        assert wait_healthy(f"{address}/api", lambda: server.poll() is None)
         yield address
     finally:
         server.terminate()
         server.wait(timeout=60)
-
-
-def _wait(address: str) -> None:
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            with urllib.request.urlopen(address, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            assert time.monotonic() < deadline, f"no response from {address}"
-            time.sleep(0.2)

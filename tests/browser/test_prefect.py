@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import yaml
 
 from tests.browser.pages import visit
 from tests.flows.micro import settings, wait_for_step
+from tests.slurm.conftest import until
 
 HOME = Path(__file__).parents[2]
 STEPS = 4000
@@ -36,13 +36,6 @@ def artifacts(prefect_ui: str, flow_run: str) -> dict[str, dict]:
     found = ask(f"{prefect_ui}/api/artifacts/filter", {"flow_runs": {"id": {"any_": [flow_run]}}})
     assert len({each["key"] for each in found}) == len(found)
     return {each["key"]: each for each in found}
-
-
-def wait_until(condition, timeout=60):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +67,7 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
             full = "last-steps" in shown and len(json.loads(shown["last-steps"]["data"])) == ROWS
             return full and "data:image" in shown["run"]["data"]
 
-        wait_until(is_shown)
+        until(is_shown, 60, every=0.2)
         with visit(browser, f"{prefect_ui}/artifacts/artifact/{shown['run']['id']}", (1300, 1150)) as page:
             page.page.get_by_role("heading", name="Plan", exact=True).wait_for()
             page.page.wait_for_timeout(500)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
@@ -14,6 +13,7 @@ from flows.cli.main import main
 from profiles.errors import ProfileError
 from tasks.failures import FatalError
 from tests.forked_jobs import forked_jobs
+from tests.slurm.conftest import until
 
 TASK = {
     "task": "endings",
@@ -126,14 +126,14 @@ def test_a_followed_run_has_each_checkpoint_evaluated_once(pretrain, tmp_path, m
 
     def let_it_end():
         try:
-            wait((folder / "evaluations.jsonl").exists)
+            until((folder / "evaluations.jsonl").exists, 300)
         finally:
             (tmp_path / "go").touch()
 
     with forked_jobs(), ThreadPoolExecutor() as pool:
         run = pool.submit(copy_context().run, pretrain, store, *overrides, name="live")
         gate = pool.submit(let_it_end)
-        wait(lambda: run.done() or (folder / "checkpoints/step_2/complete.json").exists())
+        until(lambda: run.done() or (folder / "checkpoints/step_2/complete.json").exists(), 300)
         rows = evaluate(store, "live", follow=True)
         result, _ = run.result(), gate.result()
     assert [row["step"] for row in rows] == [2, 4, 6, 8]
@@ -144,13 +144,6 @@ def test_a_followed_run_has_each_checkpoint_evaluated_once(pretrain, tmp_path, m
     assert (
         "Evaluations of checkpoints" in (folder / "report.html").read_text()
     )  # also if it was written before
-
-
-def wait(condition):
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_invalid_evaluations_are_rejected(trained, tasks, monkeypatch):

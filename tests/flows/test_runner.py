@@ -20,6 +20,7 @@ from tasks.store import runs
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tests.flows.cli.test_up import ask
+from tests.slurm.conftest import until
 
 
 @dataclass
@@ -88,10 +89,7 @@ def test_background_step_runs_concurrently_in_prefect_and_both_steps_are_cached(
         """While both wait at the barrier."""
         running = {"state": {"type": {"any_": ["RUNNING"]}}}
         filters = {"task_runs": running, "flow_runs": {"id": {"any_": flow_runs}}}
-        deadline = time.monotonic() + 50
-        while len(ask(f"{prefect_server}/task_runs/filter", filters)) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: len(ask(f"{prefect_server}/task_runs/filter", filters)) >= 2, 50, every=0.2)
 
     flow_runs = []
 

@@ -6,12 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 
+from flows.server.shared_server import wait_healthy
 from tests.flows.cli.test_up import ask, free_port  # noqa: F401
 from tests.flows.micro import losses, settings, wait_for_step
 from tests.slurm.cluster import WITH_PARENT
@@ -52,21 +52,13 @@ def server(tmp_path, free_port, prefect_database):  # noqa: F811
                     start_new_session=True,
                 )
             )
-        until(lambda: healthy(address), seconds=120)
+        assert wait_healthy(address, lambda: started[-1].poll() is None)
         return started[-1]
 
     yield start, address
     for each in started:
         each.terminate()
         each.wait(timeout=30)
-
-
-def healthy(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def port():
 
 
 def wait_for(address: str, timeout: float = 60):
-    """The function's result, once it is truthy."""
+    """The response of an address, once it has content."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -72,7 +72,7 @@ def wait_for(address: str, timeout: float = 60):
                     return text
         except (urllib.error.URLError, ConnectionError):
             pass
-        assert time.monotonic() < deadline, f"{address} has nothing to say"
+        assert time.monotonic() < deadline, f"{address} has no content"
         time.sleep(0.1)
 
 
