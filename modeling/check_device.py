@@ -286,7 +286,7 @@ def default_processes(kind: str) -> int:
 
 
 def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[tuple[Check, Result, float]]:
-    """Run every check, those that accept a profile once for each; returns each check with its result and duration in seconds."""
+    """Run every check, those that accept a profile once for each. Returns checks, results and durations in seconds."""
     results = []
     for check in CHECKS:
         if check.all_devices and processes == 1:

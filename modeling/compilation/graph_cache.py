@@ -100,7 +100,7 @@ def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backen
 
 
 def function_compiler(kind: str, backend: Callable[[str], Backend]) -> Compile | None:
-    """Compiler of functions, with a graph for each combination of shapes; None for devices with a kernel for each operator."""
+    """Compiler of functions, with a graph for each combination of shapes; None for devices with a kernel per operator."""
     if not devices.KINDS[kind].compiles_operators:
         return None
     return partial(torch.compile, backend=backend(STEP), **OPTIONS)

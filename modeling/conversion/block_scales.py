@@ -1,6 +1,7 @@
-"""Weights in float8 with a scale for each 128 × 128 block, as published for DeepSeek-V3: read as bfloat16, a slice at a time.
+"""Float8 weights with a scale for each 128 × 128 block, as published for DeepSeek-V3.
 
-Besides `<layer>.weight` (o, i) in float8_e4m3fn, files have `<layer>.weight_scale_inv` (⌈o/128⌉, ⌈i/128⌉) in float32, and
+They are read as bfloat16, a slice at a time. Besides `<layer>.weight` (o, i) in float8_e4m3fn, files have
+`<layer>.weight_scale_inv` (⌈o/128⌉, ⌈i/128⌉) in float32, and
 
     weight[a, b] = stored[a, b] · weight_scale_inv[⌊a/128⌋, ⌊b/128⌋]
 

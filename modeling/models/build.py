@@ -157,7 +157,7 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
 
 
 def defers_weight_gradients(profile: Profile) -> bool:
-    """Whether layers defer weight gradients to a separate pass, without which the backward of compiled blocks cannot be split."""
+    """Whether layers defer weight gradients to a separate pass; otherwise compiled backward cannot be split."""
     parallel = profile.parallel
     return parallel.schedule == "zero_bubble" and parallel.pipeline > 1 and profile.compile.enabled
 

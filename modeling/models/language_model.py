@@ -1,4 +1,4 @@
-"""Decoder-only language model: the common part of all architectures, from embedding and pipeline split to loss and logits."""
+"""Decoder-only language model: the common part of all architectures, such as embedding, pipeline split and loss."""
 
 from __future__ import annotations
 

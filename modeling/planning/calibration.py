@@ -1,6 +1,7 @@
-"""Measured speeds of an accelerator, used instead of its published peak: `calibration/<accelerator>.json` in the working folder.
+"""Calibration: measured speeds of an accelerator, which the planner uses instead of its published peak.
 
-`python -m modeling.check_device --calibrate` measures and writes the table (measure.py), which the planner reads if it exists:
+`python -m modeling.check_device --calibrate` measures them (measure.py) and writes `calibration/<accelerator>.json` in the
+working folder, which the planner reads if it exists:
 
     products    FLOP/s of matrix products and attention by shape; the nearest shape in log space is used
     others      bytes/s of a layer's other operators, such that the total time of a layer is reproduced

@@ -127,7 +127,10 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
 
 
 def microbatches_in_flight(profile: Profile, rank: int) -> float:
-    """Maximum number of microbatches whose activations a pipeline rank holds; with k stages per rank, each stage's count 1/k."""
+    """Maximum number of microbatches whose activations a pipeline rank holds.
+
+    With k stages per rank, each stage's activations count as 1/k.
+    """
     parallel = profile.parallel
     stages = len(partition_layers(profile)[rank :: parallel.pipeline])
     return in_flight(

@@ -1,4 +1,4 @@
-"""Plan a topology for other hardware: the number of nodes with about the same peak compute, and the fastest topology that fits.
+"""Plan a topology for other hardware: the fastest that fits nodes with about the same peak compute.
 
 Batch sizes, sequence length and schedule are kept, and so is the run's mathematics. If no topology fits, the nodes are doubled.
 """

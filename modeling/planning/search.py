@@ -140,7 +140,7 @@ def _best(
 
 
 def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str]:
-    """Why the first topology is the best, as clauses: over which links its groups communicate, and how alternatives compare."""
+    """Why the first topology is the best, as clauses: the links of its groups, and how alternatives compare."""
     best, *others = found
     mesh, levels, sharding = best.plan.mesh, best.plan.levels, best.overrides["parallel.data_sharding"]
     where = {"chip": "on one chip", "node": "inside a node", "network": "across nodes"}
@@ -171,7 +171,7 @@ def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str
 
 
 def _compared(other: Topology, best: Topology) -> str:
-    """A clause about the fastest topology of another tensor degree: its speed, and its recomputation if that differs."""
+    """A clause about a topology of another tensor degree: its speed, and its recomputation if that differs."""
     recompute, because = other.overrides["train.recompute"], ""
     if recompute != best.overrides["train.recompute"]:
         modes = " and ".join(mode for mode in MODES[1:] if mode in modes_of(recompute))

@@ -110,7 +110,7 @@ def left_out_errors(weights: np.ndarray, losses: np.ndarray) -> np.ndarray:
 def propose(
     laws: MixtureLaws, objective: np.ndarray, lowest: np.ndarray, highest: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The weights (k) with the lowest weighted mean loss within bounds (k), and the weights (b, k) for each draw separately.
+    """The weights (k) with the lowest weighted mean loss within bounds (k), and those of each draw (b, k).
 
     Args:
         objective: (h) weights of the sources' losses.

@@ -171,7 +171,7 @@ def _group(mixture: Mixture, target: Rung, sources: tuple[str, ...], count: int)
 def _proxy(
     mixture: Mixture, target: Rung, sources: Sequence[str], weights: Mapping[str, float] | None, name: str
 ) -> Proxy:
-    """A proxy. Its sources have equal weights, replaced by a schedule from the first step on, so all proxies share a dataset."""
+    """A proxy. A schedule replaces its sources' equal weights from the first step on, so all share a dataset."""
     profile, size = target.profile, mixture.proxy
     kept = []
     for known, source in zip(data_sources.names(profile.data), profile.data.sources, strict=True):

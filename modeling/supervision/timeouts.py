@@ -1,10 +1,10 @@
-"""Timeouts: how long a rank may take in each phase of a program before it counts as hung. All of them are defined here.
+"""Timeouts: how long a rank may take in each phase of a program before it counts as hung.
 
     step         hang_factor · median step time + hang_seconds, at most the longest of all
     compile      from the start until a median of steps is known
     load, save, evaluate, data    PHASES
 
-The process group's own timeout ends a program without dumping stacks, so it is longer than all of these.
+All timeouts are defined here. The process group's ends a program without dumping stacks, so it is longer than the others.
 """
 
 from __future__ import annotations

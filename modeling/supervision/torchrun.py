@@ -46,9 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def with_free_port(arguments: Sequence[str]) -> tuple[list[str], TCPStore | None]:
-    """Replace port 0 of a rendezvous on this machine by a free port, whose server runs as long as the returned store exists.
+    """Replace port 0 of a rendezvous on this machine by a free port.
 
-    torchrun's own store joins that server in this process, so no other process can take the port in between.
+    Its server runs as long as the returned store exists. torchrun's own store joins that server in this process, so no other
+    process can take the port in between.
     """
     arguments = list(arguments)
     position = arguments.index("--master-port") + 1 if "--master-port" in arguments else 0

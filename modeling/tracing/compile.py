@@ -65,7 +65,7 @@ class ProgramCompiler(RegionBackends):
 def compile_program(
     profile: Profile, stage: int, name: str, digest: str, compiler: Compiler
 ) -> dict[str, Any]:
-    """Compile a traced program into the compiler's cache folder, for each of this machine's devices that needs separate code.
+    """Compile a traced program into the compiler's cache folder, for each device that needs separate code.
 
     Returns:
         graphs, seconds, peak_bytes (of this process and its largest child), error (None on success).

@@ -44,7 +44,7 @@ class StageStats:
 
 
 def digest(graphs: Sequence[GraphModule]) -> str:
-    """Digest of graphs, 32 hex digits: operators, arguments, shapes, dtypes and strides, in order, without device indices."""
+    """Digest of graphs' operators, arguments, shapes, dtypes and strides, without device indices; 32 hex digits."""
     total = hashlib.sha256()
     for graph in graphs:
         for node in graph.graph.nodes:
@@ -87,9 +87,10 @@ def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[s
 
 
 def consumed_inputs(forward: GraphModule, backward: GraphModule) -> dict[str, int]:
-    """Bytes, by name, of a backward graph's inputs that only autograd holds: saved results of forward without other references.
+    """Bytes, by name, of a backward graph's inputs that only autograd holds.
 
-    Autograd frees them with the layer's backward; inductor's code, to which it passes them, frees them after their last use.
+    These are saved results of forward without other references. Autograd frees them with the layer's backward; inductor's code,
+    to which it passes them, frees them after their last use.
     """
     named = {node.name: node for node in forward.graph.nodes}
     saved = [

@@ -1,6 +1,7 @@
-"""Rehearsal: calls everything that steps, evaluations and sampling compute outside the model, on tensors of the run's shapes.
+"""Rehearsal: calls everything that steps, evaluations and sampling compute outside the model.
 
-For devices that compile each operator at its first use, so that all of it is traced and compiled ahead of time.
+On tensors of the run's shapes, for devices that compile each operator at its first use, so that all of it is traced and compiled
+ahead of time.
 """
 
 from __future__ import annotations

@@ -392,7 +392,7 @@ def load_base(weights: Location | None, optimizer: ZeRO1) -> None:
 
 
 def load_reference(weights: Location | None, model: ReferenceModel | None) -> None:
-    """Load the weights of a reference model, if there is one. Raises Rejected if they are missing or belong to another model."""
+    """Load the reference model, if there is one. Raises Rejected if it has no weights, or those of another model."""
     if model is None:
         return
     if weights is None:

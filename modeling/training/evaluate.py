@@ -152,7 +152,11 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
 
 
 def evaluate_into(output: Path, trainer: Trainer, samples: Samples | RecordSamples, step: int) -> Evaluation:
-    """Evaluate a complete split, generate samples, and write both as JSON; called on every rank. `step`: that of the weights."""
+    """Evaluate a complete split, generate samples, and write both as JSON. Called on every rank.
+
+    Args:
+        step: step of the weights.
+    """
     evaluation = evaluate_split(trainer, samples)
     generated = generate_samples(trainer, samples)
     if trainer.leader:

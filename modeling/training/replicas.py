@@ -1,4 +1,4 @@
-"""Replica check: whether copies of the same weights on several ranks are equal during training, and their synchronization."""
+"""Replica check: finds copies of weights that differ between ranks during training, and makes them equal."""
 
 from __future__ import annotations
 

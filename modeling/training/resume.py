@@ -1,4 +1,4 @@
-"""Resume requests: which checkpoint the profile asks for, and rejection of checkpoints that do not belong to the run."""
+"""Resume requests: the checkpoint that a profile asks for, and rejection of checkpoints of other runs."""
 
 from __future__ import annotations
 

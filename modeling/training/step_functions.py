@@ -155,7 +155,11 @@ def user_sums(
     vocabulary: int,
     sequence_parallel: bool,
 ) -> list[Tensor]:
-    """Results, 0-dim, of user functions for a microbatch's logits and targets (b, s/c); other arguments as for `full_logits`."""
+    """Results, 0-dim, of user functions for a microbatch's logits and targets.
+
+    Args:
+        targets: (b, s/c); other arguments as for `full_logits`.
+    """
     logits = full_logits(x, weight, axis, vocabulary=vocabulary, sequence_parallel=sequence_parallel)
     return [user_functions.call(function, logits, targets.flatten()) for function in functions]
 

@@ -199,7 +199,7 @@ class TrainingRun:
         self._queued = QueuedStep(self.step, rate, results, marks, waits)
 
     def _needs_results(self) -> bool:
-        """Whether this step must be finished before the next is queued, because something that follows needs its results."""
+        """Whether this step must be finished before the next is queued, because its results are needed."""
         evaluates = self.profile.evaluate.every and self.step % self.profile.evaluate.every == 0
         saves = self.step == self.settings.steps or self.checkpoints.due(self.step)
         urgent = self._stopping or self._drifted is not None or self.guard.nearly_exhausted
