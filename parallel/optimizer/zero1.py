@@ -3,7 +3,7 @@
 One step over the d ranks of `dp_shard`:
 
     gradients    accumulated over the microbatches in float32, reduce-scattered bucket by bucket during the last backward:
-                 n(d-1)/d elements sent; then each shard is all-reduced over its replicas (`dp_replicate`)
+                 n(d-1)/d elements sent; each shard is all-reduced over its replicas (`dp_replicate`) beside the next buckets
     norm         over all ranks, each parameter once; if it is not finite, all ranks skip the step. It stays on the device,
                  as does everything computed from it: the host never waits
     AdamW        on the local shard (arXiv 1711.05101)
@@ -36,6 +36,7 @@ from parallel.optimizer.fsdp import Unit
 
 IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs the bucket's memory a second time
 STATES = ("master", "exp_avg", "exp_avg_sq")
+Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,10 @@ class ZeRO1:
         """Expect this many backward passes before `step`; the last one starts the reduction of each complete bucket."""
         self._reduced = 0  # resident buckets whose reduction was started
         self._summed = False  # whether `reduce` has run
-        self._reducing: deque[
-            tuple[Bucket, Tensor, collectives.PendingReduceScatter | collectives.PendingAllReduce | None]
-        ] = deque()
+        # Gradients that are being summed over `dp_shard`, and whether no microbatch of the step follows.
+        self._reducing: deque[tuple[Bucket, Tensor, Pending | None, bool]] = deque()
+        # Shards of gradients that are being summed over their replicas.
+        self._replicating: deque[tuple[Bucket, collectives.PendingAllReduce]] = deque()
         for bucket in self.buckets:
             bucket.begin_step(microbatches)
 
@@ -185,7 +187,7 @@ class ZeRO1:
             if bucket.awaited == 0 or (bucket.transient and bucket.microbatch_complete):
                 bucket.release()
             if bucket.awaited == 0 or (not self.keep_gathered and bucket.microbatch_complete):
-                self._start_reduce(bucket)
+                self._start_reduce(bucket, complete=bucket.awaited == 0)
 
         return accumulate
 
@@ -194,7 +196,7 @@ class ZeRO1:
         self._start_reduce(self._resident[self._reduced - 1])
 
     @torch.no_grad()
-    def _start_reduce(self, bucket: Bucket) -> None:
+    def _start_reduce(self, bucket: Bucket, complete: bool = True) -> None:
         while len(self._reducing) >= (IN_FLIGHT if bucket.resident else 1):
             self._finish_reduce()
         started, gradients = None, bucket.take_gradients()
@@ -202,17 +204,31 @@ class ZeRO1:
             started = collectives.PendingReduceScatter(gradients, bucket.axis)
         elif bucket.resident and bucket.replicate.size > 1:
             started = collectives.PendingAllReduce(gradients, bucket.replicate)
-        self._reducing.append((bucket, gradients, started))
+        self._reducing.append((bucket, gradients, started, complete))
 
     def _finish_reduce(self) -> None:
-        """Wait for the oldest bucket, and add the sum over `dp_shard` to its shard of the gradients."""
-        bucket, gradients, started = self._reducing.popleft()
+        """Wait for the oldest bucket, and add the sum over `dp_shard` to its shard; start the sum of that over its replicas."""
+        bucket, gradients, started, complete = self._reducing.popleft()
         if bucket.resident and started is None:
             return  # the shard is in place
         total = gradients if started is None else started.wait()
-        if bucket.resident and bucket.axis.size > 1:
-            total = collectives.all_reduce(total, bucket.replicate)
-        bucket.add_sum(total)
+        replicated = bucket.replicate.size > 1 and not (bucket.resident and bucket.axis.size == 1)
+        # Shards that microbatches add to are summed over replicas once, after the last one.
+        if not (bucket.resident and replicated):
+            bucket.add_sum(total)
+            total = bucket.gradient_shard
+        if replicated and complete:
+            while len(self._replicating) >= IN_FLIGHT:
+                self._finish_replicas()
+            self._replicating.append((bucket, collectives.PendingAllReduce(total, bucket.replicate)))
+
+    def _finish_replicas(self) -> None:
+        """Wait for the sum of the oldest shard over its replicas."""
+        bucket, pending = self._replicating.popleft()
+        if bucket.resident:
+            bucket.add_sum(pending.wait())
+        else:
+            self.arithmetic.assign(bucket.gradient_shard, pending.wait())
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -229,9 +245,11 @@ class ZeRO1:
                 self._start_reduce(bucket)
         while self._reducing:
             self._finish_reduce()
+        while self._replicating:
+            self._finish_replicas()
         # Not during backward: the last stage would wait for the first, which waits for the last stage's gradients.
         for bucket in self.buckets:
-            replicas = () if bucket.resident else (bucket.replicate,)
+            replicas = (bucket.replicate,) if bucket.in_graph else ()
             for axis in (*replicas, *bucket.partial):
                 if axis.size > 1:
                     total = collectives.all_reduce(bucket.gradient_shard, axis)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from modeling.models.build import optimizer_bucket_size
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, VocabParallelEmbedding, ZeRO1, initialize
+from parallel import collectives
 from parallel import device as devices
 from parallel.initialization import initialize_parameter
 from parallel.layout import deferred_parameters
@@ -20,6 +21,7 @@ from parallel.optimizer.adamw import AdamW, adamw, update
 from parallel.optimizer.arithmetic import square_norm
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, bucket_size
 from parallel.optimizer.fsdp import Unit
+from parallel.optimizer.zero1 import IN_FLIGHT
 from profiles import resolve
 from tests.pool import mesh
 
@@ -97,6 +99,30 @@ def test_matches_torch_adamw(pool, ranks, degree, clip):
     ):
         assert our_norms == pytest.approx(norms, rel=1e-5)
         torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
+
+
+def sums_over_replicas_in_backward() -> tuple[int, int]:
+    """Sums of shards over their replicas that were started before `step`, and buckets."""
+    started = []
+
+    class Counted(collectives.PendingAllReduce):
+        def __init__(self, x, axis):
+            started.append(axis.name)
+            super().__init__(x, axis)
+
+    with mesh(data=4, shard_degree=2) as m, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "PendingAllReduce", Counted)
+        built = model()
+        optimizer = ZeRO1(built.named_parameters(), m, bucket_size=50)
+        optimizer.begin_step(1)
+        loss(built, 0, 0).backward()
+        return started.count("dp_replicate"), len(optimizer.buckets)
+
+
+def test_shards_are_summed_over_replicas_during_backward(pool):
+    """All but the last ones, which are in flight when backward ends."""
+    for started, buckets in pool.run(sums_over_replicas_in_backward, 4):
+        assert started == buckets - IN_FLIGHT > 0
 
 
 def test_matches_torch_adamw_without_the_fused_kernel(pool):
