@@ -95,11 +95,21 @@ class _Exchange:
         indices: (T, k).
         local: number of experts per rank.
         received: (n, local) number of rows that each rank sends here for each expert, if known.
+        splits: (2, n) numbers of rows to and from each rank, on the host, if `received` is known.
     """
 
-    def __init__(self, indices: Tensor, local: int, axis: Axis, received: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        indices: Tensor,
+        local: int,
+        axis: Axis,
+        received: Tensor | None = None,
+        splits: Tensor | None = None,
+    ) -> None:
         self.axis, self.k = axis, indices.shape[1]
         flat = indices.flatten()
+        self.rows = len(flat)  # m, of this rank's experts
+        self.splits = flat.new_empty(0, device="cpu")
         self.order = torch.argsort(flat, stable=True)  # (T·k)
         numbers = torch.arange(len(flat), device=flat.device)
         # (T, k), of each choice's row
@@ -112,11 +122,13 @@ class _Exchange:
             if received is None:
                 received = collectives.wait(collectives.start_all_to_all(sent, axis)).view(axis.size, local)
             self.received = received
-            # The only host synchronization: the sizes of the exchange.
-            both = torch.stack((sent.view(axis.size, local).sum(1), received.sum(1))).tolist()
-            self.send, self.receive = both
+            if splits is None:  # the only host synchronization of forward and backward
+                splits = torch.stack((sent.view(axis.size, local).sum(1), received.sum(1))).cpu()
+            self.splits = splits
+            self.send, self.receive = splits.tolist()
+            self.rows = sum(self.receive)
             experts = torch.arange(local, device=flat.device).repeat(axis.size)
-            owners = experts.repeat_interleave(received.flatten(), output_size=sum(self.receive))
+            owners = experts.repeat_interleave(received.flatten(), output_size=self.rows)
             self.regroup = torch.argsort(owners, stable=True)  # received rows, by rank, to rows by expert
         self.counts = self.received.sum(0)  # (local) rows of each expert
         self.offsets = self.counts.cumsum(0).to(torch.int32)
@@ -160,7 +172,7 @@ class _Exchange:
 
     def of_rows(self, of_experts: Tensor) -> Tensor:
         """Repeat each expert's entry of a tensor (local, ...) for each of its rows -> (m, ...)."""
-        return of_experts.repeat_interleave(self.counts, 0)
+        return of_experts.repeat_interleave(self.counts, 0, output_size=self.rows)
 
 
 def _has_kernel(parameters: sequential.Parameters) -> bool:
@@ -178,6 +190,8 @@ def _product(
     update: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Rows (m, a), weight (experts, b, a) -> (m, b), by group, in one kernel; a low-rank update takes two more."""
+    if not len(rows):
+        return rows.new_zeros(0, weight.shape[1])
     result = F.grouped_mm(rows, weight.transpose(1, 2), offs=exchange.offsets)
     if update[0] is not None:
         result += _product(_product(rows, update[0], exchange), update[1], exchange)
@@ -207,10 +221,11 @@ def _experts(
     size: int,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y; the numbers of received rows (n, E/n); and tensors for backward, empty if not saved.
 
-    These are [gate, up] of the rows, on one expert rank or with `keep`, and the rows, with `keep`.
+    These are the exchange's splits (2, n) on the host, on several expert ranks; [gate, up] of the rows, on one expert rank or with
+    `keep`; and the rows, with `keep`.
     """
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
     rows = exchange.to_experts(exchange.gather(x))  # (m, h)
@@ -224,7 +239,7 @@ def _experts(
         hidden, out = sequential.forward(rows, parameters, exchange.ranges(), act)
     y = exchange.sum_over_tokens(out, weights)  # (T, h)
     hidden = hidden if size == 1 or keep else x.new_empty(0)
-    return y, exchange.received, hidden, rows if keep else x.new_empty(0)
+    return y, exchange.received, exchange.splits, hidden, rows if keep else x.new_empty(0)
 
 
 @_experts.register_fake
@@ -235,7 +250,8 @@ def _(
     rows = indices.numel()  # if the load is balanced; in graphs, where sizes must be right, `keep` is false
     hidden = x.new_empty(rows, gate_up.shape[1]) if size == 1 or keep else x.new_empty(0)
     kept = x.new_empty(rows, x.shape[1]) if keep else x.new_empty(0)
-    return torch.empty_like(x), indices.new_empty(size, len(gate_up)), hidden, kept
+    splits = indices.new_empty((2, size) if size > 1 else 0, device="cpu")
+    return torch.empty_like(x), indices.new_empty(size, len(gate_up)), splits, hidden, kept
 
 
 @torch.library.custom_op("trainshed::experts_backward", mutates_args=())
@@ -253,6 +269,7 @@ def _backward(
     down_a: Tensor | None,
     down_b: Tensor | None,
     received: Tensor,
+    splits: Tensor,
     hidden: Tensor,
     rows: Tensor,
     axis: str,
@@ -262,7 +279,7 @@ def _backward(
     frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weights, and `sequential.Parameters`; empty for absent and frozen parameters."""
-    exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size), received)
+    exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size), received, splits)
     scales = exchange.to_experts(weights.flatten().index_select(0, exchange.order))
     if keep or size == 1:
         rows = rows if keep else exchange.gather(x)
@@ -307,8 +324,8 @@ def _grouped_backward(
     of_parameters = [None, None, None, None]
     if not frozen:
         of_parameters = [
-            F.grouped_mm(grad_hidden.t(), rows, offs=exchange.offsets),
-            F.grouped_mm(scaled.t(), out_of, offs=exchange.offsets),
+            _weight_gradient(grad_hidden, rows, exchange),
+            _weight_gradient(scaled, out_of, exchange),
             None if gate_up_bias is None else _bias_gradient(grad_hidden, exchange),
             None if down_bias is None else _bias_gradient(scaled, exchange),
         ]
@@ -326,6 +343,13 @@ def _input_gradient(
     return _product(grad, weight.transpose(1, 2), exchange, update=transposed)
 
 
+def _weight_gradient(grad: Tensor, rows: Tensor, exchange: _Exchange) -> Tensor:
+    """Gradients of weights (experts, o, i) from those of the outputs (m, o) and the inputs (m, i)."""
+    if not len(rows):  # torch's kernel is not specified for it
+        return grad.new_zeros(len(exchange.counts), grad.shape[1], rows.shape[1])
+    return F.grouped_mm(grad.t(), rows, offs=exchange.offsets)
+
+
 def _update_gradients(
     grad: Tensor, rows: Tensor, exchange: _Exchange, a: Tensor | None, b: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -333,8 +357,9 @@ def _update_gradients(
     if a is None or b is None:
         return None, None
     low = _product(grad, b.transpose(1, 2), exchange)  # (m, r)
-    of_a = F.grouped_mm(low.t(), rows, offs=exchange.offsets)
-    return of_a, F.grouped_mm(grad.t(), _product(rows, a, exchange), offs=exchange.offsets)
+    return _weight_gradient(low, rows, exchange), _weight_gradient(
+        grad, _product(rows, a, exchange), exchange
+    )
 
 
 @_backward.register_fake

@@ -53,6 +53,32 @@ def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation
     return total
 
 
+def host_reads_of_experts() -> tuple[int, int]:
+    """Copies to the host by forward and backward of experts with biases on two ranks, and repeats of unknown size."""
+    copies, unknown = [], []
+    to_host, repeat = torch.Tensor.cpu, torch.Tensor.repeat_interleave
+
+    def counted(*arguments, **options):
+        unknown.extend([1] if options.get("output_size") is None else [])
+        return repeat(*arguments, **options)
+
+    with mesh(data=2, expert=2) as m, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "cpu", lambda x: copies.append(1) or to_host(x))
+        patch.setattr(torch.Tensor, "repeat_interleave", counted)
+        patch.setattr(grouped, "_has_kernel", lambda parameters: True)  # as on GPUs
+        given = inputs()
+        y = routed_experts(
+            indices=choices(), axis=m.expert, **given
+        )  # experts 0 to 9, of which 0 to 3 are chosen
+        torch.autograd.grad(y.sum(), list(given.values()))
+    return len(copies), len(unknown)
+
+
+def test_exchange_of_experts_waits_for_the_device_once(pool):
+    """For its sizes, in forward; backward uses them again."""
+    assert pool.run(host_reads_of_experts, 2) == [(1, 0)] * 2
+
+
 WIDE = (406, 128, 96)  # oneDNN, where used, computes products of these sizes, with rounded numbers of rows
 
 

@@ -11,8 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modeling.models.build import optimizer_bucket_size
-from parallel import ColumnParallelLinear, Mesh, RMSNorm, VocabParallelEmbedding, ZeRO1, initialize
-from parallel import collectives
+from parallel import (
+    ColumnParallelLinear,
+    Mesh,
+    RMSNorm,
+    VocabParallelEmbedding,
+    ZeRO1,
+    collectives,
+    initialize,
+)
 from parallel import device as devices
 from parallel.initialization import initialize_parameter
 from parallel.layout import deferred_parameters
