@@ -120,7 +120,9 @@ class Trainer:
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.functions = StepFunctions(self.compile)
-        self._scales: dict[float, Tensor] = {}  # factors of losses on the device
+        self._last_scale: tuple[float, Tensor] | None = (
+            None  # the last step's factor of losses, and the same on the device
+        )
         self._zero = self._pairs_per_token = torch.zeros((), device=self.torch_device)
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self.pipeline = self._pipeline(self.stages, len(layers))
@@ -273,10 +275,10 @@ class Trainer:
         return self.functions.multiply(total, factor)
 
     def _scale(self, scale: float) -> Tensor:
-        """The factor of losses as a tensor on the device, created once."""
-        if scale not in self._scales:
-            self._scales[scale] = devices.upload(torch.tensor(scale), self.torch_device)
-        return self._scales[scale]
+        """The factor of losses as a tensor on the device, uploaded when it changes."""
+        if self._last_scale is None or self._last_scale[0] != scale:
+            self._last_scale = scale, devices.upload(torch.tensor(scale), self.torch_device)
+        return self._last_scale[1]
 
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
