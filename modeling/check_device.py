@@ -189,10 +189,14 @@ def measure_links(kind: str) -> Result:
 LINKS = Check("links", "", measure_links, all_devices=True)
 
 
-def write_calibration(kind: str, processes: int) -> Path:
-    """Measure this machine's devices and write their table."""
+def write_calibration(kind: str, processes: int, deterministic: bool = True) -> Path:
+    """Measure this machine's devices and write their table.
+
+    Args:
+        deterministic: which kernels to measure, as `train.deterministic` chooses them.
+    """
     device, local = _device(kind)
-    device.choose_kernels(deterministic=True)  # the default of profiles
+    device.choose_kernels(deterministic)
     table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
     if processes > 1:
         links = _run_isolated(LINKS, kind, processes)

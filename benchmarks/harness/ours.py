@@ -54,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fp8", action="store_true", help="compute the blocks' matrix products in FP8 (rowwise)"
     )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="use deterministic kernels only, as runs do by default"
+    )
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
     return parser
 
@@ -83,6 +86,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
                 "clip": workload.CLIP,
                 "balance": "none",
                 "precision": "fp8" if options.fp8 else options.precision,
+                "deterministic": options.deterministic,
             },
             "compile": {"enabled": bool(options.graphs), "async_tensor": options.async_tensor},
             "cluster": {"device": options.device, "devices_per_node": ranks, "threads": options.threads},

@@ -106,6 +106,8 @@ def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: in
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     device.start_process_group(local)
     axis = Mesh(context=ranks, supports_reduction=device.supports_reduction).context
+    # The kernel of the ring's blocks; by default, one GPU would choose among several.
+    kernel = None if ranks > 1 or kind == "cpu" else device.attention_kernel
     prepared = None
     while True:
         try:
@@ -120,7 +122,7 @@ def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: in
         dist.barrier()
         device.synchronize()
         begin = time.perf_counter()
-        out = attention(*inputs, axis)
+        out = attention(*inputs, axis, kernel=kernel)
         gradients = torch.autograd.grad(out, inputs, grad)
         device.synchronize()
         seconds = time.perf_counter() - begin

@@ -224,8 +224,8 @@ def _experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y; the numbers of received rows (n, E/n); and tensors for backward, empty if not saved.
 
-    These are the exchange's splits (2, n) on the host, on several expert ranks; [gate, up] of the rows, on one expert rank or with
-    `keep`; and the rows, with `keep`.
+    These are the exchange's splits (2, n) on the host, on several expert ranks; [gate, up] of the rows, on one expert rank or
+    with `keep`; and the rows, with `keep`.
     """
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
     rows = exchange.to_experts(exchange.gather(x))  # (m, h)

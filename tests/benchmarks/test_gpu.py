@@ -141,7 +141,7 @@ def training_result(name: str, seconds: float) -> tuple[gpu.TrainingComparison, 
 
 def test_plans_are_compared_with_measured_steps_after_a_calibration(monkeypatch):
     calibrated = []
-    monkeypatch.setattr(check_device, "write_calibration", lambda kind, processes: calibrated.append(kind))
+    monkeypatch.setattr(check_device, "write_calibration", lambda kind, **_: calibrated.append(kind))
     monkeypatch.setattr(gpu, "plan", lambda profile: SimpleNamespace(step_seconds=1.0))
     trained = {
         name: training_result(name, seconds)
@@ -153,7 +153,7 @@ def test_plans_are_compared_with_measured_steps_after_a_calibration(monkeypatch)
 
 
 def test_failed_calibration_is_a_failed_figure_with_its_reason(monkeypatch):
-    def fail(kind, processes):
+    def fail(*_: object, **__: object):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(check_device, "write_calibration", fail)
