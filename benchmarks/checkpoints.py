@@ -112,7 +112,7 @@ def make_optimizer(parameters: int, mesh: Mesh) -> ZeRO1:
 
 
 def stall_seconds(saver: checkpoint.Saver, path: Path, steps: list[tuple[float, float]]) -> float:
-    """Seconds that training waits for an asynchronous save; appends the seconds of a step without it and during it."""
+    """Seconds that an asynchronous save blocks training; appends step times without and during the save."""
     usual = statistics.median(seconds(step) for _ in range(10))
     stall = seconds(lambda: saver.begin(path, {}))
     stall += max(0.0, seconds(step) - usual) + seconds(saver.optimizer.wait_for_copy)

@@ -1,4 +1,4 @@
-"""Compare checkpoint conversion with copying the files, and with transformers: --shape 1b --folder SCRATCH
+"""Compare checkpoint conversion with file copies and with transformers: --shape 1b --folder SCRATCH
 
 Writes a Llama with random bf16 weights once. Then it alternately copies the files (`cp`), converts them to a Trainshed checkpoint
 of 8 tensor ranks, and converts that back; with --peer it also loads them with `from_pretrained` and saves them with

@@ -104,7 +104,7 @@ class Run:
 
 
 def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
-    """Inject all faults; yields each recovery's figures, then whether steps and losses equal those of a run without faults."""
+    """Inject all faults; yields recovery figures, then whether steps and losses match a fault-free run."""
     write_profile(folder)
     reference = Run(folder, "calm")
     if reference.start().wait(900) != 0:

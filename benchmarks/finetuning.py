@@ -1,4 +1,4 @@
-"""Compare a training step of SFT (packed) and DPO with TRL's trainers: same model, records, batch and precision.
+"""Compare SFT (packed) and DPO training steps with TRL's: same model, records, batch and precision.
 
 Both sides run eager in one process with one thread, in float32, on records of random words; only answers count in the loss. The
 sides alternate, and the first steps of each run warm up. Prints the median wall and CPU time of a step, and TRL's time over ours.
@@ -113,7 +113,7 @@ def profile(folder: Path, config: Any, work: Work) -> Profile:
 
 
 def ours(folder: Path, wanted: Profile, pairs: int) -> Callable[[int], list[Times]]:
-    """A function that trains a number of steps and returns their times; times of DPO are scaled to `pairs` pairs."""
+    """Function that trains a number of steps and returns their times; DPO's are scaled to `pairs` pairs."""
     context = Context(wanted, Store(str(folder / "store")))
     dataset = DatasetStep(TokenizerStep().run(context)).run(context)
     opened = wanted, context.store.artifacts.path(dataset), "train"

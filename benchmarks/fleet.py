@@ -1,4 +1,4 @@
-"""Time the page of all runs: reading a store for the first time, reading it again, and showing the page in a browser.
+"""Time the page of all runs: a store's first read, a refresh, and showing the page in a browser.
 
 Measures runs of N steps and of N / 10 steps, because the time must not depend on the length. Metrics files are hard links to a
 few distinct ones, so they are in the page cache; their rows have the size of real ones. Before each refresh, `--changed` of the

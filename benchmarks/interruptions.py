@@ -1,4 +1,4 @@
-"""Interrupt complete runs at random moments until they finish, and compare them with an undisturbed run.
+"""Interrupt complete runs at random moments until they finish; compare them with an undisturbed run.
 
 Each chain is one run of a small profile with compiled graphs, on an empty store. While it runs, the command receives SIGINT,
 SIGTERM or SIGKILL, or a rank receives SIGKILL, at a random moment between the first second and the duration of the undisturbed

@@ -144,7 +144,7 @@ def trained(
 
 
 def measure(seed: int) -> tuple[bool, bool]:
-    """Forecast and train the target of one seed. Returns whether the error is at most 1 %, and whether the interval holds."""
+    """Forecast and train a seed's target; returns whether error ≤ 1 %, and whether the interval holds."""
     ladder = describe(seed)
     target = target_of(ladder)
     samples, validation = ChainSamples(seed), ChainSamples(VALIDATION_SEED, VALIDATION)

@@ -1,4 +1,4 @@
-"""Plan and trace shipped profiles at full size: cluster, layout, memory, graphs and step time, as a Markdown table.
+"""Plan and trace profiles at full size: cluster, layout, memory, graphs, step time as Markdown table.
 
 Without names, every profile that supported hardware can start is planned and traced. Memory and step time are the planner's;
 `traced` is the memory with the activations of the traced graphs instead; `graphs` is the number of graphs that are compiled ahead
@@ -23,7 +23,7 @@ COLUMNS = ("profile", "cluster", "layout", "recompute", "GiB planned", "traced",
 
 
 def layout(profile: Profile) -> str:
-    """Degrees other than data, and how states are sharded over data × context, such as "TP 4, FSDP 16 × 2"."""
+    """Parallel degrees except data, and the sharding over data × context, such as "TP 4, FSDP 16 × 2"."""
     parallel = profile.parallel
     degrees = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
     replicas = profile.data_parallel * parallel.context // profile.shard_degree

@@ -1,4 +1,4 @@
-"""Compare planned memory with that of real runs on this machine's CPU; takes about a minute on two cores.
+"""Compare planned memory with real runs on this machine's CPU; takes about a minute on two cores.
 
 Each case trains two steps. Parameters, gradients and optimizer states must equal the plan to the byte. Prints the planned peak of
 all live tensors over the measured one, on the fullest rank of each stage.
@@ -90,7 +90,7 @@ def case(overrides: Iterable[str]) -> Profile:
 
 
 def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
-    """Train as this rank. Returns its pipeline rank, the bytes of its states by kind, and the peak bytes of all live tensors."""
+    """Train as this rank; returns pipeline rank, state bytes by kind, and peak bytes of all live tensors."""
     profile = case(overrides)
     trainer = Trainer(profile)
     try:
@@ -124,7 +124,7 @@ def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
 
 
 class CommunicationBuffers(TorchDispatchMode):
-    """Holds tensors passed to gloo until gloo has released them: the profiler misses deallocations in gloo's threads."""
+    """Holds tensors until gloo releases them: the profiler misses deallocations in gloo's threads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compare proposed mixture weights with a grid search on synthetic sources: `python -m benchmarks.mixtures --seed 0`
+"""Compare proposed mixture weights with a grid search on synthetic sources: --seed 0
 
 One source repeats a few sentences and is learned at once; one is a Markov chain and takes long; one consists of random words,
 from which nothing can be learned, but which make up four fifths of the text. From twelve proxies, weights are proposed for the

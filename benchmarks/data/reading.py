@@ -93,7 +93,7 @@ def measure_opening(folder: Path) -> None:
 
 
 def write_corpus(folder: Path, tokens: int, shards: int) -> Path:
-    """Write a dataset that lists one file of this many tokens `shards` times; returns the dataset's folder."""
+    """Write a dataset that lists one file of this many tokens `shards` times; returns its folder."""
     dataset = folder / "artifacts/dataset/k"
     dataset.mkdir(parents=True)
     (folder / PREFIX).parent.mkdir(parents=True)

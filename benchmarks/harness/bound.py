@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def projections(model: Model) -> Iterator[tuple[int, int, int]]:
-    """Input width, output width and number of the model's projections; those with the same input are fused."""
+    """Input width, output width and number of the model's projections; those of one input are fused."""
     h, f, d = model.hidden_size, model.intermediate_size, model.head_dim
     n, k, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
     yield h, (n + 2 * k) * d, layers

@@ -1,4 +1,4 @@
-"""Rows that verify rather than measure: the checks of check_device on given profiles, and the tests marked `cuda`.
+"""Rows that verify rather than measure: check_device on given profiles, and tests marked `cuda`.
 
 Their result is the number that passed, and the reasons for failures. Both run as a user would run them, in separate processes.
 """
@@ -78,7 +78,7 @@ class DeviceChecks:
 
 @dataclass(frozen=True)
 class MarkedTests:
-    """The tests with the marker `cuda`. With `device` cpu they may be skipped; otherwise a skipped test is a failure.
+    """Tests marked `cuda`; a skipped test is a failure, unless `device` is cpu.
 
     Attributes:
         paths: test folders or files in the repository.

@@ -1,4 +1,4 @@
-"""The comparisons of `benchmarks.parallel`: what runs against what, the speedup required, and whether the results agree."""
+"""Comparisons of `benchmarks.parallel`: peers, required speedups, and whether the results agree."""
 
 import math
 import statistics
@@ -30,7 +30,7 @@ class Schedule:
 
 @dataclass
 class Result:
-    """Result of a comparison. A ratio is the peer's time over ours in the same round: above 1, ours is faster.
+    """Comparison result; ratio: the peer's time over ours in the same round, above 1 if ours is faster.
 
     Attributes:
         target, bound_target: smallest ratio, and smallest fraction of the bound, for the status "met".
@@ -189,7 +189,7 @@ def alternate_scripts(
     schedule: Schedule,
     before_turn: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Run scripts in turn. Returns each side's seconds by round, and the `difference` of ours and the peer's losses."""
+    """Run scripts in turn; returns each side's seconds by round, and `difference`, that of their losses."""
     sides = {side: partial(measure_script, script, arguments) for side, script in scripts.items()}
     runs = alternate(sides, schedule.rounds, before_turn)
     seconds = {side: [run.step_seconds for run in measured] for side, measured in runs.items()}
@@ -208,7 +208,7 @@ def largest_difference(runs: Sequence[Measurement]) -> float:
 
 @dataclass(frozen=True)
 class RingComparison:
-    """Ring attention over two devices, compared with the ideal: half the time of the same attention on one device.
+    """Ring attention over two devices against the ideal: half the time of the same attention on one.
 
     On a CPU, the two devices are processes with one thread each, and the single device is a process with two threads.
     """

@@ -1,4 +1,4 @@
-"""Text for benchmarks: sources, documentation and headers of the Python installation, without repeated paragraphs."""
+"""Text for benchmarks: sources, docs and headers of the Python installation, no paragraph repeated."""
 
 import hashlib
 import sysconfig
@@ -12,7 +12,7 @@ MIN_PARAGRAPH = 40  # characters
 
 
 def documents(megabytes: float) -> Iterator[str]:
-    """Yield about this many megabytes of text, in documents of about DOCUMENT characters; no paragraph occurs twice.
+    """Yield about `megabytes` MB of text in documents of about DOCUMENT characters; no paragraph repeats.
 
     Raises:
         ValueError: the installation has less text.

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def make_parser(documentation: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Parser with the benchmark's module docstring as description; `rounds` adds `--rounds` with this default."""
+    """Parser described by the benchmark's module docstring; `rounds` adds `--rounds` with this default."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{Path(sys.argv[0]).stem}",
         description=documentation,

@@ -113,7 +113,7 @@ def workload_parser(documentation: str | None) -> argparse.ArgumentParser:
 
 
 def start(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Workload, int, int]:
-    """Parse arguments, configure torch and join torchrun's process group. Returns options, workload, rank and world size."""
+    """Parse arguments, set up torch and its process group; returns options, workload, rank, world size."""
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.graphs:
@@ -128,7 +128,7 @@ def start(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Workload
 
 
 def initial_weights(model: Model) -> dict[str, Tensor]:
-    """Initial weights in float32 by global name: norms 1, matrices normal with the model's standard deviation."""
+    """Initial float32 weights by global name: norms 1, matrices normal with the model's initializer_range."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.ones(shape)
@@ -153,14 +153,14 @@ def load_initial_weights(module: nn.Module, model: Model) -> None:
 
 
 def convert(module: nn.Module, options: argparse.Namespace) -> None:
-    """Move a module to the device, with parameters in the precision; buffers, such as rotary tables, stay in float32."""
+    """Move a module to the device, parameters to the precision; buffers (rotary tables) stay in float32."""
     module.to(options.device)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(DTYPES[options.precision])
 
 
 def batch(workload: Workload, step: int) -> Tensor:
-    """Token ids (batch, sequence + 1) of a step. Four in five are a function of the previous token, so the loss falls."""
+    """Token ids (b, s + 1) of a step; four in five follow from the previous token, so the loss falls."""
     generator = torch.Generator().manual_seed(1000 + step)
     size, vocabulary = (workload.batch, workload.sequence + 1), workload.model.vocab_size
     tokens = torch.randint(vocabulary, size, generator=generator)

@@ -1,4 +1,4 @@
-"""Measure the cost of attention within documents (`train.document_masks`) in a training step of the tiny model.
+"""Measure the cost of document masks (`train.document_masks`) in a training step of the tiny model.
 
 Runs forward and backward in one process, eager, in float32. Steps with and without document masks alternate; prints medians.
 """

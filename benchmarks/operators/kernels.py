@@ -1,4 +1,4 @@
-"""Time a training kernel, ours or a library's: attention, the loss with its projection, AdamW's update.
+"""Time a training kernel, ours or a library's: attention, loss with its projection, AdamW's update.
 
     python -m benchmarks.operators.kernels attention flash_attn --device cuda
 
@@ -29,7 +29,7 @@ Call = Callable[[], list[Tensor]]  # returns the results to compare
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the operands; `document` is the number of tokens per document, `shard` the number of AdamW's elements."""
+    """Operand sizes; `document` is tokens per document, `shard` the number of AdamW's elements."""
 
     sequence: int
     heads: int

@@ -1,4 +1,4 @@
-"""Measure the peak memory of the vocabulary-parallel loss, fused with the output projection and unfused.
+"""Measure peak memory of the vocabulary-parallel loss, fused with the output projection and unfused.
 
 Two processes share the vocabulary and run forward and backward. `linear_cross_entropy` (fused) never holds complete logits; the
 unfused loss is a projection followed by `vocab_parallel_cross_entropy`. Each variant runs in its own processes, so that the peak

@@ -61,7 +61,7 @@ class Workload:
 
 
 class Group:
-    """Processes that compute a workload together on request, each with its own share of the sequence and device."""
+    """Processes that compute workloads together, each with its share of the sequence and its own device."""
 
     def __init__(self, ranks: int, threads: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
@@ -139,7 +139,7 @@ def compare(
     rounds: int,
     before_turn: Callable[[str], object] = lambda side: None,
 ) -> tuple[float, dict[str, list[float]]]:
-    """Compare two groups. Returns the largest relative error of the first one's outputs, and each side's seconds."""
+    """Compare two groups; returns the first one's largest relative output error and each side's seconds."""
     outputs = alternate(
         {side: lambda group=group: group.outputs(workload) for side, group in sides.items()}, 1, before_turn
     )

@@ -1,6 +1,6 @@
-"""torch's DTensor tensor parallelism with a vocabulary-parallel loss: torchrun --nproc-per-node 2 -m benchmarks.peers.dtensor
+"""DTensor tensor parallelism: torchrun --nproc-per-node 2 -m benchmarks.peers.dtensor
 
-With --sequence-parallel, hidden states between the layers are sharded too.
+The loss is vocabulary-parallel. With --sequence-parallel, hidden states between the layers are sharded too.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""torch's FSDP2, `fully_shard` on each block and the model: torchrun --nproc-per-node 2 -m benchmarks.peers.fsdp2"""
+"""torch's FSDP2 on each block and the model: torchrun --nproc-per-node 2 -m benchmarks.peers.fsdp2"""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""Expert parallelism from torch's parts, as in torchtitan: torchrun --nproc-per-node 2 -m benchmarks.peers.grouped_experts
+"""torch's expert parallelism: torchrun --nproc-per-node 2 -m benchmarks.peers.grouped_experts
 
-Every rank holds E/n experts of each layer and its share of the samples. Rows are sorted by expert, exchanged by torch's
-differentiable all-to-all, regrouped by expert, and multiplied by torch's grouped matrix product, with separate gate and up
-projections; router weights are applied after the second all-to-all. All other gradients are averaged in one flat all-reduce.
+As in torchtitan, every rank holds E/n experts of each layer and its share of the samples. Rows are sorted by expert, exchanged by
+torch's differentiable all-to-all, regrouped by expert, and multiplied by torch's grouped matrix product, with separate gate and
+up projections; router weights are applied after the second all-to-all. All other gradients are averaged in one flat all-reduce.
 """
 
 import torch
@@ -19,7 +19,7 @@ PROJECTIONS = ("w1", "w3", "w2")  # gate, up, down
 
 
 class Experts(nn.Module):
-    """A mixture of experts, of which this rank holds `local` consecutive ones. (b, s, h) to the same shape."""
+    """Mixture of experts; this rank holds `local` consecutive ones. (b, s, h) to the same shape."""
 
     def __init__(self, model: Model, rank: int, ranks: int) -> None:
         super().__init__()

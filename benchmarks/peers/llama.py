@@ -1,4 +1,4 @@
-"""Plain torch Llama with Hugging Face's parameter names, for peers without a model; its attention function is replaceable."""
+"""Plain torch Llama for peers, with Hugging Face's parameter names and replaceable attention function."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining, 1F1B, one stage per rank: torchrun --nproc-per-node 2 -m benchmarks.peers.torch_pipeline"""
+"""1F1B pipelining, one stage per rank: torchrun --nproc-per-node 2 -m benchmarks.peers.torch_pipeline"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 on one device, compiled block by block as torchtitan does; needs torchtitan 0.2.2 and triton.
+"""torchtitan's Llama 3 on one device, compiled block by block; needs torchtitan 0.2.2 and triton.
 
 As in torchtitan's trainer on one device, parameters are in float32, matrix products in bf16 by autocast, and AdamW is fused.
 """
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def make_settings(model: Model) -> TransformerModelArgs:
-    """torchtitan's settings of a Llama. Its MLPs are 8/3 of the hidden size wide, times a factor, and rounded down."""
+    """torchtitan's settings; its MLP width is 8/3 of the hidden size times a factor, rounded down."""
     return TransformerModelArgs(
         dim=model.hidden_size,
         n_layers=model.num_hidden_layers,

@@ -1,4 +1,4 @@
-"""torch's DDP with ZeroRedundancyOptimizer: torchrun --nproc-per-node 2 -m benchmarks.peers.zero_redundancy"""
+"""DDP with ZeroRedundancyOptimizer: torchrun --nproc-per-node 2 -m benchmarks.peers.zero_redundancy"""
 
 import torch
 from torch import Tensor

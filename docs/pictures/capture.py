@@ -1,4 +1,4 @@
-"""Take the screenshots of a run: `python docs/pictures/capture.py RUN_FOLDER [NAME ...]`, after `trainshed run tiny`.
+"""Take screenshots after `trainshed run tiny`: `python docs/pictures/capture.py RUN_FOLDER [NAME ...]`
 
 Names are the keys of SIZES, by default all. They show:
 

@@ -118,7 +118,7 @@ def heads() -> Drawing:
 
 
 def ring() -> Drawing:
-    """The causal attention matrix of eight chunks on four context ranks, which all have the same amount of work."""
+    """Causal attention matrix of eight chunks on four context ranks, all with the same amount of work."""
     degree, cell = 4, 34
     chunks = 2 * degree
     chunk_rank = {

@@ -133,7 +133,7 @@ def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:
-    """Median without the first value, which may include warm-up, unless it is the only one; None without values."""
+    """Median without the first value (may include warm-up) unless it is the only one; None without values."""
     values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
     return median(values[1:] or values) if values else None
 

@@ -116,7 +116,7 @@ def time_use(
 
 
 def _add_phases(use: TimeUse, attempts: Sequence[Row], last: Row | None, running: float) -> None:
-    """Divide the seconds in which jobs trained, `running`, by the totals of the last row and those of discarded steps."""
+    """Split `running`, the seconds jobs trained, by the totals of the last row and of discarded steps."""
     phases = dict.fromkeys(CATEGORIES, 0.0)
     for name, seconds in totals_of(last).items():
         phases[CATEGORY_OF[name]] += seconds
@@ -133,7 +133,7 @@ def _add_phases(use: TimeUse, attempts: Sequence[Row], last: Row | None, running
 
 
 class _Timeline:
-    """Submissions, starts, ends and failures in order of time, each with its time; a start with the time of its last record."""
+    """Submissions, starts, ends and failures in order, each with its time (a start: of its last record)."""
 
     def __init__(self, attempts: Sequence[Row], events: Sequence[Row], last: Row | None) -> None:
         kinds = (SUBMITTED, STARTED, ENDED)

@@ -1,4 +1,4 @@
-"""All runs of a store: reads those that changed since the last read, and computes their time, speed and cost.
+"""All runs of a store: reads those that changed since the last read; computes time, speed and cost.
 
 Digests are cached in the store's local cache, each with the stamps of the files that it was read from. A run without a changed
 file costs one listing of its folder.
@@ -60,7 +60,7 @@ class RunView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the last step at the speed of the latest steps and the goodput so far; None before the first."""
+        """Seconds to the last step at the latest steps' speed and the goodput so far; None before the first."""
         return self._left(self.use.goodput)
 
     @property
@@ -78,7 +78,7 @@ class RunView:
 
     @property
     def planned_cost(self) -> float | None:
-        """Cost of all steps at the planned step time, without starts and failures; None without a price or a plan."""
+        """Cost of all steps at the planned step time, without starts or failures; None without price or plan."""
         digest, hourly = self.digest, self._hourly
         seconds = digest.planned.get("step_seconds")
         if seconds is None or hourly is None or digest.steps is None:
@@ -135,7 +135,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Fleet:
-    """All runs of a store, active and latest first, and the nodes with failures or straggler warnings, worst first."""
+    """All runs, active and latest first, and nodes with failures or straggler warnings, worst first."""
 
     uri: str
     time: float
@@ -197,7 +197,7 @@ def _load(data: bytes | None) -> dict[str, Cached]:
 
 
 def _read(store: Store, local: FolderBackend, name: str, cached: Cached | None) -> Cached:
-    """Stamps and digest of a run, read from the copy that changed last: the remote store's or this machine's."""
+    """Stamps and digest of a run, from the copy that changed last: the remote store's or this machine's."""
     backend: Backend = local
     entries = local.entries(f"runs/{name}")
     if store.is_remote:
@@ -258,7 +258,7 @@ def nodes_of(runs: Sequence[RunView]) -> list[Node]:
 
 
 def _node_of(row: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:
-    """The node of an event: named in its reason, or that of the rank there by the latest start's nodes; None if unknown."""
+    """Node that an event's reason names, or that ran its rank in the latest start; None if unknown."""
     match = RANK.search(row.get("reason") or "")
     if match is None or match[2]:
         return match[2] if match else None

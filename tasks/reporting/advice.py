@@ -1,4 +1,4 @@
-"""Warnings about a run that its metrics alone do not show: too little data, a small tokenizer, a rising validation loss."""
+"""Warnings not shown by metrics alone: too little data, a small tokenizer, a rising validation loss."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
 
 
 def rise_warning(lowest: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> str:
-    """A warning if the last evaluation's loss is above the lowest; else empty. Takes two rows of metrics.jsonl."""
+    """Warning if the last evaluation's loss is above the lowest, else ""; takes rows of metrics.jsonl."""
     if lowest is None or last is None or lowest["validation_loss"] <= 0:
         return ""
     rise = last["validation_loss"] / lowest["validation_loss"] - 1

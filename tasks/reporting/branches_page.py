@@ -1,4 +1,4 @@
-"""HTML page of branches: the loss of each length, averages of checkpoints, and the comparison of all runs."""
+"""HTML page of branches: loss of each length, averages of checkpoints, and comparison of all runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Line charts without scripts, fonts or requests: as HTML that scales with its page, or as a self-contained SVG image.
+"""Line charts without scripts, fonts or requests: HTML that scales with its page, or standalone SVG.
 
 In a page, colours come from CSS variables and labels are HTML, which keeps its size and stays readable on a phone. The image
 contains everything, in colours that are readable on light and dark backgrounds.
@@ -59,7 +59,7 @@ def sparkline(points: Points, *, label: str) -> str:
 
 
 def stacked_bar(parts: Mapping[str, float]) -> str:
-    """HTML of a bar of shares, each with the CSS class of its name and its share as a tooltip; "" if all are 0."""
+    """Stacked bar in HTML: each share has its name as CSS class and a tooltip; "" if all are 0."""
     total = sum(parts.values())
     if not total:
         return ""
@@ -72,7 +72,7 @@ def stacked_bar(parts: Mapping[str, float]) -> str:
 
 
 def svg_data_uri(series: Sequence[Series], *, x_label: str) -> str:
-    """Data URI of the chart as an SVG image of about 10 kB, for viewers that only show images; "" without points."""
+    """Data URI of the chart as SVG (about 10 kB), for viewers that only show images; "" without points."""
     shown = _finite(series, MAX_POINTS // 2)
     if not shown:
         return ""

@@ -1,4 +1,4 @@
-"""Comparison of several runs: their results, the profile keys that differ, and their loss curves in one chart.
+"""Comparison of runs: results, profile keys that differ, and loss curves in one chart.
 
 Reads only the run folders, so runs that are still training or have failed can be compared too.
 """

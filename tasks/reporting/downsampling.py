@@ -1,4 +1,4 @@
-"""Series of any length in bounded memory: curves as means of neighbours, and random samples for medians."""
+"""Series of any length in bounded memory: curves as means of neighbours, random samples for medians."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Curve:
 
 
 class Sample:
-    """At most LIMIT of any number of values, each kept with equal probability (reservoir sampling); all of them if fewer."""
+    """Reservoir sample: at most LIMIT values, each kept with equal probability; all of them if fewer."""
 
     def __init__(self) -> None:
         self._values: list[float] = []

@@ -57,7 +57,7 @@ def format_perplexity(perplexity: float) -> str:
 
 
 def format_mesh(degrees: Mapping[str, int]) -> str:
-    """The axes above 1, outermost first: 'pipeline 2 × tensor 8', and experts, which share the ranks of data × context."""
+    """Axes above 1, outermost first, then experts, which share data × context: 'pipeline 2 × tensor 8'."""
     axes = {axis: degree for axis, degree in degrees.items() if degree > 1}
     experts = f", experts over {axes.pop('expert')}" if "expert" in axes else ""
     return (" × ".join(f"{axis} {degree}" for axis, degree in axes.items()) or "one process") + experts

@@ -98,11 +98,11 @@ class History:
             self._curves[key].add(row["step"], value)
 
     def curve(self, key: str, scale: float = 1.0) -> Points:
-        """(step, value × scale) of the rows that have the metric, one of CURVES or "validation_loss"; downsampled."""
+        """Downsampled (step, value × scale) of the rows with the metric, one of CURVES or "validation_loss"."""
         return [(step, value * scale) for step, value in self._curves[key].points]
 
     def median(self, key: str) -> float | None:
-        """Median of one of MEDIANS without its first value, which includes warm-up; None if it was not measured."""
+        """Median of one of MEDIANS without its first value, which includes warm-up; None if not measured."""
         median = self._samples[key].median
         return self._first.get(key) if median is None else median
 
@@ -158,7 +158,7 @@ class History:
 
 
 def seconds_left(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
-    """Time until the last step at the median pace of the latest rows; None after it, or with fewer than two rows.
+    """Seconds to the last step at the latest rows' median pace; None after it or with fewer than two rows.
 
     A single row would not do: the first step of a process includes warm-up.
     """

@@ -1,4 +1,4 @@
-"""HTML page of a ladder: the forecast, the rungs' losses by compute with the fitted law, and what more compute buys."""
+"""HTML page of a ladder: forecast, losses by compute with the fitted law, and gains from more compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTML page of a mixture: proposed weights, losses by source from the natural to the proposed mixture, and the proxies."""
+"""HTML page of a mixture: proposed weights, proxies, and losses by source from natural to proposed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _losses(proposal: Mapping[str, Any]) -> str:
 
 
 def _chart(proposal: Mapping[str, Any]) -> str:
-    """Fitted losses on the straight line between both mixtures, and the losses of a run with the proposed one."""
+    """Fitted losses on the line between both mixtures, and the losses of a run with the proposed one."""
     floor, effects = (np.array(proposal["laws"][name]) for name in ("floor", "effects"))
     natural, best = (np.array(list(proposal[name].values())) for name in ("natural", "weights"))
     names = [row["source"] for row in proposal["losses"]]

@@ -1,4 +1,4 @@
-"""The HTML page of one run's report, rendered from the facts in report.json, the history and the resolved profile."""
+"""HTML page of a run's report, rendered from report.json, the history and the resolved profile."""
 
 from __future__ import annotations
 

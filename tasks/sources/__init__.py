@@ -1,4 +1,4 @@
-"""Where training data and pretrained weights come from: files, the Hugging Face hub, Megatron pairs, object stores.
+"""Sources of data and pretrained weights: files, Hugging Face hub, Megatron pairs, object stores.
 
 Start with corpus.py, which turns a profile's data sources into shards (listing.py finds their files), then shard.py
 and formats/readers.py, which read the documents of a shard. remote.py repeats failed requests, weights.py fetches checkpoints.

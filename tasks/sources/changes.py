@@ -1,4 +1,4 @@
-"""Detects source files that changed after they were hashed: a shard's key covers the contents at the time of listing.
+"""Detects source files changed after hashing: a shard's key covers the contents at listing time.
 
 A file with the listed size, modification time and inode (a remote file: size and ETag, or modification time) counts as unchanged.
 One that differs, such as a copy restored from a backup, is hashed again before it is used.
@@ -19,7 +19,7 @@ from tasks.sources.shard import Shard, SourceChanged, local_path, states
 
 @contextmanager
 def unchanged(shard: Shard, token: str | None = None) -> Iterator[None]:
-    """Raise SourceChanged if a shard's files differ from those listed, at the beginning or at the end of the block.
+    """Raise SourceChanged if a shard's files differ from those listed, at the block's beginning or end.
 
     Read the shard inside the block, and put the block inside the one that publishes the result.
     """

@@ -1,4 +1,4 @@
-"""Cache of facts about local files (sha256, offsets), so that planning a corpus does not read it again.
+"""Cache of facts about local files (sha256, offsets), so that planning does not reread a corpus.
 
 An entry is valid while the file's size, mtime and inode are unchanged, as in git's index. A file modified within the
 clock's resolution is not cached: a second change in the same tick would go unnoticed.

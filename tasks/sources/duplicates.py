@@ -52,12 +52,12 @@ def fingerprint(
 
 
 def comparable(plan: DatasetPlan) -> list[int]:
-    """Indices of the shards whose documents are compared: all but Megatron pairs, which are used unchanged."""
+    """Indices of shards whose documents are compared: all but Megatron pairs, which are used unchanged."""
     return [k for k, shard in enumerate(plan.shards) if shard.format != "megatron"]
 
 
 def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> DatasetPlan:
-    """The plan with the documents to drop from each shard; `hashes` are artifacts of the `comparable` shards, by index."""
+    """Plan with the documents to drop; `hashes` are the artifacts of the `comparable` shards, by index."""
     sources = sorted({plan.shards[k].source for k in hashes})
     groups = [[k for k in sorted(hashes) if plan.shards[k].source == source] for source in sources]
     key = keys.duplicates([[hashes[k].key for k in group] for group in groups])
@@ -89,7 +89,7 @@ def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> set[int]:
 
 
 def find_repeated(paths: list[Path]) -> list[np.ndarray]:
-    """For each file of hashes, the indices (ascending) of hashes that occur earlier in it or in a previous file."""
+    """For each file of hashes, ascending indices of those that occur earlier in it or in a previous file."""
     repeated: list[list[np.ndarray]] = [[] for _ in paths]
     for part in range(PARTS):
         hashes, files, indices = [], [], []

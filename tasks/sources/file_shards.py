@@ -27,7 +27,7 @@ GROUP_FILES = 64  # average number of text files in a shard
 def split_files(
     files: list[SourceFile], source: Source, column: str, digests: DigestCache, token: str | None = None
 ) -> list[Shard]:
-    """Shards of files, in their order; text files that are one document each come first. Raises SourceError."""
+    """Shards of files in order, text files of one document each first. Raises SourceError."""
     base = Shard("", "", "", column=column, anonymous=source.anonymous)
 
     def split(file: SourceFile) -> list[Shard]:
@@ -125,7 +125,7 @@ def _split_by_groups(shard: Shard, file: SourceFile, sizes: list[int]) -> list[S
 
 
 def _group_texts(files: list[SourceFile], shard: Shard) -> list[Shard]:
-    """Shards of files with one document each; a shard ends at SHARD_BYTES, or after a file that its own digest selects."""
+    """Shards of one-document files; a shard ends at SHARD_BYTES, or after a file selected by its digest."""
     groups: list[list[SourceFile]] = [[]]
     size = 0
     for file in files:

@@ -60,7 +60,7 @@ def file_format(path: str) -> str | None:
 
 
 def text_bytes(profile: Profile) -> int | None:
-    """Size of the files that a profile trains on; None unless they are unweighted, uncompressed text on this machine."""
+    """Size of a profile's training files; None unless they are unweighted, uncompressed local text."""
     total = 0
     for number, source in enumerate(profile.data.sources):
         if source.kind != "files" or "://" in source.path or source.weight is not None:

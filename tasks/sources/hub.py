@@ -22,7 +22,7 @@ CONVERTED = "refs/convert/parquet"  # revision with the hub's parquet conversion
 
 
 def shards(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
-    """All shards of a data set's split. Raises ProfileError for an unknown name, a loading script or an unknown format."""
+    """Shards of a data set's split. Raises ProfileError for an unknown name or format or a loading script."""
     from huggingface_hub import HfApi
 
     commit = huggingface.ask(
@@ -76,7 +76,7 @@ def _split_files(source: Source, key: str, commit: str, token: str | None) -> li
 
 
 def _converted_files(source: Source, key: str, commit: str, token: str | None) -> list[str]:
-    """URLs in the hub's conversion: <configuration>/<split>/0000.parquet, or partial-<split> if it is incomplete."""
+    """URLs in the hub's conversion: <configuration>/<split>/0000.parquet, partial-<split> if incomplete."""
     from huggingface_hub import HfApi
 
     names = huggingface.ask(

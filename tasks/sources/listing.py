@@ -1,4 +1,4 @@
-"""Lists the files of a source: one file, the matches of a glob pattern, or a folder, local or on any fsspec file system.
+"""Lists a source's files: one file, a glob pattern or a folder, local or on any fsspec file system.
 
 A folder that cannot be read is an error: leaving out its files would silently change the data, and with it the run.
 """
@@ -24,7 +24,7 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "az"}  # they list everything
 
 
 def list_files(source: Source, key: str) -> list[str]:
-    """Sorted paths or URLs of the files of a source's path: a file, a glob pattern's matches, or a folder's files.
+    """Sorted paths or URLs of a source's files: one file, a glob pattern's matches, or a folder's files.
 
     A folder's README.md and hidden files are left out.
 
@@ -45,7 +45,7 @@ def list_files(source: Source, key: str) -> list[str]:
 
 
 def list_saved_dataset(source: Source, key: str) -> list[str]:
-    """Paths or URLs of the data files of a folder that `datasets` wrote with save_to_disk, in its own order.
+    """Paths or URLs of the data files in a save_to_disk folder of `datasets`, in its own order.
 
     Raises ProfileError for the profile key `key` if there is none, SourceError for a corrupted state.json.
     """

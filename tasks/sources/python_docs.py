@@ -1,4 +1,4 @@
-"""English text on every machine with Python: the language reference and the standard library's docstrings, about 2 MB.
+"""English text from Python itself: the language reference and stdlib docstrings, about 2 MB.
 
 A document is one topic of `pydoc_data.topics`, or the docstrings of one module in source order; no text appears twice. Modules
 are parsed, not imported. Test suites are excluded, since many installations lack them.
@@ -31,7 +31,7 @@ def documents() -> Iterator[str]:
 
 
 def records() -> Iterator[dict[str, str]]:
-    """Questions about documented classes and functions, to fine-tune on: what a name does, in its docstring's first paragraph.
+    """Fine-tuning records: what a class or function does, answered by its docstring's first paragraph.
 
     The rejected answer ends after half of its words.
     """

@@ -1,4 +1,4 @@
-"""Files on remote file systems (fsspec): calls and reads that are retried, then raised as ConnectionError.
+"""Files on remote file systems (fsspec): calls and reads are retried, then raise ConnectionError.
 
 fsspec's `isfile`, `isdir`, `walk` and `glob` treat a failed request as absence, so this package uses `info`, `ls` and `find`.
 """
@@ -27,7 +27,7 @@ def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
 
 
 def info(filesystem: Any, path: str) -> dict[str, Any] | None:
-    """fsspec's description of a file or folder; None if it does not exist. Raises OSError if that is unknown."""
+    """fsspec's info on a file or folder; None if it does not exist. Raises OSError if that is unknown."""
     try:
         return call(filesystem, path, lambda: filesystem.info(path))
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -1,4 +1,4 @@
-"""A shard: the part of a source that is tokenized as one unit, as a plain value that any machine can read.
+"""Shard: the part of a source that is tokenized as one unit, a plain value that any machine can read.
 
 Its digest covers its contents and how they are read, never paths or times: shards with equal digests contain the same
 documents in the same order.
@@ -161,7 +161,7 @@ def _describe(stat: os.stat_result) -> str:
 
 
 def remote_state(path: str, info: Mapping[str, Any]) -> str:
-    """Size and ETag or modification time of a file, from fsspec's info; "" at a commit of the hub, which never changes."""
+    """Size and ETag or mtime of a file, from fsspec's info; "" at a hub commit, which never changes."""
     if _never_changes(path):
         return ""
     found = next((str(info[key]) for key in STATE_KEYS if info.get(key)), "").strip('"')

@@ -1,4 +1,4 @@
-"""Pretrained weights from a local file or folder, an object store (`s3://`), or a hub repository at a commit."""
+"""Pretrained weights from a local path, an object store (`s3://`) or a hub repository at a commit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARALLEL_FILES = 4
 def fetch(
     source: str, revision: str | None, target: Path, token: str | None = None, key: str = "SOURCE"
 ) -> Iterator[Path]:
-    """Local path of a checkpoint for the block, downloaded if it is remote; for a run folder its latest complete checkpoint.
+    """Local path of a checkpoint, downloaded if remote; for a run folder, its latest complete checkpoint.
 
     A hub repository stays in the hub's cache. Files of an object store are kept in a hidden folder next to `target` until the
     block ends, so that an interrupted download resumes with the missing files.
@@ -67,7 +67,7 @@ def fetch(
 def pin(
     source: str, revision: str | None, token: str | None, key: str, digests: DigestCache
 ) -> dict[str, str | None]:
-    """`digest` of the weights at a source, from their contents, an object store's ETags or the hub's commit, and that `commit`.
+    """`digest` of a source's weights, from contents, ETags or hub commit, and that `commit`, if any.
 
     Raises ProfileError for the setting `key` if the source does not exist.
     """
@@ -161,7 +161,7 @@ def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, 
 def _download_folder(
     source: str, filesystem: Any, root: str, found: dict[str, tuple[int, str]], folder: Path, key: str
 ) -> None:
-    """Download the files of a remote folder that are missing locally; from a Hugging Face folder only one format."""
+    """Download a remote folder's files that are missing locally; of a Hugging Face folder, one format."""
     names = [*found]
     if any("/" not in name and name.endswith(EXTENSIONS[:2]) for name in names):
         names = select_files(names, key, source)
@@ -179,7 +179,7 @@ def _download_folder(
 
 
 def select_files(names: list[str], key: str, source: str) -> list[str]:
-    """Configuration, index and weights (safetensors if any) in a Hugging Face folder. Raises ProfileError if there are none."""
+    """Config, index, weights (safetensors if any) of a Hugging Face folder. Raises ProfileError if none."""
     top = [name for name in names if PurePosixPath(name).name == name and name.endswith(EXTENSIONS)]
     for stem, extension in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         if files := [name for name in top if name.startswith(stem) and name.endswith(extension)]:

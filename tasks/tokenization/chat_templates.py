@@ -90,7 +90,7 @@ class ChatTemplate:
             raise TemplateFailed(f"the chat template rejects the messages: {error}") from error
 
     def with_answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the range of characters of each of the assistant's turns. Raises TemplateFailed."""
+        """A conversation's text, and each assistant turn's range of characters. Raises TemplateFailed."""
         text, turns = self.render(messages), []
         for i, message in enumerate(messages):
             if message.get("role") != "assistant":

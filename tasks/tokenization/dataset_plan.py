@@ -1,4 +1,4 @@
-"""DatasetPlan: shards, tokenizer and options of a profile's data, as one JSON value that any machine can work from."""
+"""DatasetPlan: a profile's shards, tokenizer and data options, as one JSON value for any machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = "tokens"  # artifact kind of a tokenized shard
 
 @dataclass(frozen=True)
 class DatasetPlan:
-    """Everything that the tokens of every shard depend on; the options are those of a profile's `data` section."""
+    """Everything that the shards' tokens depend on; the options are those of a profile's `data` section."""
 
     tokenizer: Artifact  # the tokenizer's artifact
     shards: tuple[Shard, ...]  # of all sources, in order
@@ -35,7 +35,7 @@ class DatasetPlan:
 
     @classmethod
     def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> DatasetPlan:
-        """Plan of a profile's data, before duplicates are known. Raises ProfileError if the tokenizer lacks BOS or EOS."""
+        """Plan of a profile's data, not deduplicated. Raises ProfileError if the tokenizer lacks BOS or EOS."""
         data, summary = profile.data, tokenizer.summary
         for key, name in (("prepend_bos", "bos"), ("append_eos", "eos")):
             if getattr(data, key) and summary[name] is None:

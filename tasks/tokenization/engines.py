@@ -1,4 +1,4 @@
-"""Tokenization engines: text to token ids through gigatoken, a word cache, or `tokenizers`, always with the ids of `tokenizers`.
+"""Tokenization engines: gigatoken, a word cache or `tokenizers`, always with the ids of `tokenizers`.
 
 `HuggingFaceEngine` supports every tokenizer. `GigatokenEngine` (MIT, github.com/marcelroed/gigatoken) is many times faster
 where it supports a tokenizer; otherwise `WordCacheEngine` tokenizes each distinct word once. Both are verified against
@@ -152,7 +152,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], threads: int = 1) -> Engine:
-    """The fastest engine that supports the tokenizer and passes verification on the sample; logs why others are not used."""
+    """Fastest engine verified for the tokenizer and sample; logs why others are not used."""
     texts = [*sample, *_edge_cases(tokenizer)]
     for kind in (GigatokenEngine, WordCacheEngine):
         try:

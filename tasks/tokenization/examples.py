@@ -79,7 +79,7 @@ class Examples:
         return tokenizer_files.load(self.folder)
 
     def unknown_markers(self) -> list[str]:
-        """Markers of the chat template that the tokenizer has no token for; empty if no record needed the template."""
+        """Chat template markers that the tokenizer lacks; empty if no record needed the template."""
         markers = self._chat.markers if "_chat" in vars(self) else []
         return [marker for marker in markers if self._special.token_to_id(marker) is None]
 
@@ -183,7 +183,7 @@ class Examples:
             raise UnusableRecord("its text cannot be encoded") from error
 
     def _require_plain(self, messages: Sequence[Message]) -> None:
-        """Reject messages that contain a special token's text, with which their author could forge other turns."""
+        """Reject messages with a special token's text, with which their author could forge other turns."""
         for message in messages:
             if any(token in message["content"] for token in self._special_texts):
                 raise UnusableRecord("a message has the text of a special token")

@@ -1,4 +1,4 @@
-"""The rows of a dataset of records: its sequences, packed or one per row, and how many of their tokens the loss counts."""
+"""Rows of record datasets: sequences, packed or one per row, and how many tokens the loss counts."""
 
 from __future__ import annotations
 

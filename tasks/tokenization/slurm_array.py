@@ -36,7 +36,7 @@ class SlurmArray:
         self._store, self._secrets = store, (("HF_TOKEN", token),) if token else ()
 
     def run(self, plan: DatasetPlan, operation: str, numbers: Sequence[int]) -> None:
-        """Apply an operation to these shards and wait. Raises SourceError if a job rejects its shard, else JobFailed."""
+        """Apply an operation to shards and wait. Raises SourceError if a job rejects a shard, else JobFailed."""
         contents = {"plan.json": plan.to_json(), "shards.json": list(numbers)}
         # The folder depends on the contents, or flows that share a store would replace each other's arrays.
         folder = self._store.local_cache / "array" / keys.digest({"order": operation, **contents})

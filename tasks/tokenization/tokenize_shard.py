@@ -1,4 +1,4 @@
-"""Tokenizes one shard of a dataset plan into an artifact of indexed token files, wherever the store can be reached."""
+"""Tokenizes one shard of a dataset plan into indexed token files, wherever the store can be reached."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def tokenize(
 def _tokenize_records(
     plan: DatasetPlan, store: Store, k: int, folder: Path, report: Report, token: str | None
 ) -> tuple[Counts, str]:
-    """Write a shard of records, one document per sequence; returns its counts, and why its first unusable record is unusable."""
+    """Write records, one document per sequence; returns counts and why the first unusable one is unusable."""
     shard, summary, counts = plan.shards[k], plan.tokenizer.summary, Counts()
     bos, eos = (
         [summary[name]] if given else []
@@ -185,7 +185,7 @@ class _ShardTokenizer:
         return self.counts
 
     def _batches(self) -> Iterator[list[str] | LongText | TokenIds]:
-        """Batches of up to BATCH_CHARACTERS in document order; longer texts and tokenized documents one by one."""
+        """Batches of up to BATCH_CHARACTERS in document order; long texts and tokenized documents one by one."""
         batch, size = [], 0
         for number, document in enumerate(readers.documents(self.shard, self.token)):
             if document is None:

@@ -58,7 +58,7 @@ def fetch_folder(source: str, into: Path) -> None:
 
 
 def folder_digest(source: str) -> str:
-    """sha256 of the names and contents of a folder's tokenizer files. Raises ProfileError if it does not exist."""
+    """sha256 of a folder's tokenizer files, names and contents. Raises ProfileError if it does not exist."""
     filesystem, paths = _list(source)
     digest = hashlib.sha256()
     for path in paths:

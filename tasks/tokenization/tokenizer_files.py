@@ -1,4 +1,4 @@
-"""Converts tokenizer files to a folder that `transformers.AutoTokenizer` and `tokenizers` load with the same result.
+"""Converts tokenizer files to a folder that `AutoTokenizer` and `tokenizers` load with equal results.
 
 Reads tokenizer.json, vocab.json with merges.txt (GPT-2), or a SentencePiece tokenizer.model (Llama 2). The folder holds
 tokenizer.json, copied byte for byte or converted, and tokenizer_config.json, which names the special tokens.
@@ -102,7 +102,7 @@ def from_vocabulary(vocabulary: Path, merges: Path) -> tuple[Tokenizer, dict[str
 
 
 def from_sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """Tokenizer equal to a SentencePiece BPE model (Llama 2), and its special tokens. Raises ValueError for other models."""
+    """Tokenizer and special tokens of a SentencePiece BPE model (Llama 2). Raises ValueError for others."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
     proto = ModelProto.FromString(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer on the text of shards: in this process if the text is small, else in one that can be killed.
+"""Trains a byte-level BPE on text of shards, in this process if small, else in one that can be killed.
 
     python -m tasks.tokenization.tokenizer_training JOB
 
@@ -38,7 +38,7 @@ LONG_WORD = regex.compile("|".join(f"{run}{{{MAX_WORD},}}+" for run in RUNS))
 
 
 def train(shards: list[Shard], held_out: float, size: int, folder: Path, token: str | None = None) -> None:
-    """Train a byte-level BPE of `size` tokens, including the 256 bytes and EOS, on the shards' training documents.
+    """Train a byte-level BPE of `size` tokens, with the 256 bytes and EOS, on shards' training documents.
 
     Deterministic: counts are exact, and ties are broken by the pairs themselves.
 

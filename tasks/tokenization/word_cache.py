@@ -1,4 +1,4 @@
-"""Word caches: the ids of each word that a tokenizer's pre-tokenizer splits off, so that `tokenizers` encodes each word once.
+"""Word caches: ids of the words of a tokenizer's pre-tokenizer, so that each is encoded only once.
 
 A word's ids depend on the word alone and most words repeat, which makes this two to three times as fast as `tokenizers` on one
 core. The cache has two generations: when the newer is full it replaces the older, and words that repeat move from the older to
@@ -183,7 +183,7 @@ def _require_independent_words(model: dict[str, Any], marker: str) -> None:
 
 
 def _split_pre_tokenizers(state: dict[str, Any]) -> tuple[list[dict], list[dict]]:
-    """Pre-tokenizers that split by regular expressions, and later ones, which see one word. Raises UnsupportedTokenizer."""
+    """Pre-tokenizers that split by regex, and later ones, which see one word. Raises UnsupportedTokenizer."""
     normalizer = state["normalizer"]
     if normalizer and normalizer.get("normalizers") != []:
         raise UnsupportedTokenizer("it normalizes the text")
@@ -211,7 +211,7 @@ def _is_split_step(step: dict[str, Any]) -> bool:
 
 
 def _splitter(pattern: str) -> Splitter:
-    """Function that splits a text into a pattern's matches and the text between them. Raises UnsupportedTokenizer."""
+    """Split function: a pattern's matches and the text between them. Raises UnsupportedTokenizer."""
     try:
         splitter = regex.compile(f"(?:{pattern})|(?:(?!{pattern})[\\s\\S])+")
         if regex.compile(pattern).match("") or splitter.groups:

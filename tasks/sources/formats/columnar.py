@@ -39,7 +39,7 @@ Value = str | LongText | TokenIds | None
 
 
 def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the shard's column, by row group. Raises SourceError, or ProfileError if there is no such column."""
+    """Values of the column, by row group. Raises SourceError, or ProfileError if it is missing."""
     for group, first, batch in parquet_batches(shard, token, [shard.column]):
         yield from _values(batch.column(0), f"{shard.paths[0]}, row group {group}", first)
 
@@ -47,7 +47,7 @@ def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
 def parquet_batches(
     shard: Shard, token: str | None, columns: list[str] | None = None
 ) -> Iterator[tuple[int, int, Any]]:
-    """Batches of the shard's row groups, each with the numbers of its row group and of its first record in that group.
+    """Batches of the shard's row groups, with the numbers of their row group and first record in it.
 
     Args:
         columns: the shard's column; None reads all columns.
@@ -78,14 +78,14 @@ def parquet_batches(
 
 
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the shard's column, by record batch. Raises SourceError, or ProfileError if there is no such column."""
+    """Values of the column, by record batch. Raises SourceError, or ProfileError if it is missing."""
     for number, batch in arrow_batches(shard, token):
         require_column(shard, batch.schema.names)
         yield from _values(batch.column(shard.column), f"{shard.paths[0]}, record batch {number}")
 
 
 def arrow_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
-    """The shard's record batches, each with its number in the file. Raises SourceError as `all_arrow_batches`."""
+    """The shard's record batches with their numbers in the file. Raises SourceError."""
     for number, batch in enumerate(all_arrow_batches(shard, token)):
         if shard.stop is not None and number >= shard.stop:
             return
@@ -94,7 +94,7 @@ def arrow_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
 
 
 def all_arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:
-    """All record batches of an arrow file or stream. Raises SourceError, also for a stream without its end marker."""
+    """Record batches of an arrow file or stream. Raises SourceError, also for a stream without end marker."""
     import pyarrow
 
     path = shard.paths[0]
@@ -184,7 +184,7 @@ def _batch_rows(table: Any, group: int, column: str) -> int:
 
 
 def _values(column: Any, position: str, first: int = 0) -> Iterator[Value]:
-    """Texts or token ids of an arrow array, whose records at `position` count from `first`; None for another type."""
+    """Texts or token ids of an arrow array with records from `first` at `position`; None for other types."""
     from pyarrow import types
 
     kind = column.type
@@ -207,7 +207,7 @@ def _values(column: Any, position: str, first: int = 0) -> Iterator[Value]:
 
 
 def _short_texts(column: Any) -> list[str | None] | None:
-    """All texts of an array, decoded at once in a fifth of the time; None if one may be long or is invalid."""
+    """Texts of an array, decoded at once in a fifth of the time; None if one may be long or is invalid."""
     if column.nbytes < LONG_VALUE:
         with suppress(UnicodeDecodeError):
             return column.to_pylist()

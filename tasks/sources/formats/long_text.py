@@ -1,4 +1,4 @@
-"""Texts too long to tokenize at once, split into segments whose concatenated tokens equal the tokens of the whole text.
+"""Texts too long to tokenize at once, split into segments whose tokens concatenate to the text's.
 
 A segment ends at a word boundary of the tokenizer's pre-tokenizer, searched near every SEGMENT characters: after newlines before
 a letter, or at a single space between two letters; in text without either (numbers, indented JSON), at any boundary on which the
@@ -71,7 +71,7 @@ def of_file(open_binary: Callable[[], object], name: str) -> LongText:
 
 
 def of_json(literal: memoryview, locate: Callable[[], str]) -> LongText:
-    """A JSON string in UTF-8, without its quotes, decoded in chunks; `locate` gives the position for a SourceError."""
+    """Unquoted JSON string in UTF-8, decoded in chunks; `locate` gives the position for a SourceError."""
 
     def chunks() -> Iterator[str]:
         start = 0

@@ -25,7 +25,7 @@ CHUNK = 1 << 24  # bytes per read
 
 
 def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
-    """One shard per pair: the pair at the path as a prefix, or that of every `.idx` file that the path matches.
+    """One shard per pair: the path is a pair's prefix, or matches `.idx` files.
 
     Raises:
         ProfileError: no pair, or an .idx file without its .bin file.
@@ -54,7 +54,7 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
 def check(
     shard: Shard, vocabulary_size: int, validation_fraction: float, report: Callable[[int], None]
 ) -> dict[str, dict[str, int]]:
-    """Verify a pair, reading all of it, and return for each split its `start` (token), `tokens` and `documents`.
+    """Verify a pair by reading all of it; returns each split's `start` (token), `tokens` and `documents`.
 
     Args:
         report: called with the number of tokens verified so far.

@@ -170,7 +170,7 @@ def _is_encodable(chunks: Iterable[str]) -> bool:
 
 
 def _extract_long_strings(line: bytes) -> tuple[bytes, dict[str, memoryview]]:
-    """A line of JSON with its long strings replaced by names, and their UTF-8 literals, without quotes, by name.
+    """A JSON line with its long strings replaced by names, and their unquoted UTF-8 literals by name.
 
     A document of hundreds of megabytes is then in memory once, in UTF-8, not also decoded at up to four bytes per character.
     """

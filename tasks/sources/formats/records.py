@@ -1,4 +1,4 @@
-"""Reads the records of a shard, with all their fields, for objectives that train on several fields of a record."""
+"""Reads a shard's records with all fields, for objectives that train on several fields of a record."""
 
 from __future__ import annotations
 
