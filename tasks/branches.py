@@ -47,7 +47,7 @@ def trunk_of(spec: Branches, store: Store | None = None) -> Rung:
 
 
 def branches_of(spec: Branches, trunk: Rung) -> list[Rung]:
-    """The branches, ordered by first step. Raises ProfileError, with the branch's key, for an impossible one."""
+    """Branches, ordered by first step. Raises ProfileError, with its key, for an impossible one."""
     found: dict[str, Rung] = {}
     for number, branch in enumerate(spec.branches):
         name = name_of(spec, branch)
@@ -77,7 +77,7 @@ def name_of(spec: Branches, branch: Branch) -> str:
 def members_of(
     spec: Branches, average: Average, trunk: Rung, branches: list[Rung], store: Store
 ) -> list[tuple[str, int]]:
-    """Run and step of each checkpoint in an average. Raises ProfileError if a run or checkpoint does not exist."""
+    """Run and step of an average's checkpoints. Raises ProfileError if a run or checkpoint is missing."""
     found = []
     for text in average.of:
         run, end = resolve_member(spec, average, text, trunk, branches)

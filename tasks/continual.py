@@ -1,4 +1,4 @@
-"""Continual pretraining: the promoted model of a series, the data that is new to it, and promotion of its successor.
+"""Continual pretraining: a series' promoted model, the data new to it, promotion of its successor.
 
 A series is named after the run that started it. `runs/<name>/standing.json` in the store names the model that was promoted last
 and the dataset whose held-out text all models are evaluated on. It is written atomically and last, so a failed round changes
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Promoted:
-    """The promoted model of a series: its run, identity and round, and the tokenizer and dataset of the first run."""
+    """Promoted model of a series, with the tokenizer and dataset of the series' first run."""
 
     run: str
     identity: str
@@ -103,7 +103,7 @@ def new_data(store: Store, promoted: Promoted, corpus: Artifact, sequence_length
 
 
 def with_steps(profile: Profile, new: Artifact) -> Profile:
-    """Resolve `train.epochs` to steps over the new data, and shorten phases of the schedule that do not fit in them."""
+    """Resolve `train.epochs` to steps over the new data; shortens schedule phases that do not fit."""
     train = profile.train
     if train.epochs is None:
         return profile

@@ -20,7 +20,7 @@ def register(
     compute: Callable[[], dict[str, Any]],
     summary: Iterable[str],
 ) -> Artifact:
-    """The artifact of a document, computed and published unless the store has it. The document starts with its time and target.
+    """Artifact of a document (time, target, values); computes and publishes it unless the store has it.
 
     Args:
         target: facts about the target run; `settings` is copied to the artifact's summary.

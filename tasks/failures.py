@@ -27,7 +27,7 @@ STORAGE_FAILURES = ("LoadFailed", "SaveGivenUp", "StaleAttempt")  # retried, wit
 
 
 class FatalError(JobFailed):
-    """Fatal (non-retryable) failure: the job would fail again for the same reason; the message names what to change."""
+    """Fatal (non-retryable) failure: a retry would fail the same way; the message says what to change."""
 
 
 def classify(profile: Profile, failure: JobFailed) -> JobFailed:
@@ -50,7 +50,7 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
 
 
 def explain(profile: Profile, failure: JobFailed) -> JobFailed:
-    """`classify` a failure and log its last lines, at DEBUG if it is fatal: then the message alone says what to change."""
+    """`classify` a failure and log its last lines, at DEBUG if fatal: the message says what to change."""
     explained = classify(profile, failure)
     level = logging.DEBUG if isinstance(explained, FatalError) else logging.WARNING
     log.log(level, "%s\n%s", failure, failure.detail)

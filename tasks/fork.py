@@ -1,4 +1,4 @@
-"""Forks: a new run that starts from another run's checkpoint, with its optimizer state, data position and metrics so far.
+"""Forks: runs that start from another run's checkpoint, optimizer state, data position and metrics.
 
 The checkpoint is copied, by hard links where the file system has them, and the new run resumes from it as from its own. Its
 run.json names the parent, which may be removed afterwards.
@@ -21,7 +21,7 @@ from tasks.store.store import Store
 
 
 def find_parent(store: Store, text: str) -> Parent:
-    """The parent that RUN or RUN@STEP names; without a step, its latest checkpoint. Raises ProfileError if there is none."""
+    """Parent named by RUN or RUN@STEP (default: latest checkpoint). Raises ProfileError if none exists."""
     name, _, wanted = text.partition("@")
     run = store.run_folder(name)
     identity = run.stored_identity
@@ -51,7 +51,7 @@ def decay_overrides(store: Store, parent: Parent, steps: int) -> list[str]:
 
 
 def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "decay") -> list[str]:
-    """Overrides that decay a fork's learning rate linearly from its parent's at `step` to zero over `steps` steps.
+    """Overrides for a fork's linear decay from the parent's learning rate at `step` to 0 in `steps` steps.
 
     The fork is a branch of a trunk with warm-up and a constant rate (WSD: arXiv 2404.06395, 2405.18392). The parent's steps
     count as the branch's own, so its result equals that of a run with this schedule from the start.
@@ -100,7 +100,7 @@ def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
 
 
 def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
-    """Copy the parent's checkpoint and metrics into a new run, unless it has a checkpoint. Safe to interrupt and repeat."""
+    """Copy a parent's checkpoint and metrics to a run without a checkpoint; safe to interrupt and repeat."""
     source, run = store.run_folder(parent.run), store.run_folder(name)
     if run.checkpoint_steps():
         return

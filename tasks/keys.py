@@ -68,13 +68,13 @@ PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_produ
 
 
 def digest(value: Any) -> str:
-    """Hash of a JSON value, independent of the order of its keys: 32 hex digits. Raises TypeError or ValueError."""
+    """Hash of a JSON value, independent of key order: 32 hex digits. Raises TypeError or ValueError."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def file_digest(path: str | Path) -> str:
-    """sha256 of a file's contents: 64 hex digits. Raises OSError, also if fewer bytes are read than the file has."""
+    """sha256 of a file's contents: 64 hex digits. Raises OSError, also on a short read."""
     with Path(path).open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         size, read = os.fstat(file.fileno()).st_size, file.tell()
@@ -84,12 +84,12 @@ def file_digest(path: str | Path) -> str:
 
 
 def tokenizer(**content: Any) -> str:
-    """Key of a tokenizer: from a repository's commit, a folder's contents, or the training texts and vocabulary size."""
+    """Key of a tokenizer: repository commit, folder contents, or training texts and vocabulary size."""
     return digest({"step": "tokenizer", **content})
 
 
 def tokens(tokenizer: str | None, source: str, held_out: float | str, **options: Any) -> str:
-    """Key of one tokenized shard, from the tokenizer's key, the digest of the shard's source and the document options.
+    """Key of a tokenized shard: the tokenizer's key, the source's digest and the document options.
 
     Args:
         tokenizer: None if the source is tokenized already.
@@ -121,13 +121,13 @@ def checkpoint(profile: Profile, weights: str) -> str:
 
 
 def reference(profile: Profile, weights: str, dataset: str) -> str:
-    """Key of the log-probabilities of a dataset's pairs under a model, from the keys of both and how they are computed."""
+    """Key of log-probabilities of a dataset's pairs under a model: both keys and how they are computed."""
     inputs = {"weights": weights, "dataset": dataset, "precision": profile.train.precision}
     return digest({"step": "reference", "model": _model(profile), **inputs})
 
 
 def graphs(profile: Profile) -> str:
-    """Key of the compiled graphs: what shapes them, what compiles them and the platform they are compiled for."""
+    """Key of the compiled graphs: what shapes them, what compiles them and the target platform."""
     from parallel import device as devices
 
     parallel, train, cluster = profile.parallel, profile.train, profile.cluster
@@ -197,7 +197,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
 def run_identity(
     profile: Profile, tokenizer: str, dataset: str, weights: str | None = None, parent: str | None = None
 ) -> str:
-    """Identity of a run: what determines its mathematics, with the keys of the artifacts that it starts from.
+    """Identity of a run: what determines its mathematics, and the keys of the artifacts it starts from.
 
     Excludes its name, cluster and topology, how it is compiled, saved and evaluated, what guards it, and the learning rate's
     schedule, which is compared step by step instead (store/runs.py).
@@ -220,7 +220,7 @@ def run_identity(
 
 
 def forecast_target(profile: Profile) -> str:
-    """Digest of what a forecast depends on in its target run: mathematics and data, without names and topology."""
+    """Digest of a forecast's target run: its mathematics and data, without names and topology."""
     train = _without(NOT_MATHEMATICS, train_values(profile.train))
     sections = {
         name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")
@@ -230,13 +230,13 @@ def forecast_target(profile: Profile) -> str:
 
 
 def forecast(target: str, rungs: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, float]]) -> str:
-    """Key of a forecast, from the settings of its target, the size, length and loss of each rung, and its metrics."""
+    """Key of a forecast: its target's settings, each rung's size, length and loss, and its metrics."""
     measured = {"rungs": [list(rung) for rung in rungs], "metrics": [dict(found) for found in metrics]}
     return digest({"step": "forecast", "recipe": 3, "target": target, **measured})
 
 
 def mixture(target: str, **fitted: Any) -> str:
-    """Key of a proposed mixture, from the settings of its target, the proxies' weights and losses, objective and bounds."""
+    """Key of a proposed mixture: target settings, the proxies' weights and losses, objective and bounds."""
     return digest({"step": "mixture", "recipe": 1, "target": target, **fitted})
 
 
@@ -246,7 +246,7 @@ def training(run: str, identity: str, train: Train) -> str:
 
 
 def average(members: str, dataset: str, metrics: Sequence[str] = (), *, by_source: bool = False) -> str:
-    """Key of an average, from the digest of its checkpoints and the data and metric functions that it is evaluated with."""
+    """Key of an average: its checkpoints' digest, and the data and metric functions of its evaluation."""
     functions: dict[str, Any] = {"metrics": [_function(name) for name in metrics], "by_source": by_source}
     return digest({"step": "average", "members": members, "dataset": dataset, **functions})
 
@@ -254,7 +254,7 @@ def average(members: str, dataset: str, metrics: Sequence[str] = (), *, by_sourc
 def evaluation(
     run: str, identity: str, train: Train, metrics: Sequence[str] = (), *, by_source: bool = False
 ) -> str:
-    """Key of a run's evaluation, with the user's metric functions and, if `by_source`, the loss of each data source."""
+    """Key of a run's evaluation, with user metric functions and, if `by_source`, each data source's loss."""
     functions: dict[str, Any] = {"metrics": [_function(name) for name in metrics]} if metrics else {}
     functions |= {"by_source": True} if by_source else {}
     return _of_run("evaluation", run, identity, train, **functions)
@@ -301,7 +301,7 @@ def _function(name: str) -> list[str | None]:
 
 
 def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
-    """The model section; `trained` includes a parametrization other than standard, which only training uses."""
+    """The model section; `trained` includes a non-standard parametrization, which only training uses."""
     values, family = profile.model.model_dump(mode="json"), profile.model.family
     if not family.selection_bias:  # keeps the identities of runs made before these keys existed
         values = _without(DEEPSEEK, values)
@@ -326,7 +326,7 @@ def _without(names: Set[str], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(profile: Profile) -> list[Any]:
-    """What graphs of blocks with experts depend on: placement, capacity and the coefficients of their losses."""
+    """What graphs of expert blocks depend on: placement, capacity and the coefficients of their losses."""
     train = profile.train
     factors = [train.expert_loss_coefficient, train.router_z_coefficient, train.expert_bias_step]
     placement = [profile.parallel.expert, train.capacity_factor, train.global_batch_size]

@@ -1,4 +1,4 @@
-"""Forecasts in the store: written before the target starts, immutable, and compared with its outcome in the target's report.
+"""Immutable forecasts, written before the target starts and compared with the outcome in its report.
 
 A forecast is an artifact whose key covers the target's settings and the rungs' results; its manifest and forecast.json record
 when it was written. A run that starts copies the latest forecast of its settings into its folder; later forecasts are never
@@ -31,7 +31,7 @@ FILE = "forecast.json"  # in the artifact, and in the folder of a run that was f
 
 
 def metrics_of(folder: Path, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-    """Metrics of the run in this folder at its last step, from its evaluation and from tasks evaluated since."""
+    """Metrics at the run's last step, from its evaluation and from tasks evaluated since."""
     later = results.read(folder).get(step, {})
     return {name: value for name, value in {**later, **metrics}.items() if name != "validation_loss"}
 
@@ -89,7 +89,7 @@ def read_recorded(run: RunFolder) -> dict[str, Any] | None:
 
 
 def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | None:
-    """Copy the latest forecast into the folder of a run that has not trained yet; returns the recorded forecast, if any."""
+    """Copy the latest forecast into the folder of an untrained run; returns the recorded one, if any."""
     if known := read_recorded(run):
         return known
     if run.checkpoint_steps() or retried((run.path / "metrics.jsonl").exists):

@@ -1,4 +1,4 @@
-"""Proposed mixtures in the store: weights computed from the proxies' losses by source, and their expected gain.
+"""Proposed mixtures in the store: weights from the proxies' losses by source, and their expected gain.
 
 A proposal is an immutable artifact whose key covers the target's settings, the proxies' weights and losses, the objective and the
 bounds. `profile_of` applies one to its target.
@@ -30,7 +30,7 @@ SHARE = 0.9  # probability of the intervals
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished proxy: weights of the training sources, summing to 1, and held-out losses by source in nats per token."""
+    """A finished proxy: training source weights (sum 1) and held-out losses by source in nats per token."""
 
     name: str
     weights: Mapping[str, float]
@@ -38,7 +38,7 @@ class Measured:
 
 
 def source_tokens(store: Store, dataset: str, profile: Profile) -> dict[str, int]:
-    """Training tokens of each training source of a profile, in order, from the key of the dataset made of its sources.
+    """Training tokens by training source, in order, from the key of the dataset of the profile's sources.
 
     Raises ProfileError for a source without training tokens.
     """
@@ -131,7 +131,7 @@ def _proposal(
     lowest: np.ndarray,
     highest: np.ndarray,
 ) -> dict[str, Any]:
-    """The weights within the bounds with the lowest predicted mean loss, and their losses beside those of the natural weights."""
+    """Weights within the bounds with the lowest predicted mean loss, compared with the natural weights."""
     chosen, drawn = laws_of.propose(laws, aim, lowest, highest)
     best = _rounded(dict(zip(natural, chosen.tolist(), strict=True)))
     return {
@@ -150,7 +150,7 @@ def profile_of(mixture: Mixture, target: Rung, weights: Mapping[str, float]) -> 
 
 
 def outcome(proposal: Mapping[str, Any], losses: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Compare the forecasts of a proposal with the losses by source of a run with its weights; the last row is their mean."""
+    """Compare a proposal's forecasts with losses by source of a run with its weights; last row: the mean."""
     aim = proposal["objective"]
     mean = sum(weight * losses[name] for name, weight in aim.items() if weight) / sum(aim.values())
     rows = []
@@ -191,7 +191,7 @@ def _compare(
 
 
 def _left_out(weights: np.ndarray, losses: np.ndarray, held_out: Sequence[str]) -> dict[str, float] | None:
-    """Leave-one-out error: each proxy forecast from the others, median relative error by source; None with too few proxies."""
+    """Leave-one-proxy-out forecasts: median relative error by source; None with too few proxies."""
     errors = laws_of.left_out_errors(weights, losses)
     if np.isnan(errors).any():
         return None

@@ -71,7 +71,7 @@ def write_report(
     evaluation: Mapping[str, Any],
     outcomes: Sequence[Outcome],
 ) -> Path:
-    """Write report.json and report.html into the run folder, each atomically; returns the path of report.html."""
+    """Write report.json and report.html to the run folder, each atomically; returns report.html's path."""
     history, tokenizer = History.read(folder), _tokenizer_file(folder)
     before = state_files.read_json(folder / BEFORE) or {}
     facts = {
@@ -141,7 +141,7 @@ def _traced(profile: Profile, outcomes: Sequence[Outcome]) -> list[dict[str, Any
 
 
 def _experts(folder: Path, history: History) -> dict[str, Any] | None:
-    """The experts' last metrics, and the load of each by layer at one step; None for a model without experts."""
+    """Last expert metrics, and each expert's load by layer at one step; None for a model without experts."""
     row = history.last or {}
     if "expert_load_max" not in row:
         return None

@@ -1,4 +1,4 @@
-"""Pins everything that a profile refers to and that can change: hub revisions, lists of files and their digests.
+"""Pins every mutable reference of a profile: hub revisions, lists of files and their digests.
 
 Each reference is a question whose answer is stored in the run's lock, `<run>/lock.json`. A run that is started again reads its
 answers from there: it needs no network, and a new commit on the hub or a new file in a folder does not affect it. If the profile
@@ -112,7 +112,7 @@ def resolve(
 
 
 def locate_runs(profile: Profile, store: Store) -> Profile:
-    """Replace `run:NAME` in init.from and tokenizer.source by the location of that run's export in the store.
+    """Replace `run:NAME` in init.from and tokenizer.source by the store location of that run's export.
 
     Raises ProfileError for a run without an export.
     """

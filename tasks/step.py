@@ -92,7 +92,7 @@ class Step(ABC):
         return context.store.artifacts.find(self.kind, key)
 
     def run(self, context: Context, key: str | None = None) -> Artifact:
-        """Return the artifact, made under its lock unless the store has it. Pass `key` if it is already computed."""
+        """Return the artifact, made under its lock unless stored. Pass `key` if it is already computed."""
         key = key or self.key(context)
         if key is None:
             return self.make(context, "")

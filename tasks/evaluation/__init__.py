@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints: held-out loss of a finished run, and of any checkpoint, also by language-model tasks.
+"""Evaluation of finished runs by held-out loss, and of any checkpoint also by language-model tasks.
 
 Start with `held_out.py`, the evaluate step of the main flow. `checkpoints.py` evaluates single checkpoints of a run that may
 still train, `harness.py` runs lm-evaluation-harness in a process of its own, and `results.py` keeps what they found by step.

@@ -1,4 +1,4 @@
-"""Averages of checkpoints, of one run or several: the mean of their weights, its held-out loss and its export.
+"""Averages of checkpoints of one or several runs: mean weights, their held-out loss and export.
 
 Averaging the last checkpoints of a constant learning rate gives part of the gain of a decay (LAWA, arXiv 2209.14981); averaging
 branches gives part of the gain of an ensemble (model soups, arXiv 2203.05482).
@@ -28,7 +28,7 @@ MODEL = "model"  # folder of the artifact: the mean as a Hugging Face model
 
 
 def identity_of(store: Store, members: list[tuple[str, int]]) -> str:
-    """Digest of the checkpoints (run, step) of an average. Raises ProfileError for one that is not complete."""
+    """Digest of the checkpoints (run, step) of an average. Raises ProfileError for an incomplete one."""
     found = []
     for run, step in members:
         checkpoint = CheckpointId.of(store.run_folder(run), step)

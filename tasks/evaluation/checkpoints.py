@@ -57,7 +57,7 @@ class CheckpointId:
 
 @dataclass
 class CheckpointEvaluationStep(EvaluationStep):
-    """Evaluates the checkpoint of a step on the whole validation split; `identity` includes the checkpoint's digest.
+    """Evaluates a step's checkpoint on the whole validation split; `identity` includes its digest.
 
     A separate kind, because a run has one final evaluation, and any number of checkpoint evaluations.
     """
@@ -77,7 +77,7 @@ class CheckpointEvaluationStep(EvaluationStep):
 
 @dataclass
 class TaskStep(Step):
-    """Runs one language-model task on a checkpoint. The artifact's summary: metrics by task, versions, harness."""
+    """Runs a language-model task on a checkpoint. Artifact summary: metrics by task, versions, harness."""
 
     task: str
     checkpoint: CheckpointId

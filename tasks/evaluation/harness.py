@@ -1,8 +1,8 @@
-"""Language-model tasks by lm-evaluation-harness: `python -m tasks.evaluation.harness --model FOLDER --task NAME --output FILE`.
+"""Command that runs language-model tasks on a Hugging Face model by lm-evaluation-harness.
 
-Runs as a separate job, to keep its imports and memory out of the flow's process. Writes one JSON file atomically: {results,
-versions, harness}, metrics and version of each task and the version of lm-eval; or {rejected}, the reason why it cannot run.
-Needs the extra `lm-eval`.
+Usage: `python -m tasks.evaluation.harness --model FOLDER --task NAME --output FILE`. Runs as a separate job, to keep its imports
+and memory out of the flow's process. Writes one JSON file atomically: {results, versions, harness}, metrics and version of each
+task and the version of lm-eval; or {rejected}, the reason why it cannot run. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Numeric metrics of a task, renamed: `acc,none` -> `acc`, `exact_match,strict` -> `exact_match/strict`."""
+    """Numeric task metrics: `acc,none` -> `acc`, `exact_match,strict` -> `exact_match/strict`."""
     found = {}
     for key, value in values.items():
         if isinstance(value, int | float) and "," in key:

@@ -1,7 +1,7 @@
-"""Evaluation step: held-out loss and perplexity of a finished run, by `modeling.training.evaluate` on the run's cluster.
+"""Evaluation step: held-out loss and perplexity of a finished run.
 
-The result is a file in the run folder until it is published, so a flow that is restarted after a crash re-attaches to the job or
-uses the result that it left.
+Runs `modeling.training.evaluate` on the run's cluster. The result is a file in the run folder until it is published, so a flow
+that is restarted after a crash re-attaches to the job or uses the result that it left.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class EvaluationStep(Step):
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:
-    """Reject a loss or metric that is not finite; the file is removed, so the next attempt evaluates again."""
+    """Reject a non-finite loss or metric; removes the file, so that the next attempt evaluates again."""
     for name, value in {"held-out loss": result["validation_loss"], **result["metrics"]}.items():
         if not math.isfinite(value):
             output.unlink()

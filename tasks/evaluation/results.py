@@ -1,4 +1,4 @@
-"""Results of evaluations by step: RUN/evaluations.jsonl, beside metrics.jsonl, which only training writes.
+"""Evaluation results by step: RUN/evaluations.jsonl (only training writes metrics.jsonl).
 
 A row has the step of a checkpoint and numbers: validation_loss, validation_loss/<source>, user metrics, and
 lm_eval/<task>/<metric>. Rows may be written in any order and long after training; of several values of a metric at a step, the
@@ -22,7 +22,7 @@ TENSORBOARD = "tensorboard/evaluations"  # a separate folder: training owns the 
 
 
 def record(store: Store, run: str, step: int, metrics: Mapping[str, float]) -> bool:
-    """Add the results of a checkpoint to the run's file and TensorBoard; returns False if the file has them already."""
+    """Add a checkpoint's results to the run's file and TensorBoard; False if the file has them already."""
     folder = store.run_folder(run)
     with store.lock(f"evaluations-{run}"):
         data = folder.read(FILE) or b""

@@ -1,4 +1,4 @@
-"""Launchers: start jobs (Python modules, usually under torchrun) on this machine, through Slurm or on Kubernetes.
+"""Launchers: start jobs (Python modules, usually under torchrun) locally, on Slurm or on Kubernetes.
 
 Start with `base`: the `Launcher` protocol, the job types and `execute`. `local`, `slurm` and `kubernetes` implement the protocol,
 `plugins` finds them and those of other packages, `conformance` tests any of them. `batch` writes the Slurm batch script,

@@ -38,7 +38,7 @@ TORCHRUN = "modeling.supervision.torchrun"
 
 @dataclass(frozen=True)
 class Job:
-    """`python -m program arguments`, as `nodes` × `processes` ranks, or as one plain process if `processes` is 0."""
+    """`python -m program arguments`: `nodes` × `processes` ranks, or a plain process if `processes` is 0."""
 
     name: str  # unique within the folder; names the log and the state files
     program: str
@@ -151,7 +151,7 @@ class Launcher(Protocol):
         """Stop the job: signal it, wait up to `grace` seconds for a last checkpoint, then kill every process."""
 
     def failure(self, handle: Handle, status: Status) -> JobFailed:
-        """The exception for a job that ended with this status: "rank 1 on n2 was killed by SIGKILL", and its last lines."""
+        """Exception for a job of this status: "rank 1 on n2 was killed by SIGKILL", and its last lines."""
 
 
 def execute(

@@ -1,4 +1,4 @@
-"""Batch script of a Slurm job: one torchrun per node under srun; readable, and can be submitted by hand.
+"""Batch script of a Slurm job: one torchrun per node under srun; can be read and submitted by hand.
 
 The script handles everything itself, since no orchestrator need be alive while the job runs:
 
@@ -183,7 +183,7 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
 
 
 def job_name(job: Job) -> str:
-    """Name in Slurm: equal for jobs of the same name, key and folder, so that a running one is found before submitting."""
+    """Slurm job name from name, key and folder, so that a running job is found before submitting."""
     digest = hashlib.sha256(f"{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:16]
     return f"trainshed-{job.name[:MAX_NAME_LENGTH]}-{digest}"
 

@@ -1,4 +1,4 @@
-"""Finds the cause of a job's failure in its log, where torchrun names the first rank that failed on each node."""
+"""Finds the cause of a job's failure in its log, where torchrun names each node's first failed rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Cause:
 
 
 def job_failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> JobFailed:
-    """The exception for a failed job on `nodes`, with the last lines of the rank that failed first, if known, else of the log."""
+    """Exception for a failed job, with the last lines of the first failed rank if known, else of the log."""
     log = _latest_log(handle)
     cause = _root_cause(log)
     code = status.exit_code
@@ -81,7 +81,7 @@ def _root_cause(log: str) -> Cause | None:
 
 
 def _memory_error(log: str) -> str | None:
-    """The last line that reports a lack of memory: from Slurm or torchrun anywhere, from a rank among its last lines only.
+    """Last out-of-memory line: of Slurm or torchrun anywhere, of a rank only among its last lines.
 
     A rank survived whatever it reported earlier.
     """

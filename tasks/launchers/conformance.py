@@ -1,4 +1,4 @@
-"""Conformance suite for launchers: tests the contract of `base.Launcher` with pytest. Subclass it in a test file:
+"""Conformance suite for launchers (contract of `base.Launcher`), to subclass in a pytest file:
 
     from tasks.launchers.conformance import LauncherConformance
 
@@ -26,7 +26,7 @@ SECRET = ("CONFORMANCE_SECRET", "kept in no file")
 
 
 class LauncherConformance:
-    """The tests. A subclass may set `seconds`, the time that a job has to start or end, and `ranks` (0 skips their test)."""
+    """The tests. Subclasses may set `seconds` for a job to start or end, and `ranks` (0 skips their test)."""
 
     seconds = 120.0
     ranks = 2

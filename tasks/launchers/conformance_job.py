@@ -1,4 +1,4 @@
-"""The job that the conformance suite runs: `python -m tasks.launchers.conformance_job FOLDER [ORDER ...]`.
+"""Job of the conformance suite: `python -m tasks.launchers.conformance_job FOLDER [ORDER ...]`.
 
 Writes what it finds to FOLDER/rank-<rank>.json, then waits for FOLDER/finish. Orders: `fail` ends with exit code 3; `stubborn`
 ignores the signals to stop, SIGTERM and SIGUSR1 as in training, which otherwise make it write FOLDER/saved-<rank> and end.

@@ -1,4 +1,4 @@
-"""Launcher for Kubernetes, through its official client: an indexed Job and a headless Service (manifests.py).
+"""Kubernetes launcher, on the official client: an indexed Job and a headless Service (manifests.py).
 
 A running job is found by its labels, so any process can re-attach to it. The API server is polled every few seconds; while it
 does not answer, `execute` retries. Kubernetes removes a Job and its Pods a day after its end.

@@ -1,4 +1,4 @@
-"""Launcher for this machine: torchrun (or plain Python) in its own session, logging into the job's folder.
+"""Local launcher: torchrun (or plain Python) in its own session, logging into the job's folder.
 
 - Jobs write to files: a child that inherits the flow's stdout would make a Prefect worker take a dead flow for a running one.
 - torchrun starts each rank in a session of its own, so no process group contains the whole job. Every process of a job carries
@@ -172,7 +172,7 @@ def _is_marked(process: psutil.Process, identifier: str) -> bool:
 
 
 def _wait_until_marked(child: subprocess.Popen[bytes], identifier: str) -> None:
-    """Wait until a process just started can be found: on a busy machine its environment reads as empty for a moment."""
+    """Wait until a new process can be found: on a busy machine, its environment briefly reads as empty."""
     while child.poll() is None:
         with contextlib.suppress(psutil.Error, OSError):
             if _is_marked(psutil.Process(child.pid), identifier):

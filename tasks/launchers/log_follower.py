@@ -17,7 +17,7 @@ _reported: set[tuple[Path, int]] = set()  # corrupted lines already logged; the 
 
 
 class LogFollower:
-    """Follows a file, which need not exist yet, from byte `start` on; starts over if it shrinks or is replaced.
+    """Follows a file, which may not exist yet, from byte `start`; restarts if it shrinks or is replaced.
 
     Args:
         on_restart: called before it starts over, for instance to forget the rows that were read.
@@ -84,7 +84,7 @@ def size_of(path: Path) -> int:
 
 
 def last_row(path: Path, key: str) -> dict[str, Any] | None:
-    """The last row of a JSON Lines file that has the key, read from the end of the file; None if there is none."""
+    """Last row of a JSON Lines file that has the key, read from the file's end; None if there is none."""
     try:
         file = retried(lambda: path.open("rb"))
     except FileNotFoundError:

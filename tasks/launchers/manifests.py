@@ -1,4 +1,4 @@
-"""Kubernetes manifests of a job: an indexed Job with one Pod per node, and a headless Service that gives the Pods names.
+"""Kubernetes manifests: an indexed Job with a Pod per node, and a headless Service naming the Pods.
 
 The Pod of index 0 is the rendezvous. Pods see the store and the working folder under the same paths as the flow, on a
 PersistentVolumeClaim, and append to the job's log there; a POSIX file system makes each append atomic. A failed Pod fails the
@@ -27,7 +27,7 @@ SHELL = 'log=$1; index=$2; shift 2; [ -z "$index" ] || set -- "$@" --index "$ind
 
 
 def job_label(job: Job) -> str:
-    """Value of the label JOB_LABEL: equal for jobs of the same name, key and folder, so that a running one is found."""
+    """Value of JOB_LABEL, from the job's name, key and folder, so that a running job is found."""
     return hashlib.sha256(f"{job.name}\n{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:32]
 
 

@@ -65,7 +65,7 @@ class SlurmLauncher:
         self._watches: dict[str, _Watch] = {}  # by job identifier
 
     def submit(self, job: Job) -> Handle:
-        """Queue the job; cancels another of its name and folder. Raises ProfileError for a path that Slurm cannot log to."""
+        """Queue a job; cancels another of its name and folder. Raises ProfileError if Slurm cannot log there."""
         if special := [mark for mark in str(job.folder) if mark in "%\\" or not mark.isprintable()]:
             reason = f"Slurm cannot write a log to {str(job.folder)!r} because of {special[0]!r}; choose another --store"
             raise ProfileError("cluster.launcher", "slurm", reason)
@@ -146,7 +146,7 @@ class SlurmLauncher:
         return causes.job_failure(handle, status, record.get("nodes", "").split(","))
 
     def _sbatch(self, job: Job, submission: str) -> str:
-        """Submit the job's script and return the identifier, also if sbatch's answer is lost but the job is queued."""
+        """Submit the job's script; returns its identifier, from the queue if sbatch's answer is lost."""
         command = ["sbatch", "--parsable", f"{job.name}.sbatch"]
         try:
             return run_command(command, folder=job.folder, secrets=job.secrets).strip().partition(";")[0]
@@ -158,14 +158,14 @@ class SlurmLauncher:
             return queued[0].identifier
 
     def _has_ended(self, handle: Handle, entry: QueueEntry | None, killed: bool = False) -> bool:
-        """Whether the job's processes have ended for good; `killed`: they got SIGKILL, so none can write a record."""
+        """Whether the job's processes have ended for good; `killed`: by SIGKILL, so none writes a record."""
         record = self._record(handle.job, handle.identifier)
         if entry is None or _has_exit_code(record):
             return True
         return entry.ended and (killed or record is not None)
 
     def _await_end(self, handle: Handle, seconds: float, *, killed: bool = False) -> bool:
-        """Whether the job ends within this time; queries the queue at growing intervals, and when a record appears."""
+        """Whether the job ends within `seconds`; polls the queue with backoff, and when a record appears."""
         start, asked_at, recorded = time.monotonic(), -math.inf, False
         while True:
             record, now = self._record(handle.job, handle.identifier), time.monotonic()
@@ -186,7 +186,7 @@ class SlurmLauncher:
         return [entry for entry in _queue.require() if entry.name == name and not entry.ended]
 
     def _entry(self, handle: Handle, max_age: float | None = None) -> QueueEntry | None:
-        """The job's entry in the queue; None once it has left. Raises ControllerUnavailable, without `max_age` after retries."""
+        """The job's queue entry; None once gone. Raises ControllerUnavailable, after retries if no `max_age`."""
         entries = _queue.require() if max_age is None else _queue.read(max_age)
         return next((entry for entry in entries if entry.identifier == handle.identifier), None)
 

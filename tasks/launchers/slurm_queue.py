@@ -1,4 +1,4 @@
-"""Slurm's queue as squeue shows it: one query of the controller serves all jobs that this process follows."""
+"""Slurm's queue from squeue: one query of the controller serves all jobs that this process follows."""
 
 from __future__ import annotations
 

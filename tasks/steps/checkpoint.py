@@ -1,4 +1,4 @@
-"""Checkpoint step: pretrained weights from the hub, a folder or S3, as a Trainshed checkpoint that training starts from.
+"""Checkpoint step: pretrained weights (hub, folder or S3) as the checkpoint that training starts from.
 
 Skipped for a run from scratch. The weights are split for the profile's topology, so each rank reads its own file; any
 other topology can start from them too.
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointStep(Step):
-    """Converts the weights at init.from; an interrupted conversion resumes. The artifact's summary: source, tensors, bytes."""
+    """Converts the weights at init.from, resumably. The artifact's summary: source, tensors, bytes."""
 
     kind = "checkpoint"
     name = "checkpoint"
@@ -44,7 +44,7 @@ class CheckpointStep(Step):
         return "from scratch" if profile.init.from_ is None else None
 
     def key(self, context: Context) -> str:
-        """From the weights' contents or hub commit, and the model. Raises ProfileError if nothing is at init.from."""
+        """From the model and weights (contents or hub commit). Raises ProfileError if init.from has none."""
         return keys.checkpoint(context.profile, context.inputs.weights["digest"])
 
     def make(self, context: Context, key: str) -> Artifact:

@@ -1,4 +1,4 @@
-"""Dataset step: text to tokens in Megatron's indexed format, shard by shard, and the corpus that joins the shards.
+"""Dataset step: tokenizes text shards into Megatron's indexed format and joins them into a corpus.
 
 Each shard is an artifact of its own ("tokens"), so a new file in a growing source tokenizes only itself. The "dataset" artifact
 holds corpus.json, which lists the shards, and report.json, which counts each source's records. A document is held out for
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class DatasetStep(Step):
-    """Tokenizes every shard of the profile's sources that is not in the store yet, and publishes their corpus.
+    """Tokenizes each shard of the profile's sources that the store lacks, and publishes their corpus.
 
     The artifact's summary: the `Counts` of all shards, shards and bytes_per_token.
     """
@@ -157,7 +157,7 @@ class DatasetStep(Step):
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One kind of work on the shards of a plan: tokenizing them, or hashing their documents to find duplicates."""
+    """Operation on a plan's shards: tokenizing, or hashing their documents to find duplicates."""
 
     plan: DatasetPlan
     operation: str  # "tokenize" or "fingerprint", for workers
@@ -231,7 +231,7 @@ def _shard_keys(plan: DatasetPlan) -> list[str]:
 
 
 def with_steps(profile: Profile, corpus: Artifact) -> Profile:
-    """Resolve `train.epochs` to steps; the last batch is filled up. Raises ProfileError if the warm-up exceeds them."""
+    """Resolve `train.epochs` to steps, the last batch filled up. Raises ProfileError for a longer warm-up."""
     train = profile.train
     if train.epochs is None:
         return profile
@@ -250,7 +250,7 @@ def _location(shard: Shard) -> dict[str, str | bool]:
 
 
 def _entry(shard: Shard, tokens: Artifact, split: str, prefix: str) -> dict[str, str | int]:
-    """Entry of corpus.json for one split of a shard: its path (in the store, or of the ready-made pair) and counts."""
+    """corpus.json entry for a split of a shard: path (in the store, or of the ready-made pair) and counts."""
     if shard.format == "megatron":
         return {**_location(shard), **tokens.summary["pair"][split]}
     counts = {name: tokens.summary[f"{prefix}{name}"] for name in ("tokens", "documents")}

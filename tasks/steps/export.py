@@ -1,4 +1,4 @@
-"""Export step: the run's latest checkpoint as a Hugging Face folder, `<run>/export/`, with the tokenizer's files."""
+"""Export step: the run's latest checkpoint and tokenizer as a Hugging Face folder, `<run>/export/`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAPTER = "adapter"  # folder of the export
 
 @dataclass
 class ExportStep(Step):
-    """Writes the weights in the training precision, config.json and the tokenizer; the folder appears atomically.
+    """Atomically writes a folder: weights in the training precision, config.json and the tokenizer.
 
     A LoRA run exports merged weights, and its adapters in PEFT's format in `adapter/`.
 
@@ -59,7 +59,7 @@ class ExportStep(Step):
 def write_model(
     context: Context, checkpoint: str, tokenizer: Artifact, weights: Artifact | None, folder: Path
 ) -> None:
-    """Write a checkpoint of the run, by its path in the run folder, as a Hugging Face model with the tokenizer's files."""
+    """Write a checkpoint (path in the run folder) as a Hugging Face model with the tokenizer's files."""
     from modeling.conversion.convert import Options, convert
     from modeling.conversion.journal import RECORD
     from modeling.conversion.lora import TrainedAdapters

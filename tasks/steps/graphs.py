@@ -1,4 +1,4 @@
-"""Graphs step: traces the run's programs and compiles each distinct one ahead of time, on this machine.
+"""Graphs step: traces the run's programs and compiles each distinct one ahead of time, locally.
 
     modeling.tracing.trace    profile -> the distinct programs, by digest                 one process
     modeling.tracing.compile  program -> its part of the compiler's cache                 a process each, several at a time
@@ -124,7 +124,7 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
 
 
 def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compile the programs concurrently; an entry per program, in order. Any exception also stops the other compiles."""
+    """Compile the programs concurrently; returns entries in order. An exception stops all compiles."""
     settings, cores = context.profile.compile, os.cpu_count() or 1
     workers = min(len(programs), settings.processes or cores)
     share = MEMORY_FRACTION * psutil.virtual_memory().total / workers
@@ -152,7 +152,7 @@ def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, A
 
 
 def job_name(program: Mapping[str, Any]) -> str:
-    """Name of a program's compile job, with the digest: programs of layers of different kinds may share a name.
+    """Name of a compile job, with the digest: programs of different kinds of layers may share a name.
 
     Two jobs of one name would replace each other.
     """

@@ -20,7 +20,7 @@ from tasks.store.artifacts import Artifact
 
 @dataclass
 class ReferenceStep(Step):
-    """Computes the log-probabilities of both splits' answers under the initial weights. The artifact's summary: source."""
+    """Log-probabilities of both splits' answers under the initial weights. Artifact summary: source."""
 
     dataset: Artifact
     weights: Artifact | None

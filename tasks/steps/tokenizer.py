@@ -83,7 +83,7 @@ class TokenizerStep(Step):
 
 
 def check_fits(profile: Profile, tokenizer: Artifact) -> None:
-    """Raise ProfileError for model.vocab_size if the tokenizer has more tokens than the model has embeddings."""
+    """Raise ProfileError for a model.vocab_size smaller than the tokenizer's vocabulary."""
     size = tokenizer.summary["vocabulary_size"]
     if size > profile.model.vocab_size:
         reason = f"the tokenizer has {size} tokens, and each needs an embedding"

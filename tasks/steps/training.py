@@ -1,4 +1,4 @@
-"""Training step: runs `modeling.training.train` on the profile's cluster, in the run folder, up to its last step.
+"""Training step: runs `modeling.training.train` to its last step on the cluster, in the run folder.
 
 A failed attempt leaves its checkpoints, and the next one resumes from the latest complete one. Attempts are numbered: RUN/attempt
 has the current number, and only that attempt may complete checkpoints. The artifact points to the last checkpoint.

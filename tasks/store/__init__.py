@@ -1,4 +1,4 @@
-"""The store of artifacts and runs: a folder or an s3:// prefix, safe for concurrent processes and machines.
+"""Store of artifacts and runs: a folder or s3:// prefix, safe for concurrent processes and machines.
 
 Start with store.py (what a store contains), then artifacts.py (publish, find, verify) and run_folder.py. runs.py and
 run_artifacts.py are what flows and steps call; ledger.py records which data each run was trained on. A failed read is an error,

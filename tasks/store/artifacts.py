@@ -1,4 +1,4 @@
-"""Immutable artifacts by kind and key: `<store>/artifacts/<kind>/<key>/`, with a manifest.json that is written last.
+"""Immutable artifacts: `<store>/artifacts/<kind>/<key>/`, with a manifest.json written last.
 
 An artifact is written in a staging folder and renamed into place, so readers never see a partial one; what a killed process
 left is removed by the next publisher. Every `find` verifies names and sizes of all files, and contents up to HASH_LIMIT. In
@@ -115,7 +115,7 @@ class ArtifactStore:
         return self._map(lambda key: self.find(kind, key, hash_limit, sizes.get((kind, key))), keys)
 
     def expect(self, kind: str, key: str) -> Artifact:
-        """An artifact that was just published; verified by size only. Raises RuntimeError if it does not exist."""
+        """A just published artifact, verified by size only. Raises RuntimeError if it does not exist."""
         artifact = self.find(kind, key, hash_limit=0)
         if artifact is None:
             location = self._primary.backend.location(artifact_path(kind, key))
@@ -193,7 +193,7 @@ class ArtifactStore:
         return held is not None and held.thread == threading.get_ident()
 
     def quarantine(self, kind: str, key: str, reason: object) -> None:
-        """Move an artifact whose contents are invalid, although its files are intact, to quarantine. Call within its `lock`."""
+        """Quarantine an artifact whose files are intact but contents invalid. Call within its `lock`."""
         with self._primary.changing(kind, key):
             self._primary.quarantine(kind, key, reason)
 
@@ -211,7 +211,7 @@ class ArtifactStore:
             replica.remove(kind, key)
 
     def evict(self, artifact: Artifact) -> None:
-        """Remove this machine's copy of an artifact that the remote store has; no effect if the store is local."""
+        """Remove the local copy of a remote store's artifact; no effect if the store is local."""
         if self._remote:
             self._local.remove(artifact.kind, artifact.key)
 
@@ -257,7 +257,7 @@ class ArtifactStore:
     def _list_large_kinds(
         self, artifacts: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], dict[str, int]]:
-        """Files of the artifacts whose kinds are listed as a whole (LIST_WHOLE_KIND); empty if the store is local."""
+        """Files of artifacts whose kinds are listed as a whole (LIST_WHOLE_KIND); empty if the store is local."""
         listed: dict[tuple[str, str], dict[str, int]] = {}
         for kind, count in Counter(kind for kind, _ in artifacts).items():
             if self._remote and count >= LIST_WHOLE_KIND:
@@ -273,7 +273,7 @@ class ArtifactStore:
             return list(pool.map(function, values))
 
     def _move_into_place(self, folder: Path, kind: str, key: str, manifest: Manifest | None = None) -> None:
-        """Rename a finished folder to its path, unless a complete artifact is there: any, or the one with this manifest.
+        """Rename a finished folder into place, unless a complete artifact (of `manifest`, if given) is there.
 
         Anything else that is there is moved to quarantine.
         """
@@ -315,7 +315,7 @@ class ArtifactStore:
             self._objects.write(f"{path}/{MANIFEST}", data)
 
     def _restore_upload(self, kind: str, key: str) -> Manifest | None:
-        """Upload the complete local copy of an artifact that the remote store lacks, as after an interrupted upload."""
+        """Upload the complete local copy of an artifact that the remote store lacks (interrupted upload)."""
         manifest = self._verify_local(kind, key) if self._remote else None
         if manifest:
             log.info("%s %s is missing in the store; uploading the local copy", kind, key)
@@ -346,7 +346,7 @@ class ArtifactStore:
         self._map(lambda other: self._download(remote, *other), manifest.requires if with_required else ())
 
     def _download_or_quarantine(self, remote: Replica, kind: str, key: str) -> None:
-        """Download an artifact that was corrupted a moment ago; if it still is, move the store's copy to quarantine."""
+        """Retry the download of a corrupted artifact; if still corrupted, quarantine the store's copy."""
         with remote.changing(kind, key):
             data = remote.manifest_bytes(kind, key) or b""
             try:
@@ -356,7 +356,7 @@ class ArtifactStore:
                 raise
 
     def _download_files(self, kind: str, key: str, manifest: Manifest, data: bytes) -> None:
-        """Download the files of a manifest, whose contents are `data`. Raises Corrupted if one differs from it."""
+        """Download the files of a manifest (`data`: its bytes). Raises Corrupted if a file differs from it."""
         files = {file.name: file for file in manifest.files}
         with self._staging(kind, key) as folder:
             path = artifact_path(kind, key)

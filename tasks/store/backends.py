@@ -81,7 +81,7 @@ class Backend(Protocol):
         """
 
     def files(self, name: str) -> dict[str, int]:
-        """Sizes in bytes of all files below a folder, by their paths relative to it; empty only if there are none."""
+        """Sizes in bytes of all files below a folder, by relative path; empty only if there are none."""
 
     def entries(self, name: str) -> dict[str, Entry]:
         """What is directly in a folder, by name; empty if it does not exist. Costs one listing."""
@@ -213,7 +213,7 @@ class ObjectBackend:
         self._retried(name, lambda: self._filesystem.pipe_file(self._path(name), data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """As Backend.create. Raises ProfileError: the object store has no exclusive create, so locks cannot work."""
+        """As Backend.create. Raises ProfileError if the object store lacks exclusive create: locks need it."""
         if self._root not in self._exclusive:
             self._require_exclusive_create()
             self._exclusive.add(self._root)
@@ -289,7 +289,7 @@ class ObjectBackend:
     def download(
         self, name: str, names: Sequence[str], folder: Path, on_file: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Download files from below a name into a folder, concurrently; `on_file` is called with the name of each.
+        """Download files below `name` into a folder, concurrently; calls `on_file` with the name of each.
 
         Raises ValueError for a name that would leave the folder.
         """
@@ -318,7 +318,7 @@ class ObjectBackend:
         return True
 
     def _require_exclusive_create(self) -> None:
-        """Create an object twice: the second time must fail. Some object stores ignore the condition, and overwrite."""
+        """Create an object twice: the second must fail, but some stores ignore the condition and overwrite."""
         from fsspec import AbstractFileSystem
         from fsspec.asyn import AsyncFileSystem
 
@@ -369,7 +369,7 @@ class ObjectBackend:
 
 
 def _create(path: Path, data: bytes) -> None:
-    """Create a file with its contents in one step, so that readers never see a part of it. Raises FileExistsError."""
+    """Create a file with its contents atomically: readers never see a part. Raises FileExistsError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
@@ -387,7 +387,7 @@ def _create(path: Path, data: bytes) -> None:
 
 
 def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Everything but folders below a folder, by paths relative to it. Raises OSError: one of the folders cannot be listed."""
+    """Everything but folders below a folder, by relative path. Raises OSError if one cannot be listed."""
     try:
         entries = retried(lambda: _scan(folder))
     except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there

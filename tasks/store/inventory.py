@@ -82,7 +82,7 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 
 
 def remove(store: Store, garbage: Iterable[Garbage]) -> None:
-    """Remove garbage. Raises ProfileError while a run is active, since its new artifacts are not referred to yet."""
+    """Remove garbage. Raises ProfileError while a run is active: its new artifacts are still unreferenced."""
     with store.lock("gc"):
         # By their locks: a run that has just started has no folder yet.
         for name in sorted({file.partition("/")[0] for file in store.backend.files("locks")}):
@@ -116,7 +116,7 @@ def _describe(store: Store, name: str, files: Mapping[str, int]) -> Run:
 
 
 def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tuple[list[Garbage], list[str]]:
-    """Artifacts that no run refers to, and notes about those that are kept for a run that is still making them."""
+    """Unreferenced artifacts, and notes about those kept for a run that is still making them."""
     used: set[tuple[str, str]] = set()
     kept: set[str] = {"forecast", "mixture"}  # records of predictions, a few kilobytes each
     notes = []

@@ -1,4 +1,4 @@
-"""Data ledger: which shards each run was trained on, so that continual pretraining finds the data that is new.
+"""Data ledger: the shards each run was trained on, from which continual pretraining finds new data.
 
     <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...]}
 
@@ -52,7 +52,7 @@ def find(store: Store, identity: str) -> Entry | None:
 
 
 def lineage(store: Store, identity: str | None) -> Iterator[Entry]:
-    """A run's entry, then its ancestors'. Raises ValueError if one is missing, so its data is unknown, or at a cycle."""
+    """A run's entry, then its ancestors'. Raises ValueError at a cycle or missing entry (unknown data)."""
     visited: set[str] = set()
     while identity is not None:
         entry = find(store, identity)

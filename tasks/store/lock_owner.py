@@ -15,7 +15,7 @@ START_TOLERANCE = 5.0  # seconds; start times shift when the clock is set
 
 @dataclass(frozen=True)
 class LockOwner:
-    """One process on one host; `started` (seconds since 1970) distinguishes it from a later one with the same pid."""
+    """A process on a host; `started` (seconds since 1970) tells it from a later one with the same pid."""
 
     host: str
     pid: int

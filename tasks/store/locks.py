@@ -33,7 +33,7 @@ BACKOFF = 1.5
 
 
 class LockLost(RuntimeError):
-    """Another process has taken over a lock that this one did not renew in time; nothing may be published under it."""
+    """Another process took over a lock not renewed in time; nothing may be published under it."""
 
 
 class Lock:
@@ -158,7 +158,7 @@ _UNREADABLE = "another process"
 
 
 def _holder(backend: Backend, name: str, ticket: int) -> LockOwner | str | None:
-    """Owner of a ticket; None if it is released, expired or its process gone; _UNREADABLE if it cannot be parsed."""
+    """Owner of a ticket; None if released, expired or its process is gone; _UNREADABLE if unparsable."""
     try:
         state = json.loads(backend.read(f"{name}/{ticket}") or b"")
         owner = LockOwner.from_json(state["owner"])

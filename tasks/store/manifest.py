@@ -1,4 +1,4 @@
-"""Manifest of an artifact: its files with sizes and sha256, the artifacts that it requires, and its summary.
+"""Manifest of an artifact: its files with sizes and sha256, required artifacts, and summary.
 
 It is written last: an artifact with a manifest is complete. Files are verified against it.
 """
@@ -65,7 +65,7 @@ class Manifest:
         requires: Iterable[Mapping[str, str]],
         seconds: float | None = None,
     ) -> Manifest:
-        """Manifest of a folder's files, which are hashed. Raises ValueError for a link, a special file or a manifest.json."""
+        """Manifest of a folder, with hashes. Raises ValueError for a link, a special file or a manifest.json."""
         found = dict(walk(folder))
         for name, entry in found.items():
             if not entry.is_file(follow_symlinks=False):
@@ -115,7 +115,7 @@ class Manifest:
                 raise Corrupted(f"{file.name} has {sizes[file.name]} bytes, expected {file.size}")
 
     def verify_contents(self, folder: Path, hash_limit: int) -> int:
-        """Hash files, smallest first, up to `hash_limit` bytes; returns the rest of it. Raises Corrupted if one differs."""
+        """Verify files by hash, smallest first, up to `hash_limit` bytes; returns the rest. Raises Corrupted."""
         hashed = []
         for file in sorted(self.files, key=lambda file: file.size):
             if file.size > hash_limit:

@@ -77,7 +77,7 @@ class Replica:
         return manifest
 
     def verify_or_quarantine(self, kind: str, key: str, budget: HashBudget) -> Manifest | None:
-        """As `verify`, but a corrupted artifact is moved to quarantine, with a warning. The caller holds `changing`."""
+        """As `verify`, but quarantines a corrupted artifact, with a warning. The caller holds `changing`."""
         try:
             return self.verify(kind, key, budget)
         except Corrupted as error:
@@ -102,7 +102,7 @@ class Replica:
             return
 
     def changing(self, kind: str, key: str) -> AbstractContextManager[locks.Lock]:
-        """Hold the lock under which the files of an artifact are uploaded, replaced or moved; for seconds to minutes."""
+        """Hold the lock to upload, replace or move an artifact's files, for seconds to minutes."""
         return locks.acquire(self.backend, f"locks/{kind}-{key}-files")
 
     def remove(self, kind: str, key: str) -> None:

@@ -78,7 +78,7 @@ class RunFolder:
         return Parent(**parent) if parent else None
 
     def prepare(self, identity: str, parent: Parent | None = None) -> Path:
-        """The local folder of this run, created, or downloaded from the remote store, if this machine has none.
+        """The run's local folder; created, or downloaded from the remote store, if this machine has none.
 
         A local copy of another run of that name is moved to `<name>~N`. Raises ProfileError for a folder with a run's files
         but without run.json.
@@ -101,7 +101,7 @@ class RunFolder:
         return self.path
 
     def move_aside(self) -> str:
-        """Rename the run to `<name>~N`, the first name that is free, in the store and on this machine. Returns that name."""
+        """Rename the run to the first free `<name>~N`, in the store and locally; returns that name."""
         name = self._free_name()
         if self._local.exists(self._prefix):
             self._local.move(self._prefix, f"runs/{name}")
@@ -150,7 +150,7 @@ class RunFolder:
         return folder
 
     def evict(self, part: str) -> None:
-        """Remove this machine's copy of a part that is kept in the remote store only; no effect on other parts."""
+        """Remove the local copy of a part kept only in the remote store; no effect on other parts."""
         if self.is_remote(part):
             shutil.rmtree(self.path / part, ignore_errors=True)
             with suppress(OSError):  # other copies are in use
@@ -165,19 +165,19 @@ class RunFolder:
             _link_files(self.path / part, target.path / part)
 
     def quarantine_checkpoint(self, part: str, reason: str) -> None:
-        """Move a corrupted checkpoint to training's quarantine; while it is there, training does not silently start from scratch.
+        """Move a corrupted checkpoint to training's quarantine.
 
-        The caller holds the lock of the checkpoint's artifact.
+        While it is there, training does not silently start from scratch. The caller holds the lock of the checkpoint's artifact.
         """
         moved = locations.quarantine(self.checkpoints_location, int(part.rpartition("_")[2]), reason)
         log.warning("run %s: %s; moved to %s", self.name, reason, moved)
 
     def sync(self, part: str = "") -> RunSync:
-        """The upload of this folder, or of a part of it, to the remote store; does nothing if the store is local."""
+        """The upload of this folder, or a part of it, to the remote store; does nothing if the store is local."""
         return RunSync(self.path / part, self._remote, f"{self._prefix}/{part}".rstrip("/"))
 
     def _backend(self, part: str) -> Backend:
-        """The backend that a part of the run is written to: the remote store for checkpoints, else the local folder."""
+        """Backend that a part is written to: the remote store for checkpoints, else the local folder."""
         return self._primary if self.is_remote(part) else self._local
 
     def _identity_in(self, backend: Backend) -> str | None:

@@ -1,4 +1,4 @@
-"""Runs by name: opening a run folder for one flow run at a time, finding finished runs, and reading what a run recorded."""
+"""Runs by name: open a run folder (one flow run at a time), find finished runs, read run records."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def open_run(
 
 
 def check_name(store: Store, profile: Profile) -> None:
-    """Raise RunExists if the settings alone show that a run with different mathematics has the name, before any work."""
+    """Raise RunExists, before any work, if settings alone show a run of other mathematics with the name."""
     run = store.run_folder(profile.name)
     if not retried((run.path / "profile.yaml").exists) or run.stored_identity != run.identity:
         return  # not on this machine; `open_run` compares it later
@@ -232,7 +232,7 @@ def _require_no_active_job(profile: Profile, existing: Profile | None, folder: P
 
 
 def fetch(store: Store, name: str) -> Path:
-    """The folder of an existing run, downloaded if this machine has none. Raises ProfileError if the store lacks part of it."""
+    """Folder of an existing run, downloaded if not local. Raises ProfileError if the store lacks a part."""
     run = store.run_folder(name)
     identity = run.stored_identity
     if identity is None:
@@ -264,7 +264,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_training_row(folder: Path) -> dict[str, Any] | None:
-    """The row of the last training step in a run's metrics.jsonl, read from its end; None if there is none."""
+    """Row of the last training step in a run's metrics.jsonl, read from its end; None if there is none."""
     return last_row(folder / METRICS, "loss")
 
 

@@ -1,4 +1,4 @@
-"""Staging folders: work in progress, removed at the end of the block or, after a kill, by the next process."""
+"""Staging folders for unfinished work, removed at block end or, after a kill, by the next process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_AGE = 7 * 24 * 3600.0  # seconds; an older folder of another host counts as 
 
 @contextmanager
 def staging_folder(root: Path, name: str) -> Iterator[Path]:
-    """A new empty folder below `root`, removed after the block; files to keep are renamed out of it, to the same file system."""
+    """New empty folder below `root`, removed after the block; keep files by renaming on its file system."""
     remove_abandoned(root)
     outer = root / f"{name}-{uuid4().hex}"
     folder = outer / "files"

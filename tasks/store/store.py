@@ -22,7 +22,7 @@ from tasks.store.run_folder import RunFolder
 
 
 class Store:
-    """A store in a folder, or below an `s3://` prefix (or any other that fsspec supports), with local folder `work_dir`.
+    """A store in a folder or at an `s3://` (or other fsspec) prefix, with local folder `work_dir`.
 
     Raises ProfileError for a location that cannot be a store.
     """
@@ -56,11 +56,11 @@ class Store:
         return locks.holder(self.backend, f"locks/{name}")
 
     def files(self, name: str) -> dict[str, int]:
-        """Sizes in bytes of all files below a folder, also in this machine's copy, by their paths relative to it."""
+        """Sizes in bytes of all files below a folder, also in the local copy, by relative path."""
         return self._local.files(name) | self.backend.files(name)
 
     def remove(self, name: str) -> None:
-        """Remove a file or folder by its path in the store, also from this machine's copy; no error if it does not exist."""
+        """Remove a file or folder by its path in the store, also from the local copy, if it exists."""
         for backend in {self.backend, self._local}:
             backend.remove(name)
 

@@ -31,14 +31,14 @@ APPENDED = (".jsonl", ".log")  # suffixes of files that only grow during an atte
 
 
 def is_excluded(name: str) -> bool:
-    """Whether a file of a run folder is not copied between it and the store: a part in EXCLUDED, or a file in progress."""
+    """Whether a run folder's file is not synced with the store: a part in EXCLUDED, or in progress."""
     part, *inner = name.split("/")
     hidden = any(component.startswith(".") for component in (part, *inner))
     return part.partition("~")[0] in EXCLUDED or part.endswith(".partial") or hidden
 
 
 class RunSync:
-    """Context manager that uploads a folder in the background during the block, and at its end; does nothing without `remote`.
+    """Context manager: uploads a folder in the background and at its end; does nothing without `remote`.
 
     Args:
         name: the folder's name in the remote store.
@@ -55,7 +55,7 @@ class RunSync:
         self._thread = threading.Thread(target=self._run, name="run-sync", daemon=True)
 
     def upload(self, *, postpone_large: bool = False) -> None:
-        """Upload files changed since the last call; with `postpone_large`, large ones at most every LARGE_INTERVAL."""
+        """Upload files changed since the last call; `postpone_large`: large ones at most every LARGE_INTERVAL."""
         if self._remote is None:
             return
         here = self._attempt(FolderBackend(self._folder), "")

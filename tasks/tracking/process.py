@@ -1,4 +1,4 @@
-"""The flow's side of trackers: starts their processes, and sends them the state in which the run ended.
+"""The flow's side of trackers: starts their processes and sends them the run's final state.
 
 Nothing here waits for a tracker during the run. At its end, all trackers together have FINISH_SECONDS to send what is left, then
 they are killed. Only the first error of each tracker is logged.
@@ -44,7 +44,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Iterator[Outcome]:
-    """Send the run in this folder to the profile's trackers during the block, which may add files to the yielded outcome."""
+    """Send the run to the profile's trackers during the block, which may add files to the outcome."""
     outcome = Outcome(files=[(folder / "profile.yaml", "profile")])
     processes = [TrackerProcess(name, profile, folder, labels) for name in profile.tracking.trackers]
     try:

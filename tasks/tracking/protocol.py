@@ -1,4 +1,4 @@
-"""The `Tracker` protocol: what a tracker implements, here or in a module of a user's own, named as `module:Class`.
+"""The `Tracker` protocol, implemented here or in a user's own module, named as `module:Class`.
 
 A tracker is created without arguments, in a process of its own with the user's working folder, and used by one thread. It may
 block or fail: training does not wait for it. A call that raises is retried with the same rows until it succeeds or the run ends.
@@ -33,7 +33,7 @@ class Tracker(Protocol):
         """Open the run, or resume it; returns the identifier with which a later process resumes it."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics of a step, by TensorBoard tag; steps ascend, except after a rollback or resume, when they are repeated."""
+        """Add a step's metrics by TensorBoard tag; steps ascend, but repeat after a rollback or resume."""
 
     def flush(self) -> None:
         """Send what was logged; called after every few rows."""

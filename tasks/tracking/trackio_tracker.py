@@ -1,4 +1,4 @@
-"""Trackio: a local database in TRACKIO_DIR, shown by `trackio show`, or a Space named by TRACKIO_SPACE_ID."""
+"""Trackio: a local database in TRACKIO_DIR (`trackio show`), or a Space named by TRACKIO_SPACE_ID."""
 
 from __future__ import annotations
 

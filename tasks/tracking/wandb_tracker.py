@@ -1,4 +1,4 @@
-"""Weights & Biases, configured by its environment variables (WANDB_MODE, WANDB_ENTITY, WANDB_API_KEY, …) or `wandb login`.
+"""Weights & Biases, configured by WANDB_MODE, WANDB_ENTITY, WANDB_API_KEY, … or `wandb login`.
 
 With WANDB_MODE=offline, runs are written to the run folder, trackers/wandb/offline-run-*; `wandb sync` uploads them.
 """

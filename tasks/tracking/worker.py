@@ -1,8 +1,8 @@
-"""The process of one tracker: `python -m tasks.tracking.worker`, started by `process.py`; reads two lines from standard input.
+"""Process of one tracker: `python -m tasks.tracking.worker`, started by `process.py`.
 
-The first line describes the run, as JSON. The second line, once the run has ended, has its final state and the files to attach;
-if standard input is closed without it, the flow's process has ended, and the run counts as stopped. Standard output has one line
-for each error.
+Reads two lines from standard input. The first line describes the run, as JSON. The second line, once the run has ended, has its
+final state and the files to attach; if standard input is closed without it, the flow's process has ended, and the run counts as
+stopped. Standard output has one line for each error.
 
 RUN/metrics.jsonl is the queue: a tracker that is slow or unreachable for hours loses nothing and uses no memory. The position of
 the last row sent is in RUN/trackers/<tracker>.json, where the next process of the run resumes.
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass
 class EndMessage:
-    """The flow's message at the end of the run: its final state and files; `received` is set once it has arrived."""
+    """The flow's message at the run's end: its final state and files; `received` is set on arrival."""
 
     received: threading.Event = field(default_factory=threading.Event)
     state: str = "stopped"
