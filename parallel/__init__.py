@@ -1,4 +1,4 @@
-"""Parallelism library on plain torch: mesh, collectives, layers, attention, loss, pipeline, ZeRO-1, FSDP, checkpoints.
+"""Parallelism: mesh, collectives, layers, attention, loss, pipeline, ZeRO-1, FSDP, checkpoints.
 
 Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. Imports only torch and its own
 dependencies (numpy, fsspec), nothing from the other folders.

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute activations in backward instead of saving them (arXiv 1604.06174).
+"""Activation checkpointing (arXiv 1604.06174): recompute activations in backward to save memory.
 
     none        saves all activations
     selective   saves a block's input, its projections' outputs, after their reduction if they have one, and attention's output
@@ -59,17 +59,21 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], modes: str | Seq
 
 
 def save_outputs(*operators: Any) -> None:
-    """Mark operators (overloads or higher-order operators) whose outputs `selective` saves, as they are costly to recompute."""
+    """Mark operators whose outputs `selective` saves because they are costly to recompute.
+
+    Args:
+        operators: overloads or higher-order operators.
+    """
     _saved.update(operators)
 
 
 def recompute_products() -> AbstractContextManager[None]:
-    """Layer annotation: `selective` recomputes the matrix products run inside, because their reduced output is saved."""
+    """Annotate matrix products that `selective` recomputes because their reduced output is saved."""
     return traceback.annotate({_RECOMPUTE_PRODUCTS: True})
 
 
 def saved_results() -> AbstractContextManager[None]:
-    """Annotation: `selective` saves the outputs of the operators run inside, because their inputs are costly to recompute.
+    """Annotate operators whose outputs `selective` saves because their inputs are costly to recompute.
 
     In compiled blocks only those that the block's own output depends on: torch's partitioner recomputes the others anyway.
     """

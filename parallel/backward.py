@@ -1,4 +1,4 @@
-"""Helpers of custom autograd Functions: which gradients a backward pass needs; gradients passed to a function.
+"""Autograd Function helpers: which gradients a backward pass needs; gradients passed to a function.
 
 Zero-bubble schedules split backward into one pass for input gradients and one for weight gradients (arXiv 2401.10241). torch's
 own operators skip what a pass does not need, but a custom Function's `ctx.needs_input_grad` is fixed in forward: without this
@@ -18,7 +18,7 @@ from parallel.torch_internals import will_engine_execute_node
 
 
 def needs_gradient(ctx: Any, index: int) -> bool:
-    """Whether the running backward pass needs the gradient of a Function's tensor input (index among tensor inputs)."""
+    """Whether the running backward pass needs the gradient of a Function's `index`-th tensor input."""
     if torch.compiler.is_compiling():
         return ctx.needs_input_grad[index]  # compiled graphs run full backward passes only
     node = ctx.next_functions[index][0]

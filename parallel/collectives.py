@@ -1,4 +1,4 @@
-"""Collectives over one mesh axis: asynchronous, blocking and differentiable. All communication goes through this module.
+"""All communication: collectives over one mesh axis, asynchronous, blocking and differentiable.
 
 Built on torch's functional collectives, which `torch.compile` traces. An axis of size 1 costs nothing. Bytes that a rank sends
 for a tensor of B bytes over n ranks: all-gather of shards B(n-1)/n, reduce-scatter B(n-1)/n, all-reduce 2B(n-1)/n.
@@ -65,7 +65,7 @@ def wait_work(work: dist.Work) -> None:
 
 
 def depend_on_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """Return x (n, h) with a data dependency on `grad` (m, o), so that a compiler cannot move its uses into forward.
+    """Make x (n, h) depend on `grad` (m, o), so that a compiler cannot move its uses into forward.
 
     Compilers hoist what depends only on forward tensors into forward and save the result. An all-gather that is repeated in
     backward to save memory must therefore depend on a backward tensor: x is sliced out of a concatenation with a row of `grad`.
@@ -84,7 +84,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def start_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
-    """Fill the flat `out` (n·p) in place, in which each rank has written its local shard; read it after `Work.wait()`."""
+    """All-gather in place in the flat `out` (n·p), which holds the local shard; read after `Work.wait()`."""
     shard = out.unflatten(0, (axis.size, -1))[axis.rank]
     if axis.supports_reduction:
         return dist.all_gather_single(out, shard, group=axis.group, async_op=True)
@@ -92,18 +92,18 @@ def start_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
 
 
 def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Send shard i of x (n·p, ...) to rank i; the result (n·p, ...) holds what each rank sent. Read it after `wait`."""
+    """Send shard i of x (n·p, ...) to rank i; read what each rank sent (n·p, ...) after `wait`."""
     sizes = [x.shape[0] // axis.size] * axis.size
     return all_to_all_single(x.contiguous(), sizes, sizes, axis.name)
 
 
 def start_uneven_all_to_all(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-    """Send the next `send[i]` rows of x to rank i; the result holds `receive[i]` rows from each. Read it after `wait`."""
+    """Send the next `send[i]` rows of x to rank i; read the `receive[i]` rows from each after `wait`."""
     return all_to_all_single(x.contiguous(), receive, send, axis.name)
 
 
 def start_ring_send_recv(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
-    """Send x to the rank `by` positions ahead on the ring and receive from the rank `by` behind; read it after `wait`."""
+    """Send x `by` ranks ahead on the ring and receive from `by` ranks behind; read it after `wait`."""
     flat = x.contiguous().flatten()
     count = flat.numel()
     send, receive = [0] * axis.size, [0] * axis.size
@@ -228,7 +228,7 @@ def differentiable(forward: Collective, backward: Collective) -> Collective:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Shard i of x (n·p, ...) goes to rank i; the result holds what each rank sent. Raises ValueError like `reduce_scatter`."""
+    """Send shard i of x (n·p, ...) to rank i, return what each sent; ValueError as for `reduce_scatter`."""
     if axis.size == 1:
         return x
     check_divisible("all_to_all", x, axis)

@@ -1,4 +1,7 @@
-"""Valid tensor degrees, microbatch counts, pipeline cuts and checkpointing modes: shared with profile validation (no torch)."""
+"""Valid tensor degrees, microbatch counts, pipeline cuts and checkpointing modes.
+
+Shared with profile validation, so it does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ RECOMPUTE_MODES = ("none", "selective", "full")
 
 
 def valid_tensor_degrees(heads: int, kv_heads: int) -> list[int]:
-    """Tensor degrees that divide the query heads and either divide the KV heads or are a multiple of them, ascending."""
+    """Ascending tensor degrees that divide the query heads, and divide or are multiples of the KV heads."""
     return [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
 
 
@@ -21,7 +24,7 @@ def kv_replicas(kv_heads: int, tensor: int) -> int:
 
 
 def expert_shard_degree(shard_degree: int, expert: int, replicas: int) -> int:
-    """Number of ranks over which the states of the same experts are sharded, on no more nodes than other parameters' states.
+    """Number of ranks that shard the same experts' states, on no more nodes than other parameters' states.
 
     Args:
         shard_degree: number of ranks over which other parameters' states are sharded.
@@ -32,7 +35,7 @@ def expert_shard_degree(shard_degree: int, expert: int, replicas: int) -> int:
 
 
 def minimum_stages_per_rank(schedule: str, ranks: int) -> int:
-    """Minimum number of pipeline stages per rank of a schedule; also the number used without explicit cuts."""
+    """Minimum number of pipeline stages per rank of a schedule; also the default without explicit cuts."""
     return 2 if schedule == "interleaved" and ranks > 1 else 1
 
 

@@ -1,4 +1,4 @@
-"""Device types: process-group backend, compiler, attention kernel, memory, bandwidths and peak FLOP/s of CPU, CUDA and Neuron.
+"""Devices (CPU, CUDA, Neuron): backend, compiler, attention kernel, memory, bandwidths, peak FLOP/s.
 
 The only module with device-specific code: the rest of the tree asks a `Device` and never compares device types. Figures are the
 vendors' published dense ones, for one device as a launcher counts it (a Neuron logical core, a GPU, the entire CPU).
@@ -81,7 +81,7 @@ class Device:
 
     @contextmanager
     def chosen_kernels(self, deterministic: bool) -> Iterator[None]:
-        """Choose kernels for a block, such as the capture and compilation of the graphs that training looks up."""
+        """Choose kernels for a block, such as capture and compilation of the graphs that training looks up."""
         before = torch.are_deterministic_algorithms_enabled()
         self.choose_kernels(deterministic)
         try:
@@ -91,7 +91,7 @@ class Device:
                 torch.use_deterministic_algorithms(before)
 
     def start_process_group(self, device: torch.device, timeout: timedelta | None = None) -> None:
-        """Initialize the default process group from the environment, for tensors of this process's device only."""
+        """Initialize the default process group from the environment, for tensors of `device` only."""
         bound = device if self.binds_process_groups else None
         dist.init_process_group(self.backend, timeout=timeout, device_id=bound)
 
@@ -100,7 +100,7 @@ class Device:
             torch.accelerator.synchronize()
 
     def available(self) -> int:
-        """Number of devices of this type on this machine. Raises RuntimeError: the device's software is missing."""
+        """Number of devices of this type on the machine; RuntimeError if the device's software is missing."""
         if self.type == "cpu":
             return os.cpu_count() or 1
         if self.type == "cuda":
@@ -110,7 +110,7 @@ class Device:
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
 
     def compiled_for(self, count: int) -> int:
-        """Number of this machine's devices, from the first on, to compile code for if a node has `count` devices."""
+        """Number of this machine's first devices to compile code for if a node has `count` devices."""
         return max(1, min(count, self.available())) if self.code_names_device else 1
 
     def peak(self, precision: str) -> float | None:
@@ -119,7 +119,7 @@ class Device:
 
     @property
     def chip_link(self) -> float | None:
-        """Bandwidth to the chip's other devices in bytes/s: messages are read from and written to the shared memory."""
+        """Bandwidth to the chip's other devices in bytes/s: messages are read and written in shared memory."""
         return self.bandwidth and self.bandwidth / 2
 
     @property
@@ -146,7 +146,7 @@ class Device:
 
 
 def _retain_freed_memory() -> None:
-    """Make glibc keep large freed blocks instead of returning them to the system; no effect on other C libraries.
+    """Make glibc retain large freed blocks for reuse; no effect on other C libraries.
 
     Mapping the same pages again at each allocation costs a small Llama 7 % of its step time in float32 and 20 % in bf16.
     """
@@ -227,7 +227,7 @@ KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": ACCELERATORS["trn2"]}
 
 
 def resolve(kind: str, accelerator: str | None = None) -> Device:
-    """The device of a profile's `cluster.device`, with the figures of its `cluster.accelerator`, or of this machine's GPU.
+    """Device of `cluster.device`, with the figures of `cluster.accelerator`, or of this machine's GPU.
 
     Raises:
         ValueError: unknown kind or accelerator.
@@ -253,7 +253,7 @@ def name_of(device: Device) -> str:
 
 
 def detect() -> str:
-    """Type of this machine's accelerator, else "cpu"; for diagnostic tools only, as runs never guess their device."""
+    """Type of this machine's accelerator, else "cpu"; for diagnostics only: runs never guess their device."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator and accelerator.type in KINDS else "cpu"
 
@@ -323,7 +323,7 @@ def current(kind: str) -> torch.device:
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Uninitialized host tensor for copies of a tensor, page-locked if the device can then copy asynchronously."""
+    """Uninitialized host tensor for copies of `tensor`, page-locked if that makes copies asynchronous."""
     return torch.empty_like(tensor, device="cpu", pin_memory=_page_locks(tensor.device))
 
 

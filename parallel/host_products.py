@@ -51,7 +51,7 @@ def uses_onednn(a: Tensor, columns: int) -> bool:
 
 
 def suits_onednn(a: Tensor, columns: int) -> bool:
-    """Whether oneDNN multiplies a (m, k) by a b of this number of columns faster than MKL; a may be a fake tensor."""
+    """Whether oneDNN multiplies a (m, k) by `columns` columns faster than MKL; a may be a fake tensor."""
     return (
         ONEDNN_IS_FASTER
         and a.dtype == torch.float32
@@ -70,7 +70,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rounded_up(rows: int, others: int) -> int:
-    """Round a number of rows up, by at most a sixteenth or 7 rows, to one of 16 sizes between powers of two.
+    """Round `rows` up, by at most a sixteenth or 7 rows, to one of 16 sizes between powers of two.
 
     Args:
         others: product of the matrix product's other two sizes; one that is too small for oneDNN keeps its number of rows.

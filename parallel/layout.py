@@ -1,4 +1,4 @@
-"""Sharding layouts: for each parameter, its global tensors and the shard of them that each tensor rank holds.
+"""Sharding layouts: each parameter's global tensors and the shard of them that a tensor rank holds.
 
 A parameter carries a `Layout`, declared where its layer is defined: one or more `Section`s, global tensors whose local shards
 are stacked along dim 0 ([q; k; v], [gate; up]). A section is split over the tensor axis along `dim` into t / replicas shards;
@@ -161,7 +161,7 @@ def global_name(parameter: str, section: str) -> str:
 def parameter(
     layout: Layout, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Parameter:
-    """An uninitialized local parameter that carries its layout as `.global_layout`; fill it with `initialize`."""
+    """Uninitialized local parameter with its layout as `.global_layout`; fill it with `initialize`."""
     shape = layout.local_shape()
     if _deferred.get():
         result = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(shape))

@@ -40,7 +40,7 @@ ChunkLoss = Callable[..., Tensor]
 
 
 def chunk_tokens(tokens: int, rows: int, device: Device) -> int:
-    """Tokens per chunk of `linear_cross_entropy`; chunks are equal if a number of chunks near the minimum divides the tokens.
+    """Tokens per `linear_cross_entropy` chunk, equal if a chunk count near the minimum divides `tokens`.
 
     An accelerator's chunk is large enough for its products, 6 FLOPs per weight element and token, to hide its memory traffic per
     weight element: 16 bytes, for two reads of the weight, one product written and read, and the float32 sum of gradients read
@@ -245,7 +245,7 @@ def token_cross_entropy(
     chunk: int,
     programs: LossPrograms | None = None,
 ) -> Tensor:
-    """Cross-entropy (b·s) of each token of the output projection X Wᵀ, float32, without gradient; 0 for an ignored target.
+    """Per-token float32 cross-entropy (b·s) of the logits X Wᵀ, without gradient; 0 for ignored targets.
 
     Arguments as for `linear_cross_entropy`; as there, only one chunk's logits exist at a time.
     """
@@ -291,7 +291,7 @@ class LossPrograms(NamedTuple):
 def _logits_loss(
     logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int, train: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses (c), 0 for ignored targets, and their sum's gradient with respect to the logits (c, ceil(v/t)).
+    """Losses (c), 0 for ignored targets, and their sum's gradient with respect to logits (c, ceil(v/t)).
 
     Overwrites float32 logits on several ranks. The gradient includes ignored targets.
     """
@@ -353,7 +353,7 @@ def _local_columns(targets: Tensor, first: Tensor, logits: Tensor) -> tuple[Tens
 def _reduce_vocabulary(
     logits: Tensor, at_target: Tensor, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Softmax statistics over all ranks' logits (c, ceil(v/t)), which it overwrites, and local target logits (c).
+    """Softmax statistics over all ranks' logits (c, ceil(v/t)), overwritten, and local target logits (c).
 
     Returns:
         log Σ exp z (c), target logits (c), exp(z - max z) (c, ceil(v/t)), and its sum over the vocabulary (c).

@@ -1,4 +1,4 @@
-"""Device mesh: ranks numbered over pipeline × data × context × tensor, slowest first, with a process group for each axis.
+"""Device mesh: ranks over pipeline × data × context × tensor, slowest first; a process group per axis.
 
     rank = ((pipeline · D + data) · C + context) · T + tensor
 
@@ -61,8 +61,7 @@ class Axis:
 
 
 class Mesh:
-    """Axes `pipeline`, `data`, `context`, `tensor`, `kv_replica`, `dp_shard`, `dp_replicate`, `expert`, `expert_shard`,
-    `expert_replicate`, `embedding` and `world` of one rank.
+    """Device mesh of one rank, with an `Axis` for each attribute from `pipeline` to `world`.
 
     On ranks of the middle pipeline stages, `embedding` has size 1. `data` has no process group.
 

@@ -1,4 +1,4 @@
-"""Stateless dropout: masks are a hash of global indices, so there is no RNG state to save, split or preserve.
+"""Stateless dropout: masks hash global indices, so there is no RNG state to save, split or preserve.
 
 Whether an element is dropped depends on a hash of the run's seed, the sample's index in the run, the token's position, the
 layer, the site in the layer, and the feature or key index. The hash is the same under any topology: ranks that hold copies of
@@ -38,7 +38,7 @@ def sample_keys(seed: int, samples: Tensor) -> Tensor:
 
 
 def token_keys(samples: Tensor, positions: Tensor, layers: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys (b, s/c) of the tokens at positions (s/c) or (b, s/c), and their keys (l, b, s/c) in each of the layers (l).
+    """Token keys (b, s/c) at positions (s/c) or (b, s/c), and their keys (l, b, s/c) in the layers (l).
 
     Args:
         samples: the samples' keys (b).

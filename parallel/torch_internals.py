@@ -1,4 +1,4 @@
-"""All private names of torch that the tree uses: the only ones to check when moving to another version of torch.
+"""All private torch names that the tree uses: the only ones to check for another version of torch.
 
 The rest of the tree imports them from here, under our own names: `from parallel.torch_internals import fused_adamw`. Each is
 looked up at its first import, because some of their modules take seconds to import.

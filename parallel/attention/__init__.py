@@ -1,4 +1,4 @@
-"""Attention: kernels behind one interface, tiling, ring attention over the context axis, and attention with dropout.
+"""Attention: kernels behind one interface, tiling, ring attention over the context axis, dropout.
 
 Start with `attention.attention`, which dispatches to the others; `kernels` holds the formulas. Imports torch and, from
 `parallel`, mesh, device, collectives and random.

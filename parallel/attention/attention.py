@@ -1,4 +1,4 @@
-"""Grouped-query attention of a layer: softmax(scale · q kᵀ) v, full or causal, optionally within documents or a sliding window.
+"""Grouped-query attention, softmax(scale · q kᵀ) v, full or causal, with documents or sliding windows.
 
 A context axis of several ranks uses ring attention (ring.py), or gathers K and V in the graph if the axis names a kernel for that
 (gathered.py); a single rank uses the device's kernel. Kernels that support tiling (CPU) run as one opaque operator, which

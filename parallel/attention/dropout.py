@@ -1,4 +1,4 @@
-"""Causal attention with dropout of its probabilities, in plain operators: (softmax(q kᵀ / √d) ∘ mask) v.
+"""Causal attention with dropout of probabilities, in plain operators: (softmax(q kᵀ / √d) ∘ mask) v.
 
 Attention kernels do not support masks that depend on global indices (random.py), so the s/c × s probabilities are materialized,
 in float32 and again after dropout; activation checkpointing frees them after forward. Over a context axis K and V are

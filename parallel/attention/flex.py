@@ -1,4 +1,4 @@
-"""Attention with documents, a window or sinks as FlexAttention (torch.nn.attention.flex_attention), compiled into one kernel.
+"""FlexAttention with documents, a window or sinks, compiled into one kernel.
 
 For devices whose flash attention does not support masks. The mask is a formula of positions and document indices, so no s × s
 tensor exists: the kernel visits only the blocks of 128 × 128 scores that the window and the documents of their rows and columns
@@ -88,7 +88,7 @@ def _block_mask(
     causal: bool,
     window: int | None,
 ) -> BlockMask:
-    """Which keys each query sees: those of its document, up to its own position if causal, and within the window.
+    """Block mask of visible keys: same document, no later than the query if causal, within the window.
 
     Args:
         documents, keys: (b, s/c) and (b, s), document indices of queries and keys.
@@ -136,7 +136,10 @@ def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of true key blocks of each row (b, 1, query blocks), and their indices first in (b, 1, query blocks, key blocks)."""
+    """Count the true key blocks of each row, and put their indices first.
+
+    Shapes: (b, query blocks, key blocks) -> (b, 1, query blocks) and (b, 1, query blocks, key blocks).
+    """
     blocks = blocks[:, None]
     indices = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), indices.to(torch.int32)

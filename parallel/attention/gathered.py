@@ -1,4 +1,4 @@
-"""Attention over the context axis as part of the graph: keys and values are all-gathered, work is balanced as in the ring.
+"""Context-parallel attention in the graph: all-gathered keys and values, work balanced as in the ring.
 
 For devices that compile each operator at its first use and so support no opaque operators (as ring.py's are). Which half of the
 blocks a ring computes depends on the rank, and a graph must not. So here each rank computes, besides the two causal squares of
@@ -66,7 +66,7 @@ def gathered_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over a context axis that names the kernel to use; arguments, result and errors as for `ring_attention`."""
+    """Attention over a context axis that names a kernel; arguments, result and errors of `ring_attention`."""
     tiles.check_inputs("gathered_attention", q, k, v, causal, documents, window, sinks)
     check_sequence("gathered_attention", q, axis)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -170,7 +170,7 @@ class _Documents(NamedTuple):
 
 
 def _blocks(rank: Tensor, size: int, length: int, causal: bool, window: int | None) -> Iterator[_Block]:
-    """The blocks besides the causal squares of the rank's own chunks, which have `length` tokens each; `rank` is (1)."""
+    """Blocks besides the causal squares of the rank's own chunks of `length` tokens; `rank` is (1)."""
     last = 2 * size - 1
     if causal and window is None:
         for m in range(1, last + 1):
@@ -220,9 +220,10 @@ def _differentiate(
 
 
 def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Concatenate out (b, n, s, d) and lse (b, n, s) of parts of the sequence; selective activation checkpointing saves both.
+    """Concatenate out (b, n, s, d) and lse (b, n, s) of parts of the sequence.
 
-    lse is above -inf, since a query sees at least its own key. The comparison makes out depend on lse, so that it is saved too.
+    Selective activation checkpointing saves both: the comparison makes out depend on lse, which is above -inf, since a query sees
+    at least its own key.
     """
     # Stored as the output projection reads it.
     out = torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
@@ -235,10 +236,10 @@ def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor
 
 
 def _sum_shares(shares: Tensor, blocks: list[_Block], size: int) -> Tensor:
-    """Sum dk and dv by chunk of keys: (1 + blocks, 2, b, k, s/2c, d), the first all zeros -> (2c, 2, b, k, s/2c, d).
+    """Sum dk and dv by chunk of keys: (1 + blocks, 2, b, k, s/2c, d) -> (2c, 2, b, k, s/2c, d).
 
-    A chunk of keys occurs in at most one block of each chunk of queries. So shares are gathered by index, which is deterministic,
-    rather than scattered.
+    Share 0 is all zeros. A chunk of keys occurs in at most one block of each chunk of queries. So shares are gathered by index,
+    which is deterministic, rather than scattered.
     """
     chunks = torch.arange(2 * size, device=shares.device)[:, None]  # (2c, 1)
     total: Tensor | None = None
@@ -265,6 +266,6 @@ def _gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _by_rank(x: Tensor) -> Tensor:
-    """Chunks in the order of the sequence (2c, ...) to the order of ranks: the inverse of `_gather`'s reordering."""
+    """Reorder chunks (2c, ...) from sequence order to rank order: the inverse of `_gather`'s reordering."""
     first, second = x.chunk(2)
     return torch.stack((first, second.flip(0)), 1).flatten(0, 1)

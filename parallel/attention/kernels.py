@@ -1,4 +1,4 @@
-"""Attention kernels for blocks: some queries against some keys, with the log-sum-exp needed to merge blocks and for backward.
+"""Attention kernels for blocks of queries and keys, with the log-sum-exp for merging and backward.
 
     scores = scale · q kᵀ;   lse = log Σ exp(scores);   out = exp(scores - lse) v
 
@@ -195,7 +195,7 @@ class CudaFlash(Kernel):
     uses_flex = True
 
     def scratch_bytes(self, q: Tensor, k: Tensor, causal: bool) -> int:
-        """FlashAttention-2's: float32 sums of dq, several of them to add in a fixed order; dk and dv of each query head."""
+        """FlashAttention-2's: several float32 sums of dq for a fixed order; dk and dv of each query head."""
         b, n, _, d = q.shape
         sums = -(-MULTIPROCESSORS // (b * n)) * 4 * q.numel()
         return sums + (2 * b * n * k.shape[2] * d * k.element_size() if k.shape[1] < n else 0)
@@ -251,7 +251,7 @@ def register(name: str, kernel: Kernel) -> None:
 
 
 def load(name: str) -> str:
-    """Register the kernel of this name from an entry point of the group GROUP, unless it is registered or there is none.
+    """Register the named kernel from an entry point of GROUP, unless it is registered or there is none.
 
     The entry point names a subclass of `Kernel`, which is called without arguments.
 
@@ -311,7 +311,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Replace -inf in lse (no visible key) by a finite minimum: exp(-inf - finite) is 0, exp(-inf + inf) is NaN."""
+    """Clamp -inf in lse (no visible key) to a finite minimum: exp(-inf + inf) would be NaN instead of 0."""
     return lse.clamp_min(torch.finfo(lse.dtype).min)
 
 

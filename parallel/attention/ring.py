@@ -1,4 +1,4 @@
-"""Ring attention over the context axis: queries stay, keys and values move around the ring (arXiv 2310.01889).
+"""Ring attention (arXiv 2310.01889): keys and values move around the context axis, queries stay.
 
 Rank r of c holds chunks r and 2c-1-r of the sequence's 2c (zigzag), which balances causal work without computing masked blocks.
 For the keys of rank j:
@@ -95,7 +95,7 @@ def ring_attention(
 
 
 def check_sequence(function: str, q: Tensor, axis: Axis) -> None:
-    """Raise ValueError, naming the function, unless the sequence of q (b, n, s/c, d) divides into 2c chunks."""
+    """Raise ValueError naming the function unless the sequence of q (b, n, s/c, d) divides into 2c chunks."""
     _check_divisible(f"{function}: dim 2 (sequence, over all ranks)", q.shape[2] * axis.size, 2 * axis.size)
 
 
@@ -109,7 +109,7 @@ def _check_divisible(name: str, sequence: int, chunks: int) -> None:
 
 
 class _Area(NamedTuple):
-    """Queries of this rank and keys of another that see each other; `causal` and `distance` as in tiles.py."""
+    """Queries of this rank and the keys of another that they see; `causal`, `distance` as in tiles.py."""
 
     rows: slice
     keys: slice
@@ -118,7 +118,7 @@ class _Area(NamedTuple):
 
 
 def _steps(axis: Axis, length: int, causal: bool, window: int | None) -> Iterator[tuple[int, list[_Area]]]:
-    """For each step: the rank that the keys come from, and the areas to compute; for own keys, causal squares first."""
+    """Yield each step's source rank of keys and areas to compute; for own keys, causal squares first."""
     everything, first, second = slice(None), slice(0, length // 2), slice(length // 2, None)
     for step in range(axis.size):
         source = (axis.rank - step) % axis.size
@@ -162,7 +162,7 @@ def _ring(
     window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the last received keys and values (2, b, k, s/c, d), those of the next rank; empty on a single rank."""
+    """out, lse, and the next rank's K and V (2, b, k, s/c, d), received last; empty on a single rank."""
     ring, block = mesh.registered_axis(axis, size), kernels.get_kernel(kernel)
     b, n, s, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)

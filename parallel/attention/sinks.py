@@ -1,4 +1,4 @@
-"""Attention sinks: a learned score for each query head that joins its softmax without a value (GPT-OSS, arXiv 2309.17453).
+"""Attention sinks (GPT-OSS, arXiv 2309.17453): a learned score per query head that joins its softmax.
 
     p_j = exp(score_j) / (Σ exp(scores) + exp(sink));   out = Σ p_j v_j
 

@@ -60,7 +60,7 @@ def backward(
     scale: float,
     visibility: Visibility,
 ) -> Iterator[tuple[slice, slice, Gradients]]:
-    """Yield rows, keys and (dq of the rows, dk and dv of the keys) of each tile; the caller sums dk and dv over tiles."""
+    """Yield rows, keys and (dq of rows, dk and dv of keys) of each tile; the caller sums dk and dv."""
     for rows, keys, block in _tiles(kernel, q, k, v, scale, visibility, backward=True):
         yield rows, keys, kernel.backward(block, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
 
@@ -105,7 +105,7 @@ def _tiles(
 
 
 def _keys_in_range(query_documents: Tensor, key_documents: Tensor) -> Tensor:
-    """Indices of keys whose document is between the queries' lowest and highest, in any sequence of the batch."""
+    """Indices of keys whose document is within the range of the queries', in any sequence of the batch."""
     low, high = query_documents.amin(1, keepdim=True), query_documents.amax(1, keepdim=True)
     return ((key_documents >= low) & (key_documents <= high)).any(0).nonzero()
 

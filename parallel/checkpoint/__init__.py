@@ -1,4 +1,4 @@
-"""Distributed checkpoints in torch.distributed.checkpoint (DCP) folders: any topology loads what any other saved.
+"""Distributed checkpoints as torch.distributed.checkpoint (DCP) folders that any topology can load.
 
 A *box* is a hyperrectangle of a global tensor, given by offsets and sizes: ranks save and load boxes, and files store boxes.
 Start with `checkpoint.py` (save, load), then `saver.py` (synchronous and asynchronous saves). `reader.py` and `writer.py` are

@@ -1,4 +1,4 @@
-"""Boxes of global tensors as torch.distributed.checkpoint (DCP) sees them, through its protocol for custom tensor types.
+"""Boxes of global tensors in torch.distributed.checkpoint's (DCP) protocol for custom tensor types.
 
 A box is a hyperrectangle of a global tensor, given by its offsets and sizes in global coordinates.
 """

@@ -113,7 +113,7 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
 
 
 def load_frozen(checkpoint: Location, optimizer: ZeRO1) -> None:
-    """Load the weights that the optimizer does not train from a checkpoint of any topology. Collective; errors as for `load`."""
+    """Load the frozen weights from a checkpoint of any topology. Collective; errors as for `load`."""
     error: Exception | None = None
     try:
         about = read_marker(checkpoint)
@@ -161,7 +161,7 @@ def _fill(
 
 
 def _raise_on_all(error: Exception | None, mesh: Mesh) -> None:
-    """Raise one rank's error on every rank: corruption first, then a different model, then a failed read. Collective."""
+    """Raise one rank's error on all: corruption, then a different model, then a failed read. Collective."""
     kinds = (CorruptCheckpoint, ValueError, LoadFailed)
     found = None
     if error is not None:

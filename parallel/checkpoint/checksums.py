@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files in blocks, so that a rank verifies exactly the bytes that it reads.
+"""Block checksums of a checkpoint's files, so that a rank verifies exactly the bytes that it reads.
 
 The checksum of a block is the sum of its 64-bit words modulo 2^64, weighted by an odd number that differs between pages: a
 flipped bit changes it, as does a zeroed, misplaced or swapped page. It runs at memory speed; a cryptographic hash would take
@@ -132,7 +132,7 @@ class BlockTable:
         return range(start // BLOCK, -(-end // BLOCK))
 
     def corrupted(self, first: int, data: Any) -> int | None:
-        """The first of the blocks with these contents, from block `first` on, that differs; None if all are intact."""
+        """Index of the first corrupted block among these contents, from block `first` on; None if intact."""
         found = block_checksums(data)
         expected = self._expected[first : first + len(found)]
         if len(expected) < len(found):

@@ -1,4 +1,4 @@
-"""Read a checkpoint's files, in full, in ranges, or mapped into memory; verified by the checksums in the marker.
+"""Read a checkpoint's files in full, in ranges or memory-mapped, verified by the marker's checksums.
 
 A failed read is retried, then raised. A file counts as missing or truncated only if a listing shows it.
 """
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class CheckpointFiles:
-    """The files of one checkpoint; every method raises CorruptCheckpoint for a file that is missing or corrupted.
+    """Files of a checkpoint; every method raises CorruptCheckpoint for a missing or corrupted file.
 
     Args:
         described: the marker's `files`; empty if the checkpoint was written without checksums.
@@ -115,7 +115,7 @@ class CheckpointFiles:
         return _BlockFile(lambda first, last: self.fetch(file, first, last), end)
 
     def _read(self, file: str, end: int, read: Callable[[], T]) -> T:
-        """Call `read`, with retries. Raises CorruptCheckpoint if a listing shows the file missing or shorter than `end`."""
+        """Retry `read`; raises CorruptCheckpoint if a listing shows the file missing or shorter than `end`."""
         path = f"{self.root}/{file}"
 
         def read_or_explain() -> T:
@@ -133,7 +133,7 @@ class CheckpointFiles:
         return retry_reads(path, read_or_explain)
 
     def _listed_size(self, file: str, error: Exception) -> int | None:
-        """Size in bytes of a file by a listing, None if missing there. Raises `error`, as an OSError, if listing fails."""
+        """Listed size of a file in bytes, None if missing; raises `error` as an OSError if listing fails."""
         try:
             return sizes(self._checkpoint).get(file)
         except ABSENT:

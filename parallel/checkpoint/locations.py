@@ -103,7 +103,7 @@ def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
 
 
 def retry_reads(path: str, read: Callable[[], T]) -> T:
-    """Call `read`, and retry failures after each of READ_PAUSES; absence and corruption are raised at once."""
+    """Call `read`, retrying after each of READ_PAUSES; absence and corruption are raised at once."""
     for pause in READ_PAUSES:
         try:
             return read()
@@ -116,7 +116,7 @@ def retry_reads(path: str, read: Callable[[], T]) -> T:
 
 
 def sizes(checkpoint: Location) -> dict[str, int]:
-    """Size in bytes of each file of a checkpoint, by name. Raises FileNotFoundError if there is no such folder."""
+    """Sizes in bytes of a checkpoint's files by name; raises FileNotFoundError if its folder is missing."""
     files, root = filesystem(checkpoint)
     return {name_of(entry["name"]): entry["size"] for entry in files.ls(root, detail=True)}
 
@@ -138,7 +138,7 @@ def discard_incomplete(location: Location) -> list[str]:
 
 
 def move_aside(location: Location, steps: list[int]) -> Location:
-    """Move the checkpoints of these steps to the first free of `<location>~1`, `<location>~2`, ...; returns which."""
+    """Move these steps' checkpoints to the first free of `<location>~1`, `<location>~2`, ...; returns it."""
     files, root = filesystem(location)
     suffix = _free_suffix(files, root)
     files.makedirs(f"{root}{suffix}", exist_ok=True)
@@ -149,7 +149,7 @@ def move_aside(location: Location, steps: list[int]) -> Location:
 
 
 def quarantine(location: Location, step: int, reason: str) -> Location:
-    """Move a corrupted checkpoint to `<location>/quarantine`, where it never counts as complete; returns where.
+    """Move a corrupted checkpoint to `<location>/quarantine`, never to count as complete; returns where.
 
     Args:
         reason: written to its reason.txt.

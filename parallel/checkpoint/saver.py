@@ -43,7 +43,7 @@ class SaveFailed(RuntimeError):
 
 
 class StaleAttempt(RuntimeError):
-    """The fencing check failed: another writer has taken over the run, so this one must not publish anything."""
+    """Fencing check failed: another writer took over the run, so this one must not publish anything."""
 
 
 @dataclass

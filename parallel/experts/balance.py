@@ -65,7 +65,7 @@ def count_choices(indices: Tensor, experts: int, length: int) -> Tensor:
 def losses(
     balance: Balance, logits: Tensor, scores: Tensor, counts: Tensor, load: Tensor, k: int, context: Axis
 ) -> Tensor:
-    """This rank's terms of the balance loss and the z-loss (2), without coefficients, summed over its samples.
+    """This rank's terms of balance loss and z-loss (2), without coefficients, summed over its samples.
 
     Args:
         logits, scores: (b·s/c, E) of the router, float32.
@@ -93,7 +93,7 @@ def losses(
 
 
 class _Record(Function):
-    """Identity of the weights (T, k), whose backward also returns the gradients of the losses and the statistics.
+    """Identity of weights (T, k); backward also returns the gradients of the losses and the statistics.
 
     Args of `apply`: weights; losses (2) as from `losses`; tally (E + EXTRA), whose gradient becomes the statistics; bias (E) or
     None, whose gradient becomes the excess load; statistics (E + EXTRA); gradient of the losses; number of all choices, T·k.

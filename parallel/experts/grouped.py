@@ -1,4 +1,4 @@
-"""Dropless experts as one operator: rows sorted by expert, sent to the ranks that hold the experts, multiplied in groups.
+"""Dropless experts as one operator: rows are sorted by expert, exchanged and multiplied in groups.
 
 With T tokens of this rank, k experts per token, E experts over n ranks, and act the activation of [gate, up]:
 
@@ -142,7 +142,7 @@ class _Exchange:
         return x.index_select(0, self.order // self.k)
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """Exchange rows sorted by expert (T·k, ...) -> (m, ...), rows of this rank's experts, grouped by expert."""
+        """Exchange rows (T·k, ...) sorted by expert -> (m, ...) of this rank's experts, grouped by expert."""
         if self.axis.size == 1:
             return rows
         arrived = collectives.start_uneven_all_to_all(rows, self.send, self.receive, self.axis)
@@ -162,7 +162,7 @@ class _Exchange:
         return (chosen if weights is None else chosen * weights[..., None]).sum(1).to(rows.dtype)
 
     def _back(self, rows: Tensor) -> Tensor:
-        """Send rows of this rank's experts back to the ranks they came from, sorted there by expert -> (T·k, ...)."""
+        """Send rows of this rank's experts back to their source ranks, sorted there by expert -> (T·k, ...)."""
         if self.axis.size == 1:
             return rows
         ungrouped = rows.index_select(0, self.regroup.argsort())
@@ -176,7 +176,7 @@ class _Exchange:
 
 
 def _has_kernel(parameters: sequential.Parameters) -> bool:
-    """Whether torch has kernels for the grouped products: on GPUs, in bf16, and with rows of a multiple of 16 bytes."""
+    """Whether torch has kernels for the grouped products: on GPUs in bf16, rows a multiple of 16 bytes."""
     factors = parameters.factors()
     wide = all(size % 8 == 0 for factor in factors for size in factor.shape[1:])
     return factors[0].is_cuda and factors[0].dtype == torch.bfloat16 and wide
@@ -189,7 +189,7 @@ def _product(
     bias: Tensor | None = None,
     update: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Rows (m, a), weight (experts, b, a) -> (m, b), by group, in one kernel; a low-rank update takes two more."""
+    """Grouped product (m, a), (experts, b, a) -> (m, b) in one kernel; a low-rank update takes two more."""
     if not len(rows):
         return rows.new_zeros(0, weight.shape[1])
     result = F.grouped_mm(rows, weight.transpose(1, 2), offs=exchange.offsets)
@@ -338,7 +338,7 @@ def _grouped_backward(
 def _input_gradient(
     grad: Tensor, weight: Tensor, exchange: _Exchange, a: Tensor | None, b: Tensor | None
 ) -> Tensor:
-    """Gradients of the inputs (m, i) from those of the outputs (m, o), weights (experts, o, i) and their updates."""
+    """Input gradients (m, i) from output gradients (m, o), weights (experts, o, i) and their updates."""
     transposed = (None, None) if a is None or b is None else (b.transpose(1, 2), a.transpose(1, 2))
     return _product(grad, weight.transpose(1, 2), exchange, update=transposed)
 

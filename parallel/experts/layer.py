@@ -1,4 +1,4 @@
-"""Mixture of experts in place of an MLP: y = Σ over a token's k experts of weight · down(act(gate x, up x)).
+"""Mixture of experts in place of an MLP: y = Σ over k experts of weight · down(act(gate x, up x)).
 
 Experts are divided among the ranks of the expert axis, consecutive ones on a rank; tensor ranks split each expert like an
 MLP, gate and up by rows, down by columns. Tokens are gathered over the tensor axis first, and outputs reduced last, so that
@@ -45,7 +45,7 @@ class ExpertOptions:
 
 
 class ExpertLinear(nn.Module):
-    """Weights and biases of one projection of all experts on this rank, for the products of `MixtureOfExperts`.
+    """Weights and biases of one projection of this rank's experts, for the products of `MixtureOfExperts`.
 
     Args:
         weights, biases: sections of all experts, by global name within this module.

@@ -1,4 +1,4 @@
-"""LoRA of experts: a low-rank update of each expert's projections, y = W x + α/r · B A x, inside the grouped products.
+"""LoRA of each expert's projections, y = W x + α/r · B A x, inside the grouped products.
 
 With E/n experts on a rank and t tensor ranks, the factors are split like the weight, so that no further communication is needed:
 
@@ -20,7 +20,7 @@ from parallel.layout import Layout, Section, layout_of, parameter
 
 
 class ExpertUpdate(SwitchableUpdate):
-    """The updates of one projection of all experts on this rank; global tensors are "a.3.weight", "b.3.gate.weight".
+    """Updates of one projection of this rank's experts; global tensors "a.3.weight", "b.3.gate.weight".
 
     Args:
         linear: the weights.

@@ -1,4 +1,4 @@
-"""Experts one after the other: each computes its outputs, or its gradients, before the next one starts.
+"""Experts one after the other: each computes its outputs or gradients before the next one starts.
 
 For devices without a kernel for grouped products. One expert's intermediate results (rows of 2f elements) fit into a CPU's cache;
 those of all experts would be read from memory by each of a dozen operations.
@@ -76,7 +76,7 @@ def forward(
 def backward(
     saved: Saved, parameters: Parameters, ranges: Iterable[tuple[int, int]], act: Activation, frozen: bool
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the rows (m, h), of their scales (m), and of the parameters, None for those that do not exist.
+    """Gradients of the rows (m, h), their scales (m) and the parameters, None for absent ones.
 
     Args:
         frozen: whether weights and biases need no gradients; theirs are None, too.
@@ -131,7 +131,7 @@ def backward(
 
 
 def _windows(ranges: Iterable[tuple[int, int]], total: int, weights: int) -> Iterator[tuple[int, _Window]]:
-    """Each expert and its window of a table of `total` rows, empty if it has none; `weights`: size of its larger matrix."""
+    """Each expert and its possibly empty window of `total` rows; `weights`: size of its larger matrix."""
     for expert, (start, stop) in enumerate(ranges):
         size = min(total, rounded_up(stop - start, weights))
         first = min(start, total - size)

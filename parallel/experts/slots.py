@@ -1,4 +1,4 @@
-"""Experts with a capacity: each accepts at most C tokens per sample and drops the rest; all shapes are static.
+"""Experts with a capacity: each takes at most C tokens per sample and drops the rest; static shapes.
 
 With s tokens in a sample, C = ⌈factor · s·k / E⌉. Earlier tokens take precedence, so the dropped choices depend on the sample
 only, not on the microbatch size or the data and expert degrees. A dropped choice adds nothing to its token's sum; its weight is
@@ -65,7 +65,7 @@ def slotted_experts(
     down_update: Update | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """Same as `grouped.routed_experts`, with the result of `assign_slots` for a table of `slots` in place of indices."""
+    """Same as `grouped.routed_experts`, with the result of `assign_slots` for `slots` in place of indices."""
     tokens, k = slot.shape
     flat = slot.where(kept, slots).flatten()  # (T·k); dropped choices go to one extra slot
     numbers = torch.arange(tokens, device=x.device).repeat_interleave(k)

@@ -95,7 +95,7 @@ class DeferredGradients:
             layer.kept, layer.output = None, layer.receiver
 
     def take(self) -> Callable[[], None]:
-        """Return the pass that accumulates the weight gradients of the microbatch whose backward pass has just run."""
+        """Return the pass that accumulates weight gradients of the microbatch whose backward has just run."""
         calls = []
         for layer, x in zip(self.layers, self._kept.popleft(), strict=True):
             if x is not None and layer.received is not None:
@@ -111,7 +111,7 @@ class DeferredGradients:
 
 
 class _Compute(Function):
-    """An empty result whose backward computes a weight's gradient, which autograd then owns and does not copy."""
+    """Empty result whose backward computes a weight's gradient, which autograd owns and does not copy."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Q, K and V projections of grouped-query attention as one column-parallel product, at any valid tensor degree.
+"""Fused QKV projection of grouped-query attention, column-parallel at any valid tensor degree.
 
 Over t tensor ranks with n query and k KV heads:
 

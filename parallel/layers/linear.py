@@ -72,7 +72,7 @@ class ColumnLinear(Function):
 def column_input_gradient(
     ctx: Any, grad: Tensor, x: Tensor, weight: Tensor
 ) -> tuple[collectives.PendingReduceScatter | collectives.PendingAllReduce | _Reduced | None, Tensor | None]:
-    """Start the reduction of dX = Σ dYi Wi, to be awaited after dW, and return it with the full X (b·s, h) for dW.
+    """Start reducing dX = Σ dYi Wi, to be awaited after dW; return it and the full X (b·s, h) for dW.
 
     Either is None if the backward pass does not need it.
     """
@@ -281,7 +281,7 @@ class ReplicatedLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with the vocabulary split by rows; ranks look up the tokens of their shard and reduce the results.
+    """Vocabulary-parallel token embedding: ranks look up the tokens of their rows and reduce the results.
 
     Args:
         vocabulary: v; if the axis does not divide it, the last shards are padded with unused rows.
@@ -360,7 +360,7 @@ class Embedding(nn.Module):
 
 
 def _first_row(layout: Layout, axis: Axis, device: torch.device | str | None) -> Tensor:
-    """Index of this rank's first vocabulary row, as a tensor: a Python number would give each rank its own graph."""
+    """This rank's first vocabulary row, as a tensor: a Python number would give each rank its own graph."""
     return torch.tensor(axis.rank * layout.local_shape()[0], device=device)
 
 
@@ -376,7 +376,7 @@ def check_divisible(layer: nn.Module, argument: str, size: int, axis: Axis) -> N
 
 
 def check_input(layer: nn.Module, x: Tensor, width: int) -> None:
-    """Raise ValueError unless x is (tokens, width) in the weight's dtype; called before any rank enters a collective."""
+    """Raise ValueError, before any collective, unless x is (tokens, width) in the weight's dtype."""
     if x.shape[-1] != width or x.dim() != 2:
         raise ValueError(
             f"{type(layer).__name__}: input has shape {tuple(x.shape)}, expected (tokens, {width})"

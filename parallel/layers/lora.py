@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): a frozen linear layer plus a trained update of low rank, y = W x + α/r · B A x.
+"""LoRA (arXiv 2106.09685): frozen linear layer plus trained low-rank update, y = W x + α/r · B A x.
 
 A is (r, i), drawn like a layer's weights, and B (o, r) zero, so that training starts from the frozen layer. Over t tensor ranks:
 
@@ -96,7 +96,7 @@ def without_updates(model: nn.Module) -> Iterator[None]:
 
 
 def keep_sections_apart(weight: nn.Parameter, groups: Sequence[Sequence[str]], rank: int) -> None:
-    """Mask B's gradient (o/t, groups · r): each section trains only its group's r columns, one without a group nothing."""
+    """Mask B's gradient (o/t, groups · r), so that each section trains only its group's r columns, if any."""
     layout, mask, row = layout_of(weight), torch.zeros_like(weight), 0
     for section in layout.sections:
         rows = layout.local_rows(section)

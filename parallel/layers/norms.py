@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of hidden states, replicated over the tensor axis, and RMSNorms of query and key heads.
+"""RMSNorm and LayerNorm of hidden states, replicated over the tensor axis; RMSNorms of q and k heads.
 
 Hidden states may be full or sequence-parallel. Query and key heads are sharded over the tensor axis, and are normalized
 individually (`HeadNorm`), or all of a token's together (`ProjectionNorm`), which all-reduces a sum of squares per token.
@@ -83,7 +83,7 @@ class RMSNorm(nn.Module):
 
 
 class CenteredNorm(RMSNorm):
-    """(x - mean) / sqrt(var + ε) · w, LayerNorm without a bias, over the last dim. Arguments as for RMSNorm."""
+    """LayerNorm without bias over the last dim, (x - mean) / sqrt(var + ε) · w; arguments as for RMSNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, None, self.epsilon)
@@ -125,7 +125,7 @@ class _HeadRMSNorm(Function):
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of each query and key head, with one weight (d) for all query heads and one for all key heads (Qwen3).
+    """RMSNorm of each query and key head (Qwen3), with one weight (d) for query heads, one for key heads.
 
     Args:
         head_dim: d.
@@ -155,7 +155,7 @@ class HeadNorm(nn.Module):
 
 
 class ProjectionNorm(nn.Module):
-    """RMSNorm over all query or all key heads of a token together, with a weight for each element (OLMo 2).
+    """RMSNorm over all query or all key heads of a token together, with a weight per element (OLMo 2).
 
     Args:
         heads: of the model: n or k.

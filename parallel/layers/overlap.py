@@ -32,7 +32,7 @@ SMALLEST_BYTES = 8 << 20  # of a chunk's collective, so that latency is a small 
 
 
 def count_chunks(rows: int, row_bytes: int, axis: Axis) -> int:
-    """Number of chunks of a product with `rows` gathered rows, for each of which the collective moves `row_bytes`.
+    """Number of chunks of a product of `rows` gathered rows; the collective moves `row_bytes` for each.
 
     Returns:
         a divisor of each rank's number of rows.
@@ -70,7 +70,7 @@ def gather_product(
 
 
 def _write_chunk(result: Tensor | None, chunk: Tensor, i: int, chunks: int, axis: Axis) -> Tensor:
-    """Copy chunk i (n·p/c, m) to each rank's rows in `result` (n, c, p/c, m), which the first call allocates."""
+    """Copy chunk i (n·p/c, m) to each rank's rows in `result` (n, c, p/c, m), allocated by the first call."""
     chunk = chunk.unflatten(0, (axis.size, -1))  # (n, p/c, m)
     if result is None:
         result = chunk.new_empty(axis.size, chunks, *chunk.shape[1:])

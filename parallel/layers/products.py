@@ -1,4 +1,4 @@
-"""Matrix products of linear layers: in the tensors' dtype, or in 8-bit floating point (FP8) with dynamic scales.
+"""Matrix products of linear layers: in the tensors' dtype, or in FP8 with dynamic scales.
 
 A linear layer Y = X Wᵀ has three products, whose factors are both quantized along the dim that is summed over:
 
@@ -174,7 +174,7 @@ save_outputs(torch.ops.trainshed.mx_product.default)
 
 
 def quantize(x: Tensor, recipe: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (m, k) -> values (m, k) in an FP8 dtype, row-major, and float32 scales: (1, 1), (m, 1) or (m, k/32, 1)."""
+    """x (m, k) -> row-major FP8 values (m, k) and float32 scales (1, 1), (m, 1) or (m, k/32, 1)."""
     wide, largest = x.float().contiguous(), torch.finfo(dtype).max
     if recipe == "mxfp8":
         blocks = wide.unflatten(1, (-1, MX_BLOCK))  # (m, k/32, 32)
@@ -199,8 +199,9 @@ def dequantize(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Scales (m, k/32) in the order that tensor cores read: tiles of 128 × 4, of which each stores row r, column c at
-    (r mod 32) · 16 + ⌊r / 32⌋ · 4 + c (cuBLAS, 1D block scaling factors layout).
+    """Reorder scales (m, k/32) for tensor cores (cuBLAS, 1D block scaling factors layout).
+
+    Each tile of 128 × 4 stores row r, column c at (r mod 32) · 16 + ⌊r / 32⌋ · 4 + c.
 
     Returns:
         flat, with zeros for the rows and columns that pad the last tiles.

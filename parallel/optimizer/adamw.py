@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) on flat float32 tensors: torch's fused kernel, or a function that can be compiled.
+"""AdamW (arXiv 1711.05101) on flat float32 tensors: torch's fused kernel or a compilable function.
 
 With g the gradient divided by `divisor`, m and v the moments, at update t:
 
@@ -53,7 +53,7 @@ def adamw(
     skip: Tensor,
     compiled: Update | None = None,
 ) -> None:
-    """One in-place AdamW step on flat tensors of equal length, float32 except the gradient, which may have any dtype.
+    """One in-place AdamW step on flat float32 tensors of equal length; the gradient may have any dtype.
 
     Args:
         constants: `settings.constants(weight_decay, ...)`.

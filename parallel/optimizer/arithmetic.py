@@ -51,7 +51,7 @@ def add(target: Tensor, source: Tensor) -> None:
 
 
 def square_norm(shards: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Weighted sum of squares of flat tensors, each with one weight for each of its equal blocks; 0-dim float32."""
+    """Weighted sum of squares of flat tensors, each with one weight per equal block; 0-dim float32."""
     total = torch.zeros_like(weights[0][0])
     for shard, weight in zip(shards, weights, strict=True):
         norms = torch.linalg.vector_norm(shard.view(len(weight), -1), dim=1, dtype=torch.float32)
@@ -106,7 +106,7 @@ def checksums(shards: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 
 
 def count_differing(highest: Sequence[Tensor]) -> Tensor:
-    """How many sums differ between ranks, given the highest of each and of its complement (`checksums`); (1), float32."""
+    """Number (1) of sums that differ between ranks, given the maxima of `checksums` over ranks; float32."""
     total = torch.zeros_like(highest[0][:1], dtype=torch.float32)
     for extremes in highest:
         sums, complements = extremes.chunk(2)

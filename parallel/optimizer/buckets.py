@@ -1,4 +1,4 @@
-"""Buckets: parameters concatenated in flat memory, so that one collective and one kernel serve many of them.
+"""Buckets: parameters concatenated in flat memory, so that one collective and one kernel serve many.
 
 The parameters of a bucket have the same dtype, weight decay, learning-rate multiplier, update rule and partial axes, and either
 all belong to experts or none does. They become views of `values`, their summed gradients are views of `gradients`. With d ranks
@@ -173,7 +173,7 @@ class Bucket:
         self.awaited -= 1
 
     def take_gradients(self) -> Tensor:
-        """Return `gradients` for reduction, with zeros for parameters without one; if not resident, later ones get new memory."""
+        """Return `gradients`, zeros where missing, for reduction; if not resident, later ones get new memory."""
         gradients = self.gradients
         if gradients is None:
             gradients = torch.zeros_like(self.values, dtype=self.gradient_dtype)
@@ -223,7 +223,7 @@ class Bucket:
         return [part[1:] for part in sorted(held + gaps, key=lambda part: part[0])]
 
     def gather_in_graph(self, shard: nn.Parameter) -> None:
-        """Receive gradients from `shard`, the parameter with the master weights that a graph gathers, summed over `dp_shard`."""
+        """Receive gradients, summed over `dp_shard`, from `shard`, the master weights that a graph gathers."""
         self.in_graph = True
 
         def accumulate(shard: nn.Parameter) -> None:
@@ -271,7 +271,7 @@ class Bucket:
                 yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, box.replicas, saved)
 
     def _local_boxes(self) -> Iterator[tuple[int, Box]]:
-        """The boxes of all parameters, each with the position of its first element relative to this rank's shard."""
+        """Boxes of all parameters, each with its first element's position relative to this rank's shard."""
         for slot in self.slots:
             row = slot.parameter.shape[1:]
             for box in layout_of(slot.parameter).boxes(slot.name, self.mesh.tensor.rank):
@@ -280,14 +280,14 @@ class Bucket:
 
 
 def pack(sizes: Sequence[int], shards: int, *dtypes: torch.dtype) -> tuple[list[int], int]:
-    """Starts of tensors of these sizes in flat memory, aligned in each dtype, and its length, a multiple of `shards`."""
+    """Starts of tensors in flat memory, aligned in each dtype, and its length, a multiple of `shards`."""
     unit = ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
     ends = list(accumulate(math.ceil(size / unit) * unit for size in sizes))
     return [0, *ends[:-1]], math.ceil(ends[-1] / (shards * unit)) * shards * unit
 
 
 def bucket_size(shards: int, device: Device) -> int:
-    """Minimum number of elements of a bucket, so that its messages are large: a rank sends one shard of it at a time."""
+    """Minimum number of elements of a bucket, for large messages: a rank sends one shard of it at a time."""
     message = 4 * LATENCY * (device.network or 0) / torch.float32.itemsize
     return max(BUCKET_SIZE, shards * round(message))
 
@@ -300,7 +300,7 @@ def resize_storage(flat: Tensor, size: int) -> None:
 def split_range(
     shape: tuple[int, ...], low: int, high: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements [low, high) of a row-major tensor into contiguous boxes: (first element, offsets, sizes).
+    """Cut [low, high) of a row-major tensor into contiguous boxes: (first element, offsets, sizes).
 
     A matrix yields at most three: the end of a row, complete rows, the beginning of a row.
     """

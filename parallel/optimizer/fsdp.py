@@ -1,4 +1,4 @@
-"""FSDP (arXiv 2304.11277; stage 3 of ZeRO, arXiv 1910.02054): parameters are gathered when a part of the model needs them.
+"""FSDP (arXiv 2304.11277; ZeRO stage 3, arXiv 1910.02054): parameters are gathered when needed.
 
 The model is divided into units: the embedding, each block, the head. A unit's matrices are one bucket, of which each of d ranks
 keeps a shard; vectors (norms, biases) are small and stay resident, as in ZeRO-1. In a step with m microbatches:
@@ -71,10 +71,10 @@ class Unit:
 
 
 def gather_on_use(units: Sequence[Unit], keep: bool) -> None:
-    """Register hooks that gather the weights of a stage's units for forward and backward, and prefetch the next unit's.
+    """Register hooks that gather a unit's weights for forward and backward and prefetch the next unit's.
 
     Args:
-        units: in the order of forward.
+        units: of a stage, in the order of forward.
         keep: whether the weights of blocks stay gathered until the optimizer releases them.
     """
     for number, unit in enumerate(units):
@@ -144,7 +144,7 @@ def gather_in_graph(block: nn.Module) -> None:
 
 
 def _bind(unit: Unit) -> None:
-    """Replace the parameters of a block that gathers in its graph with its shards, which receive the gradients."""
+    """Replace parameters of a block that gathers in its graph with shards, which receive the gradients."""
     (block,) = unit.users
     owners = {id(p): (module, name) for module in block.modules() for name, p in module._parameters.items()}
     for number, bucket in enumerate(unit.buckets):

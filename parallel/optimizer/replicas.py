@@ -124,14 +124,14 @@ def _has_copies(bucket: Bucket, mesh: Mesh, axis: Axis) -> bool:
 
 
 def _checksum_weights(bucket: Bucket, mesh: Mesh, axis: Axis) -> Tensor:
-    """Weight of each block of the shard: 0 without copies, else a distinct odd number, so that differences do not cancel."""
+    """Weights of the shard's blocks: 0 without copies, else distinct odd numbers, against cancellation."""
     copied = bucket.block_weights(lambda box: _is_replicated(bucket, box.replicas, mesh, axis))
     weights = torch.arange(1, 2 * len(copied), 2) * copied.bool()
     return weights.to(torch.int32).to(bucket.master.device)
 
 
 def _replicated(buckets: Sequence[Bucket], mesh: Mesh, axis: Axis) -> list[tuple[Bucket, ShardBox]]:
-    """The boxes in this rank's shards that other ranks of an axis have too, in the same order on each of them."""
+    """Boxes in this rank's shards that other ranks of an axis have too, in the same order on each."""
     return [
         (bucket, box)
         for bucket in buckets

@@ -1,4 +1,4 @@
-"""ZeRO-1 (arXiv 1910.02054, stage 1): AdamW whose float32 master weights and moments are sharded over data × context.
+"""ZeRO-1 (arXiv 1910.02054): AdamW, float32 master weights and moments sharded over data × context.
 
 One step over the d ranks of `dp_shard`:
 
@@ -41,7 +41,7 @@ Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
 
 @dataclass(frozen=True)
 class StepResult:
-    """The global gradient norm before clipping, and 1 if the update was skipped, else 0; 0-dim float32 on the device."""
+    """Global gradient norm before clipping, and 1 if skipped, else 0; 0-dim float32 on the device."""
 
     gradient_norm: Tensor
     skipped: Tensor
@@ -53,7 +53,7 @@ def decays_matrices(name: str, parameter: nn.Parameter) -> bool:
 
 
 class ZeRO1:
-    """AdamW over a model's parameters, with states sharded over the mesh's `dp_shard` axis (size 1: plain data parallelism).
+    """AdamW with states sharded over the mesh's `dp_shard` axis (size 1: plain data parallelism).
 
     Args:
         named_parameters: with layouts (`parallel.parameter`); their memory moves into buckets.
@@ -164,7 +164,7 @@ class ZeRO1:
         return bucket
 
     def begin_step(self, microbatches: int) -> None:
-        """Expect this many backward passes before `step`; the last one starts the reduction of each complete bucket."""
+        """Expect this many backward passes before `step`; the last starts the reduction of complete buckets."""
         self._reduced = 0  # resident buckets whose reduction was started
         self._summed = False  # whether `reduce` has run
         # Gradients that are being summed over `dp_shard`, and whether no microbatch of the step follows.
@@ -207,7 +207,7 @@ class ZeRO1:
         self._reducing.append((bucket, gradients, started, complete))
 
     def _finish_reduce(self) -> None:
-        """Wait for the oldest bucket, and add the sum over `dp_shard` to its shard; start the sum of that over its replicas."""
+        """Await the oldest bucket's sum over `dp_shard`, add it to its shard, start the sum over replicas."""
         bucket, gradients, started, complete = self._reducing.popleft()
         if bucket.resident and started is None:
             return  # the shard is in place
@@ -291,7 +291,7 @@ class ZeRO1:
         return StepResult(norm, skipped)
 
     def gather_before_use(self, units: Sequence[Unit]) -> None:
-        """Let `step` return before resident parameters are gathered; hooks wait for those of a unit before its forward.
+        """Let `step` return before resident parameters are gathered; hooks await a unit's before its forward.
 
         Raises:
             ValueError: a resident parameter is in none of the units.
@@ -320,7 +320,7 @@ class ZeRO1:
 
     @torch.no_grad()
     def rehearse(self, microbatches: int) -> None:
-        """Run a step's computations without its collectives, on arbitrary values, so that all of them are compiled."""
+        """Run a step's computations without collectives, on arbitrary values, so that all are compiled."""
         self.begin_step(microbatches)
         passes = min(microbatches, 2)  # the first gradient is assigned, the others are added
         for bucket in self.buckets:
@@ -388,7 +388,7 @@ class ZeRO1:
                 yield box, {state: box.view(getattr(bucket, state)) for state in STATES}
 
     def frozen_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
-        """The boxes of global tensors in this rank's frozen weights, as for `state_boxes`; no checkpoint saves them."""
+        """Boxes of global tensors in this rank's frozen weights, like `state_boxes`; no checkpoint saves them."""
         for bucket in self.frozen_buckets:
             for box in bucket.boxes():
                 yield box, {"master": box.view(bucket.master)}
@@ -416,7 +416,7 @@ def fill_buckets(
     weight_decay: Callable[[str, nn.Parameter], float],
     size: int = BUCKET_SIZE,
 ) -> list[tuple[float, tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Group parameters of equal dtype, weight decay, learning rate, partial axes and update rule; matrices and vectors apart.
+    """Group parameters by dtype, weight decay, learning rate, partial axes, update rule, matrix or vector.
 
     Experts' parameters have separate buckets. Weight decay is divided by the learning-rate multiplier, so that weights with the
     same decay shrink equally in a step.

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank holds some stages of the model, and a schedule runs microbatches through all of them.
+"""Pipeline parallelism: each rank holds some stages; a schedule runs microbatches through all.
 
 Built on torch.distributed.pipelining, whose schedules order the forward and backward passes of m microbatches (`schedules.py`
 has the cost of each). Neighbouring stages exchange hidden states in forward and their gradients in backward, (tokens, h) per
@@ -89,7 +89,7 @@ class Pipeline:
             self.schedule = ScheduleInterleavedZeroBubble(self._stages, **options)
 
     def train(self, tokens: Tensor | None, targets: Tensor | None, scale: Tensor, **inputs: Tensor) -> Tensor:
-        """Forward and backward of a step's microbatches; accumulates the gradients of `scale` times the summed loss.
+        """Forward and backward of a step's microbatches; accumulates gradients of `scale` · summed loss.
 
         Args:
             tokens: (m·b, ...), used on the first stage only.

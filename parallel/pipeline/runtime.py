@@ -1,4 +1,4 @@
-"""Subclasses of torch.distributed.pipelining's stage and schedules: less memory, working parameter hooks, extra warmup."""
+"""Subclasses of torch.distributed.pipelining: less memory, working parameter hooks, extra warmup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SENDS_IN_FLIGHT = 2  # of one stage
 
 
 class OneForwardOneBackward(PipelineScheduleRuntime):
-    """1F1B as a torch runtime schedule, so that sends and receives overlap with compute, with extra warmup forwards."""
+    """1F1B with extra warmup forwards as a torch runtime schedule, which overlaps send/recv with compute."""
 
     def __init__(self, stages: list[PipelineStage], extra_forwards: int, **options: Any) -> None:
         super().__init__(stages, **options)

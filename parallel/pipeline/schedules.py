@@ -37,7 +37,7 @@ def one_forward_one_backward(
 
 
 def _maximum_held(ranks: int, rank: int, extra_forwards: int) -> int:
-    """Microbatches whose activations a rank holds at once with 1f1b; extra forwards are useless on the last rank."""
+    """Microbatches whose activations a 1f1b rank holds at once; extra forwards are useless on the last."""
     return ranks - rank + (extra_forwards if rank < ranks - 1 else 0)
 
 
@@ -86,7 +86,7 @@ def in_flight(
     stages_per_rank: int = 1,
     extra_forwards: int = 0,
 ) -> float:
-    """Peak number of microbatches whose activations a rank holds; a microbatch in one of k stages counts 1/k."""
+    """Peak number of microbatches whose activations a rank holds; one in one of k stages counts 1/k."""
     if schedule == "1f1b":
         return min(_maximum_held(ranks, rank, extra_forwards), microbatches)
     if schedule == "zero_bubble":
@@ -104,7 +104,7 @@ def bubble(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 
 
 
 def check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:
-    """Raise ValueError, with the nearest valid numbers, if the schedule does not support this number of microbatches."""
+    """Raise ValueError with the nearest valid numbers if the schedule does not support `microbatches`."""
     if not supports_microbatches(schedule, ranks, microbatches):
         near = range(1, microbatches + 2 * ranks)
         below = [m for m in near if m < microbatches and supports_microbatches(schedule, ranks, m)][-1:]

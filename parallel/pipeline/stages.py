@@ -48,7 +48,7 @@ def cut_layers(
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut layers into non-empty stages with minimal cost of the slowest, and then minimal sum of squared costs.
+    """Cut layers into non-empty stages of minimal maximum cost, then minimal sum of squared costs.
 
     Among equal cuts it prefers more layers in later stages: earlier ones hold more microbatches in flight.
     """
