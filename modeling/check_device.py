@@ -1,4 +1,4 @@
-"""Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] [--profile NAME ...] [--json]`
+"""Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] ...`
 
 The checks range from a matrix product to training on all devices of the machine, compared with the CPU in float32 or with the
 vendor's published figures. Each check runs in separate processes, so that a crash or a hang does not affect the others. Run it
@@ -146,7 +146,7 @@ def check_collectives(kind: str) -> Result:
 
 
 def check_parallel_training(kind: str) -> Result:
-    """Losses of the model on all devices with each kind of parallelism, compared with one process on the CPU."""
+    """Losses on all devices with each kind of parallelism, compared with one process on the CPU."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     expected = _losses(_profile("cpu", "float32", ranks))  # before a process group exists
     device, local = _device(kind)
@@ -209,7 +209,7 @@ def write_calibration(kind: str, processes: int, deterministic: bool = True) -> 
 
 
 def _within_tolerance(errors: dict[str, float]) -> Result:
-    """Whether each relative error is within its precision's tolerance, or float32's if its name is not a precision."""
+    """Whether relative errors are within the tolerance of the precision in their name, else float32's."""
     measured = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     limits = (TOLERANCES.get(name, TOLERANCES["float32"]) for name in errors)
     return Result(measured, all(error <= limit for error, limit in zip(errors.values(), limits, strict=True)))
@@ -233,7 +233,7 @@ def _error(actual: list[float], expected: list[float]) -> float:
 
 
 def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> Profile:
-    """A small Llama that can be split over `ranks` ranks along any mesh axis, or by FSDP; without a `way`, on one process."""
+    """A small Llama that splits over `ranks` ranks in any `way`; without one, it runs in one process."""
     parallel = {way: ranks} if way in ("tensor", "context", "pipeline") else {}
     if way == "fsdp":
         parallel = {"data_sharding": "fsdp"}
@@ -285,12 +285,12 @@ def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
 
 
 def default_processes(kind: str) -> int:
-    """The number of the machine's devices; 2 on a CPU. Raises RuntimeError if the device's software is missing."""
+    """Number of devices, 2 for a CPU. Raises RuntimeError if the device's software is missing."""
     return 2 if kind == "cpu" else devices.resolve(kind).available()
 
 
 def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[tuple[Check, Result, float]]:
-    """Run every check, those that accept a profile once for each. Returns checks, results and durations in seconds."""
+    """Run each check, once per profile if it accepts one; returns checks, results and seconds."""
     results = []
     for check in CHECKS:
         if check.all_devices and processes == 1:
@@ -306,7 +306,7 @@ def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[
 
 
 def _on_profile(check: Check, profile: str) -> Check:
-    """The check as listed for a profile: with the profile's name, and the tolerance of FP8 if the profile uses it."""
+    """The check with the profile's name and, if the profile uses FP8, the tolerance of FP8."""
     eight = resolve.load(profile).train.precision == "fp8"
     expected = f"{check.expected}, FP8 {kernel_errors.TOLERANCES['fp8']:.0e}" if eight else check.expected
     return replace(check, name=f"{check.name}, {Path(profile).stem}", expected=expected)

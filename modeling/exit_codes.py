@@ -1,4 +1,4 @@
-"""Exit codes of the programs that run on devices: why a program ended, which decides whether the flow retries it."""
+"""Exit codes of programs that run on devices: why one ended, which decides whether it is retried."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def code_of(program: Callable[[], int]) -> int:
 
 
 def _follows_failed_read(error: BaseException | None) -> bool:
-    """Whether an error was raised because a file or server could not be read, so the input may still be valid."""
+    """Whether an error came from an unreadable file or server, so the input may still be valid."""
     while error is not None:
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
             return True

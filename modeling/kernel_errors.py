@@ -58,7 +58,7 @@ class Kernel:
     remedy: str = UPDATE_SOFTWARE  # what to do if it is missing or wrong
 
     def check(self, device: torch.device) -> tuple[str, bool]:
-        """The measured errors, and whether they are within the tolerances; on failure with the shape and the remedy."""
+        """Measured errors, with shape and remedy on failure, and whether they are within the tolerances."""
         try:
             errors = self.errors(device)
         except (RuntimeError, ValueError) as error:
@@ -94,7 +94,7 @@ def kernels_of(profile: Profile) -> list[Kernel]:
 
 
 def attention_errors(profile: Profile, device: torch.device) -> Errors:
-    """Output and gradients of attention within a rank, with the profile's document mask and sliding window."""
+    """Output and gradients of rank-local attention with the profile's document mask and sliding window."""
     queries, kv, s, d = _attention_sizes(profile)
     inputs = [_normal(number, 1, n, s, d) for number, n in enumerate((queries, kv, kv, queries))]
     documents = torch.arange(s)[None] // max(1, s // 3) if profile.document_masks else None
@@ -222,7 +222,7 @@ def expert_errors(layer: MixtureOfExperts, hidden: int, tokens: int, device: tor
 def _call_experts(
     values: dict[str, Tensor], indices: Tensor, slots: tuple[Tensor, Tensor, int] | None, activation: str
 ) -> Tensor:
-    """The outputs of each token's experts by the layer's kernels (experts/layer.py): grouped, or in slots if given."""
+    """Outputs of each token's experts by the layer's kernels (experts/layer.py), grouped or in `slots`."""
     values = dict(values)
     x, *operands = (values.pop(name) for name in ("x", "weights"))
     matrices = values.pop("gate_up"), values.pop("down"), Axis("expert")
@@ -283,7 +283,7 @@ def _fp8_products(profile: Profile) -> list[Kernel]:
 
 
 def fp8_errors(profile: Profile, inputs: int, outputs: int, device: torch.device) -> Errors:
-    """Output and gradients of a linear layer in FP8, compared with float32 and with emulation of the same quantization."""
+    """Output and gradients of an FP8 linear layer, compared with float32 and with emulated FP8."""
     tokens = _tokens(profile)
     # Scales differ by row and by block of a row, so that scales in a wrong order cause errors.
     values = [

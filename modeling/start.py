@@ -1,4 +1,4 @@
-"""Start a program: `python -m modeling.start PROGRAM ARGUMENTS...` imports it without garbage collection, then runs its `main`.
+"""Import a program without garbage collection, run its `main`: `python -m modeling.start PROGRAM ...`
 
 Imported objects live as long as the process, and scanning them for garbage takes a fifth of a torch program's start-up time.
 """
@@ -16,7 +16,7 @@ from modeling import exit_codes
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Disable garbage collection in the block, and exempt all objects that are alive at its end from later collections."""
+    """Disable garbage collection in the block, and exempt objects alive at its end from later ones."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Graph compilation in a training process: the compilers behind one interface, and the cache of compiled graphs.
+"""Graph compilation in a training process: compilers behind one interface, and the graph cache.
 
 Start with `graph_cache.py` (which regions are compiled, cache misses and hits); `compilers.py` has inductor and
 Neuron. Compiling ahead of time is `modeling.tracing`. Imports `parallel` and `profiles` only.

@@ -1,4 +1,4 @@
-"""Graph compilers behind one interface: requirements, cache folder, and the number of cache misses and hits.
+"""Graph compilers behind one interface: requirements, cache folder, cache misses and hits.
 
     inductor   CPU and CUDA. Its cache folder holds graphs, generated code and, on a CPU, shared libraries; the folder itself is
                the artifact, because on a CPU `torch.compiler.save_cache_artifacts` omits compiled code
@@ -50,7 +50,7 @@ class Compiler(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Fill the cache folder with what every compiling process needs; each one's cache starts as a copy of it."""
+        """Fill the cache folder with what all compiling processes need; each starts with a copy of it."""
 
     @abstractmethod
     def cache_counts(self) -> tuple[int, int]:
@@ -186,5 +186,5 @@ def make_compiler(profile: Profile) -> Compiler:
 
 
 def missing_requirement(profile: Profile) -> str | None:
-    """What this machine lacks for the profile's compiler, as a phrase for messages; None if it can compile."""
+    """What this machine lacks for the profile's compiler, as a phrase for messages; None if nothing."""
     return make_compiler(profile).missing_requirement()

@@ -1,4 +1,4 @@
-"""Compiled graphs of a training run: what is compiled, where it is cached, and cache misses and hits per program.
+"""Compiled graphs of a training run: what is compiled, its cache, and misses and hits per program.
 
 Two regions of a model are compiled: the transformer block, one graph for all identical layers, and a chunk of the
 loss, one graph for all chunks. Each has two programs: training (a block's forward and backward graphs, a loss graph that
@@ -100,7 +100,7 @@ def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backen
 
 
 def function_compiler(kind: str, backend: Callable[[str], Backend]) -> Compile | None:
-    """Compiler of functions, with a graph for each combination of shapes; None for devices with a kernel per operator."""
+    """Function compiler, one graph per combination of shapes; None on devices with a kernel per operator."""
     if not devices.KINDS[kind].compiles_operators:
         return None
     return partial(torch.compile, backend=backend(STEP), **OPTIONS)
@@ -174,7 +174,7 @@ class EagerStatistics:
 
 
 def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | None, bool]:
-    """The folder for a run's compiled graphs, or None to run eager; and whether it contains every graph already.
+    """A run's folder of compiled graphs (None: run eager), and whether it has every graph already.
 
     Args:
         artifact: folder of the graphs artifact; None compiles during training.

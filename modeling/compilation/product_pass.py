@@ -1,4 +1,4 @@
-"""Inductor pass for CPUs: multiply large float32 matrices by oneDNN, as eager products do (parallel/host_products.py).
+"""Inductor pass for CPUs: oneDNN for large float32 products, as in eager (parallel/host_products.py).
 
 Runs on forward and backward graphs after they are split, so captured graphs, traces and FLOP counts have torch's products only.
 """
@@ -32,7 +32,7 @@ class OneDNNProducts(CustomGraphPass):
                     _replace(node, _ours.add_product.default, (total, a, b))
 
     def uuid(self) -> str:
-        """What the compiler's cache identifies this pass by: its code, and whether it replaces products on this processor."""
+        """Cache key of this pass: its code, and whether it replaces products on this processor."""
         return f"{host_products.ONEDNN_IS_FASTER}" + "".join(
             Path(file).read_text() for file in (__file__, host_products.__file__)
         )

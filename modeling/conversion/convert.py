@@ -1,8 +1,8 @@
-"""Convert checkpoints: `python -m modeling.conversion.convert SOURCE DESTINATION --to hf|nxd|trainshed ...`, in one process.
+"""Convert checkpoints: `python -m modeling.conversion.convert SOURCE DESTINATION --to FORMAT ...`
 
     source -> Weights (memory-mapped parts of global tensors) -> files of the destination, written in slices
 
-Several files are written concurrently, so that reading and writing overlap. Memory is bounded by the budget for slices,
+One process writes several files concurrently, so that reading and writing overlap. Memory is bounded by the budget for slices,
 independent of the model's size. A file is hashed while it is written under a temporary name, recorded in the journal, then
 renamed: an interrupted conversion resumes with the missing files.
 """
@@ -70,7 +70,7 @@ class Options:
         return max(1 << 20, self.budget * 10**6 // (WORKERS * COPIES))
 
     def job(self, source: Path) -> dict[str, Any]:
-        """Everything that determines the result, as JSON: name, size and time of the source's files, and the options."""
+        """What determines the result, as JSON: the source files' names, sizes and times, and the options."""
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
         options["cuts"] = self.cuts and list(self.cuts)
         options["adapters"] = self.adapters and _stats(self.adapters)
@@ -137,7 +137,7 @@ def convert(
 
 
 def _members(source: Path, options: Options) -> list[Path]:
-    """The checkpoints to read: the source's latest first, then those to average it with. Raises ProfileError."""
+    """Checkpoints to read: the source's latest, then those to average with it. Raises ProfileError."""
     found = [formats.locate(source)]
     if options.last:
         folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source.parent
@@ -176,7 +176,7 @@ def destination_files(weights: Weights, options: Options) -> Sequence[File]:
 
 
 def write_files(files: Sequence[File], destination: Path, limit: int, journal: Journal) -> list[Any]:
-    """Write the missing files concurrently, in slices of at most `limit` bytes; returns every file's note, in order."""
+    """Write missing files concurrently in slices of at most `limit` bytes; returns all notes in order."""
     missing = [file for file in files if file.name not in journal.files]
     if len(missing) < len(files):
         complete = len(files) - len(missing)
@@ -205,7 +205,7 @@ def write_files(files: Sequence[File], destination: Path, limit: int, journal: J
 
 
 def _release_freed_memory() -> None:
-    """Make glibc return freed slices to the system; in the threads' arenas they would add up to the model's size."""
+    """Have glibc return freed slices to the OS; in threads' arenas they would add up to the model's size."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 

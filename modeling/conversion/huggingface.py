@@ -1,4 +1,4 @@
-"""Read and write weights as Hugging Face folders: reads safetensors and .bin lazily, writes safetensors.
+"""Weights in Hugging Face folders: reads safetensors and .bin lazily, writes safetensors.
 
 The published weights of GPT-OSS, with experts in MXFP4 (mxfp4.py), and of DeepSeek-V3, in float8 with scales (block_scales.py),
 are read as bfloat16. DeepSeek-V3's modules for multi-token prediction, stored as layers beyond the last, are left out.
@@ -63,7 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> Weights:
-    """The weights in these files. Raises ValueError if a file is rejected or the tensors do not fit the model."""
+    """The files' weights. Raises ValueError if a file is rejected or the tensors do not fit the model."""
     found: dict[str, LazyTensor] = {}
     for path in files:
         stored = _safetensors(path) if path.suffix == ".safetensors" else torch_files.read(path)

@@ -38,7 +38,7 @@ PREFIX = checkpoint.PREFIX["master"]
 
 
 def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
-    """The model of a complete checkpoint, and the dtype in which its run trained, None if a conversion wrote it.
+    """A complete checkpoint's model, and its run's training dtype (None if a conversion wrote it).
 
     Raises:
         ValueError: the checkpoint is incomplete, or its marker does not describe a model.
@@ -53,7 +53,7 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
 
 
 def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weights:
-    """The master weights of a complete checkpoint, as `dtype` if given; everything that is read is verified.
+    """Master weights of a complete checkpoint, as `dtype` if given; everything read is verified.
 
     Raises:
         CorruptCheckpoint: a file is missing or corrupted; also raised when parts are read.
@@ -90,7 +90,7 @@ def _read_box(
 
 
 def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = None) -> list[BoxFile]:
-    """The files to write for a tensor degree and the layers of each pipeline stage; split by size without a topology."""
+    """Files to write for a tensor degree and each stage's layers; split by size without a topology."""
     if tensor == 1 and stages is None:
         groups = _group_by_size(weights, boxes_of_rank(weights.model, 1, None, 0, 0))
         return [BoxFile(f"__{number}_0.distcp", weights, boxes) for number, boxes in enumerate(groups)]
@@ -105,7 +105,7 @@ def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = No
 def boxes_of_rank(
     model: Model, tensor: int, stages: Sequence[range] | None, stage: int, rank: int
 ) -> Iterator[Box]:
-    """The boxes of a stage's tensor rank in the order of its layers, without those that another rank writes."""
+    """Boxes of a stage's tensor rank, in layer order, except those that another rank writes."""
     count = len(stages) if stages else 1
     mesh = Mesh(count, 1, 1, tensor, kv_replicas(model.num_key_value_heads, tensor), rank=stage * tensor)
     layers = stages[stage] if stages else None

@@ -46,7 +46,7 @@ def missing_format(model: Model, targets: Sequence[str]) -> str | None:
 
 
 def stacked(model: Model, factors: Sequence[Factors]) -> tuple[dict[str, Tensor], list[str]]:
-    """PEFT's tensors of the experts' updates, by their names after "base_model.model."; and `target_parameters`.
+    """PEFT's tensors of expert updates, by name after "base_model.model.", and `target_parameters`.
 
     Raises:
         ValueError: PEFT has no format for them.
@@ -77,7 +77,7 @@ def stacked(model: Model, factors: Sequence[Factors]) -> tuple[dict[str, Tensor]
 def unstacked(
     model: Model, tensors: Mapping[str, Tensor], rank: int, parameters: Sequence[str]
 ) -> Iterator[tuple[str, Tensor, Tensor, list[str]]]:
-    """Our name of each weight, its A and B, and the names of the tensors that contain them; the inverse of `stacked`.
+    """Inverse of `stacked`: our name of each weight, its A and B, and the names of their tensors.
 
     Args:
         tensors: the adapter's tensors, named as by `stacked`.

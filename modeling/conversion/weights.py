@@ -1,4 +1,4 @@
-"""A model's weights as global tensors in lazily read parts: the common form of every conversion source.
+"""A model's weights as global tensors in lazily read parts: the common form of conversion sources.
 
 A part is a box of a global tensor and a function that reads from it. A Hugging Face file has one part per tensor, NxD's
 shards one per rank, a Trainshed checkpoint one per stored box. Names and shapes are those declared by the model's layers.

@@ -1,4 +1,4 @@
-"""Training samples: sample i of a run is a pure function of (seed, i), independent of ranks, topology and restarts.
+"""Training samples: sample i is a pure function of (seed, i), independent of topology and restarts.
 
 The documents of a stream's shards are one sequence of T tokens. Window w of sequence length s is the tokens [w·s, w·s
 + s]: s + 1 of them because each token predicts the next, so neighbours share one. There are n = ⌊(T - 1) / s⌋
@@ -29,7 +29,7 @@ PREFETCH_SPANS = 2  # spans whose shards are prefetched: the current one and the
 
 
 class Stream(NamedTuple):
-    """Consecutive tokens of a corpus: their share of the samples, first token, number of tokens, and number of their source."""
+    """Consecutive tokens of a corpus: share of samples, first token, number of tokens, source number."""
 
     weight: float
     start: int
@@ -76,7 +76,7 @@ class MappedShard:
 
 @dataclass
 class Corpus:
-    """The tokens of one split over many shards, mapped on demand; at most OPEN_SHARDS local shards stay mapped."""
+    """One split's tokens in many shards, mapped on demand; at most OPEN_SHARDS local ones stay mapped."""
 
     # of the shards' `.bin`/`.idx`, without suffix; relative to the store's artifacts folder if they are in it
     paths: list[str]
@@ -161,10 +161,7 @@ class Corpus:
         return out
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
-        """For each of the tokens (count) from `start`, the position among them where its document starts, int64.
-
-        It is 0 for a document that started before them.
-        """
+        """Position relative to `start` where each token's document starts, int64 (count); 0 if before it."""
         out = np.zeros(count, np.int64)
         filled = 0
         for i, offset, length in self._shard_ranges(start, count):
@@ -198,7 +195,7 @@ class Corpus:
         return self.cache is not None and self.cache.is_remote(self.paths[i])
 
     def _with_shard(self, i: int, read: Callable[[MappedShard], np.ndarray]) -> np.ndarray:
-        """Call `read`, which must return a copy, with a shard. A cached shard is unmapped afterwards, so it can be evicted."""
+        """Call `read`, which must return a copy, with a shard; a cached one is then unmapped for eviction."""
         if self._is_remote(i):
             with self.cache.open(self.paths[i]) as prefix:
                 return read(self._map(i, prefix))

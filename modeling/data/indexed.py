@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset format, version 1: token sequences in `<prefix>.bin`, their offsets in `<prefix>.idx`.
+"""Megatron's indexed dataset format, version 1: tokens in `<prefix>.bin`, offsets in `<prefix>.idx`.
 
     .bin   token ids of all sequences, concatenated
     .idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences S u64 | document indices D u64
@@ -88,7 +88,7 @@ def read_header(prefix: str | Path) -> Header:
 
 
 def map_tokens(prefix: str | Path, dtype: np.dtype) -> np.ndarray:
-    """`<prefix>.bin` memory-mapped as one flat array of tokens. Raises IndexedError if the file ends within a token."""
+    """`<prefix>.bin` memory-mapped as a flat token array. Raises IndexedError if it ends within a token."""
     path = data_path(prefix)
     size = path.stat().st_size
     if size % dtype.itemsize:

@@ -40,7 +40,7 @@ def open_samples(
     reference: Path | None = None,
     ordered: bool = False,
 ) -> Samples | RecordSamples:
-    """The samples of a dataset artifact's split: in training order for "train", in corpus order for "validation".
+    """Samples of a dataset artifact's split: "train" in training order, "validation" in corpus order.
 
     Args:
         reference: folder with the log-probabilities of the reference model.
@@ -104,7 +104,7 @@ def pack_rows(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 def pack_pairs(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pack pairs into few samples of two rows of `size` tokens; returns alternating rows of chosen and of rejected sequences.
+    """Pack pairs into few samples of two `size`-token rows, alternately of chosen and rejected sequences.
 
     Best fit in both rows at once, in the given order, among the OPEN_SAMPLES with the most room: 0.04 ms per pair. Decreasing
     length, as in `pack_rows`, fills rows no better: the largest pairs close samples before the pairs that would fill them come.
@@ -224,7 +224,7 @@ class RecordSamples:
         return self.counted(first, count) / max(1, tokens)
 
     def references(self, first: int, count: int) -> np.ndarray:
-        """Log-probabilities (rows, answers) of the rows' answers under the reference model, float32; 0 beyond a row's last."""
+        """The reference model's log-probabilities of answers, float32 (rows, answers); 0 beyond a row's last."""
         rows, sizes = self._rows(first, count), self.sizes(first, count)
         out = np.zeros((len(rows), self.answers), np.float32)
         for filled, row, size in zip(out, rows.tolist(), sizes.tolist(), strict=True):
@@ -233,7 +233,7 @@ class RecordSamples:
         return out
 
     def answer_numbers(self, first: int, count: int) -> np.ndarray:
-        """Number (rows, s) in its row of the sequence to which both a token and the next belong, else -1; int64."""
+        """Index in its row of the sequence with both a token and its successor, int64 (rows, s); else -1."""
         rows = self._rows(first, count)
         out = np.full((len(rows), self.sequence_length), -1, np.int64)
         for filled, row in zip(out, rows.tolist(), strict=True):
@@ -242,7 +242,7 @@ class RecordSamples:
         return out
 
     def batch(self, first: int, count: int) -> np.ndarray:
-        """Tokens (rows, s + 1), int64, of the samples [first, first + count): ids, complements of ids, and PADDING."""
+        """Tokens (rows, s + 1) of samples [first, first + count), int64: ids, complements of ids, PADDING."""
         rows = self._rows(first, count)
         out = np.full((len(rows), self.sequence_length + 1), PADDING, np.int64)
         for filled, row in zip(out, rows.tolist(), strict=True):
@@ -251,7 +251,7 @@ class RecordSamples:
         return out
 
     def document_starts(self, first: int, count: int) -> np.ndarray:
-        """Position (rows, s) in its row where each token's sequence starts, int64; padding is a separate sequence."""
+        """Row position where each token's sequence starts, int64 (rows, s); padding is a separate sequence."""
         rows = self._rows(first, count)
         out = np.empty((len(rows), self.sequence_length), np.int64)
         for filled, row in zip(out, rows.tolist(), strict=True):

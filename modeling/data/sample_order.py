@@ -1,4 +1,4 @@
-"""Sample order: which window of which stream sample i of a run reads, a pure function of (seed, i) that stores nothing.
+"""Sample order: the stream and window that sample i reads, a stateless pure function of (seed, i).
 
 A stream of n windows is visited in the order of a permutation of [0, n): a Feistel network (Luby and Rackoff 1988)
 over the next power of four, keyed by seed and epoch, reapplied while the result is out of range (cycle walking, under
@@ -39,7 +39,7 @@ class Pattern(NamedTuple):
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """Samples of each stream in the pattern of streams with these weights; 0 for a weight too small to be drawn."""
+    """Samples of each stream in the pattern for these weights; 0 for a weight too small to be drawn."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     length = min(math.lcm(*(share.denominator for share in shares)), LONGEST_PATTERN)
@@ -52,7 +52,7 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def blend(weights: Sequence[float]) -> Pattern:
-    """The pattern of streams with these weights, of any sum. Raises ValueError if a stream would never be drawn."""
+    """The pattern for weights of any sum. Raises ValueError if a stream would never be drawn."""
     counts = quotas(weights)
     if 0 in counts:
         reason = f"less than one of {LONGEST_PATTERN:,} samples: weights {[*weights]}"
@@ -65,7 +65,7 @@ def blend(weights: Sequence[float]) -> Pattern:
 
 
 class Mixture:
-    """The stream of each sample of a run whose weights change at given samples; a pure function of the sample's number.
+    """The stream of each sample when weights change at given samples; a pure function of its number.
 
     Every phase has its own pattern, and each stream continues where the previous phase left it, so that no window is repeated
     before its stream has been read to the end.
@@ -147,7 +147,7 @@ class WindowOrder:
         return windows
 
     def spans_from(self, number: int, count: int) -> list[tuple[int, int]]:
-        """(first window, windows) of the span that contains a sample and of the spans read after it, `count` in all."""
+        """(first window, windows) of a sample's span and of the spans read after it, `count` in all."""
         epoch, position = divmod(number, self.n)
         if self.seed is None or self.spans == 1:
             return [(0, self.n)]
@@ -192,7 +192,7 @@ def permute(values: np.ndarray, n: int, seed: int, epochs: np.ndarray) -> np.nda
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer: a bijection of 64-bit words in which every input bit affects every output bit."""
+    """splitmix64's finalizer: a bijection of 64-bit words; every input bit affects every output bit."""
     x = x + np.uint64(GOLDEN)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

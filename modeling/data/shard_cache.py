@@ -1,4 +1,4 @@
-"""Shard cache: shards of a remote corpus in a local folder of limited size, prefetched before they are read.
+"""Shard cache: a remote corpus's shards in a local folder of limited size, prefetched before reads.
 
     <shard>.bin, .idx    the shard, under these names once complete
     <shard>.room         sparse file as large as both, which reserves the shard's space before it is downloaded
@@ -50,7 +50,7 @@ class ShardCache:
 
     @contextmanager
     def open(self, path: str) -> Iterator[Path]:
-        """Local prefix of a shard, downloaded if necessary and pinned for the block; do not map its files beyond that.
+        """Yield a pinned shard's local prefix, downloaded if needed; do not map its files beyond the block.
 
         Raises:
             OSError: the download failed.
@@ -155,7 +155,7 @@ def _remove(prefix: Path) -> None:
 
 @contextmanager
 def _locked(path: Path, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold a file lock, released if the process dies. Raises BlockingIOError with LOCK_NB if another holds it."""
+    """Hold a file lock, released if the process dies; with LOCK_NB, raises BlockingIOError if it is held."""
     with path.open("a") as file:
         fcntl.flock(file, mode)
         yield

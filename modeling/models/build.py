@@ -81,7 +81,7 @@ def _cut(costs: tuple[int, ...], ranks: int, schedule: str, cuts: tuple[int, ...
 
 
 def extra_warmup_forwards(profile: Profile) -> int:
-    """Forward passes beyond 1F1B's warm-up on ranks before the last, where uneven stages make them worthwhile."""
+    """Extra 1F1B warm-up forwards on ranks before the last, where uneven stages make them worthwhile."""
     if profile.parallel.schedule != "1f1b":
         return 0
     costs = layer_multiply_adds(profile)
@@ -135,7 +135,7 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
 
 
 def build_products(profile: Profile, device: torch.device) -> Products:
-    """The layers' matrix products. FP8 is emulated on CPUs, which only tests use since profiles.check rejects it."""
+    """The layers' matrix products. CPUs emulate FP8, only in tests since profiles.check rejects it."""
     train = profile.train
     return Float8(train.fp8_recipe, emulated=device.type == "cpu") if train.precision == "fp8" else EXACT
 
@@ -157,13 +157,13 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
 
 
 def defers_weight_gradients(profile: Profile) -> bool:
-    """Whether layers defer weight gradients to a separate pass; otherwise compiled backward cannot be split."""
+    """Whether layers defer weight gradients to a separate pass, as compiled backward cannot be split."""
     parallel = profile.parallel
     return parallel.schedule == "zero_bubble" and parallel.pipeline > 1 and profile.compile.enabled
 
 
 def gathers_in_graph(profile: Profile) -> bool:
-    """Whether blocks gather their weights by operators in their graphs, for the compiler to schedule; else hooks do."""
+    """Whether blocks gather weights in their graphs, for the compiler to schedule, rather than by hooks."""
     sharded = profile.parallel.data_sharding == "fsdp" and profile.compile.enabled
     return sharded and device_of(profile).gathers_in_graph
 

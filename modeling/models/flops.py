@@ -73,7 +73,7 @@ def idle_updates(profile: Profile) -> int:
 
 
 def _updates(profile: Profile, number: int) -> int:
-    """Forward multiply-adds per token of a layer's LoRA updates: rank · (inputs + outputs) for each first factor.
+    """Forward multiply-adds per token of a layer's LoRA: rank · (inputs + outputs) per first factor.
 
     Updates of experts count once for each of a token's experts.
     """

@@ -1,4 +1,4 @@
-"""Decoder-only language model: the common part of all architectures, such as embedding, pipeline split and loss."""
+"""Decoder-only language model: what all architectures share, such as embedding, pipeline split, loss."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
     def dropout_keys(
         self, samples: Tensor | None, positions: Tensor
     ) -> tuple[Keys | None, Sequence[Keys | None]]:
-        """Dropout keys of a microbatch's tokens, overall and by layer, from the samples' keys (b); None without dropout."""
+        """Dropout keys of tokens, overall and by layer, from the samples' keys (b); None without dropout."""
         if samples is None or not (self.model.has_dropout or self.update_dropout):
             return None, [None] * len(self.layers)
         tokens, layers = self.token_keys(samples, positions, self.layer_numbers)
@@ -105,7 +105,7 @@ class LanguageModel(nn.Module):
         return local_keys(tokens, *shard), [local_keys(layer, *shard) for layer in layers]
 
     def sharding_units(self, in_graph: bool = False) -> list[Unit]:
-        """The parts of this stage whose weights are gathered together, in forward order; they cover all its parameters.
+        """Units of weights gathered together, in forward order; they cover all of this stage's parameters.
 
         Args:
             in_graph: whether blocks gather their weights themselves.

@@ -1,4 +1,4 @@
-"""LoRA for a model's blocks: which layers get updates, by our names or Hugging Face's; all other weights are frozen."""
+"""LoRA updates of a model's blocks, by our or Hugging Face's layer names; other weights are frozen."""
 
 from __future__ import annotations
 

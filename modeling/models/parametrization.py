@@ -1,4 +1,4 @@
-"""Parametrization: how initial weights and learning rates depend on width and depth, to transfer rates from small models.
+"""Parametrization: initial weights and rates by width and depth, to transfer rates from small models.
 
 With m = hidden_size and L = layers, both relative to the base model's, σ = initializer_range and η the learning rate:
 

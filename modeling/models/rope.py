@@ -70,7 +70,7 @@ def attention_factor(model: Model) -> float:
 
 
 def score_factor(model: Model) -> float:
-    """Factor of attention's scores besides 1/√d, in models whose YaRN scales complete heads (`mscale_all_dim`)."""
+    """Attention score factor besides 1/√d, where YaRN scales complete heads (`mscale_all_dim`)."""
     scaling = model.rope_scaling
     if scaling is None or scaling.rope_type != "yarn" or not scaling.mscale_all_dim:
         return 1.0
@@ -98,7 +98,7 @@ def cos_sin(positions: Tensor, theta: Tensor, factor: float = 1.0) -> tuple[Tens
 
 
 def split_pairs(x: Tensor) -> Tensor:
-    """Reorder heads (..., d) of adjacent pairs (x_2i, x_2i+1) so that all first elements precede all second ones."""
+    """Reorder heads (..., d) of adjacent pairs (x_2i, x_2i+1): all first elements, then all second ones."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -123,5 +123,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x (b, s, heads, d) by the tables of `cos_sin`, computed in their dtype; returns x's dtype."""
+    """Rotate heads x (b, s, heads, d) by `cos_sin`'s tables, computed in their dtype; returns x's dtype."""
     return _Rotate.apply(x, cos, sin)

@@ -1,4 +1,4 @@
-"""Weight names: which Hugging Face tensor, or part of one, holds each of our tensors; each family has a map of them.
+"""Weight names: the Hugging Face tensor, or part of one, that holds each of ours; a map per family.
 
 Most tensors only differ in name. Others are parts of a larger one: GPT-2 has q, k and v side by side, DBRX one below the other,
 and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out) where ours are (out, in).

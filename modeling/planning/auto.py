@@ -1,4 +1,4 @@
-"""Resolve the settings that depend on memory: `train.recompute: auto` and `parallel.keep_gathered: auto`.
+"""Resolve settings that depend on memory: `train.recompute: auto`, `parallel.keep_gathered: auto`.
 
 Activation checkpointing is chosen for each layer (recomputation.py): the fastest that fits each pipeline rank. Gathered weights
 are kept if that plan fits and its step is shorter or, where times are unknown, if it computes and sends less.
@@ -20,7 +20,7 @@ HUGE = 2**60  # bytes, more than any device has
 
 
 def resolve_auto(profile: Profile, cache: CostCache | None = None) -> Profile:
-    """Replace each `auto` of a profile by a value that fits the device; other profiles are returned unchanged.
+    """Replace each `auto` by a value that fits the device; profiles without one are returned unchanged.
 
     If nothing fits, chooses what needs the least memory, which `planner.require_fit` then rejects.
 

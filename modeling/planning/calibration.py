@@ -1,4 +1,4 @@
-"""Calibration: measured speeds of an accelerator, which the planner uses instead of its published peak.
+"""Calibration: measured accelerator speeds, which the planner uses instead of the published peak.
 
 `python -m modeling.check_device --calibrate` measures them (measure.py) and writes `calibration/<accelerator>.json` in the
 working folder, which the planner reads if it exists:
@@ -53,7 +53,7 @@ class Calibration:
         return min(rows, key=distance)[4]
 
     def seconds(self, precision: str, products: Mapping[Shape, float], moved: float) -> float:
-        """Seconds of products, given as FLOPs by shape, and of other operators that read and write `moved` bytes."""
+        """Seconds of products (FLOPs by shape) and of other operators, which read and write `moved` bytes."""
         work = sum(flops / self.rate(precision, shape) for shape, flops in products.items())
         return work + moved / self.others[precision]
 

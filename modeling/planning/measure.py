@@ -1,4 +1,4 @@
-"""Measure the calibration table of this machine's device: `python -m modeling.check_device --calibrate`.
+"""Measure this device's calibration table: `python -m modeling.check_device --calibrate`.
 
 Products and attention run at a grid of shapes, products also in FP8 on accelerators that support it. Then one layer of a small
 Llama runs forward and backward; the time beyond its products is that of its other operators. Takes seconds on a CPU.

@@ -1,4 +1,4 @@
-"""Bytes that one rank holds, by kind: parameters, gradients, optimizer states, activations and buffers.
+"""Bytes that a rank holds, by kind: parameters, gradients, optimizer states, activations, buffers.
 
 The plan and the traced plan both count bytes here; planner.py lists what each kind includes.
 """
@@ -97,7 +97,7 @@ def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str,
 
 
 def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
-    """Bytes that a rank sends in a step to exchange gradients and weights: over its shard group, and to its replicas.
+    """Bytes of gradients and weights that a rank sends per step: over its shard group, to its replicas.
 
     Gradients are reduce-scattered and weights all-gathered over the shards; FSDP does so for blocks in every microbatch, with
     weights both in forward and in backward. Each shard of the gradients is all-reduced over its replicas.
@@ -153,7 +153,7 @@ def rank_bytes(
 
 
 def eager_working_bytes(stages: Sequence[Sequence[LayerCosts]], microbatches: float) -> int:
-    """Peak bytes of eager layers: activations saved by microbatches in flight, and the working memory of one layer.
+    """Peak bytes of eager layers: activations saved by microbatches in flight, a layer's working memory.
 
     Args:
         stages: the layers of each of the rank's stages.

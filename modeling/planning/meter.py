@@ -1,4 +1,4 @@
-"""Measure a module's memory, FLOPs and communication while it runs on the meta device, where only shapes are computed.
+"""Measure a module's memory, FLOPs and communication on the meta device, which only computes shapes.
 
 So the planner needs no separate rules for what layers save, send or multiply. A stage of one layer takes about 30 ms.
 """

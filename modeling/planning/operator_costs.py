@@ -1,4 +1,4 @@
-"""FLOPs and communication volume of one operator, of a meta-device run (meter.py) or a traced graph (graph_stats.py) alike.
+"""FLOPs and communication volume of an operator, in meta runs (meter.py) or traces (graph_stats.py).
 
 FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 products in forward and 5 in backward (recomputed
          scores, dV, dP, dQ, dK); causal attention counts half of each, and a sliding window only the keys in it
@@ -107,7 +107,7 @@ def _attention(
 def operator_volume(
     operator: OpOverload, arguments: Sequence[Any], sizes: Mapping[str, int]
 ) -> tuple[str, int] | None:
-    """Mesh axis and bytes that one rank sends over it in a call; None for operators that do not communicate.
+    """Mesh axis and bytes that a rank sends over it in a call; None for operators that send nothing.
 
     Args:
         sizes: size of every mesh axis (`axis_sizes`).

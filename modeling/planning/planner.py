@@ -1,4 +1,4 @@
-"""The plan: memory, communication, step time and cost of a run, from its profile alone and without a device.
+"""The plan: a run's memory, communication, step time and cost, from its profile alone.
 
 Builds each pipeline stage on the meta device as on its fullest rank; takes seconds. Bytes of one rank:
 
@@ -109,7 +109,7 @@ def host_bytes(profile: Profile) -> int:
 
 
 def fits(stages: Sequence[StagePlan], host: int, device: int, reserve: float) -> bool:
-    """Whether the fullest stage, and `host` bytes of its process, leave the reserve of `device` bytes free."""
+    """Whether the fullest stage plus `host` bytes of its process leaves the reserve of `device` free."""
     return max(stage.total for stage in stages) + host <= (1 - reserve) * device
 
 
@@ -172,7 +172,7 @@ def require_fit(profile: Profile, planned: Plan) -> None:
 
 
 def lighter(profile: Profile, accept: Callable[[Plan], bool]) -> dict[str, Plan]:
-    """Single changes that save memory, as `key=value` with their plans: for each key the smallest whose plan is accepted."""
+    """Single `key=value` changes that save memory, with plans: for each key the smallest accepted one."""
     cache: CostCache = {}
     choices: dict[str, Plan] = {}
     for key, values in _savings(profile):
@@ -275,7 +275,7 @@ def _sent(
 
 
 def reserved_share(profile: Profile) -> float:
-    """Share of the device's memory that a plan leaves free, for fragmentation and memory that it does not model."""
+    """Share of device memory that a plan leaves free, for fragmentation and memory it does not model."""
     return device_of(profile).reserve
 
 

@@ -1,4 +1,4 @@
-"""Choose the activation checkpointing of each layer of a pipeline rank: the cheapest that fits its memory.
+"""Choose activation checkpointing for each layer of a pipeline rank: the cheapest that fits memory.
 
 Layers with equal costs form a group, for which only the numbers of `full` and `selective` layers are chosen. The first layers of
 a group are `full`, followed by the `selective` ones: so the backward passes that need the most memory besides what is saved run
@@ -49,7 +49,7 @@ def choose_modes(
     cost: Callable[[LayerCosts], Cost],
     tolerance: Cost = TOLERANCE,
 ) -> list[list[str]]:
-    """The modes of the layers of a rank's stages: the cheapest within the limit, or the smallest if none is.
+    """The modes of a rank's layers, by stage: the cheapest within the limit, else the smallest.
 
     Optimal if a mode that saves fewer bytes than another needs no fewer bytes in addition to them.
 
@@ -135,7 +135,7 @@ def _combine(left: _Mixes, right: _Mixes) -> _Mixes:
 
 
 def _undominated(mixes: _Mixes) -> _Mixes:
-    """The mixes not dominated by another one. A larger largest stage is better, because its saved bytes count once less."""
+    """Undominated mixes; a larger largest stage is better, because its saved bytes count once less."""
     rows = np.stack((*mixes.cost, mixes.saved, mixes.peak, mixes.changes, -mixes.largest), 1)
     kept: list[int] = []
     front = np.empty((0, rows.shape[1]))

@@ -1,4 +1,4 @@
-"""Topology search: the topologies on which a cluster can train a model, fastest first, and why others are rejected.
+"""Topology search: feasible topologies of a cluster, fastest first, and why others are rejected.
 
 A family is a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a pipeline degree
 that divides the remaining ranks, a context degree for long sequences, an expert degree for models with experts, and a sharding
@@ -66,7 +66,7 @@ def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
 
 
 def neighbours(profile: Profile) -> list[Topology]:
-    """Topologies that fit with half and twice the profile's tensor degree, all else equal; takes about a second."""
+    """Topologies that fit at half and twice the tensor degree, all else equal; takes about a second."""
     cache: CostCache = {}
     settings = profile.parallel.model_dump()
     kept = {key: settings[key] for key in ("pipeline", "context", "data_sharding", "keep_gathered")}
@@ -140,7 +140,7 @@ def _best(
 
 
 def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str]:
-    """Why the first topology is the best, as clauses: the links of its groups, and how alternatives compare."""
+    """Clauses on why the first topology is the best: its groups' links, and how alternatives compare."""
     best, *others = found
     mesh, levels, sharding = best.plan.mesh, best.plan.levels, best.overrides["parallel.data_sharding"]
     where = {"chip": "on one chip", "node": "inside a node", "network": "across nodes"}
@@ -171,7 +171,7 @@ def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str
 
 
 def _compared(other: Topology, best: Topology) -> str:
-    """A clause about a topology of another tensor degree: its speed, and its recomputation if that differs."""
+    """A clause on a topology of another tensor degree: its speed, and its recomputation if different."""
     recompute, because = other.overrides["train.recompute"], ""
     if recompute != best.overrides["train.recompute"]:
         modes = " and ".join(mode for mode in MODES[1:] if mode in modes_of(recompute))
@@ -188,7 +188,7 @@ def _slower(other: Topology, best: Topology) -> str:
 
 
 def _reset_derived(profile: Profile) -> dict[str, None]:
-    """Overrides that reset the keys that the profile sets for its own degrees, so that they are derived again."""
+    """Overrides that reset keys that the profile sets for its own degrees, so they are derived again."""
     return {key: None for key in DERIVED if get_value(profile, key) is not None}
 
 

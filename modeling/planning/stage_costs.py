@@ -91,7 +91,7 @@ class StageCosts:
 
     @property
     def _degrees(self) -> tuple[Any, ...]:
-        """The part of the topology that affects a layer; a pipeline matters for an embedding shared by both ends."""
+        """Degrees that affect a layer; a pipeline matters for an embedding shared by both ends."""
         parallel = self.profile.parallel
         return (
             parallel.tensor,

@@ -1,4 +1,4 @@
-"""Step time: estimated from each rank's FLOPs, its communication volume and the speeds of the device and its links.
+"""Step time, estimated from ranks' FLOPs and communication volume and device and link speeds.
 
     work      of a rank: FLOPs / rate + bytes of tensor, context and expert communication / bandwidth
     step      slowest rank's work · (1 + bubble) + exposed exchange of gradients and weights
@@ -31,7 +31,7 @@ DAY = 24 * 3600
 
 
 class RankCosts(Protocol):
-    """Work of one rank in a step: FLOPs, the FLOP/s at which they run (None: unknown), and bytes sent by mesh axis."""
+    """A rank's work in a step: FLOPs, their rate in FLOP/s (None: unknown), and bytes sent by mesh axis."""
 
     flops: float
     rate: float | None

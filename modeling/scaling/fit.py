@@ -171,7 +171,7 @@ def _project(
 
 
 def _non_negative(features: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Non-negative least squares of Σ_c x_c·features = 1 for each point: the best over all subsets of coefficients."""
+    """Non-negative least squares of Σ_c x_c·features = 1 per point: best over all coefficient subsets."""
     gram = np.einsum("prc,pr,prk->pck", features, weights, features)  # (points, 3, 3)
     right = np.einsum("prc,pr->pc", features, weights)  # (points, 3)
     best, lowest = np.zeros(right.shape), np.zeros(len(right))

@@ -59,7 +59,7 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
 
 
 def too_short(observations: Sequence[Observation]) -> list[str]:
-    """A warning for each size whose loss falls faster the longer it trains, by more than the noise of its runs.
+    """Warnings for sizes whose loss falls faster the longer they train, by more than the runs' noise.
 
     Every law of this form flattens with length. Runs that do not are still in the first phase of training, and mislead about
     longer runs.
@@ -105,7 +105,7 @@ def backtest(
 
 
 def drift_of(observations: Sequence[Observation], tested: Sequence[dict[str, Any]] | None) -> float:
-    """Relative error of the backtest per factor of e in compute beyond the rungs that it fitted; 0 without a backtest.
+    """Relative backtest error per factor of e in compute beyond the fitted rungs; 0 without a backtest.
 
     A law that misses the largest rungs will miss the target by more, in proportion to the logarithm of the extrapolation.
     """
@@ -127,7 +127,7 @@ def _at(fitted: Fit, n: float, d: float, seed: int, drift: float = 0.0) -> dict[
 
 
 def _budgets(fitted: Fit, flops: float, seed: int) -> list[dict[str, Any]]:
-    """The best size and length for multiples of a budget, their losses, and the gain of the largest over the smallest."""
+    """Best size, length and loss at multiples of a budget, and the gain of the largest over the smallest."""
     rows: list[dict[str, Any]] = []
     for multiple in BUDGETS:
         try:

@@ -1,8 +1,8 @@
-"""The scaling law L(N, D) = E + A/N^α + B/D^β (Chinchilla, arXiv 2203.15556, approach 3), and the optimum for a budget.
+"""Chinchilla's scaling law L(N, D) = E + A/N^α + B/D^β, and the optimum for a budget.
 
-N is the number of multiply-adds per token of a forward pass, including head and attention (`flops_per_token / 6`), as in DeepSeek
-LLM (arXiv 2401.02954): about the number of parameters without the embedding for large models, and C = 6·N·D holds at any size. D
-is the number of training tokens.
+The law is that of arXiv 2203.15556, approach 3. N is the number of multiply-adds per token of a forward pass, including head and
+attention (`flops_per_token / 6`), as in DeepSeek LLM (arXiv 2401.02954): about the number of parameters without the embedding for
+large models, and C = 6·N·D holds at any size. D is the number of training tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Law:
-    """Coefficients of the law, with N and D in units of `scale` so that A and B have the magnitude of a loss."""
+    """The law's coefficients; N and D are in units of `scale`, so A and B have a loss's magnitude."""
 
     irreducible: float  # E, nats per token
     size: float  # A

@@ -1,4 +1,4 @@
-"""Forecasts of evaluation metrics by the law of the loss: held-out losses by source, user metrics, and tasks.
+"""Forecasts of evaluation metrics by the law of the loss: losses by source, user metrics, tasks.
 
 A metric that falls with compute is fitted directly, and a share that rises, such as accuracy, by its distance from 1. Most
 metrics of small runs follow no such law, or do not change yet. So a forecast is made only if the backtest supports it: the

@@ -1,4 +1,4 @@
-"""Losses by source as a function of mixture weights, fitted to proxy runs, and the weights that minimise their mean.
+"""Mixture laws: losses by source fitted to proxy runs, and the weights that minimise their mean.
 
 The law (Data Mixing Laws, arXiv 2403.16952), for the held-out loss of source i under training weights w that sum to 1:
 
@@ -35,7 +35,7 @@ TINY = 1e-9
 
 @dataclass(frozen=True)
 class MixtureLaws:
-    """Fitted laws of the losses of h sources under k training weights, and those of b bootstrap draws; float64.
+    """Fitted laws of h sources' losses under k training weights, and of b bootstrap draws; float64.
 
     Attributes:
         floor: c_i, (h).
@@ -94,7 +94,7 @@ def fit(weights: np.ndarray, losses: np.ndarray, seed: int = 0, draws: int = DRA
 
 
 def left_out_errors(weights: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Relative error (n, h) of forecasting each proxy's losses from the other proxies; NaN if too few would remain."""
+    """Relative errors (n, h) of forecasting each proxy's losses from the others; NaN if too few remain."""
     weights, losses = np.asarray(weights, float), np.asarray(losses, float)
     n, k = weights.shape
     if n < k + 3:
@@ -124,7 +124,7 @@ def propose(
 def _minimise(
     floors: np.ndarray, effects: np.ndarray, objective: np.ndarray, lowest: np.ndarray, highest: np.ndarray
 ) -> np.ndarray:
-    """Weights (p, k) that minimise the mean over m laws, for p problems: floors (p, m, h), effects (p, m, h, k)."""
+    """Weights (p, k) that minimise p problems' means over m laws: floors (p, m, h), effects (p, m, h, k)."""
     lowest, highest = np.asarray(lowest, float), np.asarray(highest, float)
 
     def value(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -146,7 +146,7 @@ def _minimise(
 
 
 def _project(w: np.ndarray, lowest: np.ndarray, highest: np.ndarray) -> np.ndarray:
-    """The nearest weights (p, k) within bounds (k) that sum to 1, by bisection of the amount subtracted from all of them."""
+    """Nearest weights (p, k) within bounds (k) that sum to 1, by bisection of the amount subtracted."""
     low, high = (w - highest).min(1, keepdims=True), (w - lowest).max(1, keepdims=True)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -226,7 +226,7 @@ def _normal(weights: np.ndarray, counts: np.ndarray, target: np.ndarray, prior: 
 def bounds(
     k: int, minimum: float, tokens: Sequence[float], budget: float, passes: float | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds (k) of the weights: the minimum, and the weight at which a source's tokens are read `passes` times.
+    """Bounds (k) of weights: the minimum, and that at which a source's tokens are read `passes` times.
 
     If all sources together have too few tokens, each may be read as often as a mixture in proportion to size would read all.
     """

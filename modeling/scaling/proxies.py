@@ -1,4 +1,4 @@
-"""The runs of a mixture file: small runs of the target's family, each with different weights of its sources.
+"""Runs of a mixture file: small runs of the target's family, each with different source weights.
 
 Weights are spread evenly over all mixtures with at least the minimum weight of each source: a Kronecker sequence of the
 generalised golden ratio (Roberts 2018), mapped to the simplex by the gaps between its sorted coordinates. A longer sequence
@@ -45,7 +45,7 @@ class Proxy:
 
 
 def spread_weights(k: int, count: int, least: float) -> list[list[float]]:
-    """The first `count` of a sequence of mixtures of k sources, spread evenly over those with at least `least` of each."""
+    """The first `count` mixtures of k sources, spread evenly over those with at least `least` of each."""
     ratio = 2.0
     for _ in range(60):  # the positive root of x^k = x + 1
         ratio = (1 + ratio) ** (1 / k)
@@ -79,7 +79,7 @@ def least_weight(mixture: Mixture, k: int) -> float:
 
 
 def mixture_target(mixture: Mixture) -> Rung:
-    """The target. Raises ProfileError if it has no mixture to choose, or lacks a source that the objective names."""
+    """The target. Raises ProfileError if it has no mixture to choose or lacks a source of the objective."""
     target = target_of(mixture)
     profile = target.profile
     sources = training_sources(profile)
@@ -171,7 +171,7 @@ def _group(mixture: Mixture, target: Rung, sources: tuple[str, ...], count: int)
 def _proxy(
     mixture: Mixture, target: Rung, sources: Sequence[str], weights: Mapping[str, float] | None, name: str
 ) -> Proxy:
-    """A proxy. A schedule replaces its sources' equal weights from the first step on, so all share a dataset."""
+    """A proxy; a schedule replaces equal source weights from the first step, so all share a dataset."""
     profile, size = target.profile, mixture.proxy
     kept = []
     for known, source in zip(data_sources.names(profile.data), profile.data.sources, strict=True):

@@ -1,4 +1,4 @@
-"""The runs of a ladder: the target's family at smaller sizes and lengths, as overrides of the target's profile.
+"""Runs of a ladder: the target's family at smaller sizes and lengths, as overrides of its profile.
 
 A rung keeps the target's head size, ratio of query to KV heads, MLP ratio, vocabulary, sequence length, and the shares of warm-up
 and plateaus in the schedule. Its batch is the target's, or with `batch_exponent` γ grows as D^γ (the critical batch size grows

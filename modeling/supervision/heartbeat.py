@@ -1,4 +1,4 @@
-"""Heartbeat file: this process's deadline, read by the external watchdog (torchrun.py) on the same machine.
+"""Heartbeat file: this process's deadline, read by this machine's external watchdog (torchrun.py).
 
 The file is <pid> in the folder named by the environment variable: eight bytes, the deadline on the clock of `time.monotonic`,
 which all processes of a machine share; then the path of the file for the process's stacks.

@@ -41,7 +41,7 @@ class Telemetry:
         self._thread.start()
 
     def readings(self) -> Readings:
-        """The latest readings, and `memory_bytes`: peak memory of this process on the device, else on the host."""
+        """Latest readings, and `memory_bytes`: peak memory of this process on the device, else on the host."""
         peak = self._device.allocated_bytes
         if peak is None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
@@ -113,7 +113,7 @@ def _neuron(stack: contextlib.ExitStack) -> Iterator[Readings]:
 
 
 def neuron_readings(report: dict[str, Any]) -> Readings:
-    """Readings from a neuron-monitor document: mean utilization of the cores in use, and device memory in use."""
+    """Readings from a neuron-monitor report: mean utilization of cores in use, and device memory in use."""
     utilization, memory = [], 0.0
     for runtime in report.get("neuron_runtime_data") or ():
         runtime_report = runtime.get("report") or {}

@@ -38,7 +38,7 @@ TOTALS = (
 
 
 class TimeAccount:
-    """Totals of a run: those of earlier attempts up to the step it resumes after (`restart`), and this process's."""
+    """A run's totals: earlier attempts' up to the step it resumes after (`restart`), and this process's."""
 
     def __init__(self) -> None:
         self._totals = dict.fromkeys(TOTALS, 0.0)
@@ -74,7 +74,7 @@ class TimeAccount:
 
     @contextlib.contextmanager
     def phase(self, name: str, *, in_step: bool = False) -> Iterator[None]:
-        """Add the time of the block; `in_step`: the next step was queued before it, so its seconds include the block."""
+        """Add the block's time; `in_step`: the next step was queued before, so its seconds include the block."""
         begun = time.monotonic()
         try:
             yield
@@ -98,7 +98,7 @@ def totals_of(row: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def record_attempt(run: Path, event: str, **facts: Any) -> None:
-    """Append a row to RUN/attempts.jsonl; `facts` may override `time`. A write error loses the row and does not stop the run."""
+    """Append a row to RUN/attempts.jsonl; `facts` may override `time`. A write error only loses the row."""
     row = {"event": event, "time": round(time.time(), 3), **facts}
     with contextlib.suppress(OSError), (run / FILE).open("a") as file:
         file.write(json.dumps(row) + "\n")

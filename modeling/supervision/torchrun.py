@@ -1,4 +1,4 @@
-"""torchrun with an external watchdog: `python -m modeling.supervision.torchrun ...`, with torchrun's arguments.
+"""torchrun with an external watchdog: `python -m modeling.supervision.torchrun TORCHRUN_ARGUMENTS...`
 
 A hung rank dumps its own stacks and exits (watchdog.py), unless its process is stopped or blocked in native code that never
 releases the GIL. For such a rank, GRACE seconds after its deadline, py-spy captures the stacks into the rank's file in

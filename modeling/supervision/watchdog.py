@@ -137,7 +137,7 @@ class Watchdog:
             self._dump_and_exit()
 
     def _count(self, change: int) -> int:
-        """Change the number of ranks that are in another phase than a step; returns the new number, 0 without a store."""
+        """Change the number of ranks in a phase other than a step; returns it, or 0 without a store."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store's process has ended
                 return self._store.add(BUSY_RANKS, change)

@@ -1,4 +1,4 @@
-"""Compile one program ahead of time: `python -m modeling.tracing.compile --run-folder RUN --stage 0 --program NAME ...`.
+"""Compile a program ahead of time: `python -m modeling.tracing.compile --run-folder RUN ...`
 
 Traces the program's stage again under fake tensors, as trace.py does. When its region is captured, the profile's
 compiler compiles the graph in the same state as in a training process, so that training finds the cache entries.
@@ -40,7 +40,7 @@ log = logging.getLogger("trainshed")
 
 
 class ProgramCompiler(RegionBackends):
-    """torch.compile backends that compile one program, given by name and digest, and only record all others."""
+    """torch.compile backends that compile the program of a name and digest, and only record others."""
 
     def __init__(self, name: str, digest: str, compiler: Compiler) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def describe(error: BaseException) -> str:
 
 
 def _source_location(frame: tuple[str, str]) -> str | None:
-    """`MLP.forward (modeling/models/families/llama.py:85: return ...)` for a (file, line); None for other libraries' code."""
+    """A (file, line) as `Class.function (path:line: code)`; None for other libraries' code."""
     path, line = Path(frame[0]), int(frame[1])
     if not (path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES and path.is_file()):
         return None

@@ -1,4 +1,4 @@
-"""Statistics of traced graphs: FLOPs, communication volume, memory, operators, and a digest that identifies equal graphs.
+"""Statistics of traced graphs: FLOPs, communication volume, memory, operators, identifying digest.
 
 FLOPs, sent  per operator as in modeling/planning/operator_costs.py
 peak         maximum bytes that a graph needs in addition to its inputs, in the graph's order
@@ -44,7 +44,7 @@ class StageStats:
 
 
 def digest(graphs: Sequence[GraphModule]) -> str:
-    """Digest of graphs' operators, arguments, shapes, dtypes and strides, without device indices; 32 hex digits."""
+    """Digest (32 hex digits) of operators, arguments, shapes, dtypes, strides, without device indices."""
     total = hashlib.sha256()
     for graph in graphs:
         for node in graph.graph.nodes:
@@ -152,7 +152,7 @@ def _require_static(graph: GraphModule) -> None:
 
 
 def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
-    """Maximum bytes alive at once in addition to the inputs, of which the consumed ones are freed after their last use.
+    """Maximum bytes alive at once besides the inputs; consumed inputs are freed after their last use.
 
     A view shares its base's storage. So does the result of waiting for a collective, although fake tensors give it another one.
     """

@@ -1,4 +1,4 @@
-"""List the operators that a run needs from its device: `python -m modeling.tracing.operators PROFILE [--table FILE]`.
+"""List the operators that a run needs: `python -m modeling.tracing.operators PROFILE [--table FILE]`
 
 Traces every program at full size (trace.py) and lists the operators of its graphs with their number of calls: ATen's,
 the collectives and Trainshed's, as the device's compiler receives them. Dynamic shapes and data-dependent branches are
@@ -37,7 +37,7 @@ def count_operators(traced: Trace) -> dict[str, dict[str, int]]:
 
 
 def unsupported(operators: Collection[str], table: str) -> list[str]:
-    """The ATen operators that a table does not name. Raises ValueError if the table names no operators at all."""
+    """ATen operators that a table does not name. Raises ValueError if the table names no operators."""
     names = {f"aten.{name}" for name in re.findall(r"\baten(?:::|\.)(\w+)", table.replace("\\", ""))}
     if not names:
         raise ValueError("names no operator as aten::mm or aten.mm")

@@ -1,4 +1,4 @@
-"""Trace a run's graphs without a device: `python -m modeling.tracing.trace --run-folder RUN --output FILE`.
+"""Trace a run's graphs without a device: `python -m modeling.tracing.trace --run-folder RUN ...`
 
 Builds every pipeline stage at full size under fake tensors (shapes without memory) and a fake process group of the
 run's world size, and runs it forward for training and for evaluation. Dynamo and AOTAutograd capture the regions as

@@ -92,7 +92,7 @@ def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> P
 
 
 def _calls(profile: Profile, stage: LanguageModel, modes: Sequence[str]) -> dict[str, int]:
-    """Calls of each region per microbatch on a stage whose layers have these modes of activation checkpointing."""
+    """Calls of each region per microbatch on a stage; `modes`: its layers' activation checkpointing."""
     tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
     chunks = math.ceil(tokens / stage.loss_chunk(tokens)) if stage.last else 0
     return {**Counter(BLOCKS[mode] for mode in modes), "loss": chunks}

@@ -100,7 +100,7 @@ class AnomalyGuard:
 
 
 def decide(loss: Tensor, window: Tensor, count: Tensor, factor: float | None) -> Tensor:
-    """Whether a loss is not finite, or a spike above the good losses in the window, of which there were `count` so far."""
+    """Whether a loss is not finite, or a spike above the window of good losses, `count` of them so far."""
     bad = loss.isfinite().logical_not()
     if factor is None:
         return bad
@@ -109,7 +109,7 @@ def decide(loss: Tensor, window: Tensor, count: Tensor, factor: float | None) ->
 
 
 def record(loss: Tensor, skipped: Tensor, window: Tensor, count: Tensor, slots: Tensor) -> None:
-    """Write a loss into the window (50), whose slots are numbered, and count it, both in place, unless it was skipped."""
+    """Write a loss into the window (50), with numbered `slots`, and count it, in place, unless skipped."""
     replaced = (slots == count % WINDOW) & (skipped == 0)
     window.copy_(loss.where(replaced, window))
     count.add_(1 - skipped)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which one to resume from, what to save, which to keep, and retries of failed saves.
+"""Checkpoints of a run: which to resume from, save and keep, and retries of failed saves.
 
 A corrupted checkpoint is moved to quarantine, and the run resumes from the latest intact one.
 
@@ -168,7 +168,7 @@ class Checkpoints:
         return self._saver.writing
 
     def written(self, writers: float) -> bool:
-        """Whether a pending save can be completed; equal on all ranks. `writers`: number of ranks that are `writing`."""
+        """Whether a pending save can be completed, equal on all ranks; `writers`: number of ranks `writing`."""
         return self._saver.pending and not writers
 
     def complete(self) -> None:
@@ -186,7 +186,7 @@ class Checkpoints:
     def save(
         self, step: int, validation_loss: float | None = None, *, last: bool = False, **state: Any
     ) -> None:
-        """Write step_<n>; with `checkpoint.async`, start writing it. A `last` checkpoint is complete on return.
+        """Write step_<n>; `checkpoint.async` only starts it, but a `last` checkpoint is complete on return.
 
         Args:
             state: JSON values to add to the marker.
@@ -322,7 +322,7 @@ class Checkpoints:
     def _follow(
         self, request: ResumeRequest, saved: dict[int, Location], weights: Location | None
     ) -> tuple[dict[int, Location], Location | None]:
-        """Move aside the checkpoints after the requested one, and that one too if only its weights are to be used.
+        """Move aside the checkpoints after the requested one, and that too if only its weights are used.
 
         Returns:
             The checkpoints that remain, and the source of weights for a start without one.
@@ -359,7 +359,7 @@ class Checkpoints:
         return followed
 
     def _check_fencing(self) -> None:
-        """Raise StaleAttempt if a later attempt has begun, or the folder is gone or now belongs to another run.
+        """Raise StaleAttempt if a later attempt has begun, or the folder is gone or belongs to another run.
 
         A rank that is cut off from its launcher may keep running.
         """
@@ -382,7 +382,7 @@ class Checkpoints:
 
 
 def load_base(weights: Location | None, optimizer: ZeRO1) -> None:
-    """Load the frozen weights that adapters update. Raises Rejected if there are none, or they belong to another model."""
+    """Load the frozen weights that adapters update. Raises Rejected if missing or of another model."""
     if weights is None:
         raise Rejected("lora.rank: needs the weights that it updates; set init.from")
     try:
@@ -392,7 +392,7 @@ def load_base(weights: Location | None, optimizer: ZeRO1) -> None:
 
 
 def load_reference(weights: Location | None, model: ReferenceModel | None) -> None:
-    """Load the reference model, if there is one. Raises Rejected if it has no weights, or those of another model."""
+    """Load the reference model, if any. Raises Rejected if its weights are missing or another model's."""
     if model is None:
         return
     if weights is None:
@@ -425,7 +425,7 @@ def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[
 
 
 def call_on_leader(mesh: Mesh, function: Callable[[], Any]) -> Any:
-    """Call a function on the leading rank and return its result on every rank; its error is raised on every rank."""
+    """Call a function on the leading rank; every rank returns its result or raises its error."""
     outcome: list[Any] = [None]
     if mesh.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""Validation loss, one process per device: `python -m modeling.training.evaluate --run-folder RUN --dataset DATA --output FILE`.
+"""Validation loss, one process per device: `python -m modeling.training.evaluate --run-folder RUN ...`
 
 Evaluates the latest complete checkpoint, or that of --step, on the complete validation split and writes {step, validation_loss,
 perplexity, tokens, metrics, samples} as JSON, atomically; `metrics` has the user metrics by name, `samples` generated text. The
@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Evaluate a complete checkpoint and write the result. Raises ValueError if there is none, or it is corrupted."""
+    """Evaluate a complete checkpoint and write the result. Raises ValueError if missing or corrupted."""
     profile = trainer.profile
     saved = dict(checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / "checkpoints"))
     if not saved:

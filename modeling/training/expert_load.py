@@ -1,4 +1,4 @@
-"""Load of a model's experts in one step, counted by the layers in backward (parallel/experts/balance.py)."""
+"""Experts' load in one step, counted by the layers in backward (parallel/experts/balance.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated samples for reports, on any topology: prompts from the validation split, continued token by token.
+"""Generated samples for reports, on any topology: validation prompts, continued token by token.
 
 Each token costs one forward pass of the shape that evaluation uses, so no further graph is compiled. The next token is drawn
 from softmax(logits / TEMPERATURE) over the TOP_K most likely tokens, with a fixed seed.
@@ -27,7 +27,7 @@ TEMPERATURE, TOP_K = 0.8, 40
 
 
 def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> list[dict[str, list[int]]]:
-    """Continue SAMPLES prompts, evenly spaced over the validation split; returns token ids. Called on every rank."""
+    """Continue SAMPLES prompts, evenly spaced over the validation split; token ids. Called on every rank."""
     profile = trainer.profile
     s = profile.train.sequence_length
     longest = min(PROMPT_TOKENS, s // 2) if profile.objective.kind == "pretrain" else max(1, s - NEW_TOKENS)
@@ -93,7 +93,7 @@ def _draw(logits: Tensor, seed: int) -> Tensor:
 
 @contextmanager
 def _collect_hidden_states(trainer: Trainer) -> Iterator[list[Tensor]]:
-    """Collect the hidden states of each microbatch instead of computing the loss, on ranks with the last stage."""
+    """Collect each microbatch's hidden states instead of computing the loss, on last-stage ranks."""
     trainer.collected = []
     try:
         yield trainer.collected

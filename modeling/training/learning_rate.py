@@ -1,4 +1,4 @@
-"""Learning rate schedule: linear warm-up, optional plateau, then decay to the minimum, by default at the last step."""
+"""Learning rate schedule: linear warm-up, optional plateau, then decay to the minimum."""
 
 from __future__ import annotations
 

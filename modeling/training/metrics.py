@@ -151,7 +151,7 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def tag(name: str) -> str:
-    """TensorBoard tag of a metric: 'step_seconds' -> 'time/step_seconds', and 'accuracy' -> 'evaluation/accuracy'."""
+    """TensorBoard tag of a metric, such as 'time/step_seconds'; of no group, 'evaluation/accuracy'."""
     if name.startswith(OF_TASKS):
         return name
     metric = name.partition("/")[0]  # validation_loss/<source> is in the group of validation_loss

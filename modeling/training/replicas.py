@@ -1,4 +1,4 @@
-"""Replica check: finds copies of weights that differ between ranks during training, and makes them equal."""
+"""Replica check: finds weights whose copies differ between ranks in training, and makes them equal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Replicas:
         self._check = ReplicaCheck(optimizer.buckets, trainer.mesh, optimizer.arithmetic)
 
     def count_differing(self, step: int) -> Tensor:
-        """`ReplicaCheck.count` of the weights at the begin of this step if a check is due, else 0; the host does not wait."""
+        """`ReplicaCheck.count` of the weights before this step if it is due, else 0; the host does not wait."""
         due = self._every and step % self._every == 0
         return self._check.count() if due else self._check.none
 

@@ -95,7 +95,7 @@ class Reporter:
                 self._write_loads(step, record.statistics.experts)
 
     def _write_loads(self, step: int, experts: ExpertLoad) -> None:
-        """Replace the file with the load of every expert, which the run's report shows; lost if the disk is full."""
+        """Replace the file of expert loads, which the run's report shows; lost if the disk is full."""
         with contextlib.suppress(OSError):
             text = json.dumps({"step": step, "loads": experts.loads})
             state_files.write(self._run / EXPERT_LOADS, text)
@@ -145,7 +145,7 @@ class Reporter:
         record_attempt(self._run, "rollback", step=step, **facts)
 
     def ended(self, step: int) -> None:
-        """Record the end of this attempt, and the time since its last row: of an evaluation and the last checkpoint."""
+        """Record this attempt's end and the time since its last row: of an evaluation, the last checkpoint."""
         record_attempt(self._run, "ended", step=step, after_last=self._account.since(self._row_totals))
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ class ResumeRequest:
     weights: bool = False
 
     def step(self, saved: dict[int, Location]) -> int | None:
-        """Step of the requested checkpoint; None if there is none to use. Raises Rejected if it is not complete."""
+        """Requested checkpoint's step, None if there is none to use. Raises Rejected if it is not complete."""
         if self.resume == "none":
             return None
         if self.resume == "newest":

@@ -23,7 +23,7 @@ from parallel.device import Download, Mark, upload
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Sums over all ranks after backward, and results of the update; identical on all ranks, so that all decide alike."""
+    """Sums over ranks after backward, and results of the update; identical, so all ranks decide alike."""
 
     loss: float  # mean loss per token of the global batch
     stop_requests: float  # number of ranks that received a stop signal

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StepFunctions:
-    """The functions of this module, of preference pairs and of the anomaly guard, compiled if `compile` is given."""
+    """Functions of this module, preference pairs and the anomaly guard, compiled if `compile` is given."""
 
     shard: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     count_targets: Callable[..., tuple[Tensor, Tensor | None]]
@@ -60,9 +60,10 @@ def shard(
     answers: Tensor | None = None,
     kind: str = "pretrain",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A context rank's tokens and targets (m·b, s/c) of samples (m·b, s + 1), and its `documents` of (m·b, s).
+    """A context rank's tokens, targets and documents (m·b, s/c) of samples (m·b, s + 1).
 
     Args:
+        documents: (m·b, s).
         kind: "pretrain": all tokens are ids. "records": negative ones, complements of ids and padding, are inputs but not
             targets (modeling/data/records.py). "pairs": targets keep negative tokens, and are followed by the local `answers`
             (m·b, s), if any, and the row's number.
@@ -79,7 +80,7 @@ def shard(
 
 
 def count_targets(targets: Tensor, rows: Tensor, kind: str = "pretrain") -> tuple[Tensor, Tensor | None]:
-    """Targets (m·b, ...) from `shard`, masked beyond the first `rows`, and their number, float32; None for pairs."""
+    """`shard`'s targets (m·b, ...), masked beyond the first `rows`; their number, float32, None for pairs."""
     kept = (torch.arange(len(targets), device=targets.device) < rows)[:, None]
     if kind == "pairs":
         return torch.cat((targets[:, :-1].where(kept, PADDING), targets[:, -1:]), 1), None
@@ -113,7 +114,7 @@ def join(statistics: Tensor, *results: Tensor) -> Tensor:
 
 
 def place(rows: Sequence[Tensor], numbers: tuple[int, ...], count: int, degree: int = 1) -> Tensor:
-    """A table of `count` rows, flat: each of `rows` at its number, divided by the tensor degree; other rows are zero."""
+    """Flat table of `count` rows: `rows` at their numbers divided by the tensor degree, zero elsewhere."""
     table = [torch.zeros_like(rows[0])] * count
     for number, row in zip(numbers, rows, strict=True):
         table[number] = row
@@ -127,7 +128,7 @@ def clear(loads: Sequence[Tensor]) -> None:
 
 
 def set_shares(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...]) -> None:
-    """Write each layer's share of choices per expert into its load (E), from a flat table of choices by layer and expert."""
+    """Write each layer's share of choices per expert into its load (E), from a flat layer-expert table."""
     rows = counts.view(-1, len(loads[0]))
     for number, load in zip(numbers, loads, strict=True):
         load.copy_(rows[number] / rows[number].sum())

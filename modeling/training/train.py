@@ -1,4 +1,4 @@
-"""Training, one process per device: `python -m modeling.training.train --run-folder RUN --dataset FOLDER ...`.
+"""Training, one process per device: `python -m modeling.training.train --run-folder RUN ...`
 
 Reads RUN/profile.yaml and resumes from the latest complete checkpoint, or as `checkpoint.resume` asks (checkpoints.py). SIGTERM,
 SIGINT and SIGUSR1 stop it after the current step or the next, with a checkpoint unless `checkpoint.on_stop` is false. The exit
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class TrainingRun:
-    """The training loop on this rank, from the checkpoint it resumes from to the last step, a stop signal or divergence.
+    """The training loop on this rank, from its resume point to the last step, a stop signal or divergence.
 
     Args:
         options: the arguments of this program.
@@ -206,7 +206,7 @@ class TrainingRun:
         return bool(evaluates or saves or urgent)
 
     def _finish_step(self, *, in_step: bool = False) -> float:
-        """Read, act on and report the results of the queued step; `in_step`: while the next one runs. Returns the loss."""
+        """Read, act on and report the queued step; `in_step`: while the next one runs. Returns the loss."""
         queued, self._queued = self._queued, None
         found, timings = queued.read(self.trainer)
         reason = self.guard.reason(found.loss, found.gradient_norm) if found.skipped else ""

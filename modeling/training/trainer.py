@@ -213,7 +213,7 @@ class Trainer:
 
     @property
     def compile(self) -> Compile | None:
-        """Compiler of functions for a device that only runs compiled programs; None elsewhere, and in eager runs."""
+        """Function compiler for devices that only run compiled programs; None elsewhere and in eager runs."""
         if not isinstance(self.compile_statistics, CompileStatistics):
             return None
         return graph_cache.function_compiler(self.device.type, self.compile_statistics.backend)
@@ -225,7 +225,7 @@ class Trainer:
 
     @property
     def reads_samples(self) -> bool:
-        """Whether this rank needs samples: the first stage for tokens, the last for targets, all for document masks."""
+        """Whether this rank needs samples: for tokens (first stage), targets (last) or document masks (all)."""
         return self.first or self.last or self.profile.document_masks
 
     def _shard(self, batch: Batch) -> Local:
@@ -243,7 +243,7 @@ class Trainer:
     def forward_backward(
         self, batch: Batch, scale: float, first: int = 0, *, pairs_per_token: float = 0.0
     ) -> Tensor:
-        """Forward and backward over the m microbatches of a step; gradients are those of `scale` · summed loss.
+        """Forward and backward over a step's m microbatches; gradients are those of `scale` · summed loss.
 
         Args:
             batch: m·b rows; a pipeline needs exactly those of one step.
@@ -282,7 +282,7 @@ class Trainer:
 
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
-        """Set each layer's share of the step's choices per expert, for a balance loss over all microbatches of the step.
+        """Set each layer's share of choices per expert, for a balance loss over all microbatches of the step.
 
         Collective over all ranks, including pipeline stages without experts.
         """
@@ -359,7 +359,7 @@ class Trainer:
         return sums if count is None else self.functions.result(count, sums)
 
     def answer_log_probabilities(self, batch: Batch) -> Tensor:
-        """Log-probabilities (m·b, answers) of rows of pairs: this rank's partial sum over its tokens, on the device."""
+        """Log-probabilities (m·b, answers) of pair rows: this rank's partial sum over its tokens, on device."""
         return self._answer_log_probabilities(*self._shard(batch))
 
     @torch.no_grad()

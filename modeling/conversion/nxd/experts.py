@@ -1,4 +1,4 @@
-"""Experts in NxD shards of Mixtral and DBRX: all of a rank's experts of a layer in two tensors, transposed.
+"""Experts in NxD shards of Mixtral and DBRX: a rank's experts of a layer in two transposed tensors.
 
 For E experts over n expert-parallel ranks, hidden size h, width f and t tensor ranks:
 
@@ -37,7 +37,7 @@ GATE_UP = ("gate_up_proj", "dense_h_to_4h")
 
 
 def expert_files(path: Path) -> list[Path]:
-    """The files of all expert-parallel ranks, given that of the first; only this path if there is one rank."""
+    """Files of all expert-parallel ranks, given the first rank's; only this one if there is one rank."""
     files = [path]
     while (
         FIRST in path.name

@@ -150,7 +150,7 @@ def _dense_parts(path: Path, tensors: Tensors, split: TensorSplit, rank: int) ->
 def _expert_parts(
     path: Path, tensors: Tensors, model: Model, rank: int, tensor: int
 ) -> Iterator[tuple[str, Part]]:
-    """Our tensors of a stage's experts on a tensor rank; `tensors`: the contents of the first expert rank's file."""
+    """Our tensors of a stage's experts on a tensor rank; `tensors`: the first expert rank's file."""
     is_expert = experts.EXPERTS.fullmatch
     others = experts.expert_files(path)[1:]
     ranks = [tensors, *(torch_files.read(other, is_expert) for other in others)]
@@ -197,7 +197,7 @@ def _detect_split(shards: Iterable[Tensors], model: Model, tensor: int, layout: 
 
 
 def _local_rows(shards: Iterable[Tensors], split: TensorSplit) -> _LocalRows:
-    """Measure the shards; raises ValueError if Q and the output projection disagree, or attention is missing."""
+    """Measure the shards. Raises ValueError without attention, or if Q and output projection disagree."""
     attention: list[tuple[str, str, int]] = []  # (key, which of q, k and v are stacked, rows)
     q = kv = vocabulary = None
     for key, stored in (item for tensors in shards for item in tensors.items()):

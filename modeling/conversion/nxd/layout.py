@@ -153,7 +153,7 @@ class TensorSplit:
         return self._shapes[weight]
 
     def boxes(self, key: str, rank: int) -> tuple[tuple[int, ...], list[Box]]:
-        """The local shape of tensor `key` on a tensor rank, and the boxes of our weights in it, without padding."""
+        """Local shape of tensor `key` on a tensor rank, and the boxes of our weights in it, without padding."""
         row, boxes, local = 0, [], []
         for section in self.sections(key):
             if section.weight not in self._shapes:

@@ -1,4 +1,4 @@
-"""LoRA adapters in NxD shards: the factors of each updated layer, split over tensor ranks like the layer.
+"""LoRA adapters in NxD shards: each updated layer's factors, split over tensor ranks like the layer.
 
     model.layers.0.self_attn.qkv_proj.lora_A.weight               (r, i), the same on every rank
     model.layers.0.self_attn.qkv_proj.lora_B.weight_q, _k, _v     rows split like the updated weights, K and V repeated likewise
@@ -120,7 +120,7 @@ def _open(rank: Mapping[str, Any], module: str, letter: str, name: str) -> Tenso
 
 
 def _configuration(folder: Path, file: Path) -> Mapping[str, Any]:
-    """NxD's LoraConfig, from the shard, or from adapter_config.json in the folder or in a parent of the shards."""
+    """NxD's LoraConfig: in the shard, or adapter_config.json in the folder or a parent of the shards."""
     stored = torch_files.read_value(file, "lora_config")
     if isinstance(stored, Mapping):
         return stored

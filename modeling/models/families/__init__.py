@@ -1,4 +1,4 @@
-"""Model families, one file each, written like its paper: the block, the model, and its Hugging Face weight names.
+"""Model families, one file each: block and model as in the paper, and Hugging Face weight names.
 
 Start with `llama.py`, on which all other families but GPT are based; each has an entry in `profiles/sections/families.py`.
 Imports the common modules of `modeling.models`, `parallel` and `profiles`.
@@ -29,7 +29,7 @@ def model_class(architecture: str) -> type[LanguageModel]:
 
 
 def huggingface_tensor(model: Model, name: str) -> HuggingFaceTensor:
-    """The Hugging Face tensor that holds our tensor `name`. Raises ValueError if the architecture has no such tensor."""
+    """The Hugging Face tensor that holds our `name`. Raises ValueError if the architecture has none."""
     entry = model_class(model.architecture).huggingface_tensors(model).get(_NUMBER.sub("{}", name))
     if entry is None:
         raise ValueError(f"{name}: {model.architecture} has no tensor of this name")

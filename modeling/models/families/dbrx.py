@@ -1,9 +1,9 @@
-"""DBRX (databricks.com/blog/introducing-dbrx-new-state-art-open-llm): Mixtral with clipped heads and centred norms.
+"""DBRX: Mixtral with clipped heads and centred norms.
 
     q, k, v = clip(W x, ±c)        before q and k are rotated
     norm(x) = (x - mean) / sqrt(var + ε) · w
 
-Shapes as in `llama.py`.
+Shapes as in `llama.py`. Described in databricks.com/blog/introducing-dbrx-new-state-art-open-llm.
 """
 
 from __future__ import annotations

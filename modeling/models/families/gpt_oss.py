@@ -1,4 +1,4 @@
-"""GPT-OSS (arXiv 2508.10925): experts with biases, alternating windows, and an attention sink for each query head.
+"""GPT-OSS (arXiv 2508.10925): biased experts, alternating windows, an attention sink per query head.
 
     p = softmax([scores, sink])        where the sink has no value (parallel/attention/sinks.py)
     expert(x) = down(g · sigmoid(1.702 g) · (u + 1)),   g = min(gate(x), 7),   u = up(x) clipped to ±7

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1 (arXiv 2307.09288, 2407.21783), and models of the same architecture (deepseek-coder).
+"""Llama 2, 3 and 3.1 (arXiv 2307.09288, 2407.21783), and models built like them (deepseek-coder).
 
     x = embed(tokens)
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -52,11 +52,11 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
     def project(self, x: Tensor, keys: Keys | None) -> Tensor:
-        """Hidden states to heads (b·s/c, (n + 2k)/t·d): queries, keys, values; overridden by families that clip them."""
+        """Hidden states to Q, K and V heads (b·s/c, (n + 2k)/t·d); overridden by families that clip them."""
         return self.qkv(x, keys)
 
     def normalize(self, qk: Tensor) -> Tensor:
-        """Query and key heads (b, s/c, (n + k)/t, d) before they are rotated; overridden by families with QK-norms."""
+        """Query and key heads (b, s/c, (n + k)/t, d) before rotation; overridden by families with QK-norms."""
         return qk
 
 

@@ -43,7 +43,7 @@ class Block(llama.Block):
 
 
 def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, HuggingFaceTensor]:
-    """Llama's weights with a mixture of experts instead of the MLP, one tensor for each expert's projection."""
+    """Llama's weights with experts instead of the MLP, one tensor for each projection of an expert."""
     return {
         **{name: entry for name, entry in llama.WEIGHTS.items() if ".mlp." not in name},
         "layers.{}.mlp.router.weight": HuggingFaceTensor(f"model.layers.{{}}.{router}.weight"),

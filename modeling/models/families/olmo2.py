@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): Llama with norms after attention and MLP, and with normalized query and key projections.
+"""OLMo 2 (arXiv 2501.00656): Llama with norms after attention and MLP, and with QK-norms.
 
     x = x + norm(attention(x));  x = x + norm(mlp(x))
     q, k = norm(q), norm(k)        over all heads of a token, before they are rotated

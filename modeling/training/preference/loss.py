@@ -1,4 +1,4 @@
-"""Losses of preference pairs, from the log-probabilities of their tokens: DPO (arXiv 2305.18290) and ORPO (2403.07691).
+"""Losses of preference pairs from token log-probabilities: DPO (arXiv 2305.18290), ORPO (2403.07691).
 
 With log π(y) = Σ log p over an answer's tokens, y⁺ chosen and y⁻ rejected, and the reference model's ρ:
 
@@ -90,7 +90,7 @@ def rate(
     nll_weight: Tensor,
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """This context rank's equal share of the sums of `pair_losses`; in training also the weights of tokens.
+    """This context rank's equal share of `pair_losses`' sums; in training also the weights of tokens.
 
     Args:
         losses: (2b, s/c) of tokens.

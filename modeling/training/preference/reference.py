@@ -30,7 +30,7 @@ log = logging.getLogger("trainshed")
 
 
 def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
-    """Log-probability of each sequence's answer, in order of rows, float32. Called on every rank; each gets all of them.
+    """Log-probabilities of all answers in row order, float32, on every rank; called on every rank.
 
     Args:
         samples: samples in corpus order.

@@ -1,4 +1,4 @@
-"""Reference model of DPO in memory: a frozen copy of the initial weights that rates pairs in each step.
+"""DPO's reference model in memory: a frozen copy of the initial weights, rating pairs in each step.
 
 Sharded like the model over tensor and pipeline ranks, and with FSDP. It has neither gradients nor optimizer states, and is not
 part of checkpoints: a resumed run loads it again from the weights that it started from. Cost: the memory of the weights, and one
@@ -65,7 +65,7 @@ class ReferenceModel:
 
 @contextmanager
 def reference_weights(trainer: Trainer) -> Iterator[None]:
-    """Make a trainer compute with the reference model within the block: its copy, or with LoRA the base model."""
+    """Compute with a trainer's reference model in the block: its copy or, with LoRA, the base model."""
     if trainer.reference_model is not None:
         with trainer.reference_model.replacing(trainer):
             yield
