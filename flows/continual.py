@@ -1,4 +1,4 @@
-"""Continual pretraining: trains a finished model further on new data and promotes the result only if it is no worse.
+"""Continual pretraining: train a finished model further on new data; promote it only if no worse.
 
     new data -> graphs -> evaluate before -> train -> evaluate after -> export if no worse -> report -> promote
 

@@ -1,4 +1,4 @@
-"""Evaluation of a run's checkpoints, finished or still training: held-out loss and language-model tasks, by step.
+"""Evaluate checkpoints of a finished or running run: held-out loss and language-model tasks, by step.
 
 Each result is cached by its checkpoint, so the flow can be restarted at any time; with `follow` it waits for further checkpoints
 until the run has ended. Results go to evaluations.jsonl, TensorBoard, the run's report, and a table in Prefect's UI.
@@ -61,7 +61,7 @@ class Evaluator:
     profile_file: Path | None
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the checkpoint of a step; returns its metrics, or none if the run has removed it in the meantime."""
+        """Evaluate the checkpoint of a step; returns its metrics, empty if the run has since removed it."""
         checkpoint = CheckpointId.of(self.store.run_folder(self.run), step)
         if checkpoint is None:
             return {}
@@ -99,7 +99,7 @@ class Evaluator:
         return found
 
     def _reference(self) -> Artifact | None:
-        """The reference model's log-probabilities, if the main flow has computed them; None for other objectives."""
+        """Log-probabilities of the reference model, if the main flow has computed them; None otherwise."""
         objective = self.runner.context.profile.objective
         if objective.kind != "dpo" or not objective.precompute_reference:
             return None
@@ -122,7 +122,7 @@ def evaluate(
     store: str = "./store",
     work_dir: str = "./store",
 ) -> list[dict[str, float]]:
-    """Evaluate the checkpoints of a run; returns a row of metrics for each step, including those evaluated earlier.
+    """Evaluate a run's checkpoints; returns metrics for each step, including those evaluated earlier.
 
     Args:
         run: RUN for all of its complete checkpoints, RUN@STEP for the one of this step.

@@ -1,4 +1,4 @@
-"""Final states of flow runs in addition to Prefect's own, for outcomes that are neither crashes nor bugs.
+"""Final states of flow runs beyond Prefect's own, for outcomes that are neither crashes nor bugs.
 
 Stopped (cancelled)   Ctrl-C or SIGTERM: in the terminal, by `trainshed up`, by Slurm; the message says what is saved
 Rejected (failed)     an invalid profile or source; the same message as in the terminal, without a traceback
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
-    """Decorate a flow's function: it ends in one of our final states where Prefect would use Crashed or Failed.
+    """Decorate a flow's function to end in one of these states where Prefect would use Crashed or Failed.
 
     A rejection reaches the caller unchanged, a stop as `prefect.exceptions.CancelledRun`.
     """

@@ -54,7 +54,7 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
-    """Show on the overview that the flow run was stopped and what is saved; returns the latter as one line."""
+    """Show on the overview that the flow run stopped and what is saved; returns the latter as one line."""
     try:
         store, _, folders = _latest(parameters, flow_run)
         if not folders:

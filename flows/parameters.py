@@ -1,4 +1,4 @@
-"""Types of flow parameters, from which Prefect's UI builds its form: a choice of shipped profiles, or a path."""
+"""Flow parameter types for the forms of Prefect's UI: a choice of shipped profiles, or a path."""
 
 from __future__ import annotations
 

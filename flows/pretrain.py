@@ -1,4 +1,4 @@
-"""The main flow: from a tokenizer, a data set and optionally pretrained weights to a trained Hugging Face model.
+"""The main flow, from tokenizer, data set and optional pretrained weights to a Hugging Face model.
 
                    ┌─> tokenizer ─> dataset ─┐
     plan ─> resolve ─> checkpoint ───────────┼─> train ─> evaluate ─> export ─> report
@@ -97,7 +97,7 @@ def pretrain(
     replace: bool = False,
     fork: ForkedFrom = "",
 ) -> dict[str, Any]:
-    """Train the model of a profile and export it; returns the paths of its results and the outcome of each step.
+    """Train and export a profile's model; returns the paths of its results and each step's outcome.
 
     Args:
         profile: A shipped profile, or the path of a YAML file.

@@ -1,4 +1,4 @@
-"""Register Trainshed with the Prefect server of PREFECT_API_URL: `python -m flows.registration`; idempotent.
+"""Register with the Prefect server of PREFECT_API_URL, idempotently: `python -m flows.registration`.
 
 Creates the work pool with its concurrency limit, the alert automations (flows/alerts), and an automation that marks flow runs
 without a heartbeat as crashed; otherwise a run whose worker was killed would stay in state Running.
@@ -51,7 +51,7 @@ def register_pool() -> None:
 
 
 def register_automation(silence: float = SILENCE_SECONDS) -> None:
-    """Create or update the automation: within `silence` seconds of a heartbeat, another or a final state must follow."""
+    """Create or update the automation: heartbeats at most `silence` seconds apart, until a final state."""
     heartbeat = "prefect.flow-run.heartbeat"
     trigger = EventTrigger(
         after={heartbeat},

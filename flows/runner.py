@@ -117,7 +117,7 @@ class Background:
 
 
 class Runner:
-    """Context manager that runs the steps of one flow run and records their outcomes; `open` adds the run folder."""
+    """Context manager that runs a flow run's steps and records outcomes; `open` adds the run folder."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -135,7 +135,7 @@ class Runner:
             background.interrupt()
 
     def open(self, profile: Profile, folder: Path) -> None:
-        """Use this profile and run folder from now on; failed attempts, including earlier ones, go into its events.jsonl."""
+        """Switch to this profile and run folder; its events.jsonl records failures, including earlier ones."""
         self.context = replace(self.context, profile=profile, folder=folder)
         for failure in self._unrecorded:
             record_event(folder, **failure)
@@ -161,7 +161,7 @@ class Runner:
         return state.result()
 
     def run(self, step: Step, context: Context | None = None) -> Artifact | None:
-        """Run a step, optionally in another run's context. Returns its artifact, None if skipped; raises its error."""
+        """Run a step, optionally in another context. Returns its artifact, None if skipped; raises its error."""
         # Called directly, not submitted, so that a cancellation reaches the step, which then ends its child processes.
         call = self._prepare(step, context or self.context)
         return self._finish(call, call.task(return_state=True))

@@ -1,4 +1,4 @@
-"""Parts of flows that are not steps: check the plan, resolve the inputs, open the run folder, follow training."""
+"""Parts of flows that are not steps: plan check, input resolution, run folder, training progress."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RunCommand:
     chain: Sequence[str] = ()  # the profiles of the chain; empty for `trainshed run`
 
     def alternatives(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
-        """Commands that avoid a conflict with an existing run with different mathematics: (description, command)."""
+        """(description, command) pairs that avoid a conflict with an existing run of different mathematics."""
         settings = [part for override in self.overrides for part in ("--set", override)]
         settings += ["--store", self.store] if self.store != "./store" else []
         begin = ["chain", *self.chain] if self.chain else ["run", self.profile]
@@ -95,7 +95,7 @@ def read_lock(store: Store, name: str, parent: Parent | None = None) -> bytes | 
 
 
 def resolve_inputs(runner: Runner, lock: bytes | None) -> None:
-    """Resolve the run's inputs as a task, reusing what a run lock pins; the following steps use the result."""
+    """Resolve the run's inputs as a task, reusing what a run lock pins; later steps use the result."""
     context = runner.context
     progress = progress_reporter("inputs", "Progress of resolve")
 

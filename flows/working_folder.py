@@ -1,4 +1,4 @@
-"""The working folder of flow runs that a Prefect worker starts, the base of relative paths in their parameters.
+"""Working folder of flow runs started by a Prefect worker: the base of relative paths in parameters.
 
 A folder that a pull step selects comes first on the run's sys.path and in its PYTHONPATH, so a user's own `tasks.py`
 there would shadow ours. This pull step therefore only records the folder. Prefect imports the flow in an empty folder,

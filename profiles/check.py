@@ -1,4 +1,4 @@
-"""Validation rules between a profile's sections, and for local files before a run starts; needs no device.
+"""Validation rules across a profile's sections, and for local files before a run; needs no device.
 
 `check` runs the rules in order. An error offers only choices with which the profile satisfies the other rules too; if a rule
 cannot compute its valid values, the nearest ones are found by trial.
@@ -71,7 +71,7 @@ def _broken(profile: Profile, rules: Iterable[Rule]) -> tuple[Rule, ProfileError
 
 
 def passes(profile: Profile, rules: Iterable[Rule] | None = None) -> bool:
-    """Whether a profile satisfies these rules; by default those for parallel degrees, batch sizes and the cluster."""
+    """Whether a profile satisfies rules; by default those for parallel degrees, batch sizes and cluster."""
     return _broken(profile, TOPOLOGY if rules is None else rules) is None
 
 
@@ -339,7 +339,7 @@ def _compile(profile: Profile) -> None:
 
 
 def _folder_or_repository(key: str, source: str) -> None:
-    """Check that a source is a local folder or may be a hub repository; buckets and the hub are checked when fetched."""
+    """Check that a source is a folder or a possible hub repository; remote ones are checked when fetched."""
     if "://" in source or source.startswith(RUN) or Path(source).expanduser().is_dir():
         return
     if source.startswith((".", "~")) or not REPOSITORY.fullmatch(source):

@@ -36,7 +36,7 @@ def names(data: Data) -> list[str]:
 
 
 def check(profile: Profile) -> None:
-    """Check that every source can be read as described. Raises ProfileError for the first rule that is broken."""
+    """Check that every source can be read as described. Raises ProfileError for the first broken rule."""
     for number, source in enumerate(profile.data.sources):
         _check_source(source, f"data.sources.{number}")
     uses = [source.use for source in profile.data.sources]
@@ -83,7 +83,7 @@ def check_schedule(profile: Profile) -> None:
 
 
 def check_files(profile: Profile) -> None:
-    """Check that local files of every source exist; buckets and the hub are checked when they are read. Raises ProfileError."""
+    """Raise ProfileError if a source's local files are missing; buckets and hub are checked when read."""
     for number, source in enumerate(profile.data.sources):
         if source.path is not None and "://" not in source.path:
             _check_local_path(source, f"data.sources.{number}.path")

@@ -11,7 +11,7 @@ OVERRIDE_SYNTAX = "is not of the form KEY.PATH=VALUE, without spaces; for instan
 
 
 class ProfileError(ValueError):
-    """An invalid profile; its message has one line per error, `key = value: reason; nearest valid: choices`.
+    """Invalid profile; the message has a line per error, `key = value: reason; nearest valid: choices`.
 
     Attributes:
         key: dotted path, such as `parallel.tensor` or `data.sources.0.path`.

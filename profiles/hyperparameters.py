@@ -22,7 +22,7 @@ def check_recompute(profile: Profile) -> None:
 
 
 def check_precision(profile: Profile) -> None:
-    """Raise ProfileError if the accelerator lacks the FP8 recipe, or the model's sizes do not fill its blocks."""
+    """Raise ProfileError if the accelerator lacks the FP8 recipe or sizes are not multiples of its blocks."""
     train, cluster, model = profile.train, profile.cluster, profile.model
     if train.precision != "fp8":
         return

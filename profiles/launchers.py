@@ -1,4 +1,4 @@
-"""Valid names of launchers: Trainshed's own and the entry points of installed packages, found without importing them."""
+"""Launcher names: Trainshed's own and the entry points of packages, found without importing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def entry_points() -> dict[str, metadata.EntryPoint]:
 
 
 def check(profile: Profile) -> None:
-    """Check that the launcher exists, and that the Kubernetes launcher's settings are complete. Raises ProfileError."""
+    """Raise ProfileError for an unknown launcher or incomplete settings of the Kubernetes launcher."""
     cluster = profile.cluster
     if cluster.launcher not in OWN and cluster.launcher not in (found := entry_points()):
         names = [*OWN, *found]

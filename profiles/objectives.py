@@ -1,4 +1,4 @@
-"""Rules of `objective` and `lora`: which keys each kind accepts, and what fine-tuning needs and does not support."""
+"""Rules of `objective` and `lora`: keys of each kind, and what fine-tuning needs and does not support."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER = {target: whole for whole, parts in PARTS.items() for target in (whole, *
 
 
 def check(profile: Profile) -> None:
-    """Check that the objective and LoRA can be planned. Raises ProfileError for the first rule that is broken."""
+    """Check that the objective and LoRA can be planned. Raises ProfileError for the first broken rule."""
     _objective(profile)
     _data(profile)
     _gate(profile)
@@ -37,7 +37,7 @@ def check(profile: Profile) -> None:
 
 
 def check_start(profile: Profile) -> None:
-    """Check that the initial weights that a run needs are named; planning does not need them. Raises ProfileError."""
+    """Raise ProfileError if the initial weights that a run needs are not named; planning needs none."""
     if profile.init.from_ is None and (profile.objective.kind == "dpo" or profile.lora.rank):
         needs = "dpo needs a trained model as its reference"
         if profile.lora.rank:

@@ -1,4 +1,4 @@
-"""Generate the reference of all profile keys from the schema: `python -m profiles.reference > docs/profiles.md`."""
+"""Generate the profile reference from the schema: `python -m profiles.reference > docs/profiles.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retries of network calls: which errors are temporary, and how long to wait (exponential backoff with jitter, Retry-After).
+"""Retries of network calls on temporary errors: exponential backoff with jitter, or Retry-After.
 
 The clients' own retries end within seconds, while an object store throttles for minutes and the hub counts requests in windows
 of five minutes. So every call to the network goes through `call`.
@@ -96,7 +96,7 @@ def seconds_to_wait(error: BaseException | None) -> float | None:
 
 
 def _retry_after(headers: Any) -> float:
-    """Seconds from the headers of a response: Retry-After, or the time to the hub's next window; 0 if there are none."""
+    """Seconds from response headers: Retry-After, or the time to the hub's next window; 0 if neither."""
     value = str(headers.get("Retry-After") or "").strip()
     seconds = 0.0
     if value.isdigit():
@@ -112,7 +112,7 @@ def _retry_after(headers: Any) -> float:
 
 
 def map_in_threads(function: Callable[[T], R], values: Sequence[T], threads: int) -> list[R]:
-    """Results of a function that uses the network, in order; interrupting this thread ends waits for retries."""
+    """Map a function that uses the network, in order; interrupting this thread ends waits for retries."""
     stop = threading.Event()
 
     def call_stoppable(value: T) -> R:

@@ -1,4 +1,4 @@
-"""Profile schema: one class per section, here or in sections/, with the type, default and description of each key.
+"""Profile schema: a class per section (some in sections/) with each key's type, default, description.
 
 Types and rules within a section are checked here, rules between sections in check.py. A resolved profile is frozen: every step
 uses the same one, which is stored with the run.

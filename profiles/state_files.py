@@ -46,7 +46,7 @@ class CorruptedState(ValueError):
 
 
 def retried(operation: Callable[[], T]) -> T:
-    """The result of an idempotent file operation; retried after DELAYS if it raises an OSError that may be temporary."""
+    """Run an idempotent file operation; possibly temporary OSErrors are retried after DELAYS."""
     for delay in DELAYS:
         try:
             return operation()

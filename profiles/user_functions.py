@@ -1,4 +1,4 @@
-"""User functions that a profile names as `module:function`: where their modules are found, and checks without running them.
+"""User functions (`module:function` in a profile): finding and checking them without running them.
 
 Modules are searched on sys.path, then in the working folder, even if Python runs with a safe path (-P, PYTHONSAFEPATH). The
 working folder is last so that a user's own tasks.py, profiles/ or modeling/ never replaces Trainshed's packages; a function in a

@@ -1,4 +1,4 @@
-"""Translate pydantic's validation errors to one ProfileError with the key, the reason and valid choices."""
+"""Translate pydantic's validation errors to one ProfileError with key, reason and valid choices."""
 
 from __future__ import annotations
 

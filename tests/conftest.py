@@ -1,4 +1,4 @@
-"""Settings of the test suite: Prefect's home and server, groups for pytest-xdist, the `slow` marker, no silent skips."""
+"""Test suite settings: Prefect's home and server, xdist groups, the `slow` marker, no silent skips."""
 
 import atexit
 import contextlib
@@ -157,7 +157,7 @@ def _skip_without_gpu(items):
 
 
 class Groups(LoadScopeScheduling):
-    """Sends all tests of a file to the same worker, except in tests/docs, where each test is its own group."""
+    """Sends all tests of a file to one worker, except in tests/docs, where each test is its own group."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if _folder(nodeid) == "docs" else nodeid.partition("::")[0]

@@ -12,7 +12,7 @@ MOUNTED = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
 
 
 def small(folder: Path, size: str) -> list[str]:
-    """Command prefix that mounts a tmpfs of this size ("3m") on a new folder; skips the test if that is not allowed."""
+    """Command prefix that mounts a tmpfs of this size ("3m") on a new folder; skips if not allowed."""
     folder.mkdir(parents=True)
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
     command = [*unshare, "sh", "-c", MOUNTED, size, str(folder)]

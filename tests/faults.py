@@ -32,7 +32,7 @@ def failing(*operations: str, path: str, error: int = errno.EIO) -> Fault:
 
 
 class Once:
-    """Each operation on each path fails at most once, at random; at most three of thirty consecutive operations fail."""
+    """Random faults: at most one per operation and path, and three in any 30 consecutive operations."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._random, self._share = Random(seed), share

@@ -1,4 +1,4 @@
-"""Local jobs whose ranks are forked from a process that has already imported torch, instead of started by torchrun.
+"""Local jobs whose ranks are forked from a process with torch imported, not started by torchrun.
 
     with forked_jobs(): pretrain(...)
 
@@ -58,7 +58,7 @@ def run_forked(
 
 
 class ForkedJob:
-    """The subset of subprocess.Popen that LocalLauncher uses, for `python -m torchrun ...` and `python -m program ...`."""
+    """Subset of Popen that LocalLauncher uses, for `python -m torchrun ...` and `python -m program ...`."""
 
     def __init__(self, command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> None:
         ranks, program, arguments = _parse(command)
@@ -104,7 +104,7 @@ class ForkedJob:
 
 
 def _parse(command: list[str]) -> tuple[int, str, list[str]]:
-    """Number of ranks (0: a single process without torch.distributed), program and arguments of a launcher's command."""
+    """Ranks (0: one process, no torch.distributed), program and arguments of a launcher's command."""
     command = [part for part in command if part != START]
     first = command.index("-m") + 1
     if command[first] != TORCHRUN:

@@ -1,4 +1,4 @@
-"""One fork server per test worker: it has imported torch and the training program, and forks processes in milliseconds."""
+"""One fork server per test worker: imports torch and the trainer, then forks in milliseconds."""
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext

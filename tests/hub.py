@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback for the real clients: models and data sets, commits, branches, gated repositories.
+"""Hugging Face hub on loopback for real clients: models, data sets, commits, branches, gated repos.
 
 Point a process at it with `HF_ENDPOINT=<hub.url> HF_HUB_DISABLE_XET=1`; `patch` does the same for this process.
 """
@@ -52,7 +52,7 @@ class Hub:
         gated: bool = False,
         ref: str | None = None,
     ) -> str:
-        """Commit these files to the repository and point `main`, or `ref` instead, to the commit; returns its hash."""
+        """Commit files to the repository and point `main`, or `ref`, to the commit; returns its hash."""
         content = sorted((path, _hash(data)) for path, data in files.items())
         sha = _hash(repr((name, content)).encode())
         repository = self.repositories.setdefault((kind, name), Repository())

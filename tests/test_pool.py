@@ -1,4 +1,4 @@
-"""The process pool: worlds of any size on the same workers; failures name their rank and do not affect later cases."""
+"""Process pool: worlds of any size on the same workers; failures name their rank and are isolated."""
 
 import os
 import time

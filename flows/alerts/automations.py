@@ -1,4 +1,4 @@
-"""Automations that send a notification for each kind of event, disabled until a notification block is named.
+"""Notification automations, one per kind of event, disabled until a notification block is named.
 
 A block is one of Prefect's own for Slack, e-mail, webhooks and others, created in Prefect's UI or by `prefect block`; it is named
 by type and name, as in slack-webhook/team. Automations are created once: changes in Prefect's UI, such as disabling one kind,

@@ -1,7 +1,8 @@
-"""The automation that evaluates each checkpoint when it is complete: `python -m flows.alerts.evaluation [--task NAME ...]`.
+"""Automation that evaluates each checkpoint as soon as it is complete.
 
-It runs the deployment evaluate/evaluate, which must be registered, for the run and the store that the event names. The automation
-is created only on request (`trainshed up --evaluate`); once disabled in Prefect's UI, it stays disabled.
+Create it with `python -m flows.alerts.evaluation [--task NAME ...]`. It runs the deployment evaluate/evaluate, which must be
+registered, for the run and the store that the event names. The automation is created only on request (`trainshed up --evaluate`);
+once disabled in Prefect's UI, it stays disabled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Command-line parser: aligned help texts, and errors that show the subcommand's usage and the nearest valid choice."""
+"""Command-line parser: aligned help; errors show the subcommand's usage and the nearest valid choice."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def override(text: str) -> str:
-    """Argument type of an override; checked here because `--set KEY VALUE` would leave VALUE as another argument."""
+    """Argument type of an override; rejects `--set KEY VALUE`, which would leave VALUE as an argument."""
     if "=" not in text:
         raise argparse.ArgumentTypeError(f"{text} {OVERRIDE_SYNTAX}")
     return text

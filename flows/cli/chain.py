@@ -12,7 +12,7 @@ from flows.cli.run import print_results, run_flow
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the flow and print the results; returns the exit code. Raises ProfileError for an invalid profile or store."""
+    """Run the flow and print the results. Raises ProfileError for an invalid profile or store."""
     runs = load_chain(options.profiles, options.overrides, options.name or "")
 
     def start() -> list[dict[str, Any]]:

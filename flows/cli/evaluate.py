@@ -16,7 +16,7 @@ from tasks.store.store import Store
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the flow and print the metrics by step. Raises ProfileError for an unknown run, checkpoint or override."""
+    """Evaluate; print the metrics by step. Raises ProfileError for an unknown run, checkpoint or override."""
     name = options.run.partition("@")[0]
     folder = runs.fetch(Store(options.store, options.work_dir), name)
     profile = resolve.load(str(folder / "profile.yaml"), options.overrides, name)

@@ -1,4 +1,4 @@
-"""`trainshed import-config`: convert an NxD Training config to a profile, report on each of its keys, and plan it."""
+"""`trainshed import-config`: convert an NxD Training config, report on each key, and plan the profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainshed profiles`: list the shipped profiles, with size, cluster and whether this machine can start them."""
+"""`trainshed profiles`: list shipped profiles with size, cluster and whether they can start here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainshed run`: run the pretraining flow in this process, with a local Prefect server if none is configured.
+"""`trainshed run`: run the main flow in-process, with a local Prefect server if none is configured.
 
 The terminal shows Trainshed's lines; Prefect's lines and tracebacks go to `<store>/logs/<run>.log`.
 """
@@ -43,7 +43,7 @@ OUTPUTS = {"model": "export", "metrics": "metrics", "report": "report"}  # print
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the flow and print its results; returns the exit code. Raises ProfileError for an invalid profile or store."""
+    """Run the flow and print its results. Raises ProfileError for an invalid profile or store."""
     profile = resolve.load(options.profile, options.overrides, options.name)
     resolve.check(profile)
     resolve.check_start(profile)
@@ -132,7 +132,7 @@ def _report_failure(error: BaseException, log_file: Path) -> int:
 
 @contextlib.contextmanager
 def prefect_api(work_dir: Path) -> Iterator[None]:
-    """Use the Prefect server in the user's settings for the block, else the one shared by commands on this store."""
+    """Context manager: use the configured Prefect server, else the one that commands on this store share."""
     home = configure(work_dir)
     with contextlib.ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""`trainshed plan --search`: rank the topologies that fit a cluster, and print why the others were rejected."""
+"""`trainshed plan --search`: rank the topologies that fit a cluster; explain why others were rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMBER = re.compile(r"\b\d+\b")
 
 
 def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Print the topologies that fit; returns REJECTED if there is none. `typed` names the profile on the command line."""
+    """Print topologies that fit; returns REJECTED if none. `typed` names the profile on the command line."""
     found, rejected = search(profile)
     if as_json:
         result = {"topologies": list(map(_describe, found)), "rejected": list(map(asdict, rejected))}
@@ -124,7 +124,7 @@ def _recompute(topology: Topology) -> str:
 
 
 def _sharding(topology: Topology) -> str:
-    """'zero1', 'fsdp' over all data and context ranks, or 'fsdp 16' with replicas beyond; 'kept' if weights stay gathered."""
+    """'zero1', 'fsdp' over all data/context ranks, 'fsdp 16' with replicas; 'kept': weights stay gathered."""
     degree = topology.overrides["parallel.shard_degree"]
     kept = " kept" if topology.overrides["parallel.keep_gathered"] else ""
     return topology.overrides["parallel.data_sharding"] + (f" {degree}" if degree else "") + kept

@@ -1,4 +1,4 @@
-"""`trainshed up`: run a Prefect server, a worker and all deployments of prefect.yaml on this machine, until Ctrl-C.
+"""`trainshed up`: local Prefect server, worker and all deployments of prefect.yaml, until Ctrl-C.
 
 Everything listens on loopback. Each child runs in its own session, so that Ctrl-C reaches only this process, which stops
 them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills everything. If a
@@ -127,7 +127,7 @@ def _deploy(options: argparse.Namespace, home: Path, log_file: Path, settings: M
 
 
 def _missing(api: str, home: Path) -> list[str] | None:
-    """What runs need but the Prefect server at this address lacks; None if no Prefect server answers there."""
+    """What runs need but the Prefect server at this address lacks; None if none answers there."""
     try:
         deployments = _deployments(home)
         pool = _query(f"{api}/work_pools/filter", {"work_pools": _named(POOL)})
@@ -164,7 +164,7 @@ def _deploy_progress(log_file: Path, total: int) -> Callable[[], str]:
 
 
 def _has_online_worker(api: str) -> bool:
-    """Whether the pool has an online worker; waits, since another `trainshed up` may have just started one."""
+    """Whether the pool has an online worker; waits, as another `trainshed up` may have just started one."""
     workers = f"{api}/work_pools/{POOL}/workers/filter"
     started, announced = time.monotonic(), False
     while not any(worker["status"] == "ONLINE" for worker in _query(workers, {})):
@@ -183,7 +183,7 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _query(address: str, body: dict[str, Any]) -> Any:
-    """POST a filter to Prefect's API; returns its JSON. Raises OSError or ValueError if something else listens there."""
+    """Query Prefect's API; returns its JSON. Raises OSError or ValueError if something else listens there."""
     header = {"Content-Type": "application/json"}
     request = urllib.request.Request(address, json.dumps(body).encode(), header, method="POST")
     with urllib.request.urlopen(request, timeout=10) as answer:
@@ -199,7 +199,7 @@ def _form(address: str) -> str:
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]], is_used: Callable[[], bool]) -> None:
-    """Terminate the children, latest first, each one after its subprocesses, so that flow runs report their end.
+    """Terminate the children, latest first, each after its subprocesses, so flow runs report their end.
 
     The first child, the server, is stopped once no other command uses it. After GRACE, or at a second signal, the rest is killed.
     """

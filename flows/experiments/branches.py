@@ -1,4 +1,4 @@
-"""Branches: a constant-rate trunk, branches that decay from its checkpoints, averages, and a page that compares them.
+"""Branches: a constant-rate trunk, branches that decay from its checkpoints, averages, a comparison.
 
     plan ─> trunk ┬─> branch ┬─> average ┬─> comparison
                   ├─> branch ┤           │
@@ -35,7 +35,7 @@ from tasks.store.store import Store
 
 
 def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Rung], list[Plan]]:
-    """Load a branches file, its trunk, branches, and the plans of all. Raises ProfileError if one cannot run."""
+    """Load a branches file with its trunk, branches and plans. Raises ProfileError if one cannot run."""
     described = Branches.load(file)
     trunk = trunk_of(described, store)
     branches = branches_of(described, trunk)
@@ -51,7 +51,7 @@ def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Ru
 @flow(name="branches", flow_run_name=file_name, task_runner=THREADS, **SHOW_FAILURE)
 @final_states
 def branches(file: str, store: str = "./store") -> dict[str, Any]:
-    """Train a trunk and its branches, average checkpoints, and compare them; returns losses and the page's path.
+    """Train a trunk and branches, average checkpoints, compare them; returns losses and the page's path.
 
     Args:
         file: The branches file.

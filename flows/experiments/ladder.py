@@ -1,4 +1,4 @@
-"""Ladder: trains small runs of a target's family, several at a time, and forecasts the target's loss from theirs.
+"""Ladder: train small runs of a target's family, several at a time, to forecast the target's loss.
 
     plan ─> rung ┐
             rung ├─> forecast ─> target, if asked for
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
-    """Load a ladder, its target, rungs and plans. Raises ProfileError if a rung cannot run or all exceed the budget."""
+    """Ladder, target, rungs and plans. Raises ProfileError if one cannot run or all exceed the budget."""
     ladder = Ladder.load(file)
     target = target_of(ladder)
     rungs = rungs_of(ladder, target)

@@ -1,4 +1,4 @@
-"""Mixture: trains small runs under sampled weights of a target's sources, and proposes weights from their losses by source.
+"""Mixture: train small runs with sampled source weights; propose weights from their losses by source.
 
     plan ─> proxy ┐
             proxy ├─> proposed weights ─> proxy with these weights, if asked for
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
-    """Load a mixture, its target, proxies and plans. Raises ProfileError if a proxy cannot run or all exceed the budget."""
+    """Mixture, target, proxies and plans. Raises ProfileError if one cannot run or all exceed the budget."""
     mixture = Mixture.load(file)
     target = mixture_target(mixture)
     proxies = proxies_of(mixture, target)
@@ -54,7 +54,7 @@ def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
 @flow(name="mixture", flow_run_name=file_name, task_runner=THREADS, **SHOW_FAILURE)
 @final_states
 def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str, Any]:
-    """Train the proxies of a mixture and propose weights for its target; returns the proposal and the paths of its files.
+    """Train a mixture's proxies and propose weights for its target; returns the proposal and file paths.
 
     Args:
         file: The mixture file.
@@ -95,7 +95,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
 
 
 def _require_one_tokenizer(inputs: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise ProfileError if the proxies have different tokenizers, as their losses per token would not compare."""
+    """Raise ProfileError if the proxies' tokenizers differ: losses per token would not be comparable."""
     first = next(iter(inputs))
     for name, found in inputs.items():
         if found["tokenizer"] != inputs[first]["tokenizer"]:
@@ -111,7 +111,7 @@ def _losses(
     dataset: Artifact,
     sources: int,
 ) -> list[dict[str, float]]:
-    """Held-out losses by source of each proxy; proxies with fewer sources are evaluated on the text of all sources."""
+    """Held-out losses by source of each proxy; those with fewer sources are evaluated on all sources."""
     found = []
     context = flow_context(proxies[0].run.profile, store)
     with Runner(context) as runner:

@@ -1,4 +1,4 @@
-"""Runs of a ladder, a mixture or branches: plans them within the budget, and trains several at a time on the devices.
+"""Runs of a ladder, mixture or branches: plan them within the budget, and train several at a time.
 
 Each is an ordinary run of the pretraining flow, so finished ones are cached and interrupted ones resume.
 """
@@ -39,7 +39,7 @@ def file_name() -> str:
 
 
 def plan_within(experiment: Experiment, runs: Sequence[Rung]) -> list[Plan]:
-    """Plan the runs. Raises ProfileError if one does not fit its devices or all together exceed the budget."""
+    """Plan the runs. Raises ProfileError if one does not fit its devices or all exceed the budget."""
     plans = []
     for run in runs:
         profile = resolve_auto(run.profile)

@@ -51,7 +51,7 @@ SETTINGS = {
 
 
 def configure(store: Path) -> Path:
-    """Set what the user has not set in this process's environment, before Prefect is imported; returns Prefect's home.
+    """Set default Prefect settings in the environment, before Prefect is imported; returns Prefect's home.
 
     The home, with the database of a local server, is in the store's local folder. A server that the user has configured in
     ~/.prefect is still used.
@@ -85,7 +85,7 @@ def few_certificates(home: Path) -> dict[str, str]:
 
 
 def may_name_server(home: Path) -> bool:
-    """Whether the user's settings may name a Prefect server; reading them would import Prefect, which takes a second."""
+    """Whether the user's settings may name a Prefect server, without importing Prefect (takes a second)."""
     if "prefect" in sys.modules:  # reading them costs nothing
         return True
     files = (home / "profiles.toml", Path(".env"), Path("prefect.toml"))

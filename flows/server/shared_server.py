@@ -1,4 +1,4 @@
-"""The Prefect server that commands on one store share if none is configured; its database is in the store's folder.
+"""Prefect server shared by commands on one store if none is configured; its database is in the store.
 
 The first command starts it, in about 3 s (10 s the first time, when it creates its database) while the flow is being imported.
 Others use it, since servers that share an SQLite database block each other. It exits after its last user, even a killed one.
@@ -38,7 +38,7 @@ CHECK_SECONDS = 0.1  # between the server's checks for users
 
 
 class Registration:
-    """The server of a Prefect home and its users, tracked by file locks. Raises ProfileError if locking fails."""
+    """A Prefect home's server and its users, tracked by file locks. Raises ProfileError if locking fails."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -71,7 +71,7 @@ class Registration:
         return alive
 
     def join(self) -> tuple[int, IO[bytes]] | None:
-        """Become a user of the server. Returns its port and a file to close when done; None if no server is running."""
+        """Become a user of the server. Returns its port and a file to close when done; None if not running."""
         server = self._read()
         if server is None or not self.is_alive(server["port"]):
             return None
@@ -142,7 +142,7 @@ class Server:
             start_module(("flows.server.shared_server", str(port), home), self._log_file, **options)
 
     def wait(self) -> str:
-        """Wait until the server is healthy and return its API's address. Raises RuntimeError after START_TIMEOUT."""
+        """Wait for a healthy server; returns its API's address. Raises RuntimeError after START_TIMEOUT."""
         address = f"http://127.0.0.1:{self.port}/api"
         if not wait_healthy(address, lambda: self._registration.is_alive(self.port)):
             raise RuntimeError(f"the Prefect server did not start; log: {self._log_file}")

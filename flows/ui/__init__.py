@@ -1,5 +1,6 @@
-"""Output of a run: terminal lines (`console.py`), progress (`progress.py`), artifacts in Prefect's UI (`artifacts.py`).
+"""Output of a run: terminal lines, progress, and artifacts in Prefect's UI.
 
-`overview.py` renders a flow run's overview artifact, `summaries.py` plans and clusters in one line. Start reading at
-`progress.py`. May import tasks, modeling and profiles, but no other part of flows.
+`console.py` prints terminal lines, `progress.py` reports progress, `artifacts.py` creates and updates artifacts. `overview.py`
+renders a flow run's overview artifact, `summaries.py` plans and clusters in one line. Start reading at `progress.py`. May import
+tasks, modeling and profiles, but no other part of flows.
 """

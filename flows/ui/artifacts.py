@@ -1,4 +1,4 @@
-"""Artifacts of a flow run in Prefect's UI: progress bars, tables and Markdown pages, updated while it runs.
+"""A flow run's artifacts in Prefect's UI: progress bars, tables and Markdown pages, updated live.
 
 The first update creates the artifact and later ones change it, including those of a retried task, so a flow run has one artifact
 per key. Display errors never stop a run.
@@ -34,7 +34,7 @@ class PrefectArtifact:
         self._warned = False
 
     def update(self, render: Callable[[], Any], *, now: bool = False) -> None:
-        """Show what `render` returns; without `now`, skipped if the last update is less than UPDATE_SECONDS old."""
+        """Show what `render` returns; without `now`, at most once every UPDATE_SECONDS."""
         if not now and time.monotonic() - self._updated_at < UPDATE_SECONDS:
             return
         self._updated_at = time.monotonic()

@@ -90,7 +90,7 @@ class TerminalHandler(logging.Handler):
             self.console.print(Text(SEPARATOR.join(parts)), soft_wrap=True)
 
     def _render_progress(self) -> RenderableType:
-        """The parts, the time since a change if that was a while ago, and a spinner if the fraction is unknown."""
+        """The parts, the time since the last change if it is long, and a spinner if the fraction is unknown."""
         seconds, spins = time.monotonic() - self._changed_at, len(self._parts) == 1
         width = self.console.width - 2 * spins
         parts = [*self._parts, f"for {format_age(seconds)}"] if seconds >= QUIET_SECONDS else self._parts
@@ -122,7 +122,7 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 
 def wrap(line: str, width: int, indent: int) -> str:
-    """Break a line between words to fit in `width` columns; all but the first line begin at column `indent`."""
+    """Wrap a line between words to `width` columns; all but the first line begin at column `indent`."""
     options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * indent}
     return (
         line[:indent] + textwrap.fill(line[indent:], width, initial_indent=" " * indent, **options)[indent:]

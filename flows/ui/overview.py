@@ -1,4 +1,4 @@
-"""A flow run's overview artifact in Prefect's UI: failure and next action, loss curve, plan, incidents, paths.
+"""A flow run's overview in Prefect's UI: failure and next action, loss curve, plan, incidents, paths.
 
 Rendered only from the run folder, so that any step can update it. The loss curve is an inline SVG of a few kB.
 """
@@ -49,7 +49,7 @@ class Overview:
         self._artifact.update(self._render, now=now)
 
     def end(self, notice: str) -> None:
-        """Show how the run ended, as Markdown, above the rest of the page; raises if the run folder cannot be rendered."""
+        """Show how the run ended (Markdown) above the overview; raises if the run folder cannot be rendered."""
         rest = self._render(ended=True)
         self._artifact.update(lambda: f"{notice}\n\n{rest}", now=True)
 

@@ -1,4 +1,4 @@
-"""Progress of a running step: a progress line in the log, and in Prefect's UI a bar, a table and the overview.
+"""Progress of a running step: a line in the log, and a bar, a table and the overview in Prefect's UI.
 
 Training is followed through `metrics.jsonl`. Costs at most three API calls every few seconds, and one log line per second, of
 which Prefect's log gets a few per minute (`console.ProgressFilter`).

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the planner imports torch, which `trainshed profiles` must 
 
 
 def plan_summary(planned: Plan) -> str:
-    """Parameters, mesh, memory of the fullest rank, step time: '8 billion parameters on tensor 8, 61 GiB of 96 GiB a device'."""
+    """Parameters, mesh, the fullest rank's memory and, if known, the step time of a plan, in one line."""
     parts = [
         f"{format_count(planned.parameters)} parameters on {format_mesh(planned.mesh)}",
         f"{format_bytes(planned.needs)} of {format_bytes(planned.device_bytes)} a device",
@@ -24,7 +24,7 @@ def plan_summary(planned: Plan) -> str:
 
 
 def inputs_summary(inputs: Inputs) -> str:
-    """Number of shards, and when the run's lock pinned them: '12 shards of data, as of 2026-03-01 10:00 UTC'."""
+    """Number of shards and when the run lock pinned them: '12 shards of data, as of 2026-03-01 10:00 UTC'."""
     since = f", as of {inputs.since[:16].replace('T', ' ')} UTC" if inputs.since else ""
     count = len(inputs.shards)
     return f"{count:,} shard{'s' * (count != 1)} of data{since}"

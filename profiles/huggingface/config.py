@@ -46,7 +46,7 @@ GPT_OSS_ROPE = {
 
 
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`Model` fields from a Hugging Face config.json. Raises ProfileError for an unsupported architecture or feature."""
+    """`Model` fields from a config.json. Raises ProfileError for an unsupported architecture or feature."""
     kind = config.get("model_type")
     architectures = {family.model_type or name: name for name, family in families.OWN.items()}
     if kind not in architectures:  # packages are imported only if needed
@@ -115,7 +115,7 @@ def _windows(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from rope_parameters (transformers 5) or from separate fields (transformers 4)."""
+    """rope_theta and rope_scaling, from rope_parameters (transformers 5) or separate fields (version 4)."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))

@@ -26,7 +26,7 @@ EXPERTS = {
 
 
 def to_llama_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with Llama's names. Raises ProfileError for dropout and other norms of the expert weights.
+    """The config with Llama's names. Raises ProfileError for dropout and other norms of expert weights.
 
     The router's training noise, `moe_jitter_eps`, and the coefficient of its loss are not read: they belong to the run.
     """

@@ -1,4 +1,4 @@
-"""Hugging Face hub: retried calls that raise errors of a profile, config.json files, and commits of revisions."""
+"""Hugging Face hub: retried calls that raise ProfileError, config.json files, commits of revisions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None
 
 
 def resolve_commit(repository: str, revision: str | None, token: str | None, key: str) -> str:
-    """The commit that a revision of a model repository points to now; a commit is returned without a request.
+    """Current commit of a model repository's revision; a commit is returned without a request.
 
     Raises ProfileError for the profile key `key` if there is no such revision or the token (None: HF_TOKEN) has no access.
     """

@@ -1,4 +1,4 @@
-"""Import of NxD Training configs: each key is translated to profile keys, or reported with the reason why not.
+"""Import of NxD Training configs: each key is translated to profile keys or reported with a reason.
 
 Start at importer.py. config.py reads the file and resolves its references; translation.py collects the profile's values and a
 line for each key; rules.py has the keys that are translated one by one; architecture.py, experts.py, vocabulary.py, data.py and

@@ -1,4 +1,4 @@
-"""The model: NxD Training's Hugging Face models have their numbers in a config.json, its Megatron model in the config."""
+"""The model: sizes from a config.json for NxD Training's Hugging Face models, else from the config."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
 
 
 def _published(found: Translation, named: str | None) -> Published | None:
-    """The published model with the numbers that the config states; reports an error if there is none, or several."""
+    """The published model with the numbers in the config; reports an error unless there is exactly one."""
     numbers = stated(found) | experts.stated(found)
     if (replicas := found.number("distributed_strategy.kv_replicator", 1)) > 1:
         tensor = found.number("distributed_strategy.tensor_model_parallel_size", 1)

@@ -21,7 +21,7 @@ MAXIMUM_DEPTH = 20  # nested references
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a config: values by dotted key, references resolved. Raises ProfileError for an invalid file or reference."""
+    """Values by dotted key, references resolved. Raises ProfileError for an invalid file or reference."""
     try:
         values = yaml_text.parse(path.read_text())
     except FileNotFoundError:

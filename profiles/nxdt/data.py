@@ -1,4 +1,4 @@
-"""Data sources (folders of token ids, Megatron's indexed files, or fine-tuning records) and the sequence length."""
+"""Data sources (token-id folders, Megatron's indexed files, fine-tuning records) and sequence length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def translate(found: Translation, objective: str) -> None:
 
 
 def _sequence_length(found: Translation) -> None:
-    """data.seq_length takes precedence: model.encoder_seq_length is the length of samples already cut to it."""
+    """data.seq_length takes precedence; model.encoder_seq_length is that of samples already cut to it."""
     data, model = found.get("data.seq_length"), found.get("model.encoder_seq_length")
     for key, value in (("model.encoder_seq_length", model), ("data.seq_length", data)):
         if value is not None:

@@ -74,7 +74,7 @@ def _router(found: Translation) -> None:
 
 
 def _balance(found: Translation, hugging_face: bool) -> None:
-    """Hugging Face's balance loss over a rank's microbatch, which is only added if router logits are output."""
+    """Hugging Face's balance loss over a rank's microbatch, added only if router logits are output."""
     logits, key = f"{MOE}.output_router_logits", f"{MOE}.router_aux_loss_coef"
     coefficient = float(found.number(key, 0.02 if hugging_face else 0.0))
     on = bool(found.get(logits, hugging_face)) and coefficient > 0

@@ -89,7 +89,7 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
 
 
 def _cluster(found: Translation) -> None:
-    """Launcher and accelerator: a trn1 node has 32 devices, a trn2 node 64 logical cores of two physical ones (LNC 2)."""
+    """Launcher and accelerator: a trn1 node has 32 devices, trn2 64 logical cores (LNC 2: two physical)."""
     nodes, devices = found.number("trainer.num_nodes", 1), found.number("trainer.devices", 1)
     accelerator = "trn2" if found.get("trainer.lnc") == 2 or devices == 64 else "trn1"
     launcher = "slurm" if nodes > 1 else "local"

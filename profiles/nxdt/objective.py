@@ -80,7 +80,7 @@ def _dpo(found: Translation) -> None:
 
 
 def _lengths(found: Translation, section: str) -> None:
-    """Lengths as in TRL, which NxD Training uses: the tokens that a prompt keeps if its record is too long."""
+    """Prompt length and truncation of records that are too long, as in TRL, which NxD Training uses."""
     longest = found.get(f"{section}.max_prompt_length", 2048)
     found.translate(f"{section}.max_prompt_length", {"objective.maximum_prompt_length": longest})
     end = found.get(f"{section}.truncation_mode", "keep_start")

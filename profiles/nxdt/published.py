@@ -1,4 +1,4 @@
-"""Identifies the published model whose numbers a config states, if its config.json is not on this machine.
+"""Identify the published model whose numbers a config states, if its config.json is not local.
 
 The numbers are those of the shipped profiles. hidden_size, rope_theta, widths and heads must match; num_layers and
 max_position_embeddings override those of the config.json, so they only decide between models that are equal otherwise.

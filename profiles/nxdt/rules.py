@@ -160,7 +160,7 @@ def _norm_weight_decay(found: Translation, key: str, value: Any) -> None:
 
 
 def is_hugging_face(found: Translation) -> bool:
-    """Whether the config trains NxD Training's copy of a Hugging Face model, rather than its Megatron model."""
+    """Whether the config trains NxD Training's copy of a Hugging Face model, not its Megatron model."""
     return found.get("model_source", "hf" if found.has("model.model_config") else "megatron") == "hf"
 
 
@@ -170,7 +170,7 @@ def _warmup_ratio(found: Translation, key: str, value: Any) -> None:
 
 
 def _constant_steps(found: Translation, key: str, value: Any) -> None:
-    """NeMo holds the minimum for this many steps after the decay; if there are fewer, right after the warm-up."""
+    """Steps at the minimum rate after the decay, as in NeMo; if fewer are left, right after warm-up."""
     asked, steps = found.number(key, 0), found.number("trainer.max_steps", 0)
     left = max(0, steps - found.number("model.optim.sched.warmup_steps", 0))
     steps = min(asked, left)

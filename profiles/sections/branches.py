@@ -1,4 +1,4 @@
-"""Branches file: a constant-rate trunk, branches that decay from its checkpoints, and averages of checkpoints.
+"""Branches file: a constant-rate trunk, branches that decay from its checkpoints, and averages.
 
 `Branches.load` reads and validates one. Shipped files are in profiles/branches/.
 """

@@ -36,7 +36,7 @@ class Experiment(Section):
 
     @classmethod
     def load(cls, file: str | Path) -> Self:
-        """Read a file, or a shipped one by its name; a target that is a path becomes relative to the working folder.
+        """Read a file, or a shipped one by name; a path as target becomes relative to the working folder.
 
         Raises:
             ProfileError: there is no such file, an unknown key, or a value of the wrong type.

@@ -1,4 +1,4 @@
-"""Ladder file: small runs whose losses forecast that of a target profile; `Ladder.load` reads and validates one."""
+"""Ladder file: small runs whose losses forecast that of a target profile; read by `Ladder.load`."""
 
 from __future__ import annotations
 

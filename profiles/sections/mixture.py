@@ -1,4 +1,4 @@
-"""Mixture file: small runs of a target profile under sampled weights of its sources; `Mixture.load` reads and validates one."""
+"""Mixture file: small runs of a target profile under sampled source weights; read by `Mixture.load`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `model`: the fields of a Hugging Face config.json, under Llama's names for all architectures.
+"""The section `model`: fields of a Hugging Face config.json, with Llama's names for all architectures.
 
 `Model` validates them; huggingface/config.py converts from and to each architecture's config.json.
 """
@@ -24,7 +24,7 @@ LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class Model(Section):
-    """The model: a Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 or GPT architecture."""
+    """A Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 or GPT model."""
 
     architecture: str = Field(
         "llama",
@@ -160,7 +160,7 @@ class Model(Section):
 
     @property
     def residual_initializer_range(self) -> float:
-        """Standard deviation of initial weights of projections onto the residual stream, under the standard parametrization."""
+        """Initial standard deviation of residual projections under the standard parametrization."""
         layers = self.base_num_hidden_layers or self.num_hidden_layers
         scale = math.sqrt(2 * layers) if self.scaled_initialization else 1.0
         return self.initializer_range / scale

@@ -1,4 +1,4 @@
-"""The section `tracking`: experiment trackers in addition to TensorBoard, and the check that they are installed.
+"""The section `tracking`: trackers besides TensorBoard, and the check that they are installed.
 
 Connection settings and keys come from each tracker's own environment variables, so that profiles contain no secrets.
 """

@@ -1,4 +1,4 @@
-"""benchmarks.gpu, rehearsed on the CPU: rows run end to end, kernels agree with libraries, missing peers are named."""
+"""benchmarks.gpu rehearsed on CPU: rows run, kernels agree with libraries, missing peers are named."""
 
 import json
 import subprocess

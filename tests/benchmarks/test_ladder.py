@@ -1,4 +1,4 @@
-"""The ladder benchmark: its source has the stated entropy, and its target has far more compute than its rungs."""
+"""Ladder benchmark: the source has the stated entropy, the target far more compute than its rungs."""
 
 import numpy as np
 

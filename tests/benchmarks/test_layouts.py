@@ -1,4 +1,4 @@
-"""The table of layouts: profiles are planned and traced; the documented table matches the current profiles and plans."""
+"""Layout table: profiles are planned and traced; the docs match the current profiles and plans."""
 
 from pathlib import Path
 

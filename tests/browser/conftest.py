@@ -14,7 +14,7 @@ from tests.flows.conftest import command, profile  # noqa: F401
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium, per module: while Playwright's event loop runs, Prefect's sync calls would return coroutines."""
+    """Chromium, per module, as Prefect's sync calls return coroutines while Playwright's event loop runs."""
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("needs a chromium: make test-system")

@@ -1,4 +1,4 @@
-"""Prefect's UI in a browser: a training run's page, progress bars and table; a failed run; the deployment forms."""
+"""Prefect's UI in a browser: a training run's page, progress, table; a failed run; deployment forms."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def artifacts(prefect_ui: str, flow_run: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def killed(prefect_ui, browser, profile, tmp_path_factory):
-    """A run that was viewed while it trained and then killed: flow run id, artifacts and what the pages showed."""
+    """A run viewed while it trained, then killed: flow run id, artifacts and what the pages showed."""
     from tests.flows.micro import Command
 
     folder = tmp_path_factory.mktemp("live")

@@ -1,4 +1,4 @@
-"""The report and the comparison page in a real browser: light and dark, wide and narrow, without requests."""
+"""Report and comparison page in a real browser: light and dark, wide and narrow, without requests."""
 
 import pytest
 

@@ -6,6 +6,7 @@ anywhere else are an error.
 """
 
 import functools
+import ast
 import importlib.util
 import io
 import json
@@ -27,6 +28,7 @@ from tests.flows.micro import write_profile
 from tests.forked_jobs import forked_jobs
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ("flows", "tasks", "modeling", "parallel", "profiles", "benchmarks", "docs", "tests")
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.M | re.S)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|prefect|python3?(?: -P)? -m) ")
@@ -67,7 +69,7 @@ RECORDS = {
 
 
 def blocks(page: Path) -> list[tuple[bool, str, str]]:
-    """Each block: whether it needs a cluster, its commands with continued lines joined, the sample of their output or ""."""
+    """Blocks: whether each needs a cluster, its commands with lines joined, and its sample output or ""."""
     found = BLOCK.findall(page.read_text())
     return [(bool(cluster), commands.replace("\\\n", " "), sample) for cluster, commands, sample in found]
 
@@ -256,6 +258,16 @@ def test_every_command_has_a_sample_of_its_output():
     sampled = "\n".join(text for page in PAGES for _, text, sample in blocks(page) if sample)
     without = {name for name in commands if not re.search(rf"^\S*trainshed {name}\b", sampled, re.M)}
     assert without == {"chain"}  # its sample in docs/finetuning.md is of runs of minutes
+
+
+def test_first_line_of_every_docstring_is_a_summary_of_at_most_100_characters():
+    long = []
+    for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            summary, *_ = ((documented and ast.get_docstring(node)) or "").partition("\n")
+            long += [f"{path.relative_to(ROOT)}: {summary}"] if len(summary) > 100 else []
+    assert long == []
 
 
 def test_profile_reference_is_current():

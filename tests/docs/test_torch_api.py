@@ -28,7 +28,7 @@ def private_names(text: str) -> set[str]:
 
 
 def foreign_attributes(trees: list[ast.Module]) -> Iterator[str]:
-    """Private attributes that our code does not define, or uses through `super()`, in modules that import torch."""
+    """Private attributes, undefined in our code or used through `super()`, in modules that import torch."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     ours = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     ours |= {

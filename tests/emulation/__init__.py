@@ -1,4 +1,4 @@
-"""An emulated accelerator for tests: it computes on the CPU, and rejects what accelerators reject. No hardware is involved.
+"""Emulated accelerator for tests: computes on the CPU, rejects what accelerators reject; no hardware.
 
 `device.py` is the device, `process_group.py` its collectives, `usage.py` what a program did on it, `compiler.py` its compiler,
 `program.py` runs training on it. It takes the place of TorchNeuron, under whose name the trainer finds it: its device type, its

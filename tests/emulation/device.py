@@ -287,7 +287,7 @@ def _makes_tensor_from_none(name: str) -> bool:
 
 
 class Event:
-    """A point in the device's work. Operators are complete when their call returns, but the host must not rely on it."""
+    """A point in the device's work; operators complete on return, but the host must not rely on it."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._timed, self._time = enable_timing, 0.0

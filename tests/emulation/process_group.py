@@ -1,4 +1,4 @@
-"""The emulated device's process group: it takes this device's tensors only, and has gloo do the work on their memory.
+"""Process group of the emulated device: accepts only its tensors, and has gloo work on their memory.
 
 The result of a collective is garbage until it is waited for, and the inputs must not change before. All-to-alls must be even,
 apart from empty messages: a ring's send/recv is one with a single message each way.

@@ -112,7 +112,7 @@ def trace_ahead(run: Path, dataset: Path) -> object:
 
 @contextmanager
 def joint_graphs() -> Iterator[list[tuple[str, str]]]:
-    """The digests of joint graphs of forward and backward; their partition depends on which weights stay in memory."""
+    """Digests of joint forward-backward graphs; partitioning depends on which weights stay in memory."""
     found: list[tuple[str, str]] = []
     partition = functorch.compile.min_cut_rematerialization_partition
 
@@ -151,7 +151,7 @@ def resume_training(run: Path, dataset: Path) -> object:
 
 
 def check_devices(run: Path, dataset: Path) -> object:
-    """The checks of check_device, and a calibration, at small sizes; before a process group exists, which they start."""
+    """Run check_device's checks and a calibration at small sizes; they start the process group themselves."""
     register_compiler()
     words = {}
     kind = type(device.NEURON)

@@ -1,4 +1,4 @@
-"""The emulated device by itself: what it rejects, what it leaves undefined, and what it counts, on two forked ranks."""
+"""The emulated device alone, on two forked ranks: what it rejects, leaves undefined and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training program on an emulated accelerator (no hardware): the losses of the CPU, one host synchronization a step."""
+"""Training on an emulated accelerator (no hardware): the CPU's losses, one host sync per step."""
 
 import json
 from pathlib import Path
@@ -255,7 +255,7 @@ def test_losses_on_four_ranks_are_those_of_the_cpu(name, larger_runs, expected):
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_step_waits_for_the_device_once(name, runs):
-    """With a check of replicas; besides saves, the evaluation, and pipelines that agree on shapes before their first step."""
+    """With a replica check; besides saves, evaluation and the pipelines' agreement before the first step."""
     used = training(runs[name])
     waits = used[usage.HOST_READ]
     expected = {
@@ -288,7 +288,7 @@ def test_copies_of_weights_that_are_equal_are_not_reported(runs, larger_runs):
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_copies_to_the_device_are_asynchronous_and_of_page_locked_memory(name, runs):
-    """In steps and evaluations, besides the pipelines' agreement. Keys of dropout are computed for models that have it only."""
+    """In steps and evaluations, besides the pipelines' agreement; dropout keys only if there is dropout."""
     used = training(runs[name])
     agreements = used[usage.BLOCKING_UPLOAD].pop(
         "parallel/pipeline/runtime.py:LowMemoryStage._warmup_forward_vote torch.int32", 0

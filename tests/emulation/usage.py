@@ -1,4 +1,4 @@
-"""What a program did on the emulated device, counted by kind and call site; and how strictly mistakes are taken."""
+"""Use of the emulated device, counted by kind and call site; threads must choose a device first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def record(kind: str, what: str = "") -> None:
 
 
 def record_use() -> None:
-    """The device is used: the first time it reads its settings. A thread must have chosen it, or gets the first device."""
+    """Read the settings at first use; reject a thread that chose no device, as it would get the first."""
     if not settings:
         settings.update({name: os.environ.get(name) for name in SETTINGS})
     thread = threading.current_thread()
@@ -71,7 +71,7 @@ def take() -> dict[str, Counter[str]]:
 
 
 def call_site() -> str:
-    """`folder/file.py:Class.function` of the innermost frame in parallel/ or modeling/; "elsewhere" without one."""
+    """`folder/file.py:Class.function` of the innermost frame in parallel/ or modeling/, or "elsewhere"."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

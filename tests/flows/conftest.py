@@ -19,7 +19,7 @@ def profile(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pretrain(prefect_server, profile):
-    """Run the flow in this process: `pretrain(store, *overrides, name=None)` returns its result and how each step ended.
+    """Run the flow in-process: `pretrain(store, *overrides, name=None)` returns results and step outcomes.
 
     Ranks are forked (tests/forked_jobs.py) unless `torchrun` is set.
     """

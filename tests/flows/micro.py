@@ -1,4 +1,4 @@
-"""A pipeline small enough to run many times: seconds of real training on a few hundred made-up documents."""
+"""A pipeline small enough to run often: seconds of real training on a few hundred made-up documents."""
 
 import contextlib
 import itertools
@@ -104,7 +104,7 @@ class Command:
         return found
 
     def left_behind(self) -> list[psutil.Process]:
-        """Processes still running; a server that was stopped during its start may end a while after the command."""
+        """Processes still running; a server stopped during its start may end a while after the command."""
         deadline = time.monotonic() + 60
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -166,7 +166,7 @@ def _newest(client: Any, name: str) -> UUID:
 
 
 def final_state(home: Path, name: str) -> tuple[str, str]:
-    """Name and message of the latest flow run's state, by its name, in the database of a server that has exited."""
+    """State name and message of the latest flow run of this name, from an exited server's database."""
     query = """
         select flow_run.state_name, flow_run_state.message
         from flow_run join flow_run_state on flow_run.state_id = flow_run_state.id
@@ -177,7 +177,7 @@ def final_state(home: Path, name: str) -> tuple[str, str]:
 
 
 def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
-    """An export in transformers: its loss on a data set's held-out windows, in nats per token, and a generated text."""
+    """An export in transformers: loss (nats per token) on held-out windows of a data set, generated text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

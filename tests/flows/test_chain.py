@@ -1,4 +1,4 @@
-"""A chain of training stages in one flow run: each starts from the previous export, is cached, and stops at a missed gate."""
+"""Chain of stages in one flow run: start from the previous export, caching, stop at a missed gate."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ DONE = ["train", "evaluate", "export"]
 
 
 def write_stages(folder: Path, micro: Path) -> list[str]:
-    """Write profiles of SFT with LoRA and of DPO, which continue from the profile `micro`; returns their paths."""
+    """Write profiles of LoRA SFT and of DPO, which continue from the profile `micro`; returns their paths."""
     chance = random.Random(1)
     names = ["".join(chance.choices("abcdefgh", k=3)) for _ in range(60)]
     records = [
@@ -51,7 +51,7 @@ def stages(profile, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(prefect_server, stages):
-    """Run the chain in this process: `run(store, *overrides)` returns the results, and how each step ended by run."""
+    """Run the chain in-process: `run(store, *overrides)` returns results, and step outcomes by run."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     from flows.chain import chain

@@ -1,4 +1,4 @@
-"""Continual pretraining: trains only on new data, never replaces a model by a worse one, and runs one round at a time."""
+"""Continual pretraining: trains only on new data, never promotes a worse model, one round at a time."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ def _forked_jobs():
 
 @pytest.fixture(scope="module")
 def series(prefect_server, tmp_path_factory):
-    """A finished run on a folder with one file of texts: the folder, the store and a function that runs a round."""
+    """A finished run on a folder with one file of texts: folder, store and a function that runs a round."""
     from flows.continual import continual
     from flows.pretrain import pretrain
 

@@ -1,4 +1,4 @@
-"""Evaluation of a run's checkpoints: held-out loss, losses by data source, and a task of lm-evaluation-harness."""
+"""Evaluation of checkpoints: held-out loss, losses by data source, a task of lm-evaluation-harness."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Fault tolerance of local runs: a killed rank, command or signal leaves the losses of an undisturbed run."""
+"""Fault tolerance of local runs: killed ranks and commands, and signals, do not change the losses."""
 
 import html
 import json
@@ -30,8 +30,9 @@ def losses_of(result: dict) -> dict[int, float]:
 
 
 def incidents(folder: Path) -> tuple[list[str], list[str]]:
-    """Names and reasons of a run's events."""
+    """Names and reasons of a run's events, without stragglers: on a busy machine a rank may be one."""
     rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["event"] != "straggler"]
     return [row["event"] for row in rows], [row["reason"] for row in rows]
 
 

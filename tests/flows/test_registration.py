@@ -1,4 +1,4 @@
-"""The automation that marks runs without a heartbeat as crashed, on a real server and in seconds instead of minutes.
+"""Automation that marks runs without a heartbeat as crashed, on a real server, sped up to seconds.
 
 Its alert is sent to a webhook server on loopback.
 """

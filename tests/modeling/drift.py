@@ -1,4 +1,4 @@
-"""Training in which weights of single ranks drift: `tests.modeling.drift`, with the arguments of modeling.training.train."""
+"""Training in which weights of single ranks drift; arguments as for modeling.training.train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run small enough to train in seconds: a profile, a learnable corpus, and programs started as by a launcher."""
+"""A run that trains in seconds: a profile, a learnable corpus, and programs started as by a launcher."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_folder(folder: Path, *overrides: str) -> Path:
 
 
 def dataset(folder: Path, tokens: int = 6000) -> Path:
-    """A dataset artifact's folder: four times out of five, the next token is a fixed permutation of the previous one."""
+    """A dataset artifact's folder; 4 of 5 tokens are a fixed permutation of the previous token."""
     generator = np.random.default_rng(7)
     order = generator.permutation(VOCABULARY)
     corpus: dict = {"format": 1, "vocabulary_size": VOCABULARY, "eos": 0, "sequence_length": 32}
@@ -65,7 +65,7 @@ def dataset(folder: Path, tokens: int = 6000) -> Path:
 
 
 def records(folder: Path, pairs: bool = False) -> Path:
-    """A dataset artifact's folder of records with prompts and answers; `pairs`: consecutive records are pairs, with ratings."""
+    """Dataset artifact folder of prompts and answers; `pairs`: consecutive records are pairs with ratings."""
     generator = np.random.default_rng(7)
     target, references = folder / "artifacts" / "dataset" / "d", {}
     target.mkdir(parents=True)
@@ -89,7 +89,7 @@ def records(folder: Path, pairs: bool = False) -> Path:
 
 
 def start(program: str, *arguments: object, processes: int = 2) -> subprocess.Popen[str]:
-    """Start `python -m modeling.<program>` under torchrun (without it for 0 processes), with its output piped."""
+    """Start `python -m modeling.<program>` with piped output, under torchrun unless `processes` is 0."""
     command = [sys.executable, "-m", f"modeling.{program}", *map(str, arguments)]
     if processes:
         with socket.socket() as probe:

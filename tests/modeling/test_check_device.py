@@ -1,4 +1,4 @@
-"""`modeling.check_device`: checks pass on a CPU and find wrong kernels; missing Neuron software is rejected by name."""
+"""`modeling.check_device`: CPU checks pass, wrong kernels are found, missing Neuron software is named."""
 
 import json
 import re

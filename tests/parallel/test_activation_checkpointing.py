@@ -133,7 +133,7 @@ def test_only_full_recomputes_products_and_attention():
 
 
 def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> int:
-    """Number of ring attentions in backward; for attention in the graph, of batched products in the backward graphs."""
+    """Number of ring attentions in backward, or for in-graph attention, of its batched products."""
     graphs = []
 
     def keep(graph, _):

@@ -1,4 +1,4 @@
-"""Layouts, initialization and buckets: all ranks' shards together cover the global tensors exactly once."""
+"""Layouts, initialization, buckets: all ranks' shards together cover global tensors exactly once."""
 
 import math
 

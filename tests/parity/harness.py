@@ -1,4 +1,4 @@
-"""Train a small model at some topology and compare it with one process: losses, gradients, norms, weights.
+"""Train a small model on a topology; compare losses, gradients, norms and weights with one process.
 
 `train` runs on every rank with the trainer and optimizer of real runs; `assemble` builds global tensors from the ranks' boxes;
 `differences` compares them with one process, within the tolerances of every topology.
@@ -297,7 +297,7 @@ def _train(
 def document_starts(
     first: int, count: int, known: Sequence[Sequence[int]] = BOUNDARIES, rows: int = 1
 ) -> Tensor:
-    """Start of each token's document (count, s), for samples from `first` on; the `rows` of a sample are equal."""
+    """Start of each token's document (count, s), from sample `first` on; a sample's `rows` are equal."""
     starts = torch.zeros(count, SEQUENCE, dtype=torch.int64)
     for i in range(count):
         for boundary in known[(first + i // rows) % len(known)]:
@@ -306,7 +306,7 @@ def document_starts(
 
 
 def answer_numbers(starts: Tensor) -> Tensor:
-    """Number of each token's document (rows, s), -1 if the next token is in another one, from documents' starts (rows, s)."""
+    """Number of each token's document, -1 if the next token is in another; all shapes are (rows, s)."""
     begins = starts == torch.arange(SEQUENCE)
     following = torch.cat((begins[:, 1:], begins[:, :1]), 1)  # the last is the end of a document, too
     return (begins.cumsum(1) - 1).where(~following, -1)
@@ -380,5 +380,5 @@ def differences(results: Results, reference: Results) -> list[str]:
 
 
 def is_exactly_zero(name: str, reference: Results) -> bool:
-    """Whether the exact gradient is zero: without rotation, the key bias shifts all scores of a query equally."""
+    """Whether the exact gradient is zero: without RoPE, a key bias shifts all scores of a query equally."""
     return name.endswith("qkv.k.bias") and "positions.weight" in reference.gradients

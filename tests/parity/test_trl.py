@@ -1,4 +1,4 @@
-"""Fine-tuning against TRL and PEFT: the same model and records give the same loss and gradients, in float32."""
+"""Fine-tuning against TRL and PEFT: same model and records, equal loss and gradients, in float32."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def profile(theirs, **sections) -> Profile:
 def ours(
     theirs, wanted: Profile, adapters=None, saved: Path | None = None, reference=None
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients, by our names, of one step of the trainer on the records, through the dataset step.
+    """Loss and gradients (by our names) of one trainer step on the records, through the dataset step.
 
     Args:
         adapters: the factors of LoRA by our names.

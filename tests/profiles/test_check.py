@@ -402,7 +402,7 @@ def test_degrees_follow_from_the_cluster():
 
 
 def brute_force(heads: int, kv_heads: int, tensor: int) -> bool:
-    """Whether query heads divide evenly over ranks, each with exactly the KV heads of its own, shared evenly.
+    """Whether query heads divide evenly over ranks, each with exactly its heads' KV heads, shared evenly.
 
     Query head q reads KV head q // (heads / kv_heads).
     """

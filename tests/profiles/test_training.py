@@ -1,5 +1,6 @@
-"""Every shipped profile really trains, at small size: its own kind of network, degrees in proportion on up to 8 processes, its
-recomputation and schedule, with the losses of one process.
+"""Every shipped profile really trains, at small size, with the losses of one process.
+
+Each keeps its kind of network, recomputation and schedule, with degrees in proportion on up to 8 processes.
 """
 
 import math

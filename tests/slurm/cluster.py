@@ -221,7 +221,7 @@ class Cluster:
         _until(lambda: self.idle() == self.nodes, "the nodes did not come up again")
 
     def stop_controller(self) -> None:
-        """Stop it gracefully, so that it saves its state; otherwise it would reuse job ids that the nodes know."""
+        """Stop it gracefully, to save its state; otherwise it would reuse job ids that the nodes know."""
         self._daemons["slurmctld"].terminate()
         self._daemons["slurmctld"].wait()
 
@@ -257,7 +257,7 @@ class Cluster:
 
 
 def _take_slot() -> tuple[IO[bytes], int]:
-    """A number that no other cluster on this machine has while the file is open: ports of jobs follow from their numbers."""
+    """A cluster number, unique on this machine while the file is open; job ports follow from it."""
     for number in range(CLUSTERS):
         file = (Path(tempfile.gettempdir()) / f"trainshed-tests-cluster-{number}").open("ab")
         try:

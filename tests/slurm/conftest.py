@@ -75,7 +75,7 @@ class Run:
         return ranks(self.folder)
 
     def at_step(self, step: int, act) -> threading.Thread:
-        """Call `act` in a thread once training has completed `step` steps; `train` polls too slowly for short runs."""
+        """Call `act` in a thread once `step` steps are complete; `train` polls too slowly for short runs."""
 
         def wait():
             wait_for_step(self.folder, step)

@@ -1,4 +1,4 @@
-"""Fault tolerance on a real Slurm cluster: after each fault a run ends with the losses of an undisturbed run."""
+"""Fault tolerance on a real Slurm cluster: each fault leaves the losses of an undisturbed run."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def test_two_nodes_with_two_ranks_each_train_like_one_rank(cluster, lab):
 
 
 def test_stale_attempt_without_its_slurmd_completes_no_checkpoint(cluster, lab, undisturbed):
-    """Network partition: Slurm considers the nodes lost and starts the job elsewhere, while the old ranks keep computing."""
+    """Network partition: Slurm restarts the job elsewhere, while ranks on the lost nodes keep computing."""
     run = lab.run("fenced", "cluster.hang_seconds=600")
     old: list[psutil.Process] = []
 

@@ -1,4 +1,4 @@
-"""End to end as in the README: `prefect deployment run pretrain/llama3-70b`, through a server, a worker and Slurm.
+"""README end to end: `prefect deployment run pretrain/llama3-70b` through server, worker and Slurm.
 
 Overrides change only sizes, parallel degrees, steps and endpoints: gated repositories of a hub on loopback replace Hugging Face,
 and two CPU nodes, of which one dies during training, replace the eight Trainium nodes.

@@ -1,4 +1,4 @@
-"""A shared Prefect server with PostgreSQL, a password and CSRF protection; no secret appears in stores, logs or the database."""
+"""Shared Prefect server (PostgreSQL, password, CSRF): no secret in stores, logs or the database."""
 
 import os
 import pwd
@@ -53,7 +53,7 @@ def database(tmp_path_factory):
     number = port()
 
     def run(program: str, *arguments: str, typed: str | None = None) -> None:
-        """Run as the user postgres, whom Debian admits through the socket; a prompt reads `typed`, as there is no terminal."""
+        """Run as user postgres, whom Debian admits by socket; prompts read `typed`, as there is no terminal."""
         done = subprocess.run(
             [programs / program, *arguments],
             user=user,

@@ -1,4 +1,4 @@
-"""The run lock: a resumed run keeps the commits and files that it started with, without network access."""
+"""The run lock: a resumed run keeps the commits and files it started with, without network access."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`trainshed branches plan|run FILE`: plan a trunk and its branches, or train, average and compare them."""
+"""`trainshed branches plan|run FILE`: plan a trunk and branches, or train, average and compare them."""
 
 from __future__ import annotations
 

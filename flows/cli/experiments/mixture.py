@@ -1,4 +1,4 @@
-"""`trainshed mixture plan|run FILE`: plan the proxies of a mixture, or train them and propose source weights."""
+"""`trainshed mixture plan|run FILE`: plan its proxies, or train them and propose source weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of an experiment's planned runs: size, length, learning rate, compute, time and price of each, and totals."""
+"""Table of planned runs: each one's size, length, learning rate, compute, time and price, and totals."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def print_plan(
     without: Collection[str] = (),
     warnings: Sequence[str] = (),
 ) -> None:
-    """Print the document with `--json`, else a table of the rows, whose names lack the experiment's prefix.
+    """Print the document with `--json`, else a table of the rows, named without the experiment's prefix.
 
     Args:
         without: columns to leave out.

@@ -1,4 +1,4 @@
-"""Commands for existing runs: list (`runs.py`), compare, continue under a new name (`fork.py`), show and remove.
+"""Commands for existing runs: list, compare, continue under a new name (`fork.py`), show and remove.
 
 Start with `runs.py`.
 """

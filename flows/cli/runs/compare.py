@@ -17,7 +17,7 @@ from tasks.store.store import Store
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table and write the page; returns the exit code. Raises ProfileError for an unknown run or output."""
+    """Print the table and write the page. Raises ProfileError for an unknown run or an unwritable output."""
     runs, histories = comparison.load_runs(Store(options.store), options.runs)
     try:
         page = comparison.write_page(runs, histories, Path(options.output))

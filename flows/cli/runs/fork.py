@@ -10,7 +10,7 @@ from tasks.store.store import Store
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the flow of the new run; returns the exit code. Raises ProfileError for an unknown run, step, name or setting."""
+    """Run the flow of the new run. Raises ProfileError for an unknown run, step, name or setting."""
     store = Store(options.store, options.work_dir)
     parent = find_parent(store, options.parent)
     options.profile = str(parent_profile(store, parent))

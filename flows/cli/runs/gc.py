@@ -16,7 +16,7 @@ from tasks.store.store import Store
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what can be removed; remove it with `--yes`. Raises ProfileError for an invalid store or while a run is active."""
+    """List garbage; `--yes` removes it. Raises ProfileError for an invalid store or while a run is active."""
     store = Store(options.store)
     found, notes = find_garbage(store)
     if options.yes:

@@ -70,7 +70,7 @@ def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
 
 
 def _step(run: Run, view: RunView | None) -> str:
-    """The step of the latest checkpoint, from which the run would resume; if it is running, that of its loss."""
+    """Step of the latest checkpoint, from which the run would resume; while running, of its latest loss."""
     step = max(run.step, view.step) if view and run.state == "running" else run.step
     return f"{step:,} of {run.steps:,}" if run.steps else f"{step:,}"
 

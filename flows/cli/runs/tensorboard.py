@@ -1,4 +1,4 @@
-"""`trainshed tensorboard [RUN]`: serve TensorBoard on loopback for one run or for all runs of a store, until Ctrl-C."""
+"""`trainshed tensorboard [RUN]`: serve TensorBoard on loopback for one run or all runs, until Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of alert is one notification: a real Prefect server and automations, and a webhook server on loopback."""
+"""Every kind of alert is one notification: real Prefect server and automations, loopback webhook."""
 
 import time
 

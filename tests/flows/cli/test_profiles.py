@@ -1,4 +1,4 @@
-"""A shipped profile of each kind of parallelism at small size on two ranks, from the tokenizer to an export.
+"""A small shipped profile of each kind of parallelism on two ranks, from the tokenizer to an export.
 
 That every shipped profile trains, with its own degrees, recomputation and schedule, is tested in tests/profiles/test_training.py.
 """
@@ -55,7 +55,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def family_store(tmp_path_factory):
-    """Folder with texts and a store, so that tokenizer and dataset are built once, and the overrides that name them."""
+    """Folder with texts and a store, to build tokenizer and dataset once, and the overrides naming them."""
     folder = tmp_path_factory.mktemp("families")
     write_profile(folder)
     data = f"data.sources=[{{kind: files, path: '{folder / 'texts.jsonl'}'}}]"

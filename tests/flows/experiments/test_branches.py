@@ -1,4 +1,4 @@
-"""Branches of a trunk through the real flow: their losses, what is cached, averages of checkpoints, and the page."""
+"""Branches of a trunk through the real flow: losses, caching, averages of checkpoints, and the page."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ladders: micro rungs through the real flow, what is cached, and the forecast in the store and in the target's report."""
+"""Ladders: micro rungs through the real flow, caching, forecasts in the store and the target's report."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Mixtures: micro proxies through the real flow, a source that is added later, and the proposal as a profile that trains."""
+"""Mixtures: micro proxies through the real flow, a source added later, a proposed profile that trains."""
 
 import json
 from pathlib import Path

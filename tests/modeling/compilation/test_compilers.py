@@ -1,4 +1,4 @@
-"""Asynchronous tensor parallelism: torch merges Trainshed's collectives and products with unchanged results.
+"""Asynchronous tensor parallelism: torch merges our collectives and products; results are unchanged.
 
 Without a GPU, torch's merged operators run the collective and the product one after the other.
 """

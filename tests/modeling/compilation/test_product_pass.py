@@ -12,7 +12,7 @@ M, K, N = 192, 144, 160
 
 
 def products(total: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    """Three products for oneDNN, one of them added to `total` in place, and two for torch: a small one and a sum of matrices."""
+    """Three oneDNN products, one added to `total` in place; two for torch: a small one, a sum of matrices."""
     total.addmm_(a, b)
     return torch.addmm(bias, a, b), a @ b, a[:8] @ b, torch.addmm(bias.expand(M, N), a, b)
 

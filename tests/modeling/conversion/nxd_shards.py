@@ -1,4 +1,4 @@
-"""NxD shards in all forms, built from a Hugging Face model according to the format's description, independently of `modeling`."""
+"""NxD shards of a Hugging Face model in all forms, by the format's description, without `modeling`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-OSS in MXFP4, as published: dequantized like transformers, converted to any topology, corrupted files rejected."""
+"""Published GPT-OSS in MXFP4: dequantized like transformers, any topology, corrupted files rejected."""
 
 import json
 import shutil

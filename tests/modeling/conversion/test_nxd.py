@@ -1,4 +1,4 @@
-"""NxD shards: every form reads to the same weights, written shards equal NxD's, shards with defects are rejected."""
+"""NxD shards: all forms read to the same weights, written shards equal NxD's, defects are rejected."""
 
 import json
 import shutil
@@ -136,7 +136,7 @@ def test_written_shards_match_the_format_description(tensor, form, config, tmp_p
 
 
 def test_written_query_heads_are_on_the_rank_of_their_kv_head(config, tmp_path):
-    """A round trip cannot show this: in each rank's file, every query head comes with the KV head of its group."""
+    """In each rank's file, query heads come with their group's KV head; a round trip cannot show this."""
     model = nxd_shards.model()
     source = nxd_shards.save(nxd_shards.shards(model, 2, ONE_STAGE), FILE, tmp_path / "source")
     convert(source, tmp_path / "nxd", Options("nxd", config, tensor=8, pipeline=1))

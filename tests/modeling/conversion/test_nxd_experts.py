@@ -1,4 +1,4 @@
-"""NxD shards of Mixtral and DBRX: read in every form that NxD writes, written in the form of its layers."""
+"""NxD shards of Mixtral and DBRX: read in every form NxD writes, written in the form of its layers."""
 
 import json
 import sys

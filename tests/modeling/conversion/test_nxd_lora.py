@@ -1,4 +1,4 @@
-"""LoRA adapters in NxD shards: assembled over ranks, merged, written for PEFT, and rejected where ranks disagree."""
+"""LoRA adapters in NxD shards: assembled, merged, written for PEFT, and rejected if ranks disagree."""
 
 import json
 

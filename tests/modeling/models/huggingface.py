@@ -33,7 +33,7 @@ def to_our_names(model: Model, names: list[str], tensors: dict[str, torch.Tensor
 
 
 def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors as stored in its files: one per expert, where transformers fuses experts in memory."""
+    """A model's tensors as stored in files: one per expert, where transformers fuses experts in memory."""
     layer = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp", "deepseek_v3": "mlp"}.get(architecture)
     if layer is None:
         return tensors
@@ -60,7 +60,7 @@ def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, 
 def build_pair(
     kind: type[PreTrainedModel], config: PretrainedConfig
 ) -> tuple[PreTrainedModel, torch.nn.Module, Model]:
-    """transformers' model with random weights, biases and norms, ours with the same, and our description of it."""
+    """transformers' model with random weights, biases and norms, ours with the same, and its `Model`."""
     torch.manual_seed(0)
     theirs = kind(config)
     with torch.no_grad():

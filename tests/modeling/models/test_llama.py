@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS and DeepSeek-V3 against transformers' classes."""
+"""Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 against transformers."""
 
 import pytest
 from transformers import (

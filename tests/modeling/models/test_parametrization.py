@@ -1,4 +1,4 @@
-"""Parametrization: initial weights, rates and decay of every group, and a best rate that is independent of width."""
+"""Parametrization: each group's initial weights, rates and decay; best rate independent of width."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def profile(width: int, rate: float = 1e-2, layers: int = 2, decay: float = 0.0,
 
 
 def test_scale_rate_and_decay_of_every_group():
-    """A model 4 times as wide and 3 times as deep as its base; the first Adam step moves a weight by its rate."""
+    """A model 4x as wide and 3x as deep as its base; the first Adam step moves a weight by its rate."""
     base = {"parametrization": "completep", "base_hidden_size": 32, "base_num_hidden_layers": 2}
     m, depth, rate, decay = 4, 3, 1e-3, 0.1
     run = profile(128, rate, layers=6, decay=decay, tie_word_embeddings=True, **base)

@@ -1,4 +1,4 @@
-"""The plan against measurements: memory of real runs, published throughputs, and suggested changes that fit."""
+"""Plans against measurements: real runs' memory, published throughputs, suggested changes that fit."""
 
 import os
 from dataclasses import replace
@@ -149,7 +149,7 @@ def test_auto_recomputation_differs_by_stage_and_is_faster_than_one_mode(tensor)
 
 
 def test_auto_recomputation_of_layers_of_two_kinds_mixes_the_modes():
-    """For GPT-OSS, whose layers alternate between window and none, and DeepSeek, whose first layers are dense."""
+    """GPT-OSS alternates layers with a window and without; DeepSeek's first layers are dense."""
     for name, modes in (("gpt-oss-20b", set(MODES)), ("deepseek-v3", {"full", "none"})):
         cache = {}
         chosen = resolve_auto(resolve.load(name, ["train.recompute=auto"]), cache)

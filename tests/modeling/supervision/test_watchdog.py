@@ -1,4 +1,4 @@
-"""Hang watchdog: a hung rank leaves its stacks and ends, even if it is stopped or blocked in native code."""
+"""Hang watchdog: a hung rank leaves its stacks and ends, even if stopped or blocked in native code."""
 
 import os
 import re

@@ -74,7 +74,7 @@ def test_device_that_compiles_each_operator_has_graphs_of_the_complete_model_and
 
 
 def test_deferred_weight_gradients_are_separate_graphs(tmp_path):
-    """Those of QKV, attention's output, and the MLP's two products, on a device that compiles each operator."""
+    """Those of QKV, attention output and both MLP products, on a device that compiles each operator."""
     settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.pipeline=2", "parallel.tensor=1")
     zero_bubble, plain = (
         trace(profile(tmp_path / schedule, *settings, f"parallel.schedule={schedule}"))
@@ -244,7 +244,7 @@ def test_program_whose_code_names_its_device_is_compiled_for_each_device_of_a_no
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_graphs_are_compiled_for_the_kernels_that_training_chooses(tmp_path, monkeypatch, deterministic):
-    """Without a GPU: the CPU stands for a device with nondeterministic kernels. Inductor's cache keys have the choice."""
+    """The CPU stands in for a device with nondeterministic kernels; Inductor's cache keys have the choice."""
     monkeypatch.setitem(device.KINDS, "cpu", replace(device.CPU, nondeterministic=True))
     settings = profile(tmp_path, "parallel.tensor=1", f"train.deterministic={deterministic}")
     program = trace(settings).programs[0]

@@ -1,4 +1,4 @@
-"""Generated samples against transformers: with TOP_K = 1 they equal its greedy `generate`, which uses a KV cache."""
+"""Generated samples: with TOP_K = 1 they equal transformers' greedy `generate`, which uses a KV cache."""
 
 import pytest
 import torch

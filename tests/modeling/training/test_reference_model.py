@@ -1,4 +1,4 @@
-"""Reference model in memory: rating pairs in each step equals rating them before training, on every topology."""
+"""In-memory reference model: rating pairs in each step equals rating them before, on every topology."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def variant(profile: Profile, *, seed: int = 0, rated_before: bool = True) -> Pr
 
 
 def losses(trainer: Trainer, references: list) -> list[float]:
-    """Losses of some steps on this rank's pairs, given the reference model's log-probabilities for each step, or None."""
+    """Losses of some steps on this rank's pairs, given each step's reference log-probabilities or None."""
     optimizer, found = make_optimizer(trainer), []
     count = BATCH // trainer.mesh.data.size
     rows = slice(trainer.mesh.data.rank * count, (trainer.mesh.data.rank + 1) * count)

@@ -204,7 +204,7 @@ def accuracy(logits, targets):
 
 @pytest.mark.parametrize("topology", [("parallel.tensor=2",), ("parallel.tensor=1", "parallel.pipeline=2")])
 def test_user_loss_and_metrics(undisturbed, dataset, tmp_path, monkeypatch, topology):
-    """Twice the cross-entropy with twice the clipping norm trains identically, so every loss shows whether it was used."""
+    """Doubled cross-entropy and clipping norm train identically, so every loss shows whether it was used."""
     (tmp_path / "own.py").write_text(OWN)
     shadow_packages(tmp_path)
     monkeypatch.chdir(tmp_path)

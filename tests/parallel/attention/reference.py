@@ -9,7 +9,7 @@ from parallel.attention.ring import zigzag_positions
 
 
 def dense(q, k, v, sinks=None, causal=True, documents=None, scale=None, window=None):
-    """softmax(scale · q kᵀ) v of q (b, n, s, d) and k, v (b, k, s, d), materializing all scores; sinks (n) have no value."""
+    """Dense softmax(scale · q kᵀ) v of q (b, n, s, d) and k, v (b, k, s, d); sinks (n) have no value."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))  # (b, n, s, d)
     s = q.shape[2]
     seen = torch.ones(s, s, dtype=torch.bool).tril() if causal else torch.ones(s, s, dtype=torch.bool)
@@ -98,7 +98,7 @@ def error(found, expected):
 
 
 class Bounds(kernels.Math):
-    """Stand-in for a kernel that takes bounds, such as AWS's NKI flash attention: the formula on a mask made from them."""
+    """Stand-in for a kernel with bounds, such as AWS's NKI flash attention: the formula with their mask."""
 
     takes_bounds = True
 

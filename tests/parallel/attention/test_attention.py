@@ -1,4 +1,4 @@
-"""Attention on one rank: kernels against the dense formula in float64, masks, sinks, compilation, rejected inputs."""
+"""Attention on one rank: dense float64 formula, masks, sinks, compilation, rejected inputs."""
 
 import dataclasses
 

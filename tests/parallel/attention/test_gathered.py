@@ -1,4 +1,4 @@
-"""Attention over a context axis in the graph: dense formula, with masks and with bounds; equal graphs on all ranks."""
+"""In-graph attention over a context axis: dense formula, masks and bounds, same graphs on all ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ring attention across processes: dense formula in float64, communication, graphs and rejected inputs."""
+"""Ring attention across processes: dense float64 formula, communication, graphs and rejected inputs."""
 
 import dataclasses
 from itertools import pairwise
@@ -181,7 +181,7 @@ class Gathered(Function):
 
 
 def gradcheck(case):
-    """All ranks perturb the same element of the full tensor in step, so that differences include communication."""
+    """All ranks perturb the same element in step, so that differences include communication."""
     with mesh(context=torch.distributed.get_world_size()) as made:
         axis, documents = made.context, case.document_indices()
         if documents is not None:
@@ -330,7 +330,7 @@ def flex_graphs(case):
 
 
 def test_flex_attention_with_masks_matches_dense_formula(pool):
-    """Documents and windows cross chunks, blocks of 128 and ranks; KV heads are not repeated, and ranks share a graph."""
+    """Documents and windows cross chunks, blocks of 128 and ranks; unrepeated KV heads, one shared graph."""
     case = Case(b=2, n=4, k=2, s=1200, documents=(70, 1, 430, 99, 600), window=200, sinks=True)
     (part, texts), (other, other_texts) = pool.run(flex_graphs, 2, case=case)
     assert worst([part, other], case) < case.tolerance()

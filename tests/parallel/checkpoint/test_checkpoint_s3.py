@@ -56,7 +56,7 @@ def save(address: str) -> None:
 
 
 def load(address: str) -> tuple[bool, int]:
-    """Load at another topology; returns whether the states are those that were saved, and the bytes fetched."""
+    """Load at another topology; returns whether the states equal the saved ones, and the bytes fetched."""
     with mesh(data=8) as on:
         fetched = []
         cat, fetch = s3fs.S3FileSystem._cat_file, s3fs.S3File._fetch_range

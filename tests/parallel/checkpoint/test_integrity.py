@@ -1,4 +1,4 @@
-"""Loading detects corrupted checkpoints on all ranks; failed reads are retried, and never mistaken for corruption."""
+"""Loading detects corruption on all ranks; failed reads are retried, never mistaken for corruption."""
 
 import errno
 import json

@@ -54,7 +54,7 @@ def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation
 
 
 def host_reads_of_experts() -> tuple[int, int]:
-    """Copies to the host by forward and backward of experts with biases on two ranks, and repeats of unknown size."""
+    """Host copies in forward and backward of experts with biases on two ranks; repeats of unknown size."""
     copies, unknown = [], []
     to_host, repeat = torch.Tensor.cpu, torch.Tensor.repeat_interleave
 
@@ -105,7 +105,7 @@ def test_grouped_experts_equal_one_by_one_with_gradients(activation, sizes):
     ids=["one by one", "grouped", "slots"],
 )
 def test_low_rank_updates_equal_merged_weights_with_gradients(limit, kernel, monkeypatch):
-    """One expert after the other, in grouped products as on GPUs, and in slots, with a capacity for all tokens."""
+    """Experts one by one, in grouped products as on GPUs, and in slots with capacity for all tokens."""
     monkeypatch.setattr(grouped, "_has_kernel", lambda parameters: kernel)
     given, indices, factors = inputs(), choices(), updates()
     names = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -201,7 +201,7 @@ def test_selection_bias_follows_the_load_of_the_whole_step(pool):
 
 
 def test_selection_bias_of_a_balanced_load_does_not_change():
-    """Each microbatch chooses a single, different expert, and the equal share, 2 choices of 5 experts, is not an integer."""
+    """Each microbatch chooses a different expert; the equal share, 2 choices of 5 experts, is fractional."""
     tally, bias = torch.zeros(E + EXTRA, requires_grad=True), torch.zeros(E, requires_grad=True)
     for expert in range(E):  # one microbatch for each, in which all its 2 choices are this expert
         weights = torch.ones(1, 2, requires_grad=True)

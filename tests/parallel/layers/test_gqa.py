@@ -118,7 +118,7 @@ def test_gradcheck(pool, sequence):
 
 
 def key_values_over_training(steps: int) -> list[tuple[str, int, Tensor, Tensor]]:
-    """Name, offset and value before and after training of this rank's K and V weights; tensor degree 4, 2 KV heads."""
+    """Name, offset, and value before and after training of a rank's K, V weights; tensor 4, 2 KV heads."""
     weights: list[tuple[str, int, Tensor, Tensor]] = []
 
     def collect(trainer, _) -> None:

@@ -37,7 +37,7 @@ def fill(layer: nn.Module, rank: int) -> None:
 
 
 def distances(make, sequence: bool, x: Tensor, split: int | None, collect: int | None) -> dict[str, float]:
-    """Largest differences between a layer on a tensor axis over all ranks and the same layer on one process.
+    """Largest differences between a layer on a tensor axis over all ranks and the same on one process.
 
     Args:
         make: (axis, sequence parallel) -> layer.

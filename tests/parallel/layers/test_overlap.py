@@ -1,4 +1,4 @@
-"""Products in chunks that overlap with the collectives of sequence parallelism: the same results as without chunks."""
+"""Products in chunks that overlap with sequence parallelism's collectives: results are unchanged."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""FP8 matrix products: accuracy of each recipe, equality of torch's operator with the emulation, and training."""
+"""FP8 products: each recipe's accuracy, equality of torch's operator with the emulation, training."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ EXACT = Products()
 
 
 def factors(dtype=torch.float32):
-    """x (m, k), weight (n, k), gradient (m, n); rows of x and of the gradient span six orders of magnitude."""
+    """x (m, k), weight (n, k), gradient (m, n); rows of x and gradient span six orders of magnitude."""
     draw = torch.Generator().manual_seed(0)
     rows = torch.logspace(-3, 3, 64)[:, None]
     x, weight, grad = (torch.randn(shape, generator=draw) for shape in ((64, 96), (32, 96), (64, 32)))

@@ -1,4 +1,4 @@
-"""Replicated weights: copies are compared bit by bit, and equal again after a synchronization or a resume."""
+"""Replicated weights: copies are compared bitwise, and equal after a synchronization or a resume."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def change(optimizer: ZeRO1, m, rank: int, name: str, state: str = "master", bit
 
 
 def found_after_drift(folder: Path) -> list[list[str]]:
-    """Differing weights at first, after a bit of a norm on rank 1 changed, then of a KV head on rank 3, and after a resume."""
+    """Differing weights at first, after a bit flip in a norm, then in a KV head, and after a resume."""
     with mesh(tensor=4, kv_replicas=2) as m:
         optimizer = build(m)
         found = [list(differing_replicas(optimizer.buckets, m))]
@@ -48,9 +48,7 @@ def test_one_changed_bit_is_found_on_every_rank_until_a_resume(pool, tmp_path):
 
 
 def counts_and_sizes(degrees: dict[str, int], rank: int, name: str) -> list:
-    """Numbers of differing buckets at first, after a change on a rank and after a synchronization; the differences; whether the
-    change was undone.
-    """
+    """Differing buckets (initial, changed, synchronized), differences, and whether the change was undone."""
     with mesh(**degrees) as m:
         optimizer = build(m)
         check = ReplicaCheck(optimizer.buckets, m, EAGER)

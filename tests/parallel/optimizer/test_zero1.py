@@ -286,7 +286,7 @@ def test_memory_matches_the_formula(pool, ranks, dtype, fixed):
 
 
 def test_weights_are_initialized_shard_by_shard():
-    """With FSDP, only one layer's weights exist in full at a time; the values equal those of a model initialized at once."""
+    """With FSDP, only one layer's weights exist in full at a time; values equal those initialized at once."""
     planned, full = Mesh(data=4, rank=1), []
 
     def layers() -> nn.ModuleList:
@@ -307,7 +307,7 @@ def test_weights_are_initialized_shard_by_shard():
 
 
 def test_norms_exclude_padding():
-    """5 rows on 2 tensor ranks are padded to 6; each rank's 3 rows to a multiple of 128 bytes for each of 2 data ranks."""
+    """5 rows pad to 6 on 2 tensor ranks; each one's 3 rows, to multiples of 128 bytes on 2 data ranks."""
     squares = 0.0
     for rank in range(4):
         planned = Mesh(data=2, tensor=2, rank=rank)

@@ -1,4 +1,4 @@
-"""Every pipeline schedule matches one process's loss and gradients; hooks run once per microbatch; memory is bounded."""
+"""Schedules match one process's loss and gradients; hooks run once per microbatch; bounded memory."""
 
 import gc
 from collections import Counter
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stage of a small network with tied embeddings; tokens are scaled by factors of their position and sample."""
+    """Stage of a small tied-embedding network that scales tokens by factors of position and sample."""
 
     def __init__(self, on: Mesh, layers: range, count: int) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_compiled_zero_bubble_matches_one_process(pool):
 
 
 def peak_hidden_states(schedule: str, microbatches: int) -> int:
-    """Maximum number of live tensors with the shape of hidden states when a loss is computed, without those of earlier cases."""
+    """Maximum number of live hidden states when a loss is computed, excluding those of earlier cases."""
 
     def count() -> int:
         return sum(type(each) is Tensor and each.shape == (SEQUENCE, HIDDEN) for each in gc.get_objects())

@@ -1,4 +1,4 @@
-"""Evaluation of a run, with real processes: rejected runs, and flows that are killed while the job runs."""
+"""Evaluation of a run in real processes: rejected runs, and flows killed while the job runs."""
 
 import json
 import multiprocessing
@@ -33,7 +33,7 @@ def evaluate(profile, store, folder, identity, dataset):
 
 
 def abandon(profile, store, folder, identity, dataset):
-    """Start an evaluation in another process, which is killed as soon as the job runs; returns the job's handle."""
+    """Start an evaluation in a process that is killed once the job runs; returns the job's handle."""
     handle_file = folder / "logs/evaluate.job.json"
     handle_file.unlink(missing_ok=True)
     arguments = (profile, store.uri, folder, identity, dataset)

@@ -1,4 +1,4 @@
-"""Simulated runs: a run folder's files as training writes them, on a simulated clock, and the true time by category."""
+"""Simulated runs: run folders as training writes them, a simulated clock, the true time by category."""
 
 import json
 

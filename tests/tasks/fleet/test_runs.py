@@ -27,7 +27,7 @@ def simulated(store, name, steps=20, until=20, **facts):
 
 @pytest.fixture
 def store(tmp_path):
-    """A finished run, one that failed three times on n7, one in the queue, one that was replaced and one without a step."""
+    """Runs: finished, failed three times on n7, queued, replaced, and one without a step."""
     simulated(tmp_path, "done").end()
     failed = simulated(tmp_path, "failed", until=5, node_price=3600.0)
     failed.save(0)
@@ -122,7 +122,7 @@ def test_page_is_well_formed_and_escapes_names_of_nodes(store):
 
 
 def write_long(store, monkeypatch):
-    """Give the finished run more rows than are read in one request; its last evaluation is far before its end."""
+    """Give the finished run more rows than one request reads; its last evaluation is far before its end."""
     monkeypatch.setattr(digest, "WHOLE", 0)
     monkeypatch.setattr(digest, "TAIL", 4000)
     rows = [{"step": step, "loss": 10 - step / 1000, "step_seconds": 2.0} for step in range(1, 5001)]

@@ -1,4 +1,4 @@
-"""Emulated Kubernetes: the part of the API that the launcher uses, on loopback, with Pods as processes on this machine.
+"""Emulated Kubernetes: the API subset the launcher uses, on loopback, with Pods as local processes.
 
 No real API server runs where these tests do. Emulated are Jobs of completion mode Indexed with backoffLimit 0, Services and
 Secrets that belong to them, and Pods with an index, a termination grace period and DNS names, which all resolve to this machine.

@@ -1,4 +1,4 @@
-"""KubernetesLauncher on an emulated API server: several nodes, lost nodes, an unreachable API server, manifests."""
+"""KubernetesLauncher on an emulated API server: several nodes, lost nodes, outages, manifests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""LocalLauncher with real processes under torchrun: failures, signals, re-attaching, unreadable status."""
+"""LocalLauncher with real torchrun processes: failures, signals, re-attaching, unreadable status."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""File sources: all documents in order, shards keyed by their contents, and errors with file and position."""
+"""File sources: all documents in order, content-keyed shards, and errors with file and position."""
 
 import errno
 import gzip

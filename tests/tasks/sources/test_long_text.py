@@ -1,4 +1,4 @@
-"""TextSplitter: the segments of a long text have the tokens of the whole text, for every kind of tokenizer."""
+"""TextSplitter: segments of a long text have the whole text's tokens, for every kind of tokenizer."""
 
 import json
 import random

@@ -118,7 +118,7 @@ def test_a_corrupted_pair_is_an_error_with_file_and_offset(tmp_path, store, toke
 
 
 def test_a_pair_of_many_documents_is_checked_in_bounded_memory(tmp_path):
-    """Four million documents of one token: 80 MB of index, first valid, then corrupted in one of the last entries."""
+    """Four million one-token documents: 80 MB of index, valid, then corrupted in one of the last entries."""
     count = 4_000_000
     with (tmp_path / "a.idx").open("wb") as file:
         file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, count, count + 1))

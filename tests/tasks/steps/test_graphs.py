@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of graphs, and training with them; all tests share one compilation, of which they repeat parts."""
+"""Ahead-of-time compilation of graphs, and training with them; tests repeat parts of one compilation."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Tokenizer step: trained, from the hub, from a folder or S3; the artifact keeps the tokens of the source."""
+"""Tokenizer step: trained, from the hub, a folder or S3; the artifact keeps the source's tokens."""
 
 import io
 import json

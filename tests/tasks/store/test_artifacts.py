@@ -1,4 +1,4 @@
-"""Artifacts appear complete or not at all, corruption is found and repaired, and concurrent writers are safe."""
+"""Artifacts are atomic, corruption is found and repaired, and concurrent writers are safe."""
 
 import json
 import logging

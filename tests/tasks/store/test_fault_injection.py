@@ -1,4 +1,4 @@
-"""A store whose operations fail at random ends up as if none had failed: nothing lost, deleted, duplicated or quarantined."""
+"""A store with random faults ends up as without: nothing lost, deleted, duplicated or quarantined."""
 
 import os
 from itertools import cycle

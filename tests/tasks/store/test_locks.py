@@ -1,4 +1,4 @@
-"""Locks: mutual exclusion between processes, takeover from ended processes at once and from unresponsive ones at expiry."""
+"""Locks exclude other processes; ended owners are replaced at once, unresponsive ones at expiry."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Records as training examples: which tokens count, chat templates, truncation, and records that cannot be used."""
+"""Records as training examples: tokens that count, chat templates, truncation, unusable records."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Worker processes: the same tokens as in one process, forwarded errors and logs, and workers that die."""
+"""Worker processes: the same tokens as one process, forwarded errors and logs, workers that die."""
 
 import json
 import logging

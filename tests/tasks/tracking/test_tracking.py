@@ -1,4 +1,4 @@
-"""Real trackers without a network: W&B's offline directory, MLflow on SQLite, Trackio's local database; and user classes."""
+"""Real trackers without network: W&B offline, MLflow on SQLite, Trackio's database; user classes."""
 
 import json
 import logging
@@ -151,7 +151,7 @@ class Hanging(Recording):
 
 @pytest.fixture
 def tracker_calls(tmp_path, monkeypatch):
-    """Working folder with the user's module my_trackers; returns a function that reads what its classes were called with."""
+    """Working folder with the user's module my_trackers; returns a function that reads its classes' calls."""
     (tmp_path / "my_trackers.py").write_text(RECORDING)
     monkeypatch.chdir(tmp_path)
 
