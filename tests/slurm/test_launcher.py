@@ -1,4 +1,4 @@
-"""SlurmLauncher on a real cluster: quoting, re-attaching, requeueing, cancelling, and jobs that Slurm ends."""
+"""SlurmLauncher on a real cluster: quoting, re-attaching, requeueing, cancelling, jobs Slurm ends."""
 
 import contextlib
 import json
@@ -27,8 +27,11 @@ def save(*_):
         time.sleep(1)  # until rank 3 fails
     sys.exit(code)
 signal.signal(signal.SIGUSR1, save)
-print("rank", rank, "of", os.environ.get("WORLD_SIZE"), "on", os.environ["SLURMD_NODENAME"], "in", os.getcwd())
-print("secret", os.environ.get("PREFECT_API_KEY"), "arguments", sys.argv[2:])
+place = f"on {os.environ['SLURMD_NODENAME']} in {os.getcwd()}"
+secret = os.environ.get("PREFECT_API_KEY")
+# One write each: torchrun prefixes what it has read, whether or not it is a complete line.
+print(f"rank {rank} of {os.environ.get('WORLD_SIZE')} {place}\\n", end="")
+print(f"secret {secret} arguments {sys.argv[2:]}\\n", end="")
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 while not (folder / "finish").exists():
     time.sleep(0.05)
