@@ -64,6 +64,7 @@ NAMES = {
     "dynamo": "torch._dynamo",
     "functorch_config": "torch._functorch.config",
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
+    "compile_fx_inner": "torch._inductor.compile_fx.compile_fx_inner",
     "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",
     "inductor_config": "torch._inductor.config",
     "pick_vec_isa": "torch._inductor.cpu_vec_isa.pick_vec_isa",

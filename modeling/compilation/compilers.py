@@ -15,6 +15,7 @@ import shutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,17 @@ class Inductor(Compiler):
         return counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"]
 
     def _backend(self) -> Callable[[GraphModule, Sequence[Any]], Compiled]:
-        from parallel.torch_internals import compile_fx
+        from parallel.torch_internals import compile_fx, compile_fx_inner
 
-        return compile_fx
+        if self.device == "cpu":
+            return compile_fx
+
+        # On GPUs, the cache key has the offsets of static inputs in their storage. Weights are views of buckets, whose offsets
+        # differ between layers and are not known ahead of time, so that graphs compiled ahead would never be found.
+        def compile_inner(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
+            return compile_fx_inner(graph, inputs, **{**options, "static_input_idxs": ()})
+
+        return partial(compile_fx, inner_compile=compile_inner)
 
 
 class Neuron(Compiler):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from modeling.compilation.compilers import Inductor
-from parallel import ColumnParallelLinear, RowParallelLinear
+from parallel import ColumnParallelLinear, RowParallelLinear, torch_internals
 from tests.pool import mesh
 
 OPERATORS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
@@ -62,3 +62,18 @@ def compare() -> Counter[str]:
 def test_merged_collectives_and_products_give_the_same_numbers(pool):
     for called in pool.run(compare, 2):
         assert called == dict.fromkeys(OPERATORS, 2)  # one of each in forward and in backward
+
+
+def test_gpu_graphs_are_found_wherever_weights_are_stored(monkeypatch):
+    """Without a GPU, where alone keys have the offsets of static inputs: no input is given as static."""
+    compile_inner, static = torch_internals.compile_fx_inner, []
+
+    def spy(graph, inputs, **options):
+        static.append(options["static_input_idxs"])
+        return compile_inner(graph, inputs, **options)
+
+    monkeypatch.setattr(torch_internals, "compile_fx_inner", spy)
+    layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend=Inductor("cuda").compile)(x), layer(x))
+    assert static == [()]
