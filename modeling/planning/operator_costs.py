@@ -64,6 +64,10 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
         inner = arguments[_PRODUCTS[packet]].shape[-1]
         rows, columns = result.shape[-2:]
         return ("matmul", rows, inner, columns), 2 * result.numel() * inner
+    if packet is _ours.add_product:
+        call = _bind(operator, arguments)
+        (rows, inner), columns = call["a"].shape, call["b"].shape[1]
+        return ("matmul", rows, inner, columns), 2 * rows * inner * columns
     if packet in _ATTENTION:
         call = _bind(operator, arguments)
         return _attention(operator, call["q"], call["k"], call["causal"], call.get("size", 1), call["window"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,9 @@ def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[s
     _require_static(graph)
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
     calls = [
-        (node.target, tree_map(_value, list(node.args)), _value(node))
+        (operator, tree_map(_value, arguments), _value(node))
         for node in nodes
-        if isinstance(node.target, OpOverload)  # others are Python's getitem
+        for operator, arguments in _operator_call(node)
     ]
     volumes = [operator_volume(operator, arguments, sizes) for operator, arguments, _ in calls]
     sent: Counter[str] = Counter()
@@ -136,6 +136,15 @@ def _saved_tensors(node: Any) -> list[Tensor]:
 
 def _describe(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.stride() if tensor.layout == torch.strided else ()
+
+
+def _operator_call(node: Node) -> Iterator[tuple[OpOverload, list[Any]]]:
+    """The operator that a node calls, and its arguments; nothing for Python's getitem."""
+    if isinstance(node.target, OpOverload):
+        yield node.target, list(node.args)
+    elif node.args and isinstance(node.args[0], OpOverload):  # one that changes its inputs, functionalized
+        operator = node.args[0]
+        yield operator, [node.kwargs.get(argument.name) for argument in operator._schema.arguments]
 
 
 def _value(argument: Any) -> Any:

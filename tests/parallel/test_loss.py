@@ -46,12 +46,19 @@ def padded(weight: Tensor, degree: int) -> Tensor:
     return torch.cat([weight, weight.new_full((missing, weight.shape[1]), 50.0)])
 
 
-def distances(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None) -> list[float]:
-    """Differences of loss and gradients from one process, for the fused loss and the loss from logits."""
+def distances(
+    tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None, gpu: bool
+) -> list[float]:
+    """Differences of loss and gradients from one process, for the fused loss and the loss from logits.
+
+    Args:
+        gpu: whether to compute as compiled for GPUs.
+    """
     degree = torch.distributed.get_world_size()
     x, weight, targets = problem(tokens, width, vocabulary)
     expected = exact(x, weight, targets)
-    with mesh(tensor=degree) as m:
+    with mesh(tensor=degree) as m, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parallel.loss._fuses", lambda logits: gpu)
         axis = m.tensor
         rows = -(-vocabulary // degree)
         options = {"first": torch.tensor(axis.rank * rows), "vocabulary": vocabulary}
@@ -89,6 +96,7 @@ def test_matches_torch_cross_entropy(pool, degree, data):
         "vocabulary": data.draw(st.integers(3 * degree - 2, 17)),
         "sequence": data.draw(st.booleans()) and degree > 1,
         "chunk": data.draw(st.sampled_from([None, 1, 3])),
+        "gpu": data.draw(st.booleans()),
     }
     if degree == 1:
         return one_process(**arguments)
@@ -97,10 +105,14 @@ def test_matches_torch_cross_entropy(pool, degree, data):
     return None
 
 
-def one_process(tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None) -> None:
+def one_process(
+    tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None, gpu: bool
+) -> None:
     x, weight, targets = problem(tokens, width, vocabulary)
     ours, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = linear_cross_entropy(ours, w, targets, ONE, first=FIRST, vocabulary=vocabulary, chunk=chunk)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parallel.loss._fuses", lambda logits: gpu)
+        loss = linear_cross_entropy(ours, w, targets, ONE, first=FIRST, vocabulary=vocabulary, chunk=chunk)
     loss.backward()
     for mine, theirs in zip((loss.detach(), ours.grad, w.grad), exact(x, weight, targets), strict=True):
         torch.testing.assert_close(mine, theirs)

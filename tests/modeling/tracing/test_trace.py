@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from modeling.compilation.compilers import Inductor
 from modeling.models.build import partition_layers
@@ -285,6 +286,14 @@ def test_peak_excludes_views_and_freed_results():
 
     graph = make_fx(chain, tracing_mode="fake")(torch.zeros(4, 256))
     assert graph_stats.measure(graph, {}).peak == 2 * 4096
+
+
+def test_flops_of_operators_that_change_their_inputs_are_counted():
+    graphs = []
+    capture = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph)
+    add = torch.compile(torch.ops.trainshed.add_product, backend=capture, fullgraph=True)
+    add(torch.zeros(3, 5), torch.zeros(3, 4), torch.zeros(4, 5))
+    assert graph_stats.measure(graphs[0], {}).flops == 2 * 3 * 4 * 5
 
 
 def test_forward_results_held_only_by_autograd_are_freed_in_backward():
