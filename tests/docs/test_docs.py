@@ -5,8 +5,8 @@ block needs a cluster, an account or hours: only its programs, their arguments a
 anywhere else are an error.
 """
 
-import functools
 import ast
+import functools
 import importlib.util
 import io
 import json
