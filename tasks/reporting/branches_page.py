@@ -48,7 +48,7 @@ def _chart(trunk: Mapping[str, Any], branches: Sequence[Mapping[str, Any]]) -> s
     end = [(float(trunk["steps"]), trunk["validation_loss"])]
     lines = [
         Series("branches, rate decayed to zero", "line-1", points, dots=True),
-        Series("trunk, constant rate", "line-2", end, dots=True),
+        Series("trunk, constant rate", "line-2", end, dots=True, joined=False),
     ]
     return line_chart(lines, x_label="steps", y_label="validation loss")
 

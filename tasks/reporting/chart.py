@@ -22,12 +22,16 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart: `points` are (x, y) ordered by x, `style` is the CSS class that sets the colour."""
+    """A line of a chart: `points` are (x, y) ordered by x, `style` is the CSS class that sets the colour.
+
+    With `dots`, points are marked too; if not `joined`, they are all there is.
+    """
 
     label: str
     style: str
     points: Points
     dots: bool = False
+    joined: bool = True
 
 
 def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, from_zero: bool = False) -> str:
@@ -36,7 +40,10 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, from_zer
     if not shown:
         return "<p>No data.</p>"
     frame = Frame.enclosing(shown, from_zero=from_zero)
-    legend = "".join(f'<span class="{line.style}">{escape(line.label)}</span>' for line in shown)
+    legend = "".join(
+        f'<span class="{line.style}{"" if line.joined else " points"}">{escape(line.label)}</span>'
+        for line in shown
+    )
     return (
         f'<figure class="chart"><figcaption>{legend}</figcaption>'
         f'<div class="y">{"".join(f"<span>{tick:,g}</span>" for tick in reversed(frame.y_ticks))}</div>'
@@ -127,7 +134,8 @@ class Frame:
         ]
         for line in series:
             positions = self.positions(line.points)
-            parts.append(f'<path class="line {line.style}" d="M{"L".join(positions)}"/>')
+            if line.joined:
+                parts.append(f'<path class="line {line.style}" d="M{"L".join(positions)}"/>')
             if line.dots:  # lines of length 0 with round caps stay round when the plot is stretched
                 dots = "".join(f"M{position}h0" for position in positions)
                 parts.append(f'<path class="dots {line.style}" d="{dots}"/>')

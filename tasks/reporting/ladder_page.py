@@ -71,10 +71,11 @@ def _chart(forecast: Mapping[str, Any]) -> str:
     # Along a straight path of sizes from the smallest rung to the target.
     n = np.geomspace(ordered[0]["n"], target["n"], POINTS)
     path = [(float(c), float(law.loss(m, 10**c / 6 / m))) for c, m in zip(compute, n, strict=True)]
+    measured = [(float(np.log10(rung["flops"])), rung["loss"]) for rung in ordered]
     end, (low, high) = float(highest), forecast["interval"]
     lines = [
         Series("fitted law, smallest rung to target", "smooth", path),
-        Series("measured", "validation", [(float(np.log10(r["flops"])), r["loss"]) for r in ordered], True),
+        Series("measured", "validation", measured, dots=True, joined=False),
         Series(
             "forecast with its interval", "training", [(end, low), (end, forecast["loss"]), (end, high)], True
         ),

@@ -97,7 +97,8 @@ def _chart(proposal: Mapping[str, Any]) -> str:
         style = f"line-{number % LINE_STYLES + 1}"
         lines.append(Series(named(name), style, list(zip(shares.tolist(), column.tolist(), strict=True))))
         if name in measured:
-            lines.append(Series(f"{named(name)}, measured", style, [(1.0, measured[name])], dots=True))
+            point = [(1.0, measured[name])]
+            lines.append(Series(f"{named(name)}, measured", style, point, dots=True, joined=False))
     return line_chart(lines, x_label="0: natural, 1: proposed", y_label="held-out loss")
 
 

@@ -33,6 +33,16 @@ def test_chart_skips_non_finite_points_and_stays_inside_the_plot():
     assert "nan" not in chart
 
 
+def test_points_that_are_not_joined_have_no_line_and_a_dot_in_the_legend():
+    points = [(1.0, 6.0), (2.0, 5.0)]
+    chart = line_chart(
+        [Series("measured", "training", points, dots=True, joined=False)], x_label="FLOPs", y_label="loss"
+    )
+    assert 'class="line' not in chart
+    assert '<span class="training points">measured</span>' in chart
+    assert chart.count("h0") == 2
+
+
 def test_chart_without_points_has_a_placeholder():
     assert line_chart([Series("loss", "training", [])], x_label="step", y_label="loss") == "<p>No data.</p>"
 
