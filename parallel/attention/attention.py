@@ -85,7 +85,9 @@ def attention(
         from parallel.attention.flex import masked_attention  # imports slowly
 
         return masked_attention(q, k, v, axis, **masks)
-    opaque = kernel is not None or found.supports_tiling
+    # In float32, torch's memory-efficient kernel for GPUs takes no grouped KV heads, and its fallback holds s × s scores.
+    expands = q.is_cuda and q.dtype == torch.float32 and k.shape[1] < q.shape[1]
+    opaque = kernel is not None or found.supports_tiling or expands
     if plain and not opaque:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
     if not plain and (graph_kernel is not None or not opaque):
