@@ -325,7 +325,10 @@ def _logits_loss(
 
 
 def _fuses(logits: Tensor) -> bool:
-    """Whether exp and one-hot targets become one kernel, as compiled for GPUs, where a deterministic scatter takes twenty."""
+    """Whether exp and one-hot targets become one kernel, as compiled for GPUs.
+
+    There, a deterministic scatter takes twenty.
+    """
     return logits.is_cuda and torch.compiler.is_compiling()
 
 
