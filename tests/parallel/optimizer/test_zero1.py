@@ -276,9 +276,8 @@ def peak_bytes_per_parameter(gradient_dtype: torch.dtype) -> float:
         return live.peak / count
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("dtype", "fixed"), [(torch.float32, 6), (torch.bfloat16, 4)], ids=["float32", "bf16"]
+    ("ranks", "dtype", "fixed"), [(2, torch.float32, 6), (4, torch.bfloat16, 4)], ids=["float32", "bf16"]
 )
 def test_memory_matches_the_formula(pool, ranks, dtype, fixed):
     for found in pool.run(peak_bytes_per_parameter, ranks, gradient_dtype=dtype):
