@@ -59,6 +59,7 @@ SLOTS = ("tiny-moe", ("train.capacity_factor=1.25",))
 FP8 = ("tiny", ("train.precision=fp8", "model.head_dim=32"))
 MX = (FP8[0], (*FP8[1], "train.fp8_recipe=mxfp8"))
 GPT_OSS = ("model.architecture=gpt_oss", "model.moe_intermediate_size=null")  # with biases
+BIASED = ("tiny-moe", GPT_OSS)
 ADAPTED = ("tiny-moe", (*GPT_OSS, "lora.rank=4", "lora.targets=[gate_up,down]"))
 
 
@@ -78,10 +79,11 @@ def test_experts_are_checked_where_a_profile_has_them(case, device):
     assert passed, measured
 
 
-def test_grouped_products_of_experts_are_checked(monkeypatch):
+@pytest.mark.parametrize("case", [EXPERTS, BIASED])
+def test_grouped_products_of_experts_are_checked(case, monkeypatch):
     """As on GPUs; torch implements them for CPUs too."""
     monkeypatch.setattr(grouped, "_has_kernel", lambda parameters: True)
-    measured, passed = kernel("experts", EXPERTS).check(torch.device("cpu"))
+    measured, passed = kernel("experts", case).check(torch.device("cpu"))
     assert passed, measured
 
 
