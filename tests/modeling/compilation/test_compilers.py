@@ -64,8 +64,9 @@ def test_merged_collectives_and_products_give_the_same_numbers(pool):
         assert called == dict.fromkeys(OPERATORS, 2)  # one of each in forward and in backward
 
 
-def test_gpu_graphs_are_found_wherever_weights_are_stored(monkeypatch):
+def test_gpu_graphs_are_found_wherever_weights_are_stored(tmp_path, monkeypatch):
     """Without a GPU, where alone keys have the offsets of static inputs: no input is given as static."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # empty
     compile_inner, static = torch_internals.compile_fx_inner, []
 
     def spy(graph, inputs, **options):
