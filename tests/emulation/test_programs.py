@@ -78,7 +78,7 @@ SETUP = {
     "parallel/layers/linear.py:_first_row",
     "parallel/optimizer/adamw.py:AdamW.constants",
     "parallel/optimizer/buckets.py:Bucket._norm_weights",
-    "parallel/optimizer/replicas.py:_weights",
+    "parallel/optimizer/replicas.py:_checksum_weights",
 }
 FOUR_RANKS = {
     "tensor 4": ("parallel.tensor=4",),  # with replicated KV heads
