@@ -37,11 +37,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
             rows += multiply(part, b)
     elif total.dtype == a.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda and torch.compiler.is_compiling():  # inductor of torch 2.13 does not compile the next line
+    elif a.is_cuda and torch.compiler.is_compiling():  # inductor of torch 2.13 cannot lower the next branch
         torch.ops.trainshed.add_product(total, a, b)
-    elif (
-        a.is_cuda and total.dtype == torch.float32
-    ):  # adds in the product's kernel, without rounding the product
+    elif a.is_cuda and total.dtype == torch.float32:
+        # Adds in the product's kernel, without rounding the product.
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b

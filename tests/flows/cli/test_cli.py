@@ -381,7 +381,7 @@ def smoothed(logits, targets):
 
 
 def test_run_prints_steps_final_loss_and_output_paths(command, profile, prefect_server, tmp_path):
-    """In a folder with modules named like Trainshed's; then a cached run, whose output nobody reads."""
+    """In a folder whose modules shadow Trainshed's; then a cached run with its output closed."""
     write_shadowing_modules(tmp_path)
     (tmp_path / "my_losses.py").write_text(LOSS)
     arguments = ("run", str(profile), "--name", "first", *settings("train.loss=my_losses:smoothed"))
