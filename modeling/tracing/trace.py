@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +274,10 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
         if options.cache:
-            # Modules of torch's compiler import each other, which must not happen in two threads at the same time.
+            # Modules of torch's compiler import each other, which must not happen in two threads at the same time: what `prepare`
+            # would import is imported here.
             torch_internals.find(torch_internals.NAMES["compile_fx"])
+            import_module("torch.utils.cpp_extension")
             compiler = compilers.make_compiler(profile)
             compiler.use_cache(options.cache)
             preparing = pool.submit(compiler.prepare)

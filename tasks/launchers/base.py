@@ -105,6 +105,8 @@ class JobFailed(RuntimeError):
     def __init__(self, message: str, detail: str = "", exit_code: int | None = None) -> None:
         super().__init__(message)
         self.detail = detail  # the last relevant log lines
+        if detail:
+            self.add_note(detail)  # shown by tracebacks
         self.exit_code = exit_code  # of the rank that failed first if known, else of the job
 
 

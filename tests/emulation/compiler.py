@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import functorch.compile
 from torch.fx import GraphModule
 
 from tests.emulation import usage
@@ -26,14 +27,22 @@ def register_compiler() -> None:
     from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
 
     register_interface_for_device("neuron", DeviceInterface)
-    register_backend(
-        aot_autograd(fw_compiler=_compile, bw_compiler=_compile, keep_inference_input_mutations=True),
-        name="neuron",
+    capture = aot_autograd(
+        fw_compiler=_compile,
+        bw_compiler=_compile,
+        partition_fn=_partition,
+        keep_inference_input_mutations=True,
     )
+    register_backend(capture, name="neuron")
     package = ModuleType("torch_neuronx")
     package.__spec__ = ModuleSpec("torch_neuronx", None)
     package.get_dynamo_metrics = list
     sys.modules["torch_neuronx"] = package
+
+
+def _partition(joint: GraphModule, *arguments: Any, **options: Any) -> Any:
+    """The partition of the programs that are traced ahead; looked up when it runs, because tests record it."""
+    return functorch.compile.min_cut_rematerialization_partition(joint, *arguments, **options)
 
 
 def _compile(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

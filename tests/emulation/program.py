@@ -1,9 +1,9 @@
 """Runs training on the emulated device, on each rank of a forked job: `tests.emulation.program JOB`.
 
 JOB is a JSON file: [{run, dataset, calls, fault, kernel}, ...]. Each entry is a run folder whose profile has as many ranks as
-this job; its calls are made in order, in one process group. Each rank writes what each call returned, what it did on the device,
-and the settings that the device had read, to RUN/calls_RANK.json. A `fault` breaks the program on purpose. No attention kernel is
-installed for the device, unless `kernel` is "bounds": then one that takes bounds.
+this job; its calls are made in order, in one process group, but "trace" by rank 0 alone and without one. Each rank writes what
+each call returned, what it did on the device, and the settings that the device had read, to RUN/calls_RANK.json. A `fault` breaks
+the program on purpose. No attention kernel is installed for the device, unless `kernel` is "bounds": then one that takes bounds.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ def run_steps(run: Path, dataset: Path, recorded: bool = False) -> object:
             buckets.append(len(training.optimizer.buckets))
 
     def record(statistics: CompileStatistics, region: str, graph: Any, inputs: Any) -> Any:
-        if recorded:
-            with joint_graphs() as found:
-                recorder.backend(region)(copy.deepcopy(graph), inputs)
-            joints.extend(found)
-        return compile_graph(statistics, region, graph, inputs)
+        if recorded and not torch.is_grad_enabled():
+            recorder.backend(region)(copy.deepcopy(graph), inputs)
+        with joint_graphs() as found:
+            compiled = compile_graph(statistics, region, graph, inputs)
+        joints.extend(found if recorded else [])
+        return compiled
 
     used: dict[str, Any] = {}
     buckets: list[int] = []
@@ -265,6 +266,8 @@ def main(arguments: list[str]) -> int:
             kernels.register("nki", Bounds())
         made = []
         for name in entry["calls"]:
+            if name == "trace" and os.environ["RANK"] != "0":
+                continue
             if name not in ("check_device", "trace") and not dist.is_initialized():
                 device.NEURON.start_process_group(device.NEURON.set_current())
             made.append(call(name, run, dataset, entry.get("fault")))

@@ -69,7 +69,7 @@ def small(name: str) -> Profile:
         "train.minimum_steps": min(1, full.train.minimum_steps),
         "train.learning_rate": 3e-3,
         "train.minimum_learning_rate": 0.0,
-        "train.global_batch_size": 8,
+        "train.global_batch_size": 4,
         "train.sequence_length": SEQUENCE,
         "train.precision": "float32",
         "compile.enabled": "false",

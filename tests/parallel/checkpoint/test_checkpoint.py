@@ -19,7 +19,7 @@ from parallel.checkpoint.reader import Reader
 from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
 from tests.pool import Pool
 
-SAVED, STEPS = 6, 10
+SAVED, STEPS = 3, 5
 TOPOLOGIES = {
     "one process": Case(),
     "tensor 2": Case(tensor=2),
