@@ -11,7 +11,9 @@ A compiler takes a graph as Dynamo captured it and compiles forward and backward
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -112,7 +114,7 @@ class Inductor(Compiler):
             from parallel.torch_internals import inductor_config as inductor
 
             inductor.compile_threads = jobs
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_without_spaces(folder))
 
     def prepare(self) -> None:
         """Compile a probe of each of the CPU's instruction sets, which takes 9 s of CPU."""
@@ -139,6 +141,16 @@ class Inductor(Compiler):
             return compile_fx_inner(graph, inputs, **{**options, "static_input_idxs": ()})
 
         return partial(compile_fx, inner_compile=compile_inner)
+
+
+def _without_spaces(folder: Path) -> Path:
+    """The folder, or a temporary link to it if its path has a space: inductor splits g++'s command at spaces."""
+    if not re.search(r"\s", str(folder)):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    link = Path(tempfile.mkdtemp()) / "cache"
+    link.symlink_to(folder.absolute(), target_is_directory=True)
+    return link
 
 
 class Neuron(Compiler):

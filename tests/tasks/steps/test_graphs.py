@@ -61,7 +61,7 @@ def _forked_jobs():
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory) -> Workspace:
-    return Workspace(tmp_path_factory.mktemp("graphs"))
+    return Workspace(tmp_path_factory.mktemp("a folder"))  # g++'s command, too, must survive the space
 
 
 @pytest.fixture(scope="module")
