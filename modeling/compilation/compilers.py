@@ -144,7 +144,10 @@ class Inductor(Compiler):
 
 
 def _without_spaces(folder: Path) -> Path:
-    """The folder, or a temporary link to it if its path has a space: inductor splits g++'s command at spaces."""
+    """The folder, or a temporary link to it if its path has a space.
+
+    inductor splits g++'s command at spaces.
+    """
     if not re.search(r"\s", str(folder)):
         return folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,8 @@ number of rows is dynamic: eager runs save the rows received and their [gate, up
 again together with their gradients, and multiplies by gate_up again: 11 products instead of 9. Elements that a rank sends, with
 r = T·k·h: r(n-1)/n for each exchange of rows, two in forward and two or three in backward.
 
-On GPUs in bf16, one kernel computes a product for all experts. Elsewhere the experts run one after the other, so that each one's
-intermediate results stay in the cache (`sequential.py`).
+On GPUs in bf16, one kernel computes a product for all experts, and one the activation of all rows (gpu_activations.py). Elsewhere
+the experts run one after the other, so that each one's intermediate results stay in the cache (`sequential.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from parallel import collectives, mesh
 from parallel.activation_checkpointing import save_outputs
 from parallel.experts import sequential
-from parallel.experts.activations import ACTIVATIONS, Activation
+from parallel.experts.activations import ACTIVATIONS
 from parallel.mesh import Axis
 
 Update = tuple[Tensor, Tensor]
@@ -81,9 +81,9 @@ def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool, u
         updated: whether the weights have updates.
     """
     rows, f, h = indices.numel(), gate_up.shape[1] // 2, x.shape[1]
-    # Forward: rows, [gate, up], their activation, outputs. Backward: rows and gradients before and after the exchange, and
-    # scaled; [gate, up], the activation, and the gradients of both.
-    elements = 6 * h + 6 * f if backward else 3 * h + 3 * f
+    # Forward: rows, [gate, up], their activation, outputs. Backward: rows and gradients before and after the exchange, and the
+    # rows' gradients; [gate, up] and its gradient, and the activation, which takes the place of its own gradient.
+    elements = 5 * h + 5 * f if backward else 3 * h + 3 * f
     # One product of an update at a time, before it is added.
     return rows * (elements + updated * max(h, 2 * f)) * x.element_size()
 
@@ -170,6 +170,10 @@ class _Exchange:
             collectives.start_uneven_all_to_all(ungrouped, self.receive, self.send, self.axis)
         )
 
+    def owners(self) -> Tensor:
+        """Each row's expert (m), int32."""
+        return self.of_rows(torch.arange(len(self.counts), dtype=torch.int32, device=self.counts.device))
+
     def of_rows(self, of_experts: Tensor) -> Tensor:
         """Repeat each expert's entry of a tensor (local, ...) for each of its rows -> (m, ...)."""
         return of_experts.repeat_interleave(self.counts, 0, output_size=self.rows)
@@ -198,9 +202,40 @@ def _product(
     return result if bias is None else result + exchange.of_rows(bias)
 
 
-def _bias_gradient(grad: Tensor, exchange: _Exchange) -> Tensor:
-    """Sums (experts, o) of each expert's rows (m, o): a product with ones, whose rows must have 16 bytes."""
-    return _weight_gradient(grad, grad.new_ones(len(grad), 8), exchange)[..., 0].contiguous()
+def _sums(grad: Tensor, factors: Tensor, exchange: _Exchange) -> Tensor:
+    """Sums (experts, o) of each expert's rows (m, o) times factors (m).
+
+    A grouped product with columns of factors, whose rows must have 16 bytes.
+    """
+    columns = factors.to(grad.dtype)[:, None].repeat(1, 8)
+    return _weight_gradient(grad, columns, exchange)[..., 0].contiguous()
+
+
+def _activate(hidden: Tensor, activation: str, bias: Tensor | None, exchange: _Exchange) -> Tensor:
+    """The activation (m, f) of [gate, up] (m, 2f) without biases."""
+    if hidden.is_cuda:
+        from parallel.experts import gpu_activations
+
+        owners = None if bias is None else exchange.owners()
+        return gpu_activations.forward(hidden, activation, bias, owners)
+    return ACTIVATIONS[activation].forward(hidden if bias is None else hidden + exchange.of_rows(bias))
+
+
+def _activation_gradients(
+    grad: Tensor, hidden: Tensor, scales: Tensor, activation: str, bias: Tensor | None, exchange: _Exchange
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled activation (m, f), and gradients of the scales (m) and of [gate, up] (m, 2f).
+
+    Overwrites `grad` (m, f), the activation's gradient before it is scaled.
+    """
+    if hidden.is_cuda:
+        from parallel.experts import gpu_activations
+
+        owners = None if bias is None else exchange.owners()
+        return gpu_activations.backward(grad, hidden, scales, activation, bias, owners)
+    hidden, scales = hidden if bias is None else hidden + exchange.of_rows(bias), scales[:, None]
+    out, grad_scales, grad_hidden = ACTIVATIONS[activation].backward(grad, hidden, scales)
+    return (out * scales).to(out.dtype), grad_scales, grad_hidden
 
 
 @torch.library.custom_op("trainshed::experts", mutates_args=())
@@ -223,19 +258,19 @@ def _experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y; the numbers of received rows (n, E/n); and tensors for backward, empty if not saved.
 
-    These are the exchange's splits (2, n) on the host, on several expert ranks; [gate, up] of the rows, on one expert rank or
-    with `keep`; and the rows, with `keep`.
+    These are the exchange's splits (2, n) on the host, on several expert ranks; [gate, up] of the rows, without biases if
+    products are grouped, on one expert rank or with `keep`; and the rows, with `keep`.
     """
     exchange = _Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
     rows = exchange.to_experts(exchange.gather(x))  # (m, h)
-    act = ACTIVATIONS[activation]
     updates = (gate_up_a, gate_up_b), (down_a, down_b)
     parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates[0], *updates[1])
     if _has_kernel(parameters):
-        hidden = _product(rows, gate_up, exchange, gate_up_bias, updates[0])  # (m, 2f)
-        out = _product(act.forward(hidden), down, exchange, down_bias, updates[1])  # (m, h)
+        hidden = _product(rows, gate_up, exchange, update=updates[0])  # (m, 2f)
+        active = _activate(hidden, activation, gate_up_bias, exchange)  # (m, f)
+        out = _product(active, down, exchange, down_bias, updates[1])  # (m, h)
     else:
-        hidden, out = sequential.forward(rows, parameters, exchange.ranges(), act)
+        hidden, out = sequential.forward(rows, parameters, exchange.ranges(), ACTIVATIONS[activation])
     y = exchange.sum_over_tokens(out, weights)  # (T, h)
     hidden = hidden if size == 1 or keep else x.new_empty(0)
     return y, exchange.received, exchange.splits, hidden, rows if keep else x.new_empty(0)
@@ -290,7 +325,7 @@ def _backward(
     updates = gate_up_a, gate_up_b, down_a, down_b
     parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates)
     if _has_kernel(parameters):
-        found = _grouped_backward(saved, parameters, exchange, ACTIVATIONS[activation], frozen)
+        found = _grouped_backward(saved, parameters, exchange, activation, frozen)
     else:
         found = sequential.backward(saved, parameters, exchange.ranges(), ACTIVATIONS[activation], frozen)
     grad_rows, grad_scales, *grad_parameters = found
@@ -304,32 +339,32 @@ def _grouped_backward(
     saved: sequential.Saved,
     parameters: sequential.Parameters,
     exchange: _Exchange,
-    act: Activation,
+    activation: str,
     frozen: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Same as `sequential.backward`, with each product one kernel for all experts."""
+    """Same as `sequential.backward`, with one kernel per product, and `hidden` without biases."""
     rows, grads, scales, hidden = saved
     rows, grads = rows.contiguous(), grads.contiguous()
     gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
     if hidden is None:
-        hidden = _product(rows, gate_up, exchange, gate_up_bias, (gate_up_a, gate_up_b))
-    scales = scales[:, None]  # (m, 1)
+        hidden = _product(rows, gate_up, exchange, update=(gate_up_a, gate_up_b))
     grad_act = _input_gradient(grads, down, exchange, down_a, down_b)  # (m, f), not scaled
-    # The gradient of a scale, <grad, output>, without computing the output again.
-    out_of, grad_scales, grad_hidden = act.backward(grad_act, hidden, scales)  # (m, f), (m), (m, 2f)
+    # The gradient of a scale, <grad, output>, without computing the output again. Scaling the activation, not the gradients of
+    # the outputs, scales the gradients of `down`, too.
+    found = _activation_gradients(grad_act, hidden, scales, activation, gate_up_bias, exchange)
+    scaled, grad_scales, grad_hidden = found  # (m, f), (m), (m, 2f)
     if down_bias is not None:
         grad_scales = grad_scales + (grads * exchange.of_rows(down_bias)).sum(1, dtype=torch.float32)
-    scaled = (grads * scales).to(rows.dtype)  # (m, h)
     of_parameters = [None, None, None, None]
     if not frozen:
         of_parameters = [
             _weight_gradient(grad_hidden, rows, exchange),
-            _weight_gradient(scaled, out_of, exchange),
-            None if gate_up_bias is None else _bias_gradient(grad_hidden, exchange),
-            None if down_bias is None else _bias_gradient(scaled, exchange),
+            _weight_gradient(grads, scaled, exchange),
+            None if gate_up_bias is None else _sums(grad_hidden, torch.ones_like(scales), exchange),
+            None if down_bias is None else _sums(grads, scales, exchange),
         ]
     of_parameters += _update_gradients(grad_hidden, rows, exchange, gate_up_a, gate_up_b)
-    of_parameters += _update_gradients(scaled, out_of, exchange, down_a, down_b)
+    of_parameters += _update_gradients(grads, scaled, exchange, down_a, down_b)
     grad_rows = _input_gradient(grad_hidden, gate_up, exchange, gate_up_a, gate_up_b)
     return grad_rows, grad_scales, *of_parameters
 

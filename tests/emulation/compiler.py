@@ -41,7 +41,7 @@ def register_compiler() -> None:
 
 
 def _partition(joint: GraphModule, *arguments: Any, **options: Any) -> Any:
-    """The partition of the programs that are traced ahead; looked up when it runs, because tests record it."""
+    """The partition of the programs that are traced ahead, looked up when it runs: tests record it."""
     return functorch.compile.min_cut_rematerialization_partition(joint, *arguments, **options)
 
 

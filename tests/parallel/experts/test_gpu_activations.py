@@ -1,0 +1,34 @@
+"""Triton kernels of experts' activations equal the operators that other devices use."""
+
+import pytest
+import torch
+
+from parallel.experts.activations import ACTIVATIONS
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernels_equal_operators(activation, biased):
+    """For a width that is no multiple of a block; a row that is not finite stays so; no rows are no error."""
+    from parallel.experts import gpu_activations
+
+    rows, f, experts = 37, 1500, 5
+    generator = torch.Generator().manual_seed(0)
+    product = 4 * torch.randn(rows, 2 * f, generator=generator)
+    product[3, 7] = torch.nan
+    grad, scale = torch.randn(rows, f, generator=generator), torch.rand(rows, generator=generator)
+    bias = torch.randn(experts, 2 * f, generator=generator)
+    owners = torch.randint(experts, (rows,), generator=generator, dtype=torch.int32)
+    hidden = product + bias[owners.long()] if biased else product
+    expected = ACTIVATIONS[activation].forward(hidden)
+    of = ACTIVATIONS[activation].backward(grad.clone(), hidden, scale[:, None])
+    wanted = (expected, of[0] * scale[:, None], *of[1:])
+
+    product, grad, scale, bias, owners = (each.cuda() for each in (product, grad, scale, bias, owners))
+    added = (bias, owners) if biased else (None, None)
+    found = [gpu_activations.forward(product, activation, *added)]
+    found += gpu_activations.backward(grad, product, scale, activation, *added)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert gpu_activations.forward(product[:0], activation, *added).shape == (0, f)
