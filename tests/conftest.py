@@ -64,7 +64,10 @@ SLOW_FILES = {
     *("tasks/launchers/test_kubernetes", "tasks/tracking/test_tracking"),
 }
 """Files that start processes themselves or take more than 20 s: `make test-fast` skips them too."""
-_LONGEST = ("slurm", "docs", "flows", "browser", "benchmarks", "parity", "parallel", "modeling", "tasks")
+_LONGEST = (
+    *("slurm", "emulation", "docs", "flows", "browser", "benchmarks"),
+    *("parity", "profiles", "parallel", "modeling", "tasks"),
+)
 START_ORDER = {folder: position for position, folder in enumerate(_LONGEST)}
 """Order in which folders start: those whose files take longest first."""
 NO_SKIPS = os.environ.get("TRAINSHED_NO_SKIPS") == "1"

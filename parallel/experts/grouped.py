@@ -81,9 +81,9 @@ def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool, u
         updated: whether the weights have updates.
     """
     rows, f, h = indices.numel(), gate_up.shape[1] // 2, x.shape[1]
-    # Forward: rows, [gate, up], their activation, outputs. Backward: rows and gradients before and after the exchange, and the
-    # rows' gradients; [gate, up] and its gradient, and the activation, which takes the place of its own gradient.
-    elements = 5 * h + 5 * f if backward else 3 * h + 3 * f
+    # Forward: rows, [gate, up], their activation, outputs. Backward, at most: rows and gradients before and after the exchange,
+    # and the rows' gradients; [gate, up], the activation, and the gradients of both.
+    elements = 6 * h + 6 * f if backward else 3 * h + 3 * f
     # One product of an update at a time, before it is added.
     return rows * (elements + updated * max(h, 2 * f)) * x.element_size()
 
@@ -319,8 +319,9 @@ def _backward(
         rows = rows if keep else exchange.gather(x)
         grads = exchange.to_experts(exchange.gather(grad))
     else:
-        both = torch.cat((exchange.gather(x), exchange.gather(grad)), 1)
-        rows, grads = exchange.to_experts(both).chunk(2, 1)
+        both = exchange.to_experts(torch.cat((exchange.gather(x), exchange.gather(grad)), 1))
+        rows, grads = (part.contiguous() for part in both.chunk(2, 1))
+        del both
     saved = sequential.Saved(rows, grads, scales, hidden if keep or size == 1 else None)
     updates = gate_up_a, gate_up_b, down_a, down_b
     parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates)
@@ -344,7 +345,6 @@ def _grouped_backward(
 ) -> tuple[Tensor | None, ...]:
     """Same as `sequential.backward`, with one kernel per product, and `hidden` without biases."""
     rows, grads, scales, hidden = saved
-    rows, grads = rows.contiguous(), grads.contiguous()
     gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
     if hidden is None:
         hidden = _product(rows, gate_up, exchange, update=(gate_up_a, gate_up_b))

@@ -15,7 +15,7 @@ def cells_of(lines: list[str]) -> dict[str, list[str]]:
 
 
 DOCUMENTED = cells_of(PAGE.read_text().splitlines())
-TRACED = ("llama3-8b", "llama3.1-8b", "llama3-70b-h200")  # at full size
+TRACED = ("llama3-8b", "llama3-70b-h200")  # at full size
 
 
 def test_profiles_are_planned_and_traced(capsys):

@@ -59,7 +59,7 @@ COMPILED = {
         *("train.micro_batch_size=1", "train.recompute=selective"),
     ),
     "compiled, sft": (*SFT, "parallel.tensor=2"),
-    "compiled, dpo": (*DPO, "parallel.tensor=1", "parallel.context=2"),
+    "compiled, dpo": (*DPO, "parallel.tensor=2"),
     "compiled, bf16": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
 }
 TRACED = (

@@ -162,11 +162,14 @@ def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> 
 
 @pytest.mark.parametrize(("context", "graph_kernel"), [(2, None), (2, "math"), (1, "math")])
 def test_only_full_recomputes_attention_over_a_context_axis_or_in_the_graph(pool, context, graph_kernel):
-    none, selective, full = (
+    """Without checkpointing, backward computes as much as with `selective`; one graph shows that."""
+    modes = MODES[1:] if graph_kernel and context > 1 else MODES  # of which a ring takes 10 s to capture
+    *fewer, full = (
         pool.run(attention_in_backward, context, mode=mode, context=context, graph_kernel=graph_kernel)[0]
-        for mode in MODES
+        for mode in modes
     )
-    assert none == selective < full
+    assert len({*fewer}) == 1
+    assert fewer[0] < full
 
 
 def backward_products(native: bool) -> int:

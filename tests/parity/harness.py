@@ -29,7 +29,7 @@ from profiles.recompute import Recompute
 from profiles.schema import Profile
 from tests.pool import Pool
 
-STEPS, BATCH, SEQUENCE = 5, 8, 32
+STEPS, BATCH, SEQUENCE = 4, 8, 32
 RATE = 3e-3
 LOSS, GRADIENT, NORM, WEIGHT = 1e-5, 1e-5, 1e-4, 1e-3  # tolerances, all relative
 

@@ -48,7 +48,7 @@ def small(name: str) -> Profile:
     overrides = {
         "model.hidden_size": 8 * heads,
         "model.intermediate_size": 32 * tensor,
-        "model.num_hidden_layers": 4,
+        "model.num_hidden_layers": 4 if parallel.schedule == "interleaved" else 2,
         "model.num_attention_heads": heads,
         "model.num_key_value_heads": heads if groups == 1 else kv_heads,
         "model.head_dim": "null",

@@ -87,30 +87,24 @@ def test_deferred_weight_gradients_are_separate_graphs(tmp_path):
 def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
     """On Neuron, whose compiler schedules the collectives; also with activation checkpointing."""
     settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.tensor=1")
-    for mode in ("none", "full"):
-        sharded, plain = (
-            trace(
-                profile(
-                    tmp_path / mode / sharding,
-                    *settings,
-                    f"parallel.data_sharding={sharding}",
-                    f"train.recompute={mode}",
-                )
-            )
-            for sharding in ("fsdp", "zero1")
-        )
+    sharding = "parallel.data_sharding=fsdp"
+    plain, *traces = (
+        trace(profile(tmp_path / "-".join(more), *settings, *more))
+        for more in ((), (sharding,), (sharding, "train.recompute=full"))
+    )
+    assert traces[0].stages[0].saved == plain.stages[0].saved
+    for sharded in traces:
         (block,) = (program for program in sharded.programs if program.name.endswith("block, training"))
         forward, backward = (graph.operators for graph in block.graphs)
         gather, scatter = (
             f"_c10d_functional.{name}_tensor" for name in ("all_gather_into", "reduce_scatter")
         )
         assert (forward[gather], backward[gather], backward[scatter]) == (1, 1, 1)
-        assert sharded.stages[0].saved == plain.stages[0].saved
 
 
 def test_graphs_are_the_same_on_every_rank(tmp_path):
     spread = profile(tmp_path, *SPREAD)
-    assert len({tuple(digests(trace(spread, rank)).items()) for rank in (0, 1, 2, 3, 4, 7)}) == 1
+    assert len({tuple(digests(trace(spread, rank)).items()) for rank in (0, 3, 7)}) == 1
 
 
 def test_graph_that_depends_on_the_rank_has_another_digest(tmp_path, monkeypatch):
