@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.harness import Case, differences, one_process, run
+from tests.parity.harness import MANY_STEPS, Case, differences, one_process, run
 
 CASES = {
     "tensor 2": Case(tensor=2),
@@ -177,10 +177,25 @@ CASES = {
     "dropout, tensor 2, data 2, fsdp": Case("gpt dropout", tensor=2, data=2, sharding="fsdp"),
 }
 
+# One of each kind of parallelism, also trained for many steps.
+LONGER = (
+    "tensor 2, data 2, tied",
+    "context 2, gpt",
+    "fsdp 2, pipeline 2, tied",
+    "expert 2, as many data ranks",
+)
+
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_matches_one_process(case, pool):
     assert differences(run(case, pool), one_process(case.reference)) == []
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_matches_one_process_over_many_steps(name, pool):
+    case = CASES[name]
+    expected = one_process(case.reference, MANY_STEPS)
+    assert differences(run(case, pool, steps=MANY_STEPS), expected) == []
 
 
 @pytest.mark.parametrize(
