@@ -114,7 +114,7 @@ def shapes(draw, size):
     return Case(b, n, k, s, d, causal, lengths, torch.float64, window=window, sinks=sinks, seed=seed)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.data())
 def test_any_shape_matches_dense_formula(pool, data):
     size = data.draw(st.sampled_from(SIZES))
@@ -197,10 +197,8 @@ def gradcheck(case):
 
 @pytest.mark.parametrize("documents", [None, (3, 5)])
 def test_gradcheck(pool, documents):
-    for size in (2, 4):
-        assert all(
-            pool.run(gradcheck, size, case=Case(1, 2, 1, 8, 2, documents=documents, dtype=torch.float64))
-        )
+    case = Case(1, 2, 1, 8, 2, documents=documents, dtype=torch.float64)
+    assert all(pool.run(gradcheck, 4, case=case))
 
 
 def record_events(case):

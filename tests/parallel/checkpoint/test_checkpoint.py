@@ -41,9 +41,7 @@ TOPOLOGIES = {
 }
 PAIRS = [
     ("one process", "tensor 4"),
-    ("one process", "data 4"),
     ("tensor 2", "hsdp 2 x 2, pipeline 2"),
-    ("tensor 4", "tensor 2"),
     ("tensor 4", "data 2, replicated optimizer"),
     ("tensor 8", "tensor 2, data 2"),
     ("data 4", "fsdp 4"),

@@ -137,12 +137,11 @@ def agrees(pool, function, degree: int, **arguments) -> None:
 
 few = settings(max_examples=8)
 sizes = st.integers(1, 6)
-degrees = pytest.mark.parametrize("degree", [2, 4])
+degrees = st.sampled_from([2, 4])
 
 
-@degrees
 @few
-@given(data=st.data())
+@given(degree=degrees, data=st.data())
 def test_column_layer_matches_one_process(pool, degree, data):
     sections = data.draw(st.lists(sizes, min_size=1, max_size=3))
     out = {f"part{i}": size * degree for i, size in enumerate(sections)}
@@ -152,9 +151,8 @@ def test_column_layer_matches_one_process(pool, degree, data):
     )  # fmt: skip
 
 
-@degrees
 @few
-@given(data=st.data())
+@given(degree=degrees, data=st.data())
 def test_row_layer_matches_one_process(pool, degree, data):
     agrees(
         pool, row, degree, tokens=data.draw(sizes) * degree, width=data.draw(sizes) * degree, out=data.draw(sizes),
@@ -162,10 +160,9 @@ def test_row_layer_matches_one_process(pool, degree, data):
     )  # fmt: skip
 
 
-@degrees
 @pytest.mark.parametrize("kind", [VocabParallelEmbedding, Embedding])
 @few
-@given(data=st.data())
+@given(degree=degrees, data=st.data())
 def test_embeddings_match_one_process(pool, kind, degree, data):
     agrees(
         pool, embedding, degree, kind=kind, tokens=data.draw(sizes) * degree, rows=data.draw(st.integers(1, 13)),

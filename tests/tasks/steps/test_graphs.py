@@ -179,10 +179,10 @@ def test_cancelled_step_ends_its_processes_and_concurrent_steps_compile_a_graph_
     )
     assert left.stdout == ""
 
-    runs = [micro.run_folder(tmp_path / str(n), *SETTINGS, f"model.num_hidden_layers={n}") for n in (2, 6, 7)]
-    with ThreadPoolExecutor(3) as pool:
+    runs = [micro.run_folder(tmp_path / str(n), *SETTINGS, f"model.num_hidden_layers={n}") for n in (2, 6)]
+    with ThreadPoolExecutor(2) as pool:
         found = [status(artifact.summary)[LOSS] for artifact in pool.map(workspace.compile, runs)]
-    assert sorted(found) == ["compiled", "from cache", "from cache"]
+    assert sorted(found) == ["compiled", "from cache"]
 
 
 def test_another_number_of_layers_shares_every_graph(workspace, compiled, tmp_path):
