@@ -58,7 +58,7 @@ COMPILED = {
         *(*EXPERTS, "parallel.tensor=1", "parallel.expert=2", "train.capacity_factor=2.0"),
         *("train.micro_batch_size=1", "train.recompute=selective"),
     ),
-    "compiled, sft": (*SFT, "parallel.tensor=2"),
+    "compiled, sft": (*SFT, "parallel.tensor=1", "parallel.context=2"),  # a ring with documents
     "compiled, dpo": (*DPO, "parallel.tensor=2"),
     "compiled, bf16": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
 }

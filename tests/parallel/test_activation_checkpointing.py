@@ -162,14 +162,17 @@ def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> 
 
 @pytest.mark.parametrize(("context", "graph_kernel"), [(2, None), (2, "math"), (1, "math")])
 def test_only_full_recomputes_attention_over_a_context_axis_or_in_the_graph(pool, context, graph_kernel):
-    """Without checkpointing, backward computes as much as with `selective`; one graph shows that."""
-    modes = MODES[1:] if graph_kernel and context > 1 else MODES  # of which a ring takes 10 s to capture
-    *fewer, full = (
-        pool.run(attention_in_backward, context, mode=mode, context=context, graph_kernel=graph_kernel)[0]
-        for mode in modes
-    )
-    assert len({*fewer}) == 1
-    assert fewer[0] < full
+    captures_ring = graph_kernel is not None and context > 1  # 10 s of CPU for each mode
+    found = {
+        mode: pool.run(attention_in_backward, context, mode=mode, context=context, graph_kernel=graph_kernel)[
+            0
+        ]
+        for mode in MODES
+        if mode != "none" or not captures_ring
+    }
+    assert found["selective"] < found["full"]
+    if not captures_ring:
+        assert found["none"] == found["selective"]
 
 
 def backward_products(native: bool) -> int:

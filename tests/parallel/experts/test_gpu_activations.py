@@ -10,7 +10,7 @@ from parallel.experts.activations import ACTIVATIONS
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernels_equal_operators(activation, biased):
-    """For a width that is no multiple of a block; a row that is not finite stays so; no rows are no error."""
+    """Also if a kernel's last block is incomplete, for NaN, and for zero rows."""
     from parallel.experts import gpu_activations
 
     rows, f, experts = 37, 1500, 5
