@@ -32,9 +32,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import ours
-from benchmarks.harness.checks import DeviceChecks, MarkedTests
-from benchmarks.harness.comparisons import (
+from benchmarks.harness.timing import make_parser, print_table
+from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, SMALL_HEADS
+from benchmarks.rows.checks import DeviceChecks, MarkedTests
+from benchmarks.rows.comparisons import (
     Comparison,
     KernelComparison,
     Result,
@@ -42,9 +43,8 @@ from benchmarks.harness.comparisons import (
     Schedule,
     TrainingComparison,
 )
-from benchmarks.harness.report import STYLES, machine, run, show
-from benchmarks.harness.timing import make_parser, print_table
-from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, SMALL_HEADS
+from benchmarks.rows.report import STYLES, machine, run, show
+from benchmarks.training_steps import ours
 from modeling import check_device
 from modeling.models.flops import flops_per_token
 from modeling.planning.planner import plan
@@ -52,7 +52,7 @@ from parallel import device
 from profiles.schema import Profile
 
 ONE = TrainingComparison(
-    *("1b", "1B Llama, bf16, compiled", "plain torch, compiled", 1.05, ("peers.plain",)),
+    *("1b", "1B Llama, bf16, compiled", "plain torch, compiled", 1.05, ("plain",)),
     processes=1,
     precision="bf16",
     compiled=True,
@@ -61,19 +61,19 @@ ONE = TrainingComparison(
 )
 HUGGING_FACE = {
     "against": "Hugging Face, compiled",
-    "peer": ("peers.hugging_face",),
+    "peer": ("hugging_face",),
     "requires": "transformers",
 }
-TITAN = {"against": "torchtitan", "peer": ("peers.torchtitan",), "requires": "torchtitan", "target": 0.95}
+TITAN = {"against": "torchtitan", "peer": ("torchtitan",), "requires": "torchtitan", "target": 0.95}
 FP8 = {
     "against": "torchao",
-    "peer": ("peers.plain", "--fp8"),
+    "peer": ("plain", "--fp8"),
     "ours": ("--fp8",),
     "requires": "torchao",
     "title": "1B Llama, FP8, compiled",
 }
 LAYERS = replace(ONE, name="8b-layers", title="4 layers of 8B, bf16, compiled", workload="8b-layers")
-FSDP = {"against": "FSDP2", "peer": ("peers.fsdp2",), "ours": ("--data-sharding", "fsdp"), "compiled": False}
+FSDP = {"against": "FSDP2", "peer": ("fsdp2",), "ours": ("--data-sharding", "fsdp"), "compiled": False}
 TENSOR = ("--tensor", "2", "--sequence-parallel")
 TENSOR_ONE_CHUNK = (*TENSOR, "--overlap-chunks", "1")
 TENSOR_PARALLEL = replace(
@@ -82,11 +82,11 @@ TENSOR_PARALLEL = replace(
     title="1B Llama, TP 2 with SP, compiled",
     against="DTensor with SP, eager",
     ours=TENSOR,
-    peer=("peers.dtensor", "--sequence-parallel"),
+    peer=("dtensor", "--sequence-parallel"),
     target=1.35,
     processes=2,
 )
-OURS_PLAIN = {"peer": ("harness.ours", *TENSOR_ONE_CHUNK), "target": 1.0}
+OURS_PLAIN = {"peer": ("ours", *TENSOR_ONE_CHUNK), "target": 1.0}
 DOCUMENTS = "attention within documents, fw+bw"
 
 COMPARISONS: tuple[Comparison, ...] = (
@@ -97,7 +97,7 @@ COMPARISONS: tuple[Comparison, ...] = (
         title="1B Llama, deterministic kernels",
         against="ours without",
         ours=("--deterministic",),
-        peer=("harness.ours",),
+        peer=("ours",),
         target=0.90,
     ),
     replace(ONE, name="1b-hf", **HUGGING_FACE),

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness.comparisons import largest_difference
-from benchmarks.harness.processes import Script, measure_script
+from benchmarks.harness.processes import Script, largest_difference, measure_script
 from benchmarks.harness.timing import alternate, make_parser, median_ratio
 from profiles.resolve import dump, load
 
@@ -89,8 +88,8 @@ def speed(rounds: int, precision: str) -> bool:
     with tempfile.TemporaryDirectory() as graphs:
         common = ("--precision", precision, "--threads", "2")
         scripts = {
-            "eager": Script("harness.ours", common),
-            "compiled": Script("harness.ours", (*common, "--graphs", graphs)),
+            "eager": Script("training_steps.ours", common),
+            "compiled": Script("training_steps.ours", (*common, "--graphs", graphs)),
         }
         runs = alternate({kind: partial(measure_script, script) for kind, script in scripts.items()}, rounds)
     seconds = {kind: [run.step_seconds for run in measured] for kind, measured in runs.items()}

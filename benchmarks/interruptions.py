@@ -25,8 +25,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness.processes import training_ranks
+from benchmarks.harness.s3 import s3_server
 from benchmarks.harness.timing import make_parser
-from benchmarks.store import s3_server
 from tasks.keys import file_digest
 from tests.flows.micro import settings, write_profile
 

@@ -11,34 +11,20 @@ from __future__ import annotations
 
 import time
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
-import torch
 
 from benchmarks.harness.timing import make_parser
-from modeling.data.corpus import Corpus, Samples
-from modeling.data.prefetch import Batch
-from modeling.data.records import open_samples
+from benchmarks.harness.training import train_and_evaluate
 from modeling.scaling.fit import Observation
 from modeling.scaling.forecast import forecast
 from modeling.scaling.rungs import rungs_of, target_of
-from modeling.training.evaluate import Evaluation, evaluate_split
-from modeling.training.learning_rate import learning_rate
-from modeling.training.train import make_optimizer
-from modeling.training.trainer import Trainer
-from profiles.schema import Profile
 from profiles.sections.ladder import Ladder
-from tasks.step import Context
-from tasks.steps.dataset import DatasetStep
-from tasks.steps.tokenizer import TokenizerStep
-from tasks.store.store import Store
 
 VOCABULARY, SEQUENCE, BATCH, STEPS = 512, 32, 16, 1953
 STRENGTH = 2.0  # standard deviation of the chain's logits
 DECAY = 0.5  # component i of the logits has the size i^-DECAY
 VALIDATION, VALIDATION_SEED = 2048, 10**6  # held-out windows, the same for every run
-VALIDATION_BATCHES = 256  # of a data set's held-out split, for benchmarks that have one
 BLOCK = 256  # windows that are drawn together
 WIDTHS = {16: [17, 34, 68], 32: [3.4, 6.8, 11], 48: [1.8, 3.6]}
 OVERRIDES = [
@@ -109,40 +95,6 @@ def describe(seed: int) -> Ladder:
     )
 
 
-def dataset_of(profile: Profile, store: Store) -> Path:
-    """The folder of the data set, which is made if the store lacks it."""
-    context = Context(profile, store)
-    return store.artifacts.path(DatasetStep(TokenizerStep().run(context)).run(context))
-
-
-def held_out(profile: Profile, dataset: Path) -> Evaluation:
-    """Train in this process on a data set. Returns the losses on its first held-out windows."""
-    train = profile.train.model_copy(update={"micro_batch_size": profile.train.global_batch_size})
-    profile = profile.model_copy(update={"train": train})
-    validation = Samples(Corpus.open(dataset, "validation"), train.sequence_length, None)
-    batches = VALIDATION_BATCHES // train.global_batch_size
-    return trained(profile, open_samples(profile, dataset, "train"), validation, batches)
-
-
-def trained(
-    profile: Profile,
-    samples: Samples | ChainSamples,
-    validation: Samples | ChainSamples,
-    batches: int | None = None,
-) -> Evaluation:
-    """Train in this process. Returns the losses on the first held-out batches, or on all of them."""
-    train = profile.train
-    size = train.global_batch_size
-    with Trainer(profile) as trainer:
-        optimizer = make_optimizer(trainer)
-        for step in range(1, train.steps + 1):
-            optimizer.begin_step(1)
-            batch = Batch(torch.from_numpy(samples.batch((step - 1) * size, size)))
-            trainer.forward_backward(batch, 1 / (size * train.sequence_length))
-            optimizer.step(learning_rate(train, step))
-        return evaluate_split(trainer, validation, batches)
-
-
 def measure(seed: int) -> tuple[bool, bool]:
     """Forecast and train a seed's target; returns whether error ≤ 1 %, and whether the interval holds."""
     ladder = describe(seed)
@@ -150,7 +102,7 @@ def measure(seed: int) -> tuple[bool, bool]:
     samples, validation = ChainSamples(seed), ChainSamples(VALIDATION_SEED, VALIDATION)
     begun, observations = time.process_time(), []
     for rung in rungs_of(ladder, target):
-        loss = trained(rung.profile, samples, validation).loss
+        loss = train_and_evaluate(rung.profile, samples, validation).loss
         observations.append(Observation(rung.n, rung.tokens, loss))
         print(
             f"  {rung.name:<24} {rung.flops:.3g} FLOPs, {rung.profile.train.steps} steps: {loss:.4f}",
@@ -163,7 +115,7 @@ def measure(seed: int) -> tuple[bool, bool]:
         f"seed {seed}: forecast {found['loss']:.4f}, 90% interval {low:.4f} to {high:.4f}, {beyond}",
         flush=True,
     )
-    outcome = trained(target.profile, samples, validation).loss
+    outcome = train_and_evaluate(target.profile, samples, validation).loss
     error, naive = (loss / outcome - 1 for loss in (found["loss"], min(point.loss for point in observations)))
     inside = low <= outcome <= high
     print(

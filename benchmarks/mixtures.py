@@ -19,7 +19,9 @@ import numpy as np
 import yaml
 
 from benchmarks.harness.timing import make_parser
-from benchmarks.ladder import dataset_of, held_out
+from benchmarks.harness.training import train_and_evaluate
+from modeling.data.corpus import Corpus, Samples
+from modeling.data.records import open_samples
 from modeling.scaling import mixture as laws
 from modeling.scaling.proxies import (
     Proxy,
@@ -29,13 +31,19 @@ from modeling.scaling.proxies import (
     proxies_of,
     training_sources,
 )
+from modeling.training.evaluate import Evaluation
+from profiles.schema import Profile
 from profiles.sections.mixture import Mixture
 from tasks.mixture import shares_of, source_tokens
+from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 
 VOCABULARY, STEPS, GRID = 320, 200, 0.2
 DOCUMENTS = {"sentences": 300, "chain": 300, "random": 2400}
 WORDS = 40  # of a document
+VALIDATION = 256  # windows of the held-out split that are evaluated
 PROFILE = {
     "extends": "tiny",
     "model": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -92,6 +100,21 @@ def describe(folder: Path, seed: int) -> Mixture:
     )
 
 
+def build_dataset(profile: Profile, store: Store) -> Path:
+    """The folder of the profile's data set, built unless it is in the store."""
+    context = Context(profile, store)
+    return store.artifacts.path(DatasetStep(TokenizerStep().run(context)).run(context))
+
+
+def train_on_dataset(profile: Profile, dataset: Path) -> Evaluation:
+    """Train on a data set, with one microbatch per step, and evaluate on its held-out split."""
+    train = profile.train.model_copy(update={"micro_batch_size": profile.train.global_batch_size})
+    profile = profile.model_copy(update={"train": train})
+    validation = Samples(Corpus.open(dataset, "validation"), train.sequence_length, None)
+    batches = VALIDATION // train.global_batch_size
+    return train_and_evaluate(profile, open_samples(profile, dataset, "train"), validation, batches)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
@@ -108,11 +131,12 @@ def measure(folder: Path, seed: int) -> None:
     proxies = proxies_of(mixture, target)
     sources = training_sources(target.profile)
     begun = time.monotonic()
-    dataset = dataset_of(proxies[0].run.profile, store)
+    dataset = build_dataset(proxies[0].run.profile, store)
     natural = shares_of(source_tokens(store, dataset.name, target.profile), sources)
 
     def train(proxy: Proxy) -> np.ndarray:
-        found = held_out(proxy.run.profile, dataset_of(proxy.run.profile, store)).sources
+        profile = proxy.run.profile
+        found = train_on_dataset(profile, build_dataset(profile, store)).sources
         losses = np.array([found[name] for name in sources])
         weights = " ".join(f"{weight:5.1%}" for weight in (proxy.weights or natural).values())
         print(

@@ -6,18 +6,11 @@ byte twice, and writes locks and the manifest. Sides alternate; figures are medi
 
 import os
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.harness.s3 import s3_server
 from benchmarks.harness.timing import alternate_timed, make_parser, median_ratio
 
 GOAL = 0.8
@@ -30,31 +23,6 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, s3_server():
         compare(Path(name), options.megabytes, options.files, options.rounds)
-
-
-@contextmanager
-def s3_server() -> Iterator[None]:
-    """An S3 server on loopback, configured for s3fs by environment variables."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    os.environ.update(AWS_ENDPOINT_URL=url, AWS_ACCESS_KEY_ID="k", AWS_SECRET_ACCESS_KEY="k")
-    os.environ.update(AWS_DEFAULT_REGION="us-east-1")
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/moto-api/data.json", timeout=5).close()
-                break
-            except (urllib.error.URLError, ConnectionError):
-                assert server.poll() is None, "moto.server: exited at start"
-                time.sleep(0.1)
-        yield
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:

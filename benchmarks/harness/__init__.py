@@ -1,5 +1,6 @@
-"""Code shared by the benchmarks: alternating rounds, medians, processes, text, the training workload.
+"""Code shared by the benchmarks: rounds, processes, the training workload, text, an S3 server.
 
-`timing` has rounds and tables. `processes` runs one side of a comparison in its own processes. `workload` defines the model and
-the batches on which ours and every peer train. `comparisons` and `checks` are rows of `report`'s table.
+Start with `timing`: alternating rounds, median ratios, tables and command-line parsers. `processes` runs programs in their own
+processes and reads their measurements. `workload` defines the model, batches and loop of a training step; `training` trains a
+profile in this process. May import none of the other folders of `benchmarks`.
 """

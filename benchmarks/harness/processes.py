@@ -4,6 +4,7 @@ The last line that a module prints is its result, one JSON object with the field
 """
 
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -85,6 +86,16 @@ def run_script(script: Script, arguments: Sequence[str] = ()) -> str:
 def measure_script(script: Script, arguments: Sequence[str] = ()) -> Measurement:
     """Run a script and parse the last line of its output; raises ScriptError as `run_script` does."""
     return Measurement(**json.loads(run_script(script, arguments).splitlines()[-1]))
+
+
+def largest_difference(runs: Sequence[Measurement]) -> float:
+    """Largest relative difference between losses of the same step in any two runs; NaN if one is NaN."""
+    largest = 0.0
+    for losses in zip(*(run.losses for run in runs), strict=True):
+        if any(map(math.isnan, losses)):
+            return math.nan
+        largest = max(largest, (max(losses) - min(losses)) / min(map(abs, losses)))
+    return largest
 
 
 def _terminate(process: subprocess.Popen[str]) -> None:

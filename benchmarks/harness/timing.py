@@ -5,7 +5,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -18,8 +17,9 @@ T = TypeVar("T")
 
 def make_parser(documentation: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
     """Parser described by the benchmark's module docstring; `rounds` adds `--rounds` with this default."""
+    spec = sys.modules["__main__"].__spec__  # None if `main` is called from a script
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{Path(sys.argv[0]).stem}",
+        prog=f"python -m {spec.name}" if spec else None,
         description=documentation,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,5 @@
-"""Operators of the parallel library against alternatives: attention, document masks, loss, AdamW.
+"""Operators of `parallel`, compared with alternatives: kernels, ring attention, document masks, loss.
 
-Start with `kernels`, which compares training's kernels with those of libraries.
+Start with `kernels`, which compares attention, loss and AdamW with those of libraries. `ring_attention` compares two devices with
+one. Both are also rows of `benchmarks.gpu` and `benchmarks.parallel`. May import `harness`.
 """

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness.comparisons import largest_difference
-from benchmarks.harness.processes import Script, measure_script
+from benchmarks.harness.processes import Script, largest_difference, measure_script
 from benchmarks.harness.timing import make_parser, print_table, seconds
 from parallel import Mesh, linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel.collectives import copy

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.harness.checks import CheckResult, DeviceChecks, MarkedTests
-from benchmarks.harness.comparisons import TOLERANCES, Result
 from benchmarks.operators import kernels
 from benchmarks.operators.ring_attention import relative_error
+from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
+from benchmarks.rows.comparisons import TOLERANCES, Result
 from modeling import check_device
 from profiles import resolve
 

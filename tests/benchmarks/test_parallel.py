@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks.harness.comparisons import Result, largest_difference
-from benchmarks.harness.processes import Measurement
+from benchmarks.harness.processes import Measurement, largest_difference
+from benchmarks.rows.comparisons import Result
 
 
 def benchmark(*arguments):

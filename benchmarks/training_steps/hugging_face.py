@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.harness import workload
-from benchmarks.peers.llama import cross_entropy
+from benchmarks.training_steps.llama import cross_entropy
 from profiles.huggingface.config import to_config_json
 
 CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mixtral": (MixtralConfig, MixtralForCausalLM)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.harness.timing import seconds
 from benchmarks.harness.workload import DTYPES, Workload, start, workload_parser
-from benchmarks.peers.llama import causal_attention
+from benchmarks.training_steps.llama import causal_attention
 from parallel.host_products import multiply
 from profiles.sections.model import Model
 

@@ -1,4 +1,7 @@
-"""DDP with ZeroRedundancyOptimizer: torchrun --nproc-per-node 2 -m benchmarks.peers.zero_redundancy"""
+"""DDP with ZeroRedundancyOptimizer.
+
+Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.zero_redundancy`.
+"""
 
 import torch
 from torch import Tensor
@@ -6,7 +9,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import workload
-from benchmarks.peers.llama import Llama, cross_entropy
+from benchmarks.training_steps.llama import Llama, cross_entropy
 
 
 def main() -> None:

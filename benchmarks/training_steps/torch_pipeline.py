@@ -1,4 +1,7 @@
-"""1F1B pipelining, one stage per rank: torchrun --nproc-per-node 2 -m benchmarks.peers.torch_pipeline"""
+"""torch's 1F1B pipelining, one stage per rank.
+
+Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.torch_pipeline`.
+"""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.harness import workload
-from benchmarks.peers.llama import Llama, cross_entropy
+from benchmarks.training_steps.llama import Llama, cross_entropy
 
 
 class Stage(nn.Module):

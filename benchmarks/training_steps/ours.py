@@ -1,4 +1,4 @@
-"""Trainshed on the workload: torchrun --nproc-per-node 2 -m benchmarks.harness.ours --tensor 2
+"""Trainshed on the workload: torchrun --nproc-per-node 2 -m benchmarks.training_steps.ours --tensor 2
 
 Builds the `Trainer` and the optimizer from a profile, as a training run does.
 """

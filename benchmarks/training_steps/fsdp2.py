@@ -1,4 +1,7 @@
-"""torch's FSDP2 on each block and the model: torchrun --nproc-per-node 2 -m benchmarks.peers.fsdp2"""
+"""torch's FSDP2 on each block and the model.
+
+Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.fsdp2`.
+"""
 
 import torch
 from torch import Tensor
@@ -6,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.harness import workload
-from benchmarks.peers.llama import Llama, cross_entropy
+from benchmarks.training_steps.llama import Llama, cross_entropy
 
 
 def main() -> None:

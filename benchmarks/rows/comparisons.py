@@ -1,4 +1,7 @@
-"""Comparisons of `benchmarks.parallel`: peers, required speedups, and whether the results agree."""
+"""Comparisons of ours with a peer: training steps, a kernel, and ring attention, with their results.
+
+Each has a `run` that alternates the sides and returns a `Result`: the figures, and whether the sides agree.
+"""
 
 import math
 import statistics
@@ -7,15 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.processes import Measurement, Script, measure_script
+from benchmarks.harness.processes import Script, largest_difference, measure_script
 from benchmarks.harness.timing import alternate, median_ratio
 from benchmarks.harness.workload import WORKLOADS
 from benchmarks.operators import ring_attention
 
 THREADS = 2  # total for all processes of a side
 TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}  # relative, of each step's loss
-# With experts: rounding can send a token with two nearly equal router scores to the other expert.
-EXPERT_TOLERANCE = 5e-4
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ class TrainingComparison:
     """Training steps, ours against a peer's.
 
     Attributes:
-        peer: module of `benchmarks` and its arguments.
-        ours: arguments of `benchmarks.harness.ours`.
-        bound_target: fraction of the lower bound (`benchmarks.harness.bound`) to reach; None if there is no bound.
+        peer: module of `benchmarks.training_steps` and its arguments.
+        ours: arguments of `benchmarks.training_steps.ours`.
+        bound_target: fraction of the lower bound (`benchmarks.training_steps.bound`) to reach; None if there is no bound.
         requires: package that the peer needs besides torch.
         tolerance: largest relative difference of each step's loss; None: that of the precision.
     """
@@ -130,11 +131,11 @@ class TrainingComparison:
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
         module, *arguments = self.peer
         scripts = {
-            "ours": Script("harness.ours", self.ours, self.processes),
-            "peer": Script(module, tuple(arguments), self.processes),
+            "ours": Script("training_steps.ours", self.ours, self.processes),
+            "peer": Script(f"training_steps.{module}", tuple(arguments), self.processes),
         }
         if self.bound_target:
-            scripts["bound"] = Script("harness.bound")
+            scripts["bound"] = Script("training_steps.bound")
         common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
         common += ["--threads", str(max(1, THREADS // self.processes))]
         common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
@@ -196,16 +197,6 @@ def alternate_scripts(
     return {**seconds, "difference": largest_difference(runs["ours"] + runs["peer"])}
 
 
-def largest_difference(runs: Sequence[Measurement]) -> float:
-    """Largest relative difference between losses of the same step in any two runs; NaN if one is NaN."""
-    largest = 0.0
-    for losses in zip(*(run.losses for run in runs), strict=True):
-        if any(map(math.isnan, losses)):
-            return math.nan
-        largest = max(largest, (max(losses) - min(losses)) / min(map(abs, losses)))
-    return largest
-
-
 @dataclass(frozen=True)
 class RingComparison:
     """Ring attention over two devices against the ideal: half the time of the same attention on one.
@@ -243,65 +234,3 @@ class RingComparison:
 
 
 Comparison = TrainingComparison | KernelComparison | RingComparison
-
-COMPARISONS: tuple[Comparison, ...] = (
-    TrainingComparison(
-        *("float32", "one process, float32", "Hugging Face", 1.10, ("peers.hugging_face",)),
-        processes=1,
-        bound_target=0.88,
-    ),
-    TrainingComparison(
-        *(
-            "compiled",
-            "one process, float32, compiled",
-            "Hugging Face, compiled",
-            1.15,
-            ("peers.hugging_face",),
-        ),
-        processes=1,
-        compiled=True,
-        bound_target=0.92,
-    ),
-    TrainingComparison(
-        *("bf16", "one process, bf16", "Hugging Face", 1.25, ("peers.hugging_face",)),
-        processes=1,
-        precision="bf16",
-        bound_target=0.80,
-    ),
-    TrainingComparison("tensor", "TP 2", "DTensor", 1.25, ("peers.dtensor",), ("--tensor", "2")),
-    TrainingComparison(
-        *("sequence", "TP 2 with SP", "DTensor with SP", 1.35, ("peers.dtensor", "--sequence-parallel")),
-        ours=("--tensor", "2", "--sequence-parallel"),
-    ),
-    TrainingComparison(
-        "data", "DP 2 with ZeRO-1", "ZeroRedundancyOptimizer", 1.10, ("peers.zero_redundancy",)
-    ),
-    TrainingComparison("fsdp", "FSDP 2", "FSDP2", 1.10, ("peers.fsdp2",), ("--data-sharding", "fsdp")),
-    TrainingComparison(
-        "context", "CP 2", "torch's balanced ring", 1.10, ("peers.torch_ring",), ("--context", "2")
-    ),
-    TrainingComparison(
-        "pipeline", "PP 2, 1F1B", "torch's pipelining", 1.10, ("peers.torch_pipeline",), ("--pipeline", "2")
-    ),
-    TrainingComparison(
-        *("experts", "Mixtral, one process", "Hugging Face, grouped_mm", 1.25),
-        peer=("peers.hugging_face", "--experts", "grouped_mm"),
-        processes=1,
-        workload="mixtral",
-        tolerance=EXPERT_TOLERANCE,
-    ),
-    TrainingComparison(
-        *(
-            "expert",
-            "Mixtral, EP 2",
-            "torch's grouped products and all-to-all",
-            1.25,
-            ("peers.grouped_experts",),
-        ),
-        ours=("--expert", "2"),
-        workload="mixtral",
-        tolerance=EXPERT_TOLERANCE,
-    ),
-    RingComparison("ring-8k", 8192),
-    RingComparison("ring-32k", 32768),
-)

@@ -1,4 +1,4 @@
-"""Plain torch Llama for peers, with Hugging Face's parameter names and replaceable attention function."""
+"""Plain torch Llama with Hugging Face's parameter names and a replaceable attention function."""
 
 from collections.abc import Callable
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import workload
-from benchmarks.peers.llama import Llama, cross_entropy
+from benchmarks.training_steps.llama import Llama, cross_entropy
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""torch's load-balanced ring attention: torchrun --nproc-per-node 2 -m benchmarks.peers.torch_ring
+"""torch's load-balanced ring attention for context parallelism.
 
-torch's `context_parallel` does not support the CPU's attention kernel, so its ring is called here with that kernel, without
-replicating keys and values. It rotates shards by all-to-all, the faster of its two methods.
+Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.torch_ring`. torch's `context_parallel` does not support the
+CPU's attention kernel, so its ring is called here with that kernel, without replicating keys and values. It rotates shards by
+all-to-all, the faster of its two methods.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import workload
-from benchmarks.peers.llama import Llama, cross_entropy
+from benchmarks.training_steps.llama import Llama, cross_entropy
 
 SEQUENCE = 2  # the dim of q, k and v
 aten = torch.ops.aten

@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness.checks import CheckResult, DeviceChecks, MarkedTests
-from benchmarks.harness.comparisons import Comparison, Result, Schedule
 from benchmarks.harness.processes import ScriptError
 from benchmarks.harness.timing import print_table
+from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
+from benchmarks.rows.comparisons import Comparison, Result, Schedule
 
 STYLES = {"met": "green", "passed": "green", "missed": "yellow", "failed": "bold red"}
 HEADINGS = ("work", "against", "ours", "peer", "ratio", "target", "of bound", "losses differ", "result")

@@ -1,4 +1,4 @@
-"""torch's expert parallelism: torchrun --nproc-per-node 2 -m benchmarks.peers.grouped_experts
+"""torch's expert parallelism: torchrun --nproc-per-node 2 -m benchmarks.training_steps.grouped_experts
 
 As in torchtitan, every rank holds E/n experts of each layer and its share of the samples. Rows are sorted by expert, exchanged by
 torch's differentiable all-to-all, regrouped by expert, and multiplied by torch's grouped matrix product, with separate gate and
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
 from benchmarks.harness import workload
-from benchmarks.peers.llama import Llama, cross_entropy
+from benchmarks.training_steps.llama import Llama, cross_entropy
 from profiles.sections.model import Model
 
 PROJECTIONS = ("w1", "w3", "w2")  # gate, up, down

@@ -1,4 +1,4 @@
-"""DTensor tensor parallelism: torchrun --nproc-per-node 2 -m benchmarks.peers.dtensor
+"""DTensor tensor parallelism: torchrun --nproc-per-node 2 -m benchmarks.training_steps.dtensor
 
 The loss is vocabulary-parallel. With --sequence-parallel, hidden states between the layers are sharded too.
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.harness import workload
-from benchmarks.peers.llama import Llama, cross_entropy
+from benchmarks.training_steps.llama import Llama, cross_entropy
 
 
 def main() -> None:
