@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness.timing import make_parser
-from modeling.data.prefetch import read_batch
 from modeling.data.records import open_samples
-from modeling.training.preference.reference import log_probabilities
+from modeling.training.reference import log_probabilities
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from profiles.huggingface.config import from_config_json
@@ -130,7 +129,7 @@ def ours(folder: Path, wanted: Profile, pairs: int) -> Callable[[int], list[Time
             start = time.perf_counter(), time.process_time()
             optimizer.begin_step(1)
             first = step * count
-            batch = read_batch(trainer, samples, first, count)
+            batch = trainer.read_batch(samples, first, count)
             counted = samples.counted(first, count)
             trainer.forward_backward(batch, 1 / counted)
             optimizer.step(RATE)

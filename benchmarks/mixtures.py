@@ -32,9 +32,9 @@ from modeling.scaling.proxies import (
     training_sources,
 )
 from modeling.training.evaluate import Evaluation
+from profiles.experiments.mixture import Mixture
 from profiles.schema import Profile
-from profiles.sections.mixture import Mixture
-from tasks.mixture import shares_of, source_tokens
+from tasks.experiments.mixtures import shares_of, source_tokens
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep

@@ -20,8 +20,8 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import NamePrefix, ProfileNames
 from flows.pretrain import profile_name, train_profile
+from flows.run_setup import RunCommand
 from flows.runner import THREADS
-from flows.steps import RunCommand
 from modeling.planning.auto import resolve_auto
 from tasks.gate import check_gate
 

@@ -22,8 +22,15 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import load, run_name
+from flows.run_setup import (
+    check_plan,
+    flow_context,
+    open_run,
+    read_lockfile,
+    resolve_inputs,
+    with_training_progress,
+)
 from flows.runner import THREADS, Runner
-from flows.steps import check_plan, flow_context, open_run, read_lock, resolve_inputs, with_training_progress
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import continual as series
@@ -36,7 +43,7 @@ from tasks.steps.export import ExportStep
 from tasks.steps.graphs import GraphsStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.steps.training import TrainingStep
-from tasks.store import ledger, runs
+from tasks.store import activities, ledger, runs
 from tasks.store.store import Store
 
 
@@ -59,7 +66,7 @@ def continual(
         raise ProfileError("profile", profile, reason)
     opened = Store(store, run.cluster.work_dir or "store")
     # If scheduled flow runs overlap, the later one waits for the lock, and then finds no new data.
-    with opened.lock(f"continual-{run.name}"):
+    with activities.begin(opened, "continual", run.name):
         return _round(flow_context(run, opened))
 
 
@@ -74,8 +81,8 @@ def _round(context: Context) -> State[Any]:
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data; a finished one that was not promoted looks for new data.
     over = series.is_trained(store, name)
-    with runs.lock_run(store, name) as lock, Runner(context) as runner:
-        resolve_inputs(runner, None if over else read_lock(store, name))
+    with activities.begin(store, "run", name) as lock, Runner(context) as runner:
+        resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:

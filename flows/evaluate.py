@@ -17,8 +17,8 @@ from prefect import flow
 
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
+from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
-from flows.steps import flow_context
 from flows.ui.artifacts import show_table
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
@@ -36,7 +36,7 @@ from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep
-from tasks.store import runs
+from tasks.store import activities, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 from tasks.tracking.process import catch_up
@@ -100,8 +100,7 @@ class Evaluator:
 
     def _reference(self) -> Artifact | None:
         """Log-probabilities of the reference model, if the main flow has computed them; None otherwise."""
-        objective = self.runner.context.profile.objective
-        if objective.kind != "dpo" or not objective.precompute_reference:
+        if not self.runner.context.profile.precomputes_reference:
             return None
         dataset, weights = self._artifact(DatasetStep.kind), self._artifact(CheckpointStep.kind)
         return self.runner.run(ReferenceStep(dataset, weights))
@@ -140,15 +139,15 @@ def evaluate(
     folder = runs.fetch(opened, name)
     profile, changed = _profile(folder, overrides)
     _require_checkpoint(opened, name, step, follow=follow)
-    with opened.lock(f"evaluate-{name}"), Runner(flow_context(profile, opened, folder)) as runner:
+    with activities.begin(opened, "evaluate", name), Runner(flow_context(profile, opened, folder)) as runner:
         files = Path(include).absolute() if include else None
         inputs = runs.read_inputs(folder)
-        runner.keep()
+        runner.keep_recorded_artifacts()
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
         done: set[int] = set()
         while True:
             # Queried before listing checkpoints, so that one completed just before the run ends is not missed.
-            active = follow and opened.lock_holder(f"run-{name}") is not None
+            active = follow and activities.holder(opened, "run", name) is not None
             steps = opened.run_folder(name).checkpoint_steps() if step is None else [step]
             for each in [each for each in steps if each not in done]:
                 if evaluator.evaluate(each):
@@ -157,7 +156,7 @@ def evaluate(
             if not active:
                 break
             time.sleep(POLL_SECONDS)
-        if opened.lock_holder(f"run-{name}") is None:  # otherwise the run's own trackers upload them
+        if activities.holder(opened, "run", name) is None:  # otherwise the run's own trackers upload them
             catch_up(folder)
     return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
 

@@ -10,12 +10,12 @@ from flows.hooks import SHOW_FAILURE
 from flows.runner import Runner
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.resolve import EXPORT
+from tasks.inputs import EXPORT
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.export import ExportStep
 from tasks.steps.tokenizer import TokenizerStep
-from tasks.store import runs
+from tasks.store import activities, runs
 from tasks.store.store import Store
 
 
@@ -41,7 +41,8 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     tokenizer = opened.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])
     weights = inputs.get("checkpoint") if profile.lora.rank else None
     base = weights and opened.artifacts.expect(CheckpointStep.kind, weights)
-    with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id))) as runner:
+    context = Context(profile, opened, folder, flow_run=str(flow_run.id))
+    with activities.begin(opened, "export", run), Runner(context) as runner:
         exported = runner.run(ExportStep(tokenizer, identity, base))
     opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere
     return str(folder / exported.summary["part"])

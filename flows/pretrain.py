@@ -22,29 +22,30 @@ from prefect.runtime import flow_run
 from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, ProfileName, RunName
-from flows.runner import THREADS, Runner
-from flows.steps import (
+from flows.run_setup import (
     RunCommand,
     check_plan,
     flow_context,
     open_run,
-    read_lock,
+    read_lockfile,
     resolve_inputs,
-    store_lock,
     suggest_commands,
     warn_about_data,
     with_training_progress,
+    write_lockfile,
 )
+from flows.runner import THREADS, Runner
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
 from modeling.training.metrics import BEFORE
 from profiles import resolve, state_files
 from profiles.schema import Profile
-from tasks import keys, ladder
+from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
+from tasks.experiments import forecasts
 from tasks.fork import copy_checkpoint, find_parent, require_forkable
+from tasks.inputs import locate_runs
 from tasks.report import ReportStep
-from tasks.resolve import locate_runs
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, with_steps
 from tasks.steps.export import ExportStep
@@ -52,7 +53,7 @@ from tasks.steps.graphs import GraphsStep
 from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep, check_fits
 from tasks.steps.training import TrainingStep
-from tasks.store import ledger, runs
+from tasks.store import activities, ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
@@ -124,7 +125,7 @@ def train_profile(
     """
     opened = Store(command.store, run.cluster.work_dir or "store")
     run = locate_runs(run, opened)
-    with runs.lock_run(opened, run.name) as lock, Runner(flow_context(run, opened)) as runner:
+    with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened)) as runner:
         parent = find_parent(opened, fork) if fork else None
         if parent:
             require_forkable(opened, parent, run)
@@ -133,8 +134,8 @@ def train_profile(
                 runs.check_name(opened, run)
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
-        resolve_inputs(runner, None if update else read_lock(opened, run.name, parent))
-        store_lock(runner.context)
+        resolve_inputs(runner, None if update else read_lockfile(opened, run.name, parent))
+        write_lockfile(runner.context)
         tokenizer = runner.run(TokenizerStep())
         check_fits(run, tokenizer)
         dataset = runner.run(DatasetStep(tokenizer))
@@ -156,8 +157,9 @@ def train_profile(
             _take_forecast(opened, run)
             graphs = compiling.result()
             # Only with a reference model: other runs should not list a skipped step.
-            has_reference = run.objective.kind == "dpo" and run.objective.precompute_reference
-            reference = runner.run(ReferenceStep(dataset, weights, graphs)) if has_reference else None
+            reference = None
+            if run.precomputes_reference:
+                reference = runner.run(ReferenceStep(dataset, weights, graphs))
             training = TrainingStep(dataset, identity, graphs, weights, reference)
             runner.run(training, with_training_progress(runner.context))
             ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
@@ -174,7 +176,7 @@ def train_profile(
 
 def _take_forecast(store: Store, run: Profile) -> None:
     """Copy the latest forecast of a run, if there is one, into its folder before it starts training."""
-    if forecast := ladder.record(store, run, store.run_folder(run.name)):
+    if forecast := forecasts.record(store, run, store.run_folder(run.name)):
         figures = (forecast["written"], forecast["loss"], *forecast["interval"])
         log.info("forecast of %s: loss %.4f, %.4f to %.4f", *figures)
 

@@ -141,11 +141,11 @@ class Runner:
             record_event(folder, **failure)
         self._unrecorded.clear()
 
-    def keep(self) -> None:
+    def keep_recorded_artifacts(self) -> None:
         """Keep the references of the run folder to artifacts, for flows that only add to them."""
         self._used = self._recorded_use()
 
-    def check(
+    def run_function(
         self, name: str, function: Callable[[], T], describe: Callable[[T], str], retries: int = 0
     ) -> T:
         """Run a function that makes no artifact as a task, whose run is named after the profile."""
@@ -338,12 +338,12 @@ def _is_news(record: logging.LogRecord) -> bool:
     cache_policy=NO_CACHE,
     **DELAYS,
 )
-def part(function: Callable[[T], R], item: T, name: str) -> R:
+def map_item(function: Callable[[T], R], item: T, name: str) -> R:
     """Process one item of a step, as a task of its own."""
     return function(item)
 
 
 def _map(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -> Iterable[R]:
     """Run a function for each item as a task of its own, which Prefect shows and retries."""
-    for future in part.map(unmapped(function), list(items), list(names)):
+    for future in map_item.map(unmapped(function), list(items), list(names)):
         yield future.result()

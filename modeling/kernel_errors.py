@@ -21,7 +21,7 @@ from modeling.planning.stage_costs import StageCosts
 from parallel.attention.attention import attention
 from parallel.constraints import kv_replicas
 from parallel.experts.activations import ACTIVATIONS
-from parallel.experts.grouped import routed_experts
+from parallel.experts.dropless import routed_experts
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
 from parallel.layers.linear import ColumnParallelLinear

@@ -18,10 +18,9 @@ from parallel.constraints import (
     supports_microbatches,
     valid_tensor_degrees,
 )
-from profiles import data_sources, hyperparameters, launchers, objectives, user_functions
+from profiles import data_sources, hyperparameters, launchers, objectives, trackers, user_functions
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from profiles.sections import tracking
 from profiles.sections.base import LARGEST
 from profiles.sections.model import neighbours
 
@@ -373,7 +372,7 @@ INDEPENDENT = (
     data_sources.check,
     data_sources.check_schedule,
     objectives.check,
-    tracking.check_names,
+    trackers.check,
     launchers.check,
 )
 # Rules for starting a run: hardware, launcher, and files on this machine.
@@ -386,7 +385,7 @@ START = (
     _initial_weights,
     data_sources.check_files,
     user_functions.check,
-    tracking.check_installed,
+    trackers.check_installed,
     launchers.check_installed,
 )
 # Keys whose nearest valid values are searched, with keys that may be changed instead.

@@ -29,7 +29,7 @@ from profiles.validation_errors import profile_error
 
 __all__ = ["check", "check_start", "dump", "load", "names"]
 
-SHIPPED = Path(__file__).parent
+SHIPPED = Path(__file__).parent / "shipped"
 
 
 def load(name_or_path: str, overrides: Sequence[str] = (), name: str | None = None) -> Profile:

@@ -357,14 +357,19 @@ class Profile(Section):
         return self.objective.kind != "pretrain" or bool(self.lora.rank)
 
     @property
-    def rates_in_step(self) -> bool:
+    def precomputes_reference(self) -> bool:
+        """Whether the reference model's log-probabilities of pairs are computed once, before training."""
+        return self.objective.kind == "dpo" and self.objective.precompute_reference
+
+    @property
+    def scores_pairs_in_step(self) -> bool:
         """Whether each step computes the reference model's log-probabilities of its pairs."""
         return self.objective.kind == "dpo" and not self.objective.precompute_reference
 
     @property
     def copies_reference(self) -> bool:
         """Whether a frozen copy of the initial weights is in memory for this."""
-        return self.rates_in_step and not self.lora.rank
+        return self.scores_pairs_in_step and not self.lora.rank
 
     @property
     def uses_initial_weights(self) -> bool:

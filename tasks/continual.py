@@ -15,7 +15,7 @@ from pathlib import Path
 from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import keys
-from tasks.resolve import EXPORT
+from tasks.inputs import EXPORT
 from tasks.steps import dataset
 from tasks.steps.dataset import CORPUS, DatasetStep
 from tasks.store import ledger, runs

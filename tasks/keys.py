@@ -158,7 +158,7 @@ def graphs(profile: Profile) -> str:
             "step_programs": step,
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json", exclude={"alpha"}) if profile.lora.rank else None,
-            "rates": profile.rates_in_step,
+            "rates": profile.scores_pairs_in_step,
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }

@@ -23,12 +23,12 @@ from modeling.tracing import traced_plan
 from modeling.training.metrics import BEFORE
 from profiles import resolve, state_files
 from profiles.schema import Profile
-from tasks import ladder
 from tasks.evaluation import results
+from tasks.experiments import forecasts
+from tasks.inputs import EXPORT
 from tasks.reporting import advice, run_report
 from tasks.reporting.history import REPORT_JSON, History
 from tasks.reporting.outcome import Outcome
-from tasks.resolve import EXPORT
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend
@@ -154,11 +154,11 @@ def _experts(folder: Path, history: History) -> dict[str, Any] | None:
 
 def _forecast(folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
     """The run's held-out loss compared with the forecast made before it started; None without a forecast."""
-    file = folder / ladder.FILE
+    file = folder / forecasts.FILE
     if not file.exists():
         return None
-    metrics = ladder.metrics_of(folder, evaluation["metrics"], evaluation["step"])
-    return ladder.outcome(json.loads(file.read_text()), evaluation["validation_loss"], metrics)
+    metrics = forecasts.metrics_of(folder, evaluation["metrics"], evaluation["step"])
+    return forecasts.outcome(json.loads(file.read_text()), evaluation["validation_loss"], metrics)
 
 
 def _versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from profiles.schema import Profile
-from tasks.resolve import Inputs, resolve
+from tasks.inputs import Inputs, resolve
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 

@@ -66,6 +66,7 @@ class ForkedJob:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._processes = []
+        self._failure = 0  # exit code of the first rank that failed
         for rank in range(max(1, ranks)):
             extra = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             extra |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -79,9 +80,10 @@ class ForkedJob:
     def poll(self) -> int | None:
         """Return the exit code once all ranks have ended. Ranks that outlive a failed one are killed."""
         codes = [process.exitcode for process in self._processes]
+        self._failure = self._failure or next((code for code in codes if code), 0)
         if None not in codes:
-            return next((code for code in codes if code), 0)
-        if any(codes):
+            return self._failure
+        if self._failure:
             self.kill()
         return None
 

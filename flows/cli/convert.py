@@ -10,7 +10,8 @@ from pathlib import Path
 from botocore.exceptions import NoCredentialsError
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.ui.console import print_json, print_stderr
+from flows.ui.console import PACKAGES, print_json, print_stderr
+from modeling import job_log
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from, write_peft
@@ -21,8 +22,9 @@ from tasks.sources import weights
 
 def run(options: argparse.Namespace) -> int:
     """Convert, compare, or both; returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("trainshed").setLevel(logging.INFO)
+    job_log.configure(sys.stderr, logging.WARNING)
+    for name in PACKAGES:
+        logging.getLogger(name).setLevel(logging.INFO)
     if options.to is None and not options.verify:
         reason = "is missing; give the format to write, or --verify to compare two checkpoints"
         raise ProfileError("--to", None, reason, ["hf", "nxd", "trainshed", "peft"])

@@ -18,25 +18,26 @@ from flows.experiments.side_by_side import file_name, plan_within, require_start
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
 from flows.pretrain import pretrain
+from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
-from flows.steps import flow_context
 from modeling.planning.planner import Plan
-from modeling.scaling.rungs import Rung
+from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.sections.branches import Branches
-from tasks.branches import branches_of, members_of, resolve_member, trunk_of
+from profiles.experiments.branches import Branches
+from profiles.experiments.load import load_experiment
 from tasks.evaluation.average import MODEL, AverageStep, identity_of
+from tasks.experiments.branches import branches_of, members_of, resolve_member, trunk_of
 from tasks.reporting import branches_page
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
-from tasks.store import runs
+from tasks.store import activities, runs
 from tasks.store.store import Store
 
 
-def load(file: str, store: Store | None = None) -> tuple[Branches, Rung, list[Rung], list[Plan]]:
+def load(file: str, store: Store | None = None) -> tuple[Branches, PlannedRun, list[PlannedRun], list[Plan]]:
     """Load a branches file with its trunk, branches and plans. Raises ProfileError if one cannot run."""
-    described = Branches.load(file)
+    described = load_experiment(Branches, file)
     trunk = trunk_of(described, store)
     branches = branches_of(described, trunk)
     if trunk.profile.lora.rank and described.averages:
@@ -57,7 +58,7 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
         file: The branches file.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
-    first = Branches.load(file)
+    first = load_experiment(Branches, file)
     work_dir = resolve.load(first.target, first.overrides).cluster.work_dir
     opened = Store(store, work_dir or "store")
     described, trunk, found, _ = load(file, opened)
@@ -81,7 +82,9 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
     return {"branches": described.name, "runs": rows, "averages": averages, "page": str(page)}
 
 
-def _average(described: Branches, trunk: Rung, found: list[Rung], store: Store) -> list[dict[str, Any]]:
+def _average(
+    described: Branches, trunk: PlannedRun, found: list[PlannedRun], store: Store
+) -> list[dict[str, Any]]:
     """Make the averages that the store lacks; returns all averages."""
     if not described.averages:
         return []
@@ -93,8 +96,8 @@ def _average(described: Branches, trunk: Rung, found: list[Rung], store: Store) 
     )
     context = flow_context(profile, store, folder)
     rows = []
-    with store.lock(f"average-{trunk.name}"), Runner(context) as runner:
-        runner.keep()
+    with activities.begin(store, "average", trunk.name), Runner(context) as runner:
+        runner.keep_recorded_artifacts()
         for average in described.averages:
             members = members_of(described, average, trunk, found, store)
             identity = identity_of(store, members)

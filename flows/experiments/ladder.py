@@ -22,19 +22,20 @@ from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
 from flows.pretrain import pretrain
 from modeling.planning.planner import Plan
-from modeling.scaling.rungs import Rung, rungs_of, target_of, warnings_of
-from profiles.sections.ladder import Ladder
-from tasks import documents
-from tasks import ladder as forecasts
+from modeling.scaling.planned_run import PlannedRun, target_of
+from modeling.scaling.rungs import rungs_of, warnings_of
+from profiles.experiments.ladder import Ladder
+from profiles.experiments.load import load_experiment
+from tasks.experiments import forecasts, json_artifacts
 from tasks.reporting import ladder_page
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
 
-def load(file: str) -> tuple[Ladder, Rung, list[Rung], list[Plan]]:
+def load(file: str) -> tuple[Ladder, PlannedRun, list[PlannedRun], list[Plan]]:
     """Ladder, target, rungs and plans. Raises ProfileError if one cannot run or all exceed the budget."""
-    ladder = Ladder.load(file)
+    ladder = load_experiment(Ladder, file)
     target = target_of(ladder)
     rungs = rungs_of(ladder, target)
     return ladder, target, rungs, plan_within(ladder, rungs)
@@ -59,7 +60,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     losses = [result["validation_loss"] for result in results]
     metrics = [_metrics(rung, result) for rung, result in zip(rungs, results, strict=True)]
     artifact = forecasts.register(opened, goal, rungs, losses, metrics)
-    document = documents.read(opened, artifact)
+    document = json_artifacts.read(opened, artifact)
     low, high = document["interval"]
     log.info(
         "forecast of %s: loss %.4f, %.0f%% interval %.4f to %.4f",
@@ -85,7 +86,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     return result
 
 
-def _metrics(run: Rung, result: Mapping[str, Any]) -> dict[str, float]:
+def _metrics(run: PlannedRun, result: Mapping[str, Any]) -> dict[str, float]:
     """Metrics of a finished run, from the result of its flow."""
     metrics, steps = result["evaluation"]["metrics"], run.profile.train.steps
     return forecasts.metrics_of(Path(result["folder"]), metrics, steps)

@@ -20,18 +20,19 @@ from prefect import flow
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
+from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
-from flows.steps import flow_context
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan
+from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.proxies import Proxy, mixture_target, proposed, proxies_of, training_sources
-from modeling.scaling.rungs import Rung
 from profiles.errors import ProfileError
-from profiles.sections.mixture import Mixture
-from tasks import documents, keys
-from tasks import mixture as mixtures
+from profiles.experiments.load import load_experiment
+from profiles.experiments.mixture import Mixture
+from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
-from tasks.mixture import Measured
+from tasks.experiments import json_artifacts, mixtures
+from tasks.experiments.mixtures import Measured
 from tasks.reporting import mixture_page
 from tasks.reporting.history import OF_SOURCE
 from tasks.steps.dataset import DatasetStep
@@ -43,9 +44,9 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 
-def load(file: str) -> tuple[Mixture, Rung, list[Proxy], list[Plan]]:
+def load(file: str) -> tuple[Mixture, PlannedRun, list[Proxy], list[Plan]]:
     """Mixture, target, proxies and plans. Raises ProfileError if one cannot run or all exceed the budget."""
-    mixture = Mixture.load(file)
+    mixture = load_experiment(Mixture, file)
     target = mixture_target(mixture)
     proxies = proxies_of(mixture, target)
     return mixture, target, proxies, plan_within(mixture, [proxy.run for proxy in proxies])
@@ -78,7 +79,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     ]
     against = natural.weights or mixtures.shares_of(tokens, sources)
     artifact = mixtures.register(opened, described, target, measured, against, tokens)
-    document = documents.read(opened, artifact)
+    document = json_artifacts.read(opened, artifact)
     mean = document["losses"][-1]
     log.info("proposed: mean loss %.4f, %+.4f against the natural mixture", mean["loss"], mean["change"])
     result = {"mixture": described.name, "key": artifact.key, **document}

@@ -22,10 +22,10 @@ from flows.pretrain import pretrain
 from modeling.planning import planner
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan
-from modeling.scaling.rungs import Rung
+from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.sections.experiment import Experiment
+from profiles.experiments.experiment import Experiment
 from tasks.reporting.format import format_duration
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def file_name() -> str:
     return Path(flow_run.parameters["file"]).stem
 
 
-def plan_within(experiment: Experiment, runs: Sequence[Rung]) -> list[Plan]:
+def plan_within(experiment: Experiment, runs: Sequence[PlannedRun]) -> list[Plan]:
     """Plan the runs. Raises ProfileError if one does not fit its devices or all exceed the budget."""
     plans = []
     for run in runs:
@@ -64,20 +64,20 @@ def plan_within(experiment: Experiment, runs: Sequence[Rung]) -> list[Plan]:
     return plans
 
 
-def require_startable(runs: Sequence[Rung]) -> None:
+def require_startable(runs: Sequence[PlannedRun]) -> None:
     """Raise ProfileError for a run whose data or devices are not on this machine."""
     for run in runs:
         resolve.check_start(run.profile)
         planner.require_devices(run.profile)
 
 
-def run_side_by_side(experiment: Experiment, runs: Sequence[Rung], store: str) -> list[dict[str, Any]]:
+def run_side_by_side(experiment: Experiment, runs: Sequence[PlannedRun], store: str) -> list[dict[str, Any]]:
     """Train the unfinished runs, largest first, within the device budget; returns the results of all runs."""
     budget = experiment.devices or max(run.profile.world_size for run in runs)
     free, changed = budget, threading.Condition()
     stopped, threads = False, set[int]()
 
-    def work(run: Rung) -> dict[str, Any]:
+    def work(run: PlannedRun) -> dict[str, Any]:
         nonlocal free
         size = run.profile.world_size
         with changed:

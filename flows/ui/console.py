@@ -27,7 +27,7 @@ from rich.text import Text
 
 from tasks.reporting.format import format_age, format_duration
 
-PACKAGES = ("flows", "tasks", "profiles", "modeling")  # packages whose records are shown
+PACKAGES = ("flows", "tasks", "profiles", "modeling", "parallel")  # packages whose records are shown
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
 QUIET_SECONDS = 3.0  # until an unchanged progress line shows the time since its last change
 SEPARATOR = "  "  # between the parts of a progress line

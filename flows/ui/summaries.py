@@ -9,7 +9,7 @@ from tasks.reporting.format import format_bytes, format_count, format_mesh, form
 
 if TYPE_CHECKING:  # the planner imports torch, which `trainshed profiles` must not
     from modeling.planning.planner import Plan
-    from tasks.resolve import Inputs
+    from tasks.inputs import Inputs
 
 
 def plan_summary(planned: Plan) -> str:
@@ -24,7 +24,7 @@ def plan_summary(planned: Plan) -> str:
 
 
 def inputs_summary(inputs: Inputs) -> str:
-    """Number of shards and when the run lock pinned them: '12 shards of data, as of 2026-03-01 10:00 UTC'."""
+    """Number of shards and when the lockfile pinned them: '12 shards of data, as of 2026-03-01 10:00 UTC'."""
     since = f", as of {inputs.since[:16].replace('T', ' ')} UTC" if inputs.since else ""
     count = len(inputs.shards)
     return f"{count:,} shard{'s' * (count != 1)} of data{since}"

@@ -52,7 +52,7 @@ PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training",
 # `recompile_limit`: maximum number of a function's graphs, one for each combination of shapes. torch's configuration would apply
 # only to the thread that sets it, and a device's backward pass runs in another thread.
 OPTIONS = {"fullgraph": True, "dynamic": False, "recompile_limit": 64}
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 Backend = Callable[[GraphModule, Sequence[Any]], Compiled]
 
@@ -158,7 +158,7 @@ class CompileStatistics(RegionBackends):
         if self.precompiled and misses > self._reported_misses:
             self._reported_misses = misses
             names = "; ".join(name for name, row in zip(PROGRAMS, rows, strict=True) if row[0])
-            log.warning(f"warning: compile cache misses despite a precompiled graphs artifact: {names}")
+            log.warning(f"compile cache misses despite a precompiled graphs artifact: {names}")
         hits = sum(round(found / ranks) for _, found, ranks in rows if ranks)
         return {"cold_compiles": misses, "warm_graphs": hits}
 

@@ -23,9 +23,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from modeling import job_log
 from modeling.conversion import formats, huggingface, native
+from modeling.conversion.adapters import peft
+from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.journal import Journal, Progress, open_journal
-from modeling.conversion.lora import read_adapters
 from modeling.conversion.nxd import files as nxd_files
 from modeling.conversion.nxd.layout import NXD_LAYOUTS, QKV_FORMS, NxDLayout, QKVForm
 from modeling.conversion.tensor_files import File
@@ -41,7 +43,7 @@ BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written
 M_MMAP_THRESHOLD = -3  # from malloc.h
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def write_peft(source: Path, destination: Path, options: Options) -> dict[str, A
     adapters = read_adapters(source, options.config, options.nxd_layout)
     if destination.exists() and any(destination.iterdir()):
         raise ProfileError("DESTINATION", str(destination), "is not empty")
-    facts = adapters.write(destination)
+    facts = peft.write(adapters, destination)
     return {"to": "peft", **facts, "files": {path.name: {} for path in sorted(destination.iterdir())}}
 
 
@@ -244,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--average", action="append", default=[], help=about)
     parser.add_argument("--budget", type=int, default=BUDGET, help="MB of memory for slices of tensors")
     parsed = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    job_log.configure(sys.stdout)
     record = convert(parsed.source, parsed.destination, options_from(parsed))
     log.info(json.dumps({name: value for name, value in record.items() if name not in ("job", "files")}))
     return 0

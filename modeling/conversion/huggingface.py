@@ -36,7 +36,7 @@ Sources = list[tuple[str, HuggingFaceTensor]]  # the names of our tensors that m
 # masks and frequencies saved by old versions of transformers, which are not weights
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 def weight_files(folder: Path) -> list[Path]:

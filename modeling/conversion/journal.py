@@ -20,7 +20,7 @@ from modeling.conversion.tensor_files import File, file_sha256
 from profiles.errors import ProfileError
 
 JOURNAL, RECORD = "conversion.jsonl", "conversion.json"
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 class Journal:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 OPEN_FILES = 256
 _SAFE_GLOBALS = threading.Lock()  # the classes that torch.load accepts are global to the process
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 class TensorReference:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from modeling.data.corpus import Samples
 from modeling.data.records import RecordSamples
 from parallel.device import page_locked
 
-if TYPE_CHECKING:
-    from modeling.training.trainer import Trainer
+DEPTH = 2  # batches to read ahead
 
 
 class Batch(NamedTuple):
@@ -35,18 +34,21 @@ class Batch(NamedTuple):
     reference: Tensor | None = None
 
 
-def read_batch(trainer: Trainer, samples: Samples | RecordSamples, first: int, count: int) -> Batch:
-    """The samples [first, first + count), ready to be copied to the device; empty if this rank reads none."""
-    if not trainer.reads_samples:
-        return Batch()
+def read_batch(
+    samples: Samples | RecordSamples, first: int, count: int, device: torch.device, *, documents: bool
+) -> Batch:
+    """The samples [first, first + count), ready to be copied to the device.
+
+    Args:
+        documents: whether to read where documents begin.
+    """
     arrays = {"tokens": samples.batch(first, count)}
-    if trainer.profile.document_masks:
+    if documents:
         arrays["documents"] = samples.document_starts(first, count)
     if isinstance(samples, RecordSamples) and samples.answers > 1:
         arrays["answers"] = samples.answer_numbers(first, count)
     if isinstance(samples, RecordSamples) and samples.reference is not None:
         arrays["reference"] = samples.references(first, count)
-    device = trainer.torch_device
     return Batch(**{name: page_locked(torch.from_numpy(array), device) for name, array in arrays.items()})
 
 
@@ -55,14 +57,13 @@ class Prefetcher:
 
     Args:
         read: function that returns the batch of a step; called in the thread.
-        depth: number of batches to read ahead.
     """
 
-    def __init__(self, read: Callable[[int], Batch], first: int, last: int, depth: int = 2) -> None:
+    def __init__(self, read: Callable[[int], Batch], first: int, last: int) -> None:
         self._read, self._next_step, self._last = read, first, last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._queue: list[Future[Batch]] = []
-        for _ in range(depth):
+        for _ in range(DEPTH):
             self._submit()
 
     def _submit(self) -> None:

@@ -26,6 +26,7 @@ from parallel.layout import is_deferred
 from parallel.optimizer.arithmetic import Arithmetic, Compile
 from parallel.optimizer.buckets import bucket_size
 from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
+from parallel.optimizer.grouping import WeightDecay
 from parallel.pipeline.schedules import choose_extra_forwards
 from parallel.pipeline.stages import cut_layers
 from profiles import recompute
@@ -187,8 +188,7 @@ def build_optimizer(
         mesh,
         betas=train.betas,
         epsilon=train.epsilon,
-        weight_decay=train.weight_decay,
-        decays=lambda name, parameter: train.norm_weight_decay or parameter.dim() > 1,
+        weight_decay=weight_decay_of(profile),
         clip=train.clip,
         gradient_dtype=DTYPES[train.gradient_dtype],
         bucket_size=optimizer_bucket_size(profile),
@@ -201,6 +201,11 @@ def build_optimizer(
         gather_on_use(stage, keep_gathered)
     optimizer.gather_before_use([unit for stage in units for unit in stage])
     return optimizer
+
+
+def weight_decay_of(profile: Profile) -> WeightDecay:
+    """The weight decay of each parameter."""
+    return WeightDecay(profile.train.weight_decay, profile.train.norm_weight_decay)
 
 
 def optimizer_bucket_size(profile: Profile) -> int:

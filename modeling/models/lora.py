@@ -10,7 +10,7 @@ from torch import nn
 
 from modeling.models.language_model import LanguageModel
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
-from parallel.experts import lora as expert_lora
+from parallel.experts.lora import ExpertUpdate
 from parallel.layers.linear import ReplicatedLinear
 from parallel.layers.lora import ZERO, LowRankUpdate, attach, first_factor, keep_sections_apart
 from parallel.layout import layout_of
@@ -61,7 +61,7 @@ def apply_lora(stage: LanguageModel, lora: Lora, model: Model, mesh: Mesh, seque
                 continue
             linear = block.get_submodule(layer.path)
             if layer.experts:
-                expert_lora.attach(linear, lora.rank, lora.alpha / lora.rank)
+                linear.lora = ExpertUpdate(linear.weight, lora.rank, lora.alpha / lora.rank)
             else:
                 attach(linear, _update(linear, groups, lora, model, mesh, sequence_parallel, site))
 

@@ -6,7 +6,6 @@ The plan and the traced plan both count bytes here; planner.py lists what each k
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,11 +17,13 @@ from modeling.models.build import (
     extra_warmup_forwards,
     optimizer_bucket_size,
     partition_layers,
+    weight_decay_of,
 )
 from modeling.planning.stage_costs import LayerCosts
 from parallel.layout import layout_of
 from parallel.optimizer.buckets import pack
-from parallel.optimizer.zero1 import IN_FLIGHT, fill_buckets
+from parallel.optimizer.grouping import group_parameters
+from parallel.optimizer.zero1 import IN_FLIGHT
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
 
@@ -54,25 +55,16 @@ class PlannedBucket(NamedTuple):
 
 def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedBucket]:
     """The optimizer's buckets over a rank's stages (`build_optimizer`)."""
-    settings = profile.train
-
-    def decay(name: str, parameter: nn.Parameter) -> float:
-        return settings.weight_decay * (settings.norm_weight_decay or parameter.dim() > 1)
-
+    fsdp = profile.parallel.data_sharding == "fsdp"
+    units = [unit for stage in stages for unit in stage.sharding_units()] if fsdp else []
     named = [item for stage in stages for item in stage.named_parameters()]
-    frozen = [item for item in named if not item[1].requires_grad]
-    trained = [item for item in named if item[1].requires_grad]
-    remaining = frozen or trained  # if there are frozen parameters, FSDP shards only those
-    buckets = []
-    if profile.parallel.data_sharding == "fsdp":
-        for unit in (unit for stage in stages for unit in stage.sharding_units()):
-            held = [named for named in remaining if unit.holds(*named)]
-            remaining = [named for named in remaining if not unit.holds(*named)]
-            groups = fill_buckets(held, decay, sys.maxsize)
-            buckets += [PlannedBucket.of(profile, members, resident=False) for *_, members in groups]
-    least = optimizer_bucket_size(profile)
-    groups = fill_buckets(remaining, decay, least) + (fill_buckets(trained, decay, least) if frozen else [])
-    return buckets + [PlannedBucket.of(profile, members, resident=True) for *_, members in groups]
+    groups = group_parameters(named, units, weight_decay_of(profile), optimizer_bucket_size(profile))
+    sharded = [group for _, members in groups.sharded for group in members]
+    members = [group.members for group in groups.resident] + ([groups.frozen] if groups.frozen else [])
+    return [
+        *(PlannedBucket.of(profile, group.members, resident=False) for group in sharded),
+        *(PlannedBucket.of(profile, each, resident=True) for each in members),
+    ]
 
 
 def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
@@ -105,7 +97,7 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
     train, keeps = profile.train, profile.parallel.keep_gathered
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
     sent = {"data": 0, "replica": 0}
-    passes = 3 if profile.rates_in_step else 2  # over frozen weights, per microbatch
+    passes = 3 if profile.scores_pairs_in_step else 2  # over frozen weights, per microbatch
     for bucket in buckets:
         if bucket.frozen:
             if not bucket.resident:

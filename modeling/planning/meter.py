@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modeling.planning.operator_costs import Shape, operator_product, operator_volume, tensor_bytes
 from parallel.attention.kernels import Kernel
-from parallel.experts import grouped
+from parallel.experts import dropless
 from parallel.torch_internals import TorchDispatchMode, tree_leaves
 
 
@@ -54,7 +54,7 @@ class Meter(TorchDispatchMode):
             backward = packet is torch.ops.trainshed.experts_backward
             x, indices, gate_up = inputs[backward], inputs[2 + backward], inputs[3 + backward]
             updated = any(isinstance(each, Tensor) for each in inputs[7 + backward : 11 + backward])
-            scratch = grouped.scratch_bytes(x, indices, gate_up, backward, updated)
+            scratch = dropless.scratch_bytes(x, indices, gate_up, backward, updated)
             self.peak = max(self.peak, self.live + scratch)
         results = function(*inputs, **(named or {}))
         for result in tree_leaves(results):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from modeling.models.flops import visible_keys
 from parallel.attention import attention, ring  # noqa: F401  registers their operators
-from parallel.experts import grouped  # noqa: F401  registers its operators
+from parallel.experts import dropless  # noqa: F401  registers its operators
 from parallel.layers.products import mx_product  # noqa: F401  registers the operator
 from parallel.mesh import Axis, Mesh
 from parallel.torch_internals import (

@@ -108,7 +108,7 @@ class StageCosts:
         kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
         key = (*self._degrees, *shape, layer == 0, last, *kind, mode)
-        key += (self.profile.rates_in_step, self.profile.compile.enabled)
+        key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             self._cache[key] = self._measure(stage, mode)
@@ -127,7 +127,7 @@ class StageCosts:
         name = device_of(self.profile).attention_kernel
         kernel = kernels.get_kernel(self.mesh.context.graph_kernel or name)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
-            if self.profile.rates_in_step:
+            if self.profile.scores_pairs_in_step:
                 with torch.no_grad(), without_updates(stage):
                     stage.loss(stage(x, positions), tokens) if stage.last else stage(x, positions)
             y = stage(x, positions, samples=keys)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modeling.scaling.rungs import Rung, small_run, target_of
+from modeling.scaling.planned_run import PlannedRun, small_run, target_of
 from profiles import data_sources
 from profiles.errors import ProfileError
+from profiles.experiments.mixture import Mixture
 from profiles.schema import Profile
-from profiles.sections.mixture import Mixture
 
 PROXIES_PER_SOURCE = 4
 LEAST = 0.1  # default of minimum_weight, as a share of equal weights
@@ -34,7 +34,7 @@ class Proxy:
         weights: by source, with sum 1; None: the natural mixture, the sources' shares of the tokens.
     """
 
-    run: Rung
+    run: PlannedRun
     sources: tuple[str, ...]
     weights: Mapping[str, float] | None
 
@@ -78,7 +78,7 @@ def least_weight(mixture: Mixture, k: int) -> float:
     return least
 
 
-def mixture_target(mixture: Mixture) -> Rung:
+def mixture_target(mixture: Mixture) -> PlannedRun:
     """The target. Raises ProfileError if it has no mixture to choose or lacks a source of the objective."""
     target = target_of(mixture)
     profile = target.profile
@@ -101,7 +101,7 @@ def mixture_target(mixture: Mixture) -> Rung:
     return target
 
 
-def proxies_of(mixture: Mixture, target: Rung) -> list[Proxy]:
+def proxies_of(mixture: Mixture, target: PlannedRun) -> list[Proxy]:
     """The proxies, group by group. Raises ProfileError with the group's key if one is impossible."""
     sources = training_sources(target.profile)
     known: set[str] = set()
@@ -139,7 +139,7 @@ def proxies_of(mixture: Mixture, target: Rung) -> list[Proxy]:
     return found
 
 
-def proposed(mixture: Mixture, target: Rung, weights: Mapping[str, float], name: str) -> Proxy:
+def proposed(mixture: Mixture, target: PlannedRun, weights: Mapping[str, float], name: str) -> Proxy:
     """A proxy with the proposed weights."""
     return _proxy(mixture, target, tuple(weights), weights, name)
 
@@ -152,7 +152,7 @@ def overrides_of(profile: Profile, weights: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _group(mixture: Mixture, target: Rung, sources: tuple[str, ...], count: int) -> list[Proxy]:
+def _group(mixture: Mixture, target: PlannedRun, sources: tuple[str, ...], count: int) -> list[Proxy]:
     """The natural mixture of some sources, and sampled ones."""
     k = len(sources)
     given = dict(zip(data_sources.names(target.profile.data), target.profile.data.sources, strict=True))
@@ -169,7 +169,11 @@ def _group(mixture: Mixture, target: Rung, sources: tuple[str, ...], count: int)
 
 
 def _proxy(
-    mixture: Mixture, target: Rung, sources: Sequence[str], weights: Mapping[str, float] | None, name: str
+    mixture: Mixture,
+    target: PlannedRun,
+    sources: Sequence[str],
+    weights: Mapping[str, float] | None,
+    name: str,
 ) -> Proxy:
     """A proxy; a schedule replaces equal source weights from the first step, so all share a dataset."""
     profile, size = target.profile, mixture.proxy

@@ -90,7 +90,7 @@ def report(process: heartbeat.WatchedProcess) -> None:
         process.stacks.parent.mkdir(parents=True, exist_ok=True)
         with process.stacks.open("a") as file:
             file.write(f"{message}; captured externally:\n{stacks}")
-    print(f"[rank {rank}] WARNING {message}; its stacks: {process.stacks}", flush=True)
+    print(f"[rank {rank}] warning: {message}; its stacks: {process.stacks}", flush=True)
 
 
 def kill(pid: int) -> None:

@@ -159,7 +159,7 @@ class Watchdog:
             if collectives:
                 path.with_suffix(".collectives").write_bytes(collectives)
             message = f"{message}; its stacks: {path}"
-        print(f"WARNING {message}", flush=True)
+        print(f"warning: {message}", flush=True)
         time.sleep(EXIT_DELAY)
         os._exit(HUNG)
 

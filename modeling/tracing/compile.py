@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from modeling import job_log
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from modeling.compilation.graph_cache import RegionBackends
@@ -36,7 +37,7 @@ from profiles.schema import Profile
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("modeling", "parallel")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 class ProgramCompiler(RegionBackends):
@@ -130,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=int, help="memory limit of each process, in bytes")
     parser.add_argument("--jobs", type=int, default=1, help="maximum number of compiler processes")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    job_log.configure(sys.stdout)
     if options.memory:
         resource.setrlimit(resource.RLIMIT_DATA, (options.memory, options.memory))
     profile = load(str(options.run_folder / "profile.yaml"))

@@ -88,11 +88,11 @@ def _rehearse_pairs(profile: Profile, functions: StepFunctions, mesh: Mesh, targ
     reference = torch.zeros(len(targets), width, device=device) if settings.kind == "dpo" else None
     pairs = answer, numbers, rows, reference, width, mesh.context, torch.zeros((), device=device)
     for training in (True, False):
-        sums, _ = functions.rate(settings, losses, *pairs, training)
+        sums, _ = functions.score_pairs(settings, losses, *pairs, training)
     functions.add(sums, sums.clone())  # sums of evaluated microbatches
     with torch.enable_grad():
         functions.with_value(torch.zeros((), device=device, requires_grad=True), sums)
-    if profile.rates_in_step:
+    if profile.scores_pairs_in_step:
         answers = functions.log_probabilities(losses, numbers, width)
         functions.concatenate([torch.zeros_like(answers) for _ in range(profile.accumulation_steps)])
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from modeling import exit_codes
+from modeling import exit_codes, job_log
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled
 from modeling.compilation.graph_cache import (
@@ -68,7 +68,7 @@ from parallel.torch_internals import FakeTensorMode
 from profiles.resolve import load
 from profiles.schema import Profile
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def run_stage(
             if settings.balance == "global":
                 with counting_choices(expert_layers(model)):
                     model(x.detach(), positions, documents)
-            if profile.rates_in_step:
+            if profile.scores_pairs_in_step:
                 with without_updates(model):
                     model(x.detach(), positions, documents)
             if compile := function_compiler(profile.cluster.device, backend):
@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--cache", type=Path, help="compile cache folder to prepare for later compilations")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    job_log.configure(sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     start = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:

@@ -62,7 +62,7 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
 
 def _region_flops(profile: Profile, traced: Mapping[str, Any]) -> Counter[str]:
     """FLOPs of one call of each region in training, including a reference model's forward pass."""
-    modes = ("training", "evaluation") if profile.rates_in_step else ("training",)
+    modes = ("training", "evaluation") if profile.scores_pairs_in_step else ("training",)
     programs = {program["name"]: program for program in traced["programs"]}
     flops: Counter[str] = Counter()
     for name, program in programs.items():

@@ -31,7 +31,7 @@ from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
 from profiles import state_files
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 # Seconds between attempts at the final save; together they fit into the grace period of a job that is being stopped.
 RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)
@@ -152,7 +152,7 @@ class Checkpoints:
         self._check_fencing()
         moved = checkpoint.quarantine(self.location, step, reason)
         self._saved.pop(step, None)
-        log.warning(f"WARNING checkpoint step_{step} is corrupted: {reason}; moved to {moved}")
+        log.warning(f"checkpoint step_{step} is corrupted: {reason}; moved to {moved}")
         record_event(self.run, "corrupted checkpoint", step=step, reason=f"{reason}; moved to {moved}")
 
     def _reject_without_intact_checkpoint(self) -> NoReturn:
@@ -254,7 +254,7 @@ class Checkpoints:
     def _record_failure(self, error: checkpoint.SaveFailed) -> checkpoint.SaveFailed:
         self._failures += 1
         if self.leader:
-            log.warning(f"warning: step {self._step} could not be saved: {error}; retrying")
+            log.warning(f"step {self._step} could not be saved: {error}; retrying")
             record_event(self.run, "not saved", step=self._step, reason=str(error))
         if not self._has_saved and self._failures >= FIRST_SAVES:
             raise self._save_given_up(self._step, error, self._failures)

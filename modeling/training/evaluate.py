@@ -17,11 +17,10 @@ from pathlib import Path
 
 import torch
 
-from modeling import exit_codes
+from modeling import exit_codes, job_log
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
-from modeling.data.prefetch import read_batch
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.training.checkpoints import load_base, load_reference
@@ -33,7 +32,7 @@ from parallel.device import Download
 from profiles import state_files
 from profiles.resolve import load
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def evaluate_samples(
     for index in range(passes if batches is None else min(passes, batches)):
         first = (index * data.size + data.rank) * size
         # Beyond the split's end, samples wrap around.
-        batch = read_batch(trainer, samples, first, size)
+        batch = trainer.read_batch(samples, first, size)
         rows = (samples.windows - first) * trainer.profile.rows_per_sample
         local_sums.append(Download(trainer.evaluate(batch, rows, pairs_per_token=pairs_per_token)))
     # float32 counts the tokens of one pass exactly; their sum needs float64.
@@ -113,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="step of the checkpoint to evaluate (default: the latest)")
     parser.add_argument("--profile", type=Path, help="profile of the evaluation (default: the run's)")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    job_log.configure(sys.stdout)
     profile = load(str(options.profile or options.run_folder / "profile.yaml"))
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     try:

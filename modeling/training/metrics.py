@@ -14,7 +14,7 @@ from typing import Any
 from modeling.supervision.time_account import TOTALS
 from profiles import state_files
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 BEFORE = "before.json"  # in a run folder: evaluation of the weights that a fine-tuning run starts from
 EXPERT_LOADS = "expert_loads.json"  # in a run folder: tokens that chose each expert in one step, by layer

@@ -12,7 +12,7 @@ from modeling.training.trainer import Trainer
 from parallel import ZeRO1
 from parallel.optimizer.replicas import ReplicaCheck, differing_replicas, synchronize_replicas
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 NAMED = 3  # number of weights that a warning names
 
@@ -52,5 +52,5 @@ class Replicas:
             names = ", ".join(f"{name} by {found[name]:.2g}" for name in largest[:NAMED])
             more = f" ({len(found)} in all)" if len(found) > NAMED else ""
             reason = f"copies of {names}{more} differ between ranks; set to those of the first rank, as by a resume"
-            log.warning(f"WARNING step {step}: {reason}")
+            log.warning(f"step {step}: {reason}")
             record_event(self._run, "replicas differ", step=step, weights=largest, reason=reason)

@@ -21,7 +21,7 @@ from modeling.training.step import StepRecord
 from modeling.training.trainer import Trainer
 from profiles import state_files
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 class Reporter:
@@ -80,10 +80,10 @@ class Reporter:
         settings, step = self._settings, record.step
         self._recent_seconds.append(record.timings.total)
         if record.skip_reason:
-            log.warning(f"WARNING step {step} skipped: {record.skip_reason}")
+            log.warning(f"step {step} skipped: {record.skip_reason}")
             self.event("skipped", step, record.skip_reason)
         if straggler := self._stragglers.update(step, record.statistics.rank_seconds):
-            log.warning(f"WARNING {straggler}")
+            log.warning(straggler)
             self.event("straggler", step, straggler)
         self._row_totals = self._account.totals
         row = self._row(record)

@@ -42,7 +42,7 @@ class StepFunctions:
     stack: Callable[[Sequence[Tensor]], Tensor]
     split_targets: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor]]
     log_probabilities: Callable[..., Tensor]
-    rate: Callable[..., tuple[Tensor, Tensor | None]]
+    score_pairs: Callable[..., tuple[Tensor, Tensor | None]]
     with_value: Callable[[Tensor, Tensor], Tensor]
     concatenate: Callable[[Sequence[Tensor]], Tensor]
     decide: Callable[..., Tensor]
@@ -173,7 +173,7 @@ def stack(sums: Sequence[Tensor]) -> Tensor:
 FUNCTIONS = (
     *(shard, count_targets, result, add, multiply, pack, join, place, clear, set_shares, next_logits),
     *(user_sums, stack),
-    *(preference.split_targets, preference.log_probabilities, preference.rate),
+    *(preference.split_targets, preference.log_probabilities, preference.score_pairs),
     *(preference.with_value, preference.concatenate),
     *(decide, record),
 )

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from modeling import exit_codes
+from modeling import exit_codes, job_log
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
-from modeling.data.prefetch import Batch, Prefetcher, read_batch
+from modeling.data.prefetch import Batch, Prefetcher
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.supervision.profiling import StepTrace
@@ -43,7 +43,7 @@ from parallel import ZeRO1, collectives
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     attempt_help = "number of this attempt, which may complete checkpoints while RUN/attempt contains it"
     parser.add_argument("--attempt", type=int, help=attempt_help)
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    job_log.configure(sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     stop = StopSignal()
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
@@ -259,7 +259,7 @@ class TrainingRun:
             cause = f"rolled back {len(self.data.excluded)} times" if exhausted else "no earlier checkpoint"
             if self.reporter:
                 skipped = f"steps {first_bad} to {last_bad} were skipped"
-                log.info(f"WARNING stopped: {skipped}; {cause}")
+                log.warning(f"stopped: {skipped}; {cause}")
                 self.reporter.event("stopped", last_bad, f"{skipped}; {cause}")
             return False
         self.step, state = found
@@ -269,7 +269,7 @@ class TrainingRun:
         if self.reporter:
             skipped = f"steps {first_bad} to {last_bad} were skipped"
             reason = f"rolled back to step {self.step}: {skipped}; their samples are excluded"
-            log.info(f"WARNING {reason}")
+            log.warning(reason)
             self.reporter.event("rollback", last_bad, reason, back_to=self.step, samples=list(excluded))
             self.reporter.rewind(self.step, time.monotonic() - begun)
         return True
@@ -335,7 +335,7 @@ class TrainingData:
         return sample_number((step - 1) * self._settings.global_batch_size, self.excluded)
 
     def _read(self, step: int) -> Batch:
-        return read_batch(self._trainer, self._samples, self.first_sample(step), self._local_batch)
+        return self._trainer.read_batch(self._samples, self.first_sample(step), self._local_batch)
 
 
 def make_optimizer(trainer: Trainer) -> ZeRO1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -24,6 +25,9 @@ from torch import Tensor, nn
 from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
 from modeling.data import shard_cache
+from modeling.data.corpus import Samples
+from modeling.data.prefetch import Batch, read_batch
+from modeling.data.records import RecordSamples
 from modeling.models.build import (
     DTYPES,
     build_mesh,
@@ -37,18 +41,18 @@ from modeling.models.language_model import LanguageModel
 from modeling.supervision.timeouts import Timeouts
 from modeling.training import user_functions
 from modeling.training.preference import loss as preference
-from modeling.training.preference.reference_model import ReferenceModel, reference_weights
+from modeling.training.preference.reference_model import ReferenceModel
 from modeling.training.step_functions import StepFunctions
 from parallel import device as devices
 from parallel.attention.ring import zigzag_positions
 from parallel.collectives import all_reduce
 from parallel.experts.layer import counting_choices
+from parallel.layers.lora import without_updates
 from parallel.layout import deferred_parameters
 from parallel.random import sample_keys
 from profiles.schema import Profile
 
 if TYPE_CHECKING:
-    from modeling.data.prefetch import Batch
     from parallel.optimizer.arithmetic import Compile
     from parallel.pipeline.pipeline import Pipeline
 
@@ -120,9 +124,8 @@ class Trainer:
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.functions = StepFunctions(self.compile)
-        self._last_scale: tuple[float, Tensor] | None = (
-            None  # the last step's factor of losses, and the same on the device
-        )
+        # the last step's factor of losses, and the same on the device
+        self._last_scale: tuple[float, Tensor] | None = None
         self._zero = self._pairs_per_token = torch.zeros((), device=self.torch_device)
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self.pipeline = self._pipeline(self.stages, len(layers))
@@ -196,7 +199,7 @@ class Trainer:
             self._answers.append(functions.log_probabilities(losses, numbers, width))
             return self._zero
         pairs = answer, numbers, rows, self._reference, width, self.mesh.context, self._pairs_per_token
-        sums, weights = functions.rate(settings, losses, *pairs, not self._evaluating)
+        sums, weights = functions.score_pairs(settings, losses, *pairs, not self._evaluating)
         if weights is None:
             return sums
         return functions.with_value(stage.loss(x, wanted, weights), sums)
@@ -227,6 +230,12 @@ class Trainer:
     def reads_samples(self) -> bool:
         """Whether this rank needs samples: for tokens (first stage), targets (last) or document masks (all)."""
         return self.first or self.last or self.profile.document_masks
+
+    def read_batch(self, samples: Samples | RecordSamples, first: int, count: int) -> Batch:
+        """The samples [first, first + count), ready to be copied to the device; empty if this rank reads none."""
+        if not self.reads_samples:
+            return Batch()
+        return read_batch(samples, first, count, self.torch_device, documents=self.profile.document_masks)
 
     def _shard(self, batch: Batch) -> Local:
         """This context rank's tokens and targets (`step_functions.shard`) of m·b rows, and its documents."""
@@ -309,9 +318,25 @@ class Trainer:
         if loads:
             self.functions.set_shares(loads, counts, numbers)
 
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Compute with the reference model in this block: its copy or, with LoRA, the base model."""
+        if self.reference_model is None:
+            with ExitStack() as stack:
+                for stage in self.stages.values():
+                    stack.enter_context(without_updates(stage))
+                yield
+            return
+        own = self.stages, self.pipeline
+        with self.reference_model.gathered() as (self.stages, self.pipeline):
+            try:
+                yield
+            finally:
+                self.stages, self.pipeline = own
+
     def _prepare_pairs(self, local: Local, reference: Tensor | None, pairs_per_token: float) -> None:
-        if self.profile.rates_in_step and self.collected is None:
-            with reference_weights(self):
+        if self.profile.scores_pairs_in_step and self.collected is None:
+            with self.reference_weights():
                 reference = all_reduce(self._answer_log_probabilities(*local), self.mesh.context)
         if reference is not None:
             reference = reference.to(self.torch_device, non_blocking=True).view(len(reference), -1)

@@ -39,7 +39,7 @@ READ_PAUSES = (1.0, 4.0, 15.0)  # seconds before a failed read is repeated
 Location = Path | str
 T = TypeVar("T")
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 class CorruptCheckpoint(ValueError):
@@ -110,7 +110,7 @@ def retry_reads(path: str, read: Callable[[], T]) -> T:
         except (*ABSENT, CorruptCheckpoint):
             raise
         except Exception as error:  # of any storage
-            log.warning(f"warning: {path} could not be read: {error!r}; retrying in {pause:.0f} s")
+            log.warning(f"{path} could not be read: {error!r}; retrying in {pause:.0f} s")
             time.sleep(pause)
     return read()
 

@@ -34,7 +34,7 @@ from parallel.checkpoint.writer import Writer, WrittenFiles
 from parallel.device import host_memory_for, random_states, set_current_device
 from parallel.optimizer.zero1 import STATES, ZeRO1
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -265,7 +265,7 @@ def _discard_or_warn(checkpoint: Location) -> None:
     try:
         discard(checkpoint)
     except Exception as error:
-        log.warning(f"warning: {checkpoint} could not be removed: {_reason(error)}")
+        log.warning(f"{checkpoint} could not be removed: {_reason(error)}")
 
 
 def _reason(error: BaseException) -> str:

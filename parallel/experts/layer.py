@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from parallel import collectives
 from parallel.experts import balance as balancing
 from parallel.experts.balance import EXTRA, Balance
-from parallel.experts.grouped import Update, routed_experts
+from parallel.experts.dropless import Update, routed_experts
+from parallel.experts.lora import ExpertUpdate
 from parallel.experts.router import Router, Routing
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
 from parallel.initialization import Constant, Normal
@@ -30,9 +31,6 @@ from parallel.layers.linear import check_divisible
 from parallel.layers.tied import add
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Mesh
-
-if TYPE_CHECKING:
-    from parallel.experts.lora import ExpertUpdate
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class ExpertLinear(nn.Module):
         placed: dtype and device.
 
     Attributes:
-        lora: low-rank updates of the weights (lora.py).
+        lora: low-rank updates of the weights, if any.
     """
 
     def __init__(

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from parallel.experts.grouped import Update
-from parallel.experts.layer import ExpertLinear
+from parallel.experts.dropless import Update
 from parallel.layers.lora import ZERO, SwitchableUpdate, first_factor
 from parallel.layout import Layout, Section, layout_of, parameter
 
@@ -23,14 +22,14 @@ class ExpertUpdate(SwitchableUpdate):
     """Updates of one projection of this rank's experts; global tensors "a.3.weight", "b.3.gate.weight".
 
     Args:
-        linear: the weights.
+        weight: of the experts.
         rank: r of each expert.
         scale: α/r.
     """
 
-    def __init__(self, linear: ExpertLinear, rank: int, scale: float) -> None:
+    def __init__(self, weight: nn.Parameter, rank: int, scale: float) -> None:
         super().__init__()
-        layout, self.scale = layout_of(linear.weight), scale
+        layout, self.scale = layout_of(weight), scale
         o, i = layout.sections[0].shape
         columns = layout.sections[0].dim == 1
         experts = dict.fromkeys(section.name.partition(".")[0] for section in layout.sections)
@@ -38,7 +37,7 @@ class ExpertUpdate(SwitchableUpdate):
         a = tuple(Section(expert, (rank, i), 1 if columns else None) for expert in experts)
         b = tuple(Section(section.name, (o, rank), None if columns else 0) for section in layout.sections)
         partial = ("tensor",) if layout.degree > 1 else ()
-        placed = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        placed = {"dtype": weight.dtype, "device": weight.device}
         self.a, self.b = nn.Module(), nn.Module()
         ranks = layout.expert_ranks
         first = Layout(a, layout.degree, first_factor(i), () if columns else partial, ranks)
@@ -49,8 +48,3 @@ class ExpertUpdate(SwitchableUpdate):
         """A (E/n, r, i) and α/r · B (E/n, o, r), for this tensor rank's part of i or o."""
         a = self.a.weight.view(self.experts, self.rank, -1)
         return a, self.b.weight.view(self.experts, -1, self.rank) * self.scale
-
-
-def attach(linear: ExpertLinear, rank: int, scale: float) -> None:
-    """Add updates to one projection of all experts, as its submodule `lora`."""
-    linear.lora = ExpertUpdate(linear, rank, scale)

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel.backward import needs_gradient
 from parallel.experts.activations import ACTIVATIONS
-from parallel.experts.grouped import Update
+from parallel.experts.dropless import Update
 from parallel.mesh import Axis
 
 

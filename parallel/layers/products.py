@@ -36,8 +36,8 @@ from parallel.host_products import multiply, uses_onednn
 from parallel.mesh import Axis
 from parallel.torch_internals import scaled_mm
 
-RECIPES = ("tensorwise", "rowwise", "mxfp8")
-MULTIPLE = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}  # of each dim of a factor
+# By recipe, the number of which each dim of a factor is a multiple.
+MULTIPLE = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK = 32
 TINY = 1e-12  # smallest magnitude to derive a scale from, for rows of zeros
@@ -112,7 +112,7 @@ class Float8(Products):
     """The three products in FP8; every dim of the factors must be a multiple of MULTIPLE[recipe].
 
     Args:
-        recipe: one of RECIPES.
+        recipe: one of MULTIPLE.
         emulated: whether to multiply dequantized factors, on devices without FP8 products.
     """
 

@@ -16,7 +16,6 @@ master weights are the local shard of the parameters.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -33,6 +32,7 @@ from parallel.optimizer.adamw import AdamW, adamw
 from parallel.optimizer.arithmetic import EAGER, Arithmetic
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox, Slot
 from parallel.optimizer.fsdp import Unit
+from parallel.optimizer.grouping import MATRICES, Group, group_parameters
 
 IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs the bucket's memory a second time
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -47,11 +47,6 @@ class StepResult:
     skipped: Tensor
 
 
-def decays_matrices(name: str, parameter: nn.Parameter) -> bool:
-    """Default weight decay filter: matrices, not biases and norms."""
-    return parameter.dim() > 1
-
-
 class ZeRO1:
     """AdamW with states sharded over the mesh's `dp_shard` axis (size 1: plain data parallelism).
 
@@ -59,8 +54,8 @@ class ZeRO1:
         named_parameters: with layouts (`parallel.parameter`); their memory moves into buckets.
         mesh: its `dp_shard` axis shards the states, `expert_shard` those of experts; over its other axes partial gradients and
             the norm are summed.
-        betas, epsilon, weight_decay: of AdamW; `step` takes the learning rate.
-        decays: which parameters get weight decay.
+        betas, epsilon: of AdamW; `step` takes the learning rate.
+        weight_decay: of each parameter.
         clip: maximum global gradient norm; None disables clipping.
         gradient_dtype: dtype in which gradients are accumulated and reduced.
         bucket_size: minimum number of elements in a bucket before the next one starts.
@@ -79,8 +74,7 @@ class ZeRO1:
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         epsilon: float = 1e-8,
-        weight_decay: float = 0.1,
-        decays: Callable[[str, nn.Parameter], bool] = decays_matrices,
+        weight_decay: Callable[[nn.Parameter], float] = MATRICES,
         clip: float | None = 1.0,
         gradient_dtype: torch.dtype = torch.float32,
         bucket_size: int = BUCKET_SIZE,
@@ -94,27 +88,23 @@ class ZeRO1:
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.buckets: list[Bucket] = []
         self.gradient_dtype, self.keep_gathered = gradient_dtype, keep_gathered
-
-        def decay(name: str, parameter: nn.Parameter) -> float:
-            return weight_decay * decays(name, parameter)
-
         named_parameters = list(named_parameters)
         order = {name: position for position, (name, _) in enumerate(named_parameters)}  # that of forward
-        remaining, self.frozen = [], []
-        for name, parameter in named_parameters:
-            (remaining if parameter.requires_grad else self.frozen).append((name, parameter))
-        self.frozen_buckets = self._shard_frozen(units)
+        groups = group_parameters(named_parameters, units, weight_decay, bucket_size)
+        self.frozen_buckets: list[Bucket] = []  # of units
+        self.frozen = groups.frozen
+        for unit, members in groups.sharded:
+            if groups.shards_frozen:
+                unit.buckets = [self._frozen_bucket(group) for group in members]
+                self.frozen_buckets += unit.buckets
+                continue
+            unit.buckets = [self._add_bucket(group, resident=False) for group in members]
+            for bucket in unit.buckets:
+                bucket.transient = unit.block and not keep_gathered
         for name, parameter in self.frozen if initialize else ():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             initialize(name, parameter)
-        for unit in () if self.frozen_buckets else units:
-            held = [named for named in remaining if unit.holds(*named)]
-            remaining = [named for named in remaining if not unit.holds(*named)]
-            groups = fill_buckets(held, decay, sys.maxsize)
-            unit.buckets = [self._add_bucket(*group, resident=False) for group in groups]
-            for bucket in unit.buckets:
-                bucket.transient = unit.block and not keep_gathered
-        self._resident = [self._add_bucket(*group) for group in fill_buckets(remaining, decay, bucket_size)]
+        self._resident = [self._add_bucket(group) for group in groups.resident]
         # Those whose weights the next forward needs first are updated and gathered first.
         self._updated = sorted(
             self.buckets, key=lambda bucket: min(order[slot.name] for slot in bucket.slots)
@@ -128,31 +118,25 @@ class ZeRO1:
         self._constants = {decay: self.settings.constants(decay, device) for decay in decays_used}
         self.begin_step(1)
 
-    def _shard_frozen(self, units: Sequence[Unit]) -> list[Bucket]:
-        """Shard the units' frozen matrices; those of no unit remain in `frozen`."""
-        found = []
-        for unit in units:
-            held = [named for named in self.frozen if unit.holds(*named)]
-            self.frozen = [named for named in self.frozen if not unit.holds(*named)]
-            for _, partial, members in fill_buckets(held, lambda name, parameter: 0.0, sys.maxsize):
-                options = {"resident": False, "frozen": True}
-                options |= {"arithmetic": self.arithmetic, "initialize": self._initialize}
-                unit.buckets.append(Bucket(members, self.mesh, 0.0, partial, self.gradient_dtype, **options))
-            found += unit.buckets
-        return found
-
-    def _add_bucket(
-        self,
-        weight_decay: float,
-        partial: tuple[str, ...],
-        members: list[tuple[str, nn.Parameter]],
-        resident: bool = True,
-    ) -> Bucket:
-        bucket = Bucket(
-            members,
+    def _frozen_bucket(self, group: Group) -> Bucket:
+        options = {"arithmetic": self.arithmetic, "initialize": self._initialize}
+        return Bucket(
+            group.members,
             self.mesh,
-            weight_decay,
-            partial,
+            0.0,
+            group.partial_axes,
+            self.gradient_dtype,
+            resident=False,
+            frozen=True,
+            **options,
+        )
+
+    def _add_bucket(self, group: Group, resident: bool = True) -> Bucket:
+        bucket = Bucket(
+            group.members,
+            self.mesh,
+            group.weight_decay,
+            group.partial_axes,
             self.gradient_dtype,
             resident,
             arithmetic=self.arithmetic,
@@ -409,35 +393,3 @@ class ZeRO1:
                 bucket.release()
         for bucket in self.frozen_buckets:
             bucket.release()
-
-
-def fill_buckets(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    weight_decay: Callable[[str, nn.Parameter], float],
-    size: int = BUCKET_SIZE,
-) -> list[tuple[float, tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Group parameters by dtype, weight decay, learning rate, partial axes, update rule, matrix or vector.
-
-    Experts' parameters have separate buckets. Weight decay is divided by the learning-rate multiplier, so that weights with the
-    same decay shrink equally in a step.
-
-    Args:
-        weight_decay: of a parameter.
-        size: minimum number of elements in a bucket before the next one starts.
-
-    Returns:
-        (weight decay, partial axes, named parameters) of each bucket.
-    """
-    kinds: dict[tuple, list[list[tuple[str, nn.Parameter]]]] = {}
-    # Backward computes the last parameters' gradients first, so buckets are filled from the end.
-    for name, parameter in reversed(list(named_parameters)):
-        layout = layout_of(parameter)
-        rule = layout.expert_ranks, layout.sign_step, parameter.dim() > 1, layout.rate
-        kind = (parameter.dtype, weight_decay(name, parameter) / layout.rate, layout.partial_axes, rule)
-        buckets = kinds.setdefault(kind, [[]])
-        if sum(p.numel() for _, p in buckets[-1]) >= size:
-            buckets.append([])
-        buckets[-1].append((name, parameter))
-    return [
-        (decay, partial, bucket) for (_, decay, partial, _), buckets in kinds.items() for bucket in buckets
-    ]

@@ -1,4 +1,4 @@
-"""Larger sections of a profile, and the schemas of ladder, mixture and branches files.
+"""Larger sections of a profile.
 
 `profiles/schema.py` has the other sections and the complete profile. Start with `model.py`.
 """

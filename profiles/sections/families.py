@@ -13,12 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from profiles.errors import ProfileError, closest
-
-if TYPE_CHECKING:
-    from profiles.sections.model import Model
 
 GROUP = "trainshed.models"  # of entry points
 # Fields that only some families have, and the feature that each belongs to.
@@ -44,6 +41,17 @@ LLAMA_VALUES: Mapping[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (False, True),
     "scaled_initialization": (False, True),
 }
+
+
+class Sizes(Protocol):
+    """Fields of `Model` on which the number of a family's parameters depends."""
+
+    hidden_size: int
+    head_dim: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class Family:
     selection_bias: bool = False
     expert_bias: bool = False
     mlp_matrices: int = 3
-    further_parameters: Callable[[Model], int] = lambda model: 0
+    further_parameters: Callable[[Sizes], int] = lambda model: 0
 
     @property
     def supported(self) -> Mapping[str, tuple[Any, ...]]:

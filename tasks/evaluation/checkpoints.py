@@ -22,12 +22,13 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.harness import PACKAGE
-from tasks.evaluation.held_out import EvaluationStep, run_job
+from tasks.evaluation.held_out import EvaluationStep
 from tasks.failures import FatalError
 from tasks.launchers import Job
 from tasks.reporting.format import format_value
 from tasks.step import Context, Step
 from tasks.steps.export import write_model
+from tasks.steps.jobs import run_job
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import MARKER, RunFolder
 

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from profiles import state_files
-from profiles.schema import Profile
 from tasks import failures, keys
-from tasks.launchers import Job, JobFailed, create, execute
+from tasks.launchers import Job
 from tasks.reporting.format import format_perplexity, format_value
 from tasks.step import Context, Step
-from tasks.steps.training import LogForwarder, cluster_job
+from tasks.steps.jobs import cluster_job, run_job
 from tasks.store.artifacts import Artifact
 
 FILE = "evaluation.json"
-TIMEOUT = 6 * 3600.0  # seconds
 SUMMARY = ("validation_loss", "perplexity", "tokens", "step", "metrics", "samples")
 
 
@@ -106,15 +104,3 @@ def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:
                 f"the {name} of run {run} at step {result['step']} is {value}: the run diverged, or a metric function "
                 "returned it; check the run's last losses"
             )
-
-
-def run_job(profile: Profile, job: Job, output: Path) -> None:
-    """Run a job that writes a file. Raises JobFailed, FatalError or TimeoutError."""
-    forwarder = LogForwarder(job.log_file)
-    launcher = create(profile.cluster.launcher, profile.cluster)
-    try:
-        execute(launcher, job, forwarder.forward, timeout=TIMEOUT, grace=0)  # there is nothing to save
-    except JobFailed as failure:
-        raise failures.explain(profile, failure) from failure
-    if not output.exists():
-        raise JobFailed(f"{job.name} ended without a result; its log: {job.log_file}")

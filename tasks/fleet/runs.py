@@ -19,6 +19,7 @@ import orjson
 from profiles import state_files
 from tasks.fleet.digest import FILES, Digest, read_digest
 from tasks.fleet.goodput import CATEGORIES, STARTED, SUBMITTED, TimeUse, time_use
+from tasks.store import activities
 from tasks.store.backends import Backend, Entry, FolderBackend
 from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
@@ -223,7 +224,7 @@ def _state(store: Store, digest: Digest, now: float) -> tuple[str, TimeUse]:
         return "replaced", ended
     if done and latest != "train failed":
         return "done", ended
-    if store.lock_holder(f"run-{digest.name}"):
+    if activities.holder(store, "run", digest.name):
         use = time_use(digest.attempts, digest.events, digest.last, now)
         return "queued" if latest == SUBMITTED else "running", use
     if latest == "train failed":

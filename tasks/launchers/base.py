@@ -27,6 +27,7 @@ from profiles import state_files
 
 log = logging.getLogger(__name__)
 
+POLL = 0.2  # seconds between queries of a job's status
 STATUS_TIMEOUT = 600.0  # seconds without a job's status until `execute` gives up watching
 WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of environment variables
 NODE_FAILED = "its node failed"  # in the note of a job that lost a node
@@ -163,7 +164,6 @@ def execute(
     *,
     timeout: float | None = None,
     grace: float = 30.0,
-    poll_seconds: float = 0.2,
     on_submit: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a job to completion, or re-attach to it if it is already running.
@@ -212,7 +212,7 @@ def execute(
             if timeout is not None and time.monotonic() - start > timeout:
                 launcher.cancel(handle, grace)
                 raise TimeoutError(f"{job.name}: exceeded {timeout:.0f} s, stopped; log: {job.log_file}")
-            time.sleep(poll_seconds)
+            time.sleep(POLL)
     except BaseException as error:
         if not isinstance(error, Exception):
             saves = "; saving a last checkpoint may take a moment" if job.attempt_file else ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from profiles.sections.branches import Branches
+from profiles.experiments.branches import Branches
 from tasks.reporting import compare, html
 from tasks.reporting.chart import Series, line_chart
 from tasks.reporting.format import format_count

@@ -16,8 +16,8 @@ from pathlib import Path
 from profiles.schema import Source
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.files import SourceFile, file_format, map_concurrently
-from tasks.sources.formats import columnar
 from tasks.sources.shard import Shard, local_path
+from tasks.sources.tables import all_arrow_batches, row_group_sizes
 
 SHARD_BYTES = 100_000_000
 READ = 1 << 22  # bytes
@@ -38,7 +38,7 @@ def split_files(
         if kind == "parquet":
             return _split_by_groups(shard, file, _row_group_sizes(shard, digests, token))
         if kind == "arrow" and file.size > 2 * SHARD_BYTES and local_path(file.path):
-            sizes = [batch.nbytes for batch in columnar.all_arrow_batches(shard, token)]
+            sizes = [batch.nbytes for batch in all_arrow_batches(shard, token)]
             return _split_by_groups(shard, file, sizes)
         return [_whole_file(shard, file)]
 
@@ -104,7 +104,7 @@ def _row_group_sizes(shard: Shard, digests: DigestCache, token: str | None) -> l
     """Uncompressed bytes of the column in each row group, cached for local files."""
 
     def read() -> list[int]:
-        return columnar.row_group_sizes(replace(shard, fetch=False), token)
+        return row_group_sizes(replace(shard, fetch=False), token)
 
     local = local_path(shard.paths[0])
     return read() if local is None else digests.get(local, f"groups of {shard.column}", read)

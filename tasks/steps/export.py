@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks import keys
+from tasks.inputs import EXPORT
 from tasks.reporting.format import format_bytes
-from tasks.resolve import EXPORT
 from tasks.step import Context, Step
 from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
@@ -60,10 +60,11 @@ def write_model(
     context: Context, checkpoint: str, tokenizer: Artifact, weights: Artifact | None, folder: Path
 ) -> None:
     """Write a checkpoint (path in the run folder) as a Hugging Face model with the tokenizer's files."""
+    from modeling.conversion.adapters import peft
+    from modeling.conversion.adapters.peft_experts import missing_format
+    from modeling.conversion.adapters.trained import TrainedAdapters
     from modeling.conversion.convert import Options, convert
     from modeling.conversion.journal import RECORD
-    from modeling.conversion.lora import TrainedAdapters
-    from modeling.conversion.peft_experts import missing_format
 
     store, run = context.store, context.store.run_folder(context.run_folder.name)
     local = run.download(checkpoint)
@@ -73,7 +74,7 @@ def write_model(
         if reason := missing_format(context.profile.model, context.profile.lora.targets):
             context.progress(f"no {ADAPTER}: {reason}; the model has the updates merged", None)
         else:
-            TrainedAdapters(local).write(folder / ADAPTER)
+            peft.write(TrainedAdapters(local), folder / ADAPTER)
     else:
         convert(local, folder, Options("hf"), replace=True)
     run.evict(checkpoint)

@@ -12,9 +12,8 @@ from typing import Any
 
 from modeling.data.records import REFERENCE
 from tasks import keys
-from tasks.evaluation.held_out import run_job
 from tasks.step import Context, Step
-from tasks.steps.training import cluster_job
+from tasks.steps.jobs import cluster_job, run_job
 from tasks.store.artifacts import Artifact
 
 
@@ -37,7 +36,7 @@ class ReferenceStep(Step):
         profile, store, folder = context.profile, context.store, context.run_folder
         output = folder / "logs" / f"reference-{key[:16]}.npz"
         arguments = ("--weights", str(store.artifacts.path(self.weights)), "--output", str(output))
-        job = cluster_job("preference.reference", context, key, self.dataset, self.graphs, *arguments)
+        job = cluster_job("reference", context, key, self.dataset, self.graphs, *arguments)
         with store.artifacts.publish(self.kind, key, {"source": profile.init.from_}) as staging:
             if not output.exists():  # else the job ended while no flow followed it
                 run_job(profile, job, output)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +18,9 @@ from modeling.supervision.time_account import record_attempt
 from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
-from tasks.launchers import Job, JobFailed, create, execute
-from tasks.launchers.log_follower import LogFollower, size_of
+from tasks.launchers import JobFailed, create, execute
 from tasks.step import Context, Step
+from tasks.steps.jobs import LogForwarder, cluster_job
 from tasks.store import run_artifacts, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import MARKER, RunFolder
@@ -135,53 +134,3 @@ class RetryBudget:
         except OSError as error:
             log.warning("the run's checkpoints cannot be listed: %s", error)
             return None
-
-
-def cluster_job(
-    program: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, *arguments: str
-) -> Job:
-    """The program `modeling.training.<program>` on every device of the profile's cluster."""
-    store, folder, cluster = context.store, context.run_folder, context.profile.cluster
-    options = ["--run-folder", str(folder), "--cache", str(store.work_dir / "cache")]
-    options += ["--dataset", str(store.artifacts.path(dataset, with_required=False))]
-    if store.is_remote:
-        options += ["--artifacts", store.artifacts.remote_uri]
-        options += ["--checkpoints", str(store.run_folder(folder.name).checkpoints_location)]
-    if graphs is not None:
-        options += ["--graphs", str(store.artifacts.path(graphs))]
-    return Job(
-        name=program.rpartition(".")[2],
-        program=f"modeling.training.{program}",
-        arguments=(*options, *arguments),
-        folder=folder / "logs",
-        nodes=cluster.nodes,
-        processes=cluster.devices_per_node,
-        threads=cluster.threads,
-        key=key,
-    )
-
-
-class LogForwarder:
-    """Forwards rank 0's log lines to the flow's log, except step lines, which the progress line replaces."""
-
-    BURST = 10  # lines at once; then one per second, and the others stay in the job's log only
-
-    def __init__(self, log_file: Path) -> None:
-        self._follower = LogFollower(log_file, start=size_of(log_file))
-        self._credit = float(self.BURST)
-        self._asked = time.monotonic()
-
-    def forward(self) -> None:
-        """Forward new lines; call it several times a second."""
-        now = time.monotonic()
-        self._credit = min(self.BURST, self._credit + now - self._asked)
-        self._asked = now
-        for line in self._follower.lines():
-            text = line.removeprefix("[rank 0] ")
-            if text == line or text.startswith("step "):
-                continue
-            if "warning" in text.lower():
-                log.warning("%s", text)
-            elif self._credit >= 1:
-                self._credit -= 1
-                log.info("%s", text)

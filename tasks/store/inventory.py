@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import yaml
 
 from profiles.errors import ProfileError
+from tasks.store import activities
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.run_folder import IDENTITY, MARKER, REPLACED
@@ -84,12 +85,9 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 def remove(store: Store, garbage: Iterable[Garbage]) -> None:
     """Remove garbage. Raises ProfileError while a run is active: its new artifacts are still unreferenced."""
     with store.lock("gc"):
-        # By their locks: a run that has just started has no folder yet.
-        for name in sorted({file.partition("/")[0] for file in store.backend.files("locks")}):
-            if name.startswith(("run-", "continual-", "evaluate-")) and (holder := store.lock_holder(name)):
-                run = name.partition("-")[2]
-                reason = f"run {run} is active in {holder}; remove garbage once it has ended"
-                raise ProfileError("--yes", None, reason)
+        for run, process in activities.find_all(store):
+            reason = f"run {run} is active in {process}; remove garbage once it has ended"
+            raise ProfileError("--yes", None, reason)
         still = set(find_garbage(store)[0])
         for each in garbage:
             if each in still:
@@ -103,7 +101,7 @@ def _describe(store: Store, name: str, files: Mapping[str, int]) -> Run:
     step, steps = max(saved, default=0), profile.get("train", {}).get("steps")
     if REPLACED.search(name):
         state = "replaced"
-    elif store.lock_holder(f"run-{name}"):
+    elif activities.holder(store, "run", name):
         state = "running"
     elif IDENTITY not in files:
         state = "preparing"

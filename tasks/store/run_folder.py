@@ -33,7 +33,7 @@ COMPLETE = re.compile(rf"step_(\d+)/{MARKER}")  # below checkpoints/, where noth
 IDENTITY = "run.json"
 REPLACED = re.compile(r"~\d+$")  # ends the name of a run that was replaced by another
 TRACES = ("checkpoints", "metrics.jsonl")  # files by which a run's folder is recognised without run.json
-LOCK = "lock.json"  # what the run's references resolve to (tasks/resolve.py)
+LOCKFILE = "lock.json"  # what the run's references resolve to (tasks/inputs.py)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
 from tasks.store import sync
 from tasks.store.backends import FolderBackend
-from tasks.store.locks import Lock
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 
@@ -64,7 +62,7 @@ def open_run(
     parent: Parent | None = None,
     replace: bool = False,
 ) -> Path:
-    """The folder of a run, created or resumed; the caller holds the lock of its name (`lock_run`).
+    """The folder of a run, created or resumed; the caller holds the lock of its name (activities.py).
 
     A run of the same name and identity is resumed; the learning rate's schedule may change for its remaining steps. A run with
     different mathematics is moved to `<name>~N` if it has no checkpoint or `replace` is true.
@@ -110,15 +108,6 @@ def check_name(store: Store, profile: Profile) -> None:
     differences += _schedule_differences(existing, profile, _latest(run))
     if differences:
         _require_nothing_trained(run, existing, profile, differences)
-
-
-@contextmanager
-def lock_run(store: Store, name: str) -> Iterator[Lock]:
-    """Hold the lock of a run's name for a block: one flow run at a time uses it, others wait."""
-    with store.lock(f"run-{name}") as lock:
-        with store.lock("gc"):  # wait for a garbage collection that has not seen this run
-            pass
-        yield lock
 
 
 def _stored_profile(folder: Path) -> Profile | None:

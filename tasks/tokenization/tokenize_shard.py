@@ -132,11 +132,11 @@ def _tokenize_records(
                 (validation if held_out else train).add_document(sequence)
             report(train.tokens + validation.tokens)
     if k == 0 and (unknown := examples.unknown_markers()):
-        message = "warning: the tokenizer has no token for the chat template's %s; each is split into several"
+        message = "the tokenizer has no token for the chat template's %s; each is split into several"
         log.warning(message, ", ".join(unknown))
     if counts.missing:
         unusable = f"{counts.missing:,} records cannot be used; the first, {first}: {reason}"
-        log.warning("warning: %s: %s", shard.name, unusable)
+        log.warning("%s: %s", shard.name, unusable)
     counts.set_splits(train, validation)
     return counts, reason
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from modeling import job_log
 from modeling.exit_codes import REJECTED
 from profiles.errors import ProfileError
 from tasks.sources import duplicates
@@ -27,7 +28,7 @@ from tasks.tokenization.tokenize_shard import tokenize
 
 ERROR_PREFIX = "trainshed: "  # of the stderr line that explains exit code REJECTED
 OPERATIONS = {"tokenize": tokenize, "fingerprint": duplicates.fingerprint}
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--index", type=int, default=0, help="number of this job, from 0")
     parser.add_argument("--of", type=int, default=1, help="number of jobs that share the shards")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    job_log.configure(sys.stderr)
     # Read by rayon, the thread pool of both engines.
     os.environ["RAYON_NUM_THREADS"] = str(options.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if options.threads > 1 else "false"

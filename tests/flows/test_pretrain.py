@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -16,6 +17,7 @@ from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from tasks.keys import file_digest
 from tasks.reporting.format import format_bytes, format_count
+from tasks.store import activities
 from tasks.store.store import Store
 from tests import faults, s3
 from tests.docs.test_extending import EXAMPLES
@@ -301,9 +303,10 @@ def test_garbage_is_what_no_run_refers_to(pretrain, store, capsys):
     assert {"runs/micro~1", "quarantine/tokens-1"} <= names
     kinds = sorted(name.split("/")[1] for name in names if name.startswith("artifacts/"))
     assert kinds == ["dataset", "evaluation", "export", "training"]
-    with Store(str(store)).lock("run-micro"):
-        assert main(["gc", "--store", str(store), "--yes"]) == 2
-        assert "run micro is active" in capsys.readouterr().err
+    for kind in get_args(activities.Kind):
+        with activities.begin(Store(str(store)), kind, "micro"):
+            assert main(["gc", "--store", str(store), "--yes"]) == 2
+            assert "run micro is active" in capsys.readouterr().err
     collect("--yes")
     assert collect()["garbage"] == []
     assert done(pretrain(store, "train.sequence_length=16")) == []

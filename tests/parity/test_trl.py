@@ -23,13 +23,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from modeling.conversion import formats, peft_experts
+from modeling.conversion import formats
+from modeling.conversion.adapters import peft, peft_experts
+from modeling.conversion.adapters.read import read_adapters
+from modeling.conversion.adapters.trained import TrainedAdapters
 from modeling.conversion.convert import Options, convert
-from modeling.conversion.lora import TrainedAdapters, read_adapters
-from modeling.data.prefetch import read_batch
 from modeling.data.records import open_samples
 from modeling.models.families import huggingface_tensor
-from modeling.training.preference.reference import log_probabilities
+from modeling.training.reference import log_probabilities
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import initialize
@@ -135,7 +136,7 @@ def ours(
             samples.reference = log_probabilities(trainer, samples)
         load(theirs.weights)
         count = samples.windows
-        batch = read_batch(trainer, samples, 0, count)
+        batch = trainer.read_batch(samples, 0, count)
         assert not wanted.packs or count < len(RECORDS)
         orpo = wanted.objective.kind == "orpo"
         pairs = {"pairs_per_token": samples.pairs_per_token(0, count) if orpo else 0.0}
@@ -302,7 +303,7 @@ def test_lora_equals_peft_and_is_exported_as_adapter_and_merged(theirs, tmp_path
     assert_factors_equal(found, loss, factors_of(gradients, wanted))
 
     saved = TrainedAdapters(tmp_path / "saved")
-    saved.write(tmp_path / "adapter")
+    peft.write(saved, tmp_path / "adapter")
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         logits = model.eval()(tokens).logits
@@ -351,7 +352,7 @@ def test_lora_of_gpt2_with_fused_weights_is_exported_as_adapter_and_merged(their
         about = {"profile": wanted.model_dump(mode="json")}
         checkpoint.save(tmp_path / "saved", make_optimizer(trainer), about)
     convert(tmp_path / "base", tmp_path / "merged", Options("hf", adapters=tmp_path / "saved"))
-    TrainedAdapters(tmp_path / "saved").write(tmp_path / "adapter")
+    peft.write(TrainedAdapters(tmp_path / "saved"), tmp_path / "adapter")
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         plain, merged = (
@@ -435,7 +436,7 @@ def test_lora_of_experts_equals_peft_and_is_exported_as_adapter_and_merged(their
     assert_factors_equal(found, loss, expert_factors_of(gradients, wanted))
 
     saved = TrainedAdapters(tmp_path / "saved")
-    saved.write(tmp_path / "adapter")
+    peft.write(saved, tmp_path / "adapter")
     convert(tmp_path / "base", tmp_path / "merged", Options("hf", adapters=tmp_path / "adapter"))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
@@ -480,4 +481,4 @@ def test_lora_of_shared_experts_and_latent_attention_is_exported_only_merged(the
         assert (plain.eval()(tokens).logits - merged).abs().max() > 1e-2
     torch.testing.assert_close(merged[0], logits, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="PEFT treats every gate_proj"):
-        TrainedAdapters(tmp_path / "saved").write(tmp_path / "adapter")
+        peft.write(TrainedAdapters(tmp_path / "saved"), tmp_path / "adapter")

@@ -11,8 +11,9 @@ from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import relative
-from profiles.sections.branches import Branches
-from tasks.branches import trunk_of
+from profiles.experiments.branches import Branches
+from profiles.experiments.load import load_experiment
+from tasks.experiments.branches import trunk_of
 
 SAME = ("parameters", "batch", "learning_rate")  # for all runs, so the table omits them
 
@@ -21,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan or run the branches; returns the exit code. Raises ProfileError for an invalid file."""
     if options.action == "plan":
         return _plan(options)
-    described = Branches.load(options.file)
+    described = load_experiment(Branches, options.file)
     profile = trunk_of(described).profile
 
     def start() -> dict[str, Any]:

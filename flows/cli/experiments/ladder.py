@@ -12,15 +12,17 @@ from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import print_facts, relative
 from modeling.planning.planner import plan
-from modeling.scaling.rungs import target_of, warnings_of
-from profiles.sections.ladder import Ladder
+from modeling.scaling.planned_run import target_of
+from modeling.scaling.rungs import warnings_of
+from profiles.experiments.ladder import Ladder
+from profiles.experiments.load import load_experiment
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan or run a ladder; returns the exit code. Raises ProfileError for an invalid ladder."""
     if options.action == "plan":
         return _plan(options)
-    ladder = Ladder.load(options.file)
+    ladder = load_experiment(Ladder, options.file)
     profile = target_of(ladder).profile
 
     def start() -> dict[str, Any]:

@@ -14,7 +14,8 @@ from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import print_facts, relative
 from modeling.scaling.proxies import Proxy, mixture_target
-from profiles.sections.mixture import Mixture
+from profiles.experiments.load import load_experiment
+from profiles.experiments.mixture import Mixture
 from tasks.reporting.mixture_page import named
 
 SAME = ("batch", "learning_rate")  # for all proxies, so the table omits them
@@ -24,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan or run a mixture; returns the exit code. Raises ProfileError for an invalid one."""
     if options.action == "plan":
         return _plan(options)
-    mixture = Mixture.load(options.file)
+    mixture = load_experiment(Mixture, options.file)
     profile = mixture_target(mixture).profile
 
     def start() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from flows.cli.plan_table import in_days
 from flows.ui.console import print_json
 from modeling.planning.planner import Plan
-from modeling.scaling.rungs import Rung
+from modeling.scaling.planned_run import PlannedRun
 
 
 def short(number: float) -> str:
@@ -40,7 +40,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def row_of(run: Rung, planned: Plan) -> dict[str, Any]:
+def row_of(run: PlannedRun, planned: Plan) -> dict[str, Any]:
     """The row of a run, without the steps inherited from another; None where a speed or price is unknown."""
     train = run.profile.train
     return {

@@ -1,5 +1,4 @@
 """NxD checkpoint shards: read as weights like any other format, and written for NxD's own programs.
 
-Start at `files.py`. `layout.py` defines which rank holds which part of a tensor, `experts.py` how experts are stored, and
-`lora.py` how adapters are.
+Start at `files.py`. `layout.py` defines which rank holds which part of a tensor, `experts.py` how experts are stored.
 """

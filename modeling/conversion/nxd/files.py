@@ -47,7 +47,7 @@ RANK = re.compile(r"(?:dp_rank_(\d+)_)?(?:ep_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_
 SUPPORTED = ("llama", *experts.ARCHITECTURES)
 ADAPTER = ".lora_"  # in the names of LoRA's factors (lora.py)
 PADDING = 128  # vocabularies are padded to a multiple of at most this times the tensor degree
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 Ranks = tuple[int, int]  # (tensor rank, pipeline rank)
 Tensors = Mapping[str, LazyTensor]  # the tensors of one file, by NxD's names

@@ -1,5 +1,5 @@
 """Training on preference pairs: DPO and ORPO.
 
-Start with `loss.py`, the losses. The log-probabilities of DPO's reference model come from the program `reference.py`, which
-computes them once before training, or from `reference_model.py`, a frozen copy beside the trained model.
+Start with `loss.py`, the losses. The log-probabilities of DPO's reference model come from `modeling/training/reference.py`, a
+program that computes them once before training, or from `reference_model.py`, a frozen copy beside the trained model.
 """

@@ -78,7 +78,7 @@ def log_probabilities(losses: Tensor, numbers: Tensor | None, width: int) -> Ten
     return answer_sums(-losses, numbers, width)
 
 
-def rate(
+def score_pairs(
     settings: LossSettings,
     losses: Tensor,
     answer: Tensor,

@@ -8,7 +8,7 @@ forward pass over each pair.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from modeling.models.build import build_optimizer
@@ -16,11 +16,9 @@ from modeling.models.language_model import LanguageModel
 from parallel import Mesh
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
-from parallel.layers.lora import without_updates
 from profiles.schema import Profile
 
 if TYPE_CHECKING:
-    from modeling.training.trainer import Trainer
     from parallel.pipeline.pipeline import Pipeline
 
 
@@ -50,27 +48,15 @@ class ReferenceModel:
         self._loaded = True
 
     @contextmanager
-    def replacing(self, trainer: Trainer) -> Iterator[None]:
-        """Make a trainer compute with these stages instead of its own within the block."""
+    def gathered(self) -> Iterator[tuple[dict[int, LanguageModel], Pipeline | None]]:
+        """The stages and their pipeline. With FSDP, weights gathered in the block are released after it.
+
+        Raises:
+            RuntimeError: the weights were not loaded.
+        """
         if not self._loaded:
             raise RuntimeError("the reference model was used before its weights were loaded")
-        own = trainer.stages, trainer.pipeline
-        trainer.stages, trainer.pipeline = self.stages, self.pipeline
         try:
-            yield
+            yield self.stages, self.pipeline
         finally:
-            trainer.stages, trainer.pipeline = own
-            self.weights.gather_parameters()  # with FSDP, releases what the forward pass gathered
-
-
-@contextmanager
-def reference_weights(trainer: Trainer) -> Iterator[None]:
-    """Compute with a trainer's reference model in the block: its copy or, with LoRA, the base model."""
-    if trainer.reference_model is not None:
-        with trainer.reference_model.replacing(trainer):
-            yield
-        return
-    with ExitStack() as stack:
-        for stage in trainer.stages.values():
-            stack.enter_context(without_updates(stage))
-        yield
+            self.weights.gather_parameters()

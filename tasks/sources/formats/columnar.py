@@ -1,30 +1,23 @@
 """Reads documents from a column of parquet and arrow files, one record at a time.
 
-Memory is one batch: a parquet batch is sized to BATCH_BYTES from the metadata of its row group, and a local arrow file is
-memory-mapped. Positions in messages count from 0, as in pyarrow.
+Positions in messages count from 0, as in pyarrow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from profiles.errors import ProfileError
 from tasks.sources.formats import long_text
 from tasks.sources.formats.long_text import LongText
-from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, open_file
+from tasks.sources.shard import Shard, SourceError
+from tasks.sources.tables import MAX_ROWS, arrow_batches, parquet_batches, require_column
 
-BATCH_BYTES = 1 << 21
-MAX_ROWS = 1024  # per batch
-# Per batch of a dictionary-encoded column, whose decoded size is not in the metadata.
-MAX_DICTIONARY_ROWS = 128
-BUFFER = 1 << 20  # bytes per read of a column
 LONG_VALUE = 1 << 22  # bytes; longer texts are decoded in chunks
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zeros before arrow 0.15
 
 
 @dataclass(frozen=True)
@@ -44,143 +37,11 @@ def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
         yield from _values(batch.column(0), f"{shard.paths[0]}, row group {group}", first)
 
 
-def parquet_batches(
-    shard: Shard, token: str | None, columns: list[str] | None = None
-) -> Iterator[tuple[int, int, Any]]:
-    """Batches of the shard's row groups, with the numbers of their row group and first record in it.
-
-    Args:
-        columns: the shard's column; None reads all columns.
-
-    Raises:
-        SourceError: a corrupted file.
-        ProfileError: it has no such column.
-    """
-    from pyarrow.parquet import ParquetFile
-
-    path = shard.paths[0]
-    with open_file(shard, path, token) as file:
-        with source_errors(f"{path}, footer", "parquet"):
-            # The defaults (no buffer, pre_buffer) would hold the whole column of a row group in memory.
-            table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
-        if columns:
-            require_column(shard, table.schema_arrow.names)
-        for group in range(shard.start, table.num_row_groups if shard.stop is None else shard.stop):
-            first, rows = 0, _batch_rows(table, group, shard.column) if columns else MAX_DICTIONARY_ROWS
-            batches = table.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
-            while True:
-                with source_errors(f"{path}, row group {group}, from record {first} on", "parquet"):
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                yield group, first, batch
-                first += len(batch)
-
-
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
     """Values of the column, by record batch. Raises SourceError, or ProfileError if it is missing."""
     for number, batch in arrow_batches(shard, token):
         require_column(shard, batch.schema.names)
         yield from _values(batch.column(shard.column), f"{shard.paths[0]}, record batch {number}")
-
-
-def arrow_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
-    """The shard's record batches with their numbers in the file. Raises SourceError."""
-    for number, batch in enumerate(all_arrow_batches(shard, token)):
-        if shard.stop is not None and number >= shard.stop:
-            return
-        if number >= shard.start:
-            yield number, batch
-
-
-def all_arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:
-    """Record batches of an arrow file or stream. Raises SourceError, also for a stream without end marker."""
-    import pyarrow
-
-    path = shard.paths[0]
-    local = local_path(path)
-    with source_errors(path, "arrow file"):
-        file = pyarrow.memory_map(str(local)) if local else open_file(shard, path, token)
-    with file:
-        magic = file.read(6)
-        file.seek(0)
-        if magic != b"ARROW1":
-            yield from _stream_batches(file, path)
-            return
-        with source_errors(f"{path}, footer", "arrow file"):
-            reader = pyarrow.ipc.open_file(file)
-        for i in range(reader.num_record_batches):
-            with source_errors(f"{path}, record batch {i}", "arrow file"):
-                batch = reader.get_batch(i)
-            yield batch
-
-
-def _stream_batches(file: Any, path: str) -> Iterator[Any]:
-    import pyarrow
-
-    with source_errors(f"{path}, schema", "arrow file"):
-        reader = pyarrow.ipc.open_stream(file)
-    number = 0
-    while True:
-        offset = file.tell()
-        with source_errors(f"{path}, record batch {number}", "arrow file"):
-            try:
-                batch = reader.read_next_batch()
-            except StopIteration:
-                break
-        yield batch
-        number += 1
-    file.seek(offset)
-    if file.read(len(END_OF_STREAM)) not in (END_OF_STREAM, END_OF_STREAM[4:]):
-        raise SourceError(f"{path}, record batch {number}: truncated: the end of the stream is missing")
-
-
-def row_group_sizes(shard: Shard, token: str | None) -> list[int]:
-    """Uncompressed bytes of the shard's column in each row group of a parquet file. Raises SourceError."""
-    from pyarrow.parquet import ParquetFile
-
-    path = shard.paths[0]
-    with open_file(shard, path, token) as file, source_errors(f"{path}, footer", "parquet"):
-        table = ParquetFile(file)
-        return [
-            sum(chunk.total_uncompressed_size for chunk in _column_chunks(table, group, shard.column))
-            for group in range(table.num_row_groups)
-        ]
-
-
-@contextmanager
-def source_errors(position: str, kind: str) -> Iterator[None]:
-    """Convert errors in a file's contents to a SourceError with the position."""
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError) as error:
-        if not is_corruption(error):
-            raise
-        raise SourceError(f"{position}: corrupted {kind}: {error}") from error
-
-
-def require_column(shard: Shard, columns: list[str]) -> None:
-    """Raise ProfileError if a file lacks the shard's column."""
-    if shard.column not in columns:
-        raise ProfileError("data.text", shard.column, f"{shard.paths[0]} has no such column", tuple(columns))
-
-
-def _column_chunks(table: Any, group: int, column: str) -> list[Any]:
-    """Metadata of a column's chunks in a row group; of all columns for the column ""."""
-    metadata = table.metadata.row_group(group)
-    chunks = (metadata.column(i) for i in range(metadata.num_columns))
-    return [chunk for chunk in chunks if column in ("", chunk.path_in_schema.partition(".")[0])]
-
-
-def _batch_rows(table: Any, group: int, column: str) -> int:
-    """Number of records of a row group that make up BATCH_BYTES."""
-    chunks = _column_chunks(table, group, column)
-    size = sum(chunk.total_uncompressed_size for chunk in chunks)
-    limit = MAX_DICTIONARY_ROWS if any(chunk.has_dictionary_page for chunk in chunks) else MAX_ROWS
-    rows = table.metadata.row_group(group).num_rows
-    return max(1, min(limit, BATCH_BYTES * rows // max(1, size)))
 
 
 def _values(column: Any, position: str, first: int = 0) -> Iterator[Value]:

@@ -22,6 +22,7 @@ from tasks.sources.formats import columnar, long_text
 from tasks.sources.formats.columnar import TokenIds
 from tasks.sources.formats.long_text import LongText
 from tasks.sources.shard import Shard, SourceError, is_corruption, open_file
+from tasks.sources.tables import require_column
 
 Document = str | LongText | TokenIds | None
 Line = tuple[Callable[[], str], bytes]  # function that describes its position, and its contents
@@ -139,7 +140,7 @@ def _json_texts(shard: Shard, lines: Iterator[Line]) -> Iterator[Document]:
         else:
             yield value if _is_encodable([value]) else None
     if columns:
-        columnar.require_column(shard, list(columns))
+        require_column(shard, list(columns))
 
 
 def parse_record(line: bytes, locate: Callable[[], str]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from tasks.sources import python_docs
 from tasks.sources.changes import unchanged
-from tasks.sources.formats import columnar
 from tasks.sources.formats.readers import LINES, parse_record
 from tasks.sources.shard import Shard, SourceError
+from tasks.sources.tables import arrow_batches, parquet_batches
 
 Record = dict[str, Any]
 Located = tuple[Record, Callable[[], str]]  # a record, and a function that describes its position
@@ -33,13 +33,13 @@ def records(shard: Shard, token: str | None = None) -> Iterator[Located]:
 
 
 def _parquet(shard: Shard, token: str | None) -> Iterator[Located]:
-    for group, _, batch in columnar.parquet_batches(shard, token):
+    for group, _, batch in parquet_batches(shard, token):
         position = f"{shard.paths[0]}, row group {group}"
         yield from ((record, lambda position=position: position) for record in batch.to_pylist())
 
 
 def _arrow(shard: Shard, token: str | None) -> Iterator[Located]:
-    for number, batch in columnar.arrow_batches(shard, token):
+    for number, batch in arrow_batches(shard, token):
         position = f"{shard.paths[0]}, record batch {number}"
         yield from ((record, lambda position=position: position) for record in batch.to_pylist())
 

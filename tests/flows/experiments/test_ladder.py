@@ -87,7 +87,7 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
 
 
 def test_an_outcome_has_the_metrics_that_were_forecast(tmp_path):
-    from tasks import ladder as forecasts
+    from tasks.experiments import forecasts
     from tasks.reporting import run_report
 
     forecast = {
@@ -112,7 +112,7 @@ def test_an_outcome_has_the_metrics_that_were_forecast(tmp_path):
 
 
 def test_no_forecast_is_recorded_for_a_run_that_has_started(tmp_path):
-    from tasks import ladder as forecasts
+    from tasks.experiments import forecasts
     from tasks.store.store import Store
 
     store = Store(str(tmp_path / "store"))

@@ -96,7 +96,7 @@ def test_any_shape_equals_transformers_dequantization(shape, scales, seed):
 
 def test_published_checkpoint_converts_to_transformers_weights_and_logits(published, tmp_path, caplog):
     """With tensor ranks whose columns end within a block of 32."""
-    caplog.set_level("INFO", "trainshed")
+    caplog.set_level("INFO", "modeling")
     theirs = AutoModelForCausalLM.from_pretrained(published, dtype=torch.bfloat16).eval()
     expected = theirs.state_dict()
     convert(published, tmp_path / "split", Options("trainshed", tensor=2, pipeline=2))

@@ -9,7 +9,7 @@ from modeling.data.prefetch import Batch, Prefetcher
 
 def test_batches_come_in_order_and_at_most_depth_ahead():
     read = []
-    batches = Prefetcher(lambda step: Batch(tokens=read.append(step) or step), 3, 9, depth=2)
+    batches = Prefetcher(lambda step: Batch(tokens=read.append(step) or step), 3, 9)
     for step in range(3, 10):
         assert batches.next().tokens == step
         assert len(read) <= step - 3 + 1 + 2

@@ -118,8 +118,8 @@ def test_run_falls_back_to_the_latest_intact_checkpoint(run, finished, dataset):
     shards[12].write_bytes(content[:9000] + bytes([content[9000] ^ 1]) + content[9001:])
     (run / "checkpoints/step_8/complete.json").write_text("")
     output = train(run, dataset)
-    assert f"WARNING checkpoint step_12 is corrupted: {shards[12]}: corrupted" in output
-    assert "WARNING checkpoint step_8 is corrupted" in output
+    assert f"warning: checkpoint step_12 is corrupted: {shards[12]}: corrupted" in output
+    assert "warning: checkpoint step_8 is corrupted" in output
     assert "resumed from step 4" in output
     assert micro.losses(run) == micro.losses(finished)
     assert steps(run) == [4, 8, 12]

@@ -9,7 +9,6 @@ import pytest
 
 from modeling.data.prefetch import Batch
 from modeling.planning.planner import plan
-from modeling.training.preference.reference_model import reference_weights
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel.checkpoint import checkpoint
@@ -45,7 +44,7 @@ def rated_in_each_step(case: Case, start: Path) -> tuple[list[float], int, int]:
     try:
         with (
             pytest.raises(RuntimeError, match="used before its weights were loaded"),
-            reference_weights(trainer),
+            trainer.reference_weights(),
         ):
             pass
         trainer.reference_model.load(start)

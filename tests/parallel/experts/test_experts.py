@@ -9,7 +9,7 @@ from parallel.experts import grouped, lora
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.balance import EXTRA, Balance, record
-from parallel.experts.grouped import routed_experts
+from parallel.experts.dropless import routed_experts
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.experts.router import Routing
 from parallel.experts.slots import assign_slots, slotted_experts
@@ -65,7 +65,7 @@ def host_reads_of_experts() -> tuple[int, int]:
     with mesh(data=2, expert=2) as m, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "cpu", lambda x: copies.append(1) or to_host(x))
         patch.setattr(torch.Tensor, "repeat_interleave", counted)
-        patch.setattr(grouped, "_has_kernel", lambda parameters: True)  # as on GPUs
+        patch.setattr(grouped, "has_kernel", lambda parameters: True)  # as on GPUs
         given = inputs()
         y = routed_experts(
             indices=choices(), axis=m.expert, **given
@@ -106,7 +106,7 @@ def test_grouped_experts_equal_one_by_one_with_gradients(activation, sizes):
 )
 def test_low_rank_updates_equal_merged_weights_with_gradients(limit, kernel, monkeypatch):
     """Experts one by one, in grouped products as on GPUs, and in slots with capacity for all tokens."""
-    monkeypatch.setattr(grouped, "_has_kernel", lambda parameters: kernel)
+    monkeypatch.setattr(grouped, "has_kernel", lambda parameters: kernel)
     given, indices, factors = inputs(), choices(), updates()
     names = ("gate_up", "down", "gate_up_bias", "down_bias")
     frozen = given | {name: given[name].detach() for name in names}
@@ -156,7 +156,7 @@ def test_low_rank_updates_can_be_switched_off():
     layer, x = make_layer(Mesh(), Balance()), torch.randn(T, H)
     plain = layer(x, T)
     for projection in (layer.gate_up, layer.down):
-        lora.attach(projection, rank=2, scale=1.0)
+        projection.lora = lora.ExpertUpdate(projection.weight, rank=2, scale=1.0)
     initialize(layer, layer.mesh.tensor, seed=1)
     assert torch.equal(layer(x, T), plain)  # B is zero
     with torch.no_grad():

@@ -28,6 +28,7 @@ from parallel.optimizer.adamw import AdamW, adamw, update
 from parallel.optimizer.arithmetic import square_norm
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, bucket_size
 from parallel.optimizer.fsdp import Unit
+from parallel.optimizer.grouping import WeightDecay
 from parallel.optimizer.zero1 import IN_FLIGHT
 from profiles import resolve
 from tests.pool import mesh
@@ -193,7 +194,7 @@ def test_gradients_accumulate_in_gradient_dtype():
 
 def test_parameters_without_gradient_do_not_change():
     built = model()
-    optimizer = ZeRO1(built.named_parameters(), Mesh(), weight_decay=0.0)
+    optimizer = ZeRO1(built.named_parameters(), Mesh(), weight_decay=WeightDecay(0.0))
     before = [p.detach().clone() for p in built.parameters()]
     optimizer.begin_step(1)
     built[0].weight.sum().backward()

@@ -1,6 +1,6 @@
 """Branches file: a constant-rate trunk, branches that decay from its checkpoints, and averages.
 
-`Branches.load` reads and validates one. Shipped files are in profiles/branches/.
+Shipped files are in profiles/shipped/branches/.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from profiles.experiments.experiment import Experiment
 from profiles.sections.base import NAME, Count, Section
-from profiles.sections.experiment import Experiment
 
 TRUNK = "trunk"  # name of the trunk among the members of an average
 
@@ -42,7 +42,7 @@ class Average(Section):
 class Branches(Experiment):
     """A branches file."""
 
-    shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "branches"
+    shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "shipped/branches"
 
     every: Count = Field(description="steps between the trunk's checkpoints, all of which are kept")
     decay: Annotated[float, Field(gt=0, le=1)] = Field(

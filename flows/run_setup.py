@@ -1,4 +1,4 @@
-"""Parts of flows that are not steps: plan check, input resolution, run folder, training progress."""
+"""What a flow does around its steps: plan check, input resolution, run folder, training progress."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
 from modeling.planning import planner
 from profiles.schema import Profile
+from tasks.inputs import Inputs, Lockfile, resolve
 from tasks.reporting.advice import data_warnings
-from tasks.resolve import Inputs, RunLock, resolve
 from tasks.step import Context
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
-from tasks.store.run_folder import LOCK, Parent
+from tasks.store.run_folder import LOCKFILE, Parent
 from tasks.store.store import Store
 from tasks.tracking.process import labels_of, results, tracking
 
@@ -49,7 +49,7 @@ def check_plan(runner: Runner) -> planner.Plan:
         planner.require_devices(profile)
         return planned
 
-    return runner.check("plan", plan, plan_summary)
+    return runner.run_function("plan", plan, plan_summary)
 
 
 @dataclass(frozen=True)
@@ -89,29 +89,29 @@ def suggest_commands(command: RunCommand | None, name: str) -> Iterator[None]:
         raise
 
 
-def read_lock(store: Store, name: str, parent: Parent | None = None) -> bytes | None:
-    """The lock of a run, or of its parent if the run is new; None if there is none."""
-    return store.run_folder(name).read(LOCK) or (parent and store.run_folder(parent.run).read(LOCK))
+def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> bytes | None:
+    """The lockfile of a run, or of its parent if the run is new; None if there is none."""
+    return store.run_folder(name).read(LOCKFILE) or (parent and store.run_folder(parent.run).read(LOCKFILE))
 
 
-def resolve_inputs(runner: Runner, lock: bytes | None) -> None:
-    """Resolve the run's inputs as a task, reusing what a run lock pins; later steps use the result."""
+def resolve_inputs(runner: Runner, lockfile: bytes | None) -> None:
+    """Resolve the run's inputs as a task, reusing what a lockfile pins; later steps use the result."""
     context = runner.context
     progress = progress_reporter("inputs", "Progress of resolve")
 
     def work() -> Inputs:
-        known = RunLock.from_bytes(lock, f"{context.profile.name}/{LOCK}") if lock else None
+        known = Lockfile.from_bytes(lockfile, f"{context.profile.name}/{LOCKFILE}") if lockfile else None
         return resolve(context.profile, context.store, context.token, known, progress)
 
-    inputs = runner.check("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)
+    inputs = runner.run_function("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)
     runner.context = replace_fields(context, resolved=inputs)
 
 
-def store_lock(context: Context) -> None:
-    """Store the lock of a new run, so that a retry after a failure before training uses the same inputs."""
+def write_lockfile(context: Context) -> None:
+    """Write the lockfile of a new run, so that a retry before training uses the same inputs."""
     run = context.store.run_folder(context.profile.name)
     if run.stored_identity is None:
-        run.write(LOCK, context.inputs.lock.to_bytes())
+        run.write(LOCKFILE, context.inputs.lockfile.to_bytes())
 
 
 def warn_about_data(profile: Profile, tokenizer: Artifact, dataset: Artifact) -> list[str]:
@@ -145,7 +145,7 @@ def open_run(
         folder = runs.open_run(
             context.store, profile, identity, context.flow_run, keys, parent=parent, replace=replace
         )
-    context.store.run_folder(profile.name).write(LOCK, context.inputs.lock.to_bytes())
+    context.store.run_folder(profile.name).write(LOCKFILE, context.inputs.lockfile.to_bytes())
     runner.open(profile, folder)
     overview = Overview(profile, folder)
     overview.begin(plan, warnings)

@@ -6,15 +6,15 @@ identity, and a branch depends on the trunk only up to its own first step.
 
 from __future__ import annotations
 
-from modeling.scaling.rungs import Rung
+from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.sections.branches import TRUNK, Average, Branch, Branches
+from profiles.experiments.branches import TRUNK, Average, Branch, Branches
 from tasks.fork import decay_settings
 from tasks.store.store import Store
 
 
-def trunk_of(spec: Branches, store: Store | None = None) -> Rung:
+def trunk_of(spec: Branches, store: Store | None = None) -> PlannedRun:
     """The trunk, up to the last branch's step, or further if the store's trunk is longer.
 
     Raises:
@@ -43,12 +43,12 @@ def trunk_of(spec: Branches, store: Store | None = None) -> Rung:
     overrides = (*spec.overrides, *(f"{key}={value}" for key, value in settings.items()))
     profile = resolve.load(spec.target, overrides, name)
     resolve.check(profile)
-    return Rung(profile, overrides)
+    return PlannedRun(profile, overrides)
 
 
-def branches_of(spec: Branches, trunk: Rung) -> list[Rung]:
+def branches_of(spec: Branches, trunk: PlannedRun) -> list[PlannedRun]:
     """Branches, ordered by first step. Raises ProfileError, with its key, for an impossible one."""
-    found: dict[str, Rung] = {}
+    found: dict[str, PlannedRun] = {}
     for number, branch in enumerate(spec.branches):
         name = name_of(spec, branch)
         try:
@@ -60,7 +60,7 @@ def branches_of(spec: Branches, trunk: Rung) -> list[Rung]:
             raise error.within(f"branches.{number}") from None
         if name in found or name == trunk.name:
             raise ProfileError(f"branches.{number}", name, "is listed twice; give one of them another name")
-        found[name] = Rung(profile, overrides, f"{trunk.name}@{branch.step}")
+        found[name] = PlannedRun(profile, overrides, f"{trunk.name}@{branch.step}")
     return sorted(found.values(), key=lambda run: (run.first_step, run.profile.train.steps))
 
 
@@ -75,7 +75,7 @@ def name_of(spec: Branches, branch: Branch) -> str:
 
 
 def members_of(
-    spec: Branches, average: Average, trunk: Rung, branches: list[Rung], store: Store
+    spec: Branches, average: Average, trunk: PlannedRun, branches: list[PlannedRun], store: Store
 ) -> list[tuple[str, int]]:
     """Run and step of an average's checkpoints. Raises ProfileError if a run or checkpoint is missing."""
     found = []
@@ -94,8 +94,8 @@ def members_of(
 
 
 def resolve_member(
-    spec: Branches, average: Average, text: str, trunk: Rung, branches: list[Rung]
-) -> tuple[Rung, int]:
+    spec: Branches, average: Average, text: str, trunk: PlannedRun, branches: list[PlannedRun]
+) -> tuple[PlannedRun, int]:
     """Run and last step of a member of an average. Raises ProfileError for an unknown member."""
     name, at, step = text.partition("@")
     key = f"averages.{average.name}.of"

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from flows.cli.main import main
+from modeling.conversion.adapters.peft import PeftAdapters
+from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.convert import Options, convert
-from modeling.conversion.lora import PeftAdapters, read_adapters
 from profiles.errors import ProfileError
 from tests.modeling.conversion import nxd_shards
 from tests.modeling.conversion.nxd_shards import LAYERS

@@ -1,4 +1,4 @@
-"""Mixture file: small runs of a target profile under sampled source weights; read by `Mixture.load`."""
+"""Mixture file: small runs of a target profile under sampled source weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from profiles.experiments.experiment import SmallRuns
 from profiles.sections.base import Count, Section, Size
-from profiles.sections.experiment import SmallRuns
 
 
 class ProxySize(Section):

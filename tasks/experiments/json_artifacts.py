@@ -1,4 +1,4 @@
-"""JSON documents as immutable artifacts: a ladder's forecast, a mixture's proposal."""
+"""Immutable artifacts of one JSON file: a ladder's forecast, a mixture's proposal."""
 
 from __future__ import annotations
 

@@ -16,12 +16,13 @@ from typing import Any
 from modeling.scaling import forecast as forecasts
 from modeling.scaling.fit import Observation
 from modeling.scaling.metrics import forecast_metrics
-from modeling.scaling.rungs import Rung
+from modeling.scaling.planned_run import PlannedRun
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.state_files import retried
-from tasks import documents, keys
+from tasks import keys
 from tasks.evaluation import results
+from tasks.experiments import json_artifacts
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
@@ -38,8 +39,8 @@ def metrics_of(folder: Path, metrics: Mapping[str, float], step: int) -> dict[st
 
 def register(
     store: Store,
-    target: Rung,
-    rungs: Sequence[Rung],
+    target: PlannedRun,
+    rungs: Sequence[PlannedRun],
     losses: Sequence[float],
     metrics: Sequence[Mapping[str, float]],
 ) -> Artifact:
@@ -70,7 +71,7 @@ def register(
 
     facts = {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens}
     summary = ("loss", "interval", "share", "extrapolation")
-    return documents.register(store, KIND, key, facts, compute, summary)
+    return json_artifacts.register(store, KIND, key, facts, compute, summary)
 
 
 def latest(store: Store, profile: Profile) -> Artifact | None:
@@ -97,7 +98,7 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
     artifact = latest(store, profile)
     if artifact is None:
         return None
-    document = {"key": artifact.key, **documents.read(store, artifact)}
+    document = {"key": artifact.key, **json_artifacts.read(store, artifact)}
     run.write(FILE, json.dumps(document, indent=1).encode())
     return document
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from modeling.conversion import torch_files
-from modeling.conversion.lora import CONFIG, Adapters, Factors, scale_of
+from modeling.conversion.adapters.adapters import Adapters, Factors
+from modeling.conversion.adapters.peft import CONFIG, scale_of
 from modeling.conversion.nxd.layout import NXD_LAYOUTS, NxDLayout, TensorSplit
 from modeling.conversion.torch_files import LazyTensor
 from profiles.errors import ProfileError

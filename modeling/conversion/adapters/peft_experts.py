@@ -14,24 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from modeling.conversion.adapters.adapters import Factors
 from profiles.sections.model import Model
 
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.(gate_up|down)\.(\d+)(?:\.(gate|up))?\.weight")
 PARAMETERS = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}  # name suffixes
 ARCHITECTURES = ("mixtral", "qwen3_moe", "gpt_oss")
-
-
-class Factors(Protocol):
-    """The update of one weight."""
-
-    tensor: str
-    a: Tensor
-    b: Tensor
 
 
 def missing_format(model: Model, targets: Sequence[str]) -> str | None:

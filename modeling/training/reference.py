@@ -1,4 +1,4 @@
-"""Log-probabilities of a reference model: `python -m modeling.training.preference.reference`.
+"""Log-probabilities of a reference model: `python -m modeling.training.reference`.
 
 Evaluates the answers of all preference pairs of both splits under the weights that the run starts from. Writes `reference.npz`:
 for each split, log π(y) of each sequence's answer y, float32, in order of rows. One process per device, in the run's topology.
@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from modeling import exit_codes
+from modeling import exit_codes, job_log
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
-from modeling.data.prefetch import read_batch
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.training.checkpoints import load_base
@@ -26,7 +25,7 @@ from modeling.training.trainer import Trainer, program_parser
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
 
-log = logging.getLogger("trainshed")
+log = logging.getLogger(__name__)
 
 
 def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
@@ -42,7 +41,7 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
     for index in range(passes):
         first = index * count + data.rank * size
         # Beyond the split's end, samples wrap around.
-        batch = read_batch(trainer, samples, first, size)
+        batch = trainer.read_batch(samples, first, size)
         sizes = samples.sizes(index * count, count)
         local = trainer.answer_log_probabilities(batch)[:, : sizes.max()].float().cpu()  # (rows, answers)
         padded = torch.zeros(rows * data.size, local.shape[1])  # with the rows of all data ranks
@@ -57,13 +56,13 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program_parser("preference.reference")
+    parser = program_parser("reference")
     parser.add_argument(
         "--weights", type=Path, required=True, help="checkpoint folder of the reference model"
     )
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    job_log.configure(sys.stdout)
     profile = load(str(options.run_folder / "profile.yaml"))
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     with Trainer(profile, graphs, precompiled=precompiled) as trainer:

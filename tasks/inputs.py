@@ -1,8 +1,8 @@
-"""Pins every mutable reference of a profile: hub revisions, lists of files and their digests.
+"""Inputs of a run: resolves each mutable reference of a profile, such as a hub revision or file list.
 
-Each reference is a question whose answer is stored in the run's lock, `<run>/lock.json`. A run that is started again reads its
-answers from there: it needs no network, and a new commit on the hub or a new file in a folder does not affect it. If the profile
-has changed, only new questions are asked; `--update` asks all of them again.
+The results are pinned in the run's lockfile, `<run>/lock.json`. A run that is started again reads the pins: it needs no network,
+and a new commit on the hub or a new file in a folder does not affect it. If the profile has changed, only new references are
+resolved; `--update` resolves all of them again.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from tasks.tokenization.tokenizer_fetch import folder_digest, is_folder
 
 FORMAT = 1
 EXPORT = "export"  # the part of a run that `run:NAME` refers to
-Question = Mapping[str, Any]
-Ask = Callable[[Question, Callable[[], Any]], Any]
+Reference = Mapping[str, Any]
+# Returns what a reference is pinned to; if it is not, resolves it with the function.
+Pin = Callable[[Reference, Callable[[], Any]], Any]
 Progress = Callable[[str, float | None], None]
 
 
 @dataclass(frozen=True)
-class RunLock:
-    """Answers by the digest of their questions, each with the question and the time when it was asked."""
+class Lockfile:
+    """Pinned references by their digest: each with its result, `answer`, and the time of resolution."""
 
-    answers: Mapping[str, Mapping[str, Any]]
+    pins: Mapping[str, Mapping[str, Any]]
 
     def to_bytes(self) -> bytes:
-        return json.dumps({"format": FORMAT, "answers": dict(self.answers)}, indent=1).encode()
+        return json.dumps({"format": FORMAT, "answers": dict(self.pins)}, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
-        """Parse a lock. Raises ValueError, which names the file, if it is corrupted or from another version."""
+        """Parse a lockfile. Raises ValueError with its name if it is corrupted or of another version."""
         try:
             value = json.loads(data)
             if value["format"] != FORMAT:
@@ -50,7 +51,7 @@ class RunLock:
             return cls(value["answers"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{name}: not a run lock: {error}; --update resolves the run's inputs again"
+                f"{name}: not a lockfile: {error}; --update resolves the run's inputs again"
             ) from None
 
 
@@ -61,54 +62,54 @@ class Inputs:
     tokenizer: Mapping[str, Any] | None  # contents or commit; None: trained on the text of the sources
     shards: tuple[Shard, ...]  # of all sources, in order
     weights: Mapping[str, Any] | None  # digest and, if they are on the hub, commit; None: from scratch
-    lock: RunLock
+    lockfile: Lockfile
 
     @property
     def since(self) -> str:
-        """Time of the oldest answer, in UTC; empty without answers."""
-        return min((answer["resolved"] for answer in self.lock.answers.values()), default="")
+        """Time of the oldest pin, in UTC; empty if nothing had to be resolved."""
+        return min((pin["resolved"] for pin in self.lockfile.pins.values()), default="")
 
 
 def resolve(
     profile: Profile,
     store: Store,
     token: str | None = None,
-    lock: RunLock | None = None,
+    lockfile: Lockfile | None = None,
     progress: Progress = lambda message, fraction: None,
 ) -> Inputs:
     """Resolve a profile's tokenizer, sources and initial weights.
 
     Args:
         token: for the hub; None: the environment's.
-        lock: answers to reuse; None asks all questions.
+        lockfile: pins to reuse; None resolves all references.
 
     Raises:
         ProfileError: a reference to something that does not exist.
         SourceError: a corrupted source file.
     """
-    answers: dict[str, Mapping[str, Any]] = {}
-    known = lock.answers if lock else {}
+    pins: dict[str, Mapping[str, Any]] = {}
+    known = lockfile.pins if lockfile else {}
     digests = DigestCache(store.local_cache)
 
-    def ask(question: Question, find_out: Callable[[], Any]) -> Any:
-        digest = keys.digest(question)
-        if digest not in answers:
+    def pin(reference: Reference, find_out: Callable[[], Any]) -> Any:
+        digest = keys.digest(reference)
+        if digest not in pins:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            answers[digest] = known.get(digest) or {
-                "question": question,
+            pins[digest] = known.get(digest) or {
+                "question": reference,
                 "resolved": now,
                 "answer": find_out(),
             }
-        return answers[digest]["answer"]
+        return pins[digest]["answer"]
 
     progress("resolving the tokenizer", None)
-    tokenizer = _tokenizer(profile.tokenizer, token, ask)
+    tokenizer = _tokenizer(profile.tokenizer, token, pin)
     # An objective other than pretraining reads records with all their fields, so no field is the text.
     text = profile.data.text if profile.objective.kind == "pretrain" else ""
-    shards = tuple(_shards(profile.data, text, digests, token, ask, progress))
+    shards = tuple(_shards(profile.data, text, digests, token, pin, progress))
     progress("resolving the initial weights", None)
-    initial = _weights(profile, digests, token, ask)
-    return Inputs(tokenizer, shards, initial, RunLock(answers))
+    initial = _weights(profile, digests, token, pin)
+    return Inputs(tokenizer, shards, initial, Lockfile(pins))
 
 
 def locate_runs(profile: Profile, store: Store) -> Profile:
@@ -136,39 +137,39 @@ def locate_runs(profile: Profile, store: Store) -> Profile:
     return profile.model_copy(update={"init": init, "tokenizer": tokenizer})
 
 
-def _tokenizer(settings: Tokenizer, token: str | None, ask: Ask) -> dict[str, Any] | None:
+def _tokenizer(settings: Tokenizer, token: str | None, pin: Pin) -> dict[str, Any] | None:
     if settings.source == "train":
         return None
-    question = {"tokenizer": settings.source, "revision": settings.revision}
+    reference = {"tokenizer": settings.source, "revision": settings.revision}
     if is_folder(settings.source):
-        return ask(question, lambda: {"contents": folder_digest(settings.source)})
+        return pin(reference, lambda: {"contents": folder_digest(settings.source)})
 
     def find_commit() -> dict[str, Any]:
         commit = resolve_commit(settings.source, settings.revision, token, "tokenizer.source")
         return {"repository": settings.source, "commit": commit}
 
-    return ask(question, find_commit)
+    return pin(reference, find_commit)
 
 
 def _shards(
-    data: Data, text: str, digests: DigestCache, token: str | None, ask: Ask, progress: Progress
+    data: Data, text: str, digests: DigestCache, token: str | None, pin: Pin, progress: Progress
 ) -> Iterator[Shard]:
     for number, source in enumerate(data.sources):
         progress(f"listing source {number + 1} of {len(data.sources)}", number / len(data.sources))
         # Neither the share of samples nor the split changes what a source contains.
-        question = {"source": source.model_dump(mode="json", exclude={"weight", "use"}), "text": text}
+        reference = {"source": source.model_dump(mode="json", exclude={"weight", "use"}), "text": text}
 
         def find_shards(number: int = number, source: Source = source) -> list[dict[str, Any]]:
             found = corpus.shards_of_source(source, f"data.sources.{number}", text, digests, token)
             return [asdict(shard) for shard in found]
 
-        for shard in ask(question, find_shards):
+        for shard in pin(reference, find_shards):
             yield replace(Shard.from_json(shard), source=number, use=source.use)
 
 
-def _weights(profile: Profile, digests: DigestCache, token: str | None, ask: Ask) -> dict[str, Any] | None:
+def _weights(profile: Profile, digests: DigestCache, token: str | None, pin: Pin) -> dict[str, Any] | None:
     init = profile.init
     if init.from_ is None:
         return None
-    question = {"weights": init.from_, "revision": init.revision}
-    return ask(question, lambda: weights.pin(init.from_, init.revision, token, "init.from", digests))
+    reference = {"weights": init.from_, "revision": init.revision}
+    return pin(reference, lambda: weights.pin(init.from_, init.revision, token, "init.from", digests))

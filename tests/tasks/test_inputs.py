@@ -1,11 +1,11 @@
-"""The run lock: a resumed run keeps the commits and files it started with, without network access."""
+"""The lockfile: a resumed run keeps the commits and files it started with, without network access."""
 
 import json
 
 import pytest
 
 from profiles.resolve import load as resolve_profile
-from tasks.resolve import RunLock, resolve
+from tasks.inputs import Lockfile, resolve
 from tests.tasks.source_files import files
 
 
@@ -14,9 +14,9 @@ def profile(*sources: dict, **keys: str):
     return resolve_profile("tiny", [f"data.sources={json.dumps(sources)}", *overrides])
 
 
-def stored(inputs) -> RunLock:
+def stored(inputs) -> Lockfile:
     """The lock as a resumed run reads it."""
-    return RunLock.from_bytes(inputs.lock.to_bytes(), "lock.json")
+    return Lockfile.from_bytes(inputs.lockfile.to_bytes(), "lock.json")
 
 
 def test_a_locked_run_keeps_its_commits_and_files_without_requests(hub, store, tmp_path):
@@ -29,7 +29,7 @@ def test_a_locked_run_keeps_its_commits_and_files_without_requests(hub, store, t
     (tmp_path / "texts/b.txt").write_text("two")
 
     asked = len(hub.requests)
-    again = resolve(wanted, store, lock=stored(first))
+    again = resolve(wanted, store, lockfile=stored(first))
     assert len(hub.requests) == asked
     assert (again.tokenizer, again.shards, again.weights) == (first.tokenizer, first.shards, first.weights)
 
@@ -47,7 +47,7 @@ def test_only_changed_references_are_resolved_again(hub, store, tmp_path):
     first = resolve(profile(files(tmp_path / "a.txt"), tokenizer=tokenizer), store)
     hub.commit("org/model", {"README.md": b"2"})
     both = (files(tmp_path / "b.txt", use="validation"), files(tmp_path / "a.txt", use="train"))
-    changed = resolve(profile(*both, tokenizer=tokenizer), store, lock=stored(first))
+    changed = resolve(profile(*both, tokenizer=tokenizer), store, lockfile=stored(first))
     assert changed.tokenizer == first.tokenizer
     assert [(shard.source, shard.use) for shard in changed.shards] == [(0, "validation"), (1, "train")]
     assert changed.shards[1].digest == first.shards[0].digest
@@ -55,5 +55,5 @@ def test_only_changed_references_are_resolved_again(hub, store, tmp_path):
 
 @pytest.mark.parametrize("data", [b"", b'{"format": 1', b'{"format": 9, "answers": {}}', b"[]"])
 def test_corrupted_lock_is_rejected_with_advice(data):
-    with pytest.raises(ValueError, match=r"runs/tiny/lock.json: not a run lock: .*; --update"):
-        RunLock.from_bytes(data, "runs/tiny/lock.json")
+    with pytest.raises(ValueError, match=r"runs/tiny/lock.json: not a lockfile: .*; --update"):
+        Lockfile.from_bytes(data, "runs/tiny/lock.json")

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from modeling.scaling import mixture as laws_of
+from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.proxies import DIGITS, least_weight, overrides_of, training_sources
-from modeling.scaling.rungs import Rung
 from profiles import data_sources, resolve
 from profiles.errors import ProfileError
+from profiles.experiments.mixture import Mixture
 from profiles.schema import Profile
-from profiles.sections.mixture import Mixture
-from tasks import documents, keys
+from tasks import keys
+from tasks.experiments import json_artifacts
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -63,7 +64,7 @@ def shares_of(tokens: Mapping[str, int], sources: Sequence[str]) -> dict[str, fl
 def register(
     store: Store,
     mixture: Mixture,
-    target: Rung,
+    target: PlannedRun,
     measured: Sequence[Measured],
     natural: Mapping[str, float],
     tokens: Mapping[str, int],
@@ -120,7 +121,7 @@ def register(
         }
 
     facts = {"name": target.name, "settings": settings}
-    return documents.register(store, KIND, key, facts, compute, ("weights", "natural"))
+    return json_artifacts.register(store, KIND, key, facts, compute, ("weights", "natural"))
 
 
 def _proposal(
@@ -143,7 +144,7 @@ def _proposal(
     }
 
 
-def profile_of(mixture: Mixture, target: Rung, weights: Mapping[str, float]) -> str:
+def profile_of(mixture: Mixture, target: PlannedRun, weights: Mapping[str, float]) -> str:
     """The YAML of the target's profile with these weights of its sources, named after the mixture."""
     overrides = [*target.overrides, *overrides_of(target.profile, weights)]
     return resolve.dump(resolve.load(mixture.target, overrides, mixture.name))

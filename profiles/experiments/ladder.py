@@ -1,4 +1,4 @@
-"""Ladder file: small runs whose losses forecast that of a target profile; read by `Ladder.load`."""
+"""Ladder file: small runs whose losses forecast that of a target profile."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from profiles.experiments.experiment import SmallRuns
 from profiles.sections.base import Count, Section, Size
-from profiles.sections.experiment import SmallRuns
 
 
 class RungSize(Section):
@@ -25,7 +25,7 @@ class RungSize(Section):
 class Ladder(SmallRuns):
     """A ladder file."""
 
-    shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "ladders"
+    shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "shipped/ladders"
 
     rung_overrides: list[str] = Field(
         [], description="KEY=VALUE for the rungs only, such as fewer devices; not the mathematics"

@@ -1,0 +1,116 @@
+"""LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
+
+It has one A per projection, so that a shared A is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modeling.conversion.adapters import peft_experts
+from modeling.conversion.adapters.adapters import Adapters, Factors
+from modeling.conversion.weights import global_shapes
+from modeling.models.families import huggingface_tensor
+from profiles.sections.model import Model
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODULE = "base_model.model."  # prefix of the names of PEFT's tensors
+
+
+class PeftAdapters(Adapters):
+    """The adapters in PEFT's folder. Raises ValueError if it uses features beyond plain LoRA."""
+
+    def __init__(self, folder: Path, model: Model) -> None:
+        from safetensors.torch import load_file
+
+        self.model, configuration = model, json.loads((folder / CONFIG).read_text())
+        plain = {
+            "peft_type": "LORA",
+            "use_dora": False,
+            "bias": "none",
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+        for name, value in plain.items():
+            if (configuration.get(name) or value) != value:
+                raise ValueError(f"{folder / CONFIG}: {name} = {configuration[name]} is not supported")
+        self.rank, self.dropout = configuration["r"], configuration.get("lora_dropout", 0.0)
+        self.base = configuration.get("base_model_name_or_path")
+        self._scale = scale_of(configuration, self.rank)
+        self._parameters = configuration.get("target_parameters") or []
+        self._tensors = load_file(folder / WEIGHTS)
+
+    def __iter__(self) -> Iterator[Factors]:
+        left = set(self._tensors)
+        for tensor in global_shapes(self.model):
+            where = huggingface_tensor(self.model, tensor)
+            names = [f"{MODULE}{where.name.removesuffix('.weight')}.lora_{letter}.weight" for letter in "AB"]
+            if names[0] not in self._tensors:
+                continue
+            left -= {*names}
+            a, b = (self._tensors[name].float() for name in names)
+            rows = where.index[-1 if where.transposed else 0] if where.index else slice(None)
+            yield Factors(tensor, a, b[rows], self._scale)
+        tensors = {name.removeprefix(MODULE): tensor for name, tensor in self._tensors.items()}
+        for tensor, a, b, names in peft_experts.unstacked(self.model, tensors, self.rank, self._parameters):
+            left -= {f"{MODULE}{name}" for name in names}
+            yield Factors(tensor, a, b, self._scale)
+        if left:
+            raise ValueError(f"the adapters have tensors for weights that the model lacks: {min(left)}")
+
+
+def write(adapters: Adapters, folder: Path) -> dict[str, int]:
+    """Write adapters to PEFT's folder; returns the number and bytes of its tensors.
+
+    Raises:
+        ValueError: PEFT has no format for updates of experts of this architecture.
+    """
+    from safetensors.torch import save_file
+
+    model, scale = adapters.model, 1.0
+    # by module of the Hugging Face model, which may combine several of our weights
+    stored: dict[str, list[Factors]] = {}
+    of_experts = []
+    for factors in adapters:
+        scale = factors.scale
+        if peft_experts.EXPERT.fullmatch(factors.tensor):
+            of_experts.append(factors)
+            continue
+        name = huggingface_tensor(model, factors.tensor).name
+        stored.setdefault(name.removesuffix(".weight"), []).append(factors)
+    tensors, modules = {}, set()
+    for module, parts in stored.items():
+        # In GPT-2, two modules share the last part of their names.
+        modules.add(".".join(module.split(".")[-2 if model.architecture == "gpt" else -1 :]))
+        tensors[f"{MODULE}{module}.lora_A.weight"] = parts[0].a.clone()
+        tensors[f"{MODULE}{module}.lora_B.weight"] = torch.cat([part.b for part in parts])
+    fused, parameters = peft_experts.stacked(model, of_experts)
+    tensors |= {f"{MODULE}{name}": tensor for name, tensor in fused.items()}
+    configuration = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapters.base,
+        "r": adapters.rank,
+        "lora_alpha": scale * adapters.rank,
+        "lora_dropout": adapters.dropout,
+        "target_modules": sorted(modules),
+        **({"target_parameters": parameters} if parameters else {}),
+        "fan_in_fan_out": model.architecture == "gpt",
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(configuration, indent=1) + "\n")
+    return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+
+def scale_of(configuration: Mapping[str, Any], rank: int) -> float:
+    """The factor of B A: alpha / rank, or alpha / √rank for rsLoRA."""
+    return configuration["lora_alpha"] / (math.sqrt(rank) if configuration.get("use_rslora") else rank)

@@ -1,0 +1,104 @@
+"""Exchange of rows between the order of a rank's tokens and that of its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel import collectives
+from parallel.mesh import Axis
+
+
+class Exchange:
+    """Moves rows between the order of this rank's tokens and that of this rank's experts.
+
+    Args:
+        indices: (T, k).
+        local: number of experts per rank.
+        received: (n, local) number of rows that each rank sends here for each expert, if known.
+        splits: (2, n) numbers of rows to and from each rank, on the host, if `received` is known.
+    """
+
+    def __init__(
+        self,
+        indices: Tensor,
+        local: int,
+        axis: Axis,
+        received: Tensor | None = None,
+        splits: Tensor | None = None,
+    ) -> None:
+        self.axis, self.k = axis, indices.shape[1]
+        flat = indices.flatten()
+        self.rows = len(flat)  # m, of this rank's experts
+        self.splits = flat.new_empty(0, device="cpu")
+        self.order = torch.argsort(flat, stable=True)  # (T·k)
+        numbers = torch.arange(len(flat), device=flat.device)
+        # (T, k), of each choice's row
+        self.positions = torch.empty_like(flat).scatter_(0, self.order, numbers).view_as(indices)
+        sent = torch.zeros(local * axis.size, dtype=torch.int64, device=flat.device)
+        sent.scatter_add_(0, flat, torch.ones_like(flat))  # (E)
+        if axis.size == 1:
+            self.received = sent[None]
+        else:
+            if received is None:
+                received = collectives.wait(collectives.start_all_to_all(sent, axis)).view(axis.size, local)
+            self.received = received
+            if splits is None:  # the only host synchronization of forward and backward
+                splits = torch.stack((sent.view(axis.size, local).sum(1), received.sum(1))).cpu()
+            self.splits = splits
+            self.send, self.receive = splits.tolist()
+            self.rows = sum(self.receive)
+            experts = torch.arange(local, device=flat.device).repeat(axis.size)
+            owners = experts.repeat_interleave(received.flatten(), output_size=self.rows)
+            self.regroup = torch.argsort(owners, stable=True)  # received rows, by rank, to rows by expert
+        self.counts = self.received.sum(0)  # (local) rows of each expert
+        self.offsets = self.counts.cumsum(0).to(torch.int32)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """First row of each expert and one past its last, on the host."""
+        return pairwise((0, *self.offsets.tolist()))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Repeat a token's row for each of its experts: (T, ...) -> (T·k, ...), sorted by expert."""
+        return x.index_select(0, self.order // self.k)
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """Exchange rows (T·k, ...) sorted by expert -> (m, ...) of this rank's experts, grouped by expert."""
+        if self.axis.size == 1:
+            return rows
+        arrived = collectives.start_uneven_all_to_all(rows, self.send, self.receive, self.axis)
+        return collectives.wait(arrived).index_select(0, self.regroup)
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """Return rows of this rank's experts (m, ...) to their tokens -> (T, k, ...)."""
+        return self._back(rows)[self.positions]
+
+    def sum_over_tokens(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the rows (m, h) of each token, times its weights (T, k) if given -> (T, h), in the rows' dtype."""
+        rows = self._back(rows)
+        if rows.dtype == torch.float32 and rows.device.type == "cpu":
+            weights = None if weights is None else weights.float()
+            return F.embedding_bag(self.positions, rows, mode="sum", per_sample_weights=weights)
+        chosen = rows[self.positions]  # (T, k, h)
+        return (chosen if weights is None else chosen * weights[..., None]).sum(1).to(rows.dtype)
+
+    def _back(self, rows: Tensor) -> Tensor:
+        """Send rows of this rank's experts back to their source ranks, sorted there by expert -> (T·k, ...)."""
+        if self.axis.size == 1:
+            return rows
+        ungrouped = rows.index_select(0, self.regroup.argsort())
+        return collectives.wait(
+            collectives.start_uneven_all_to_all(ungrouped, self.receive, self.send, self.axis)
+        )
+
+    def owners(self) -> Tensor:
+        """Each row's expert (m), int32."""
+        return self.of_rows(torch.arange(len(self.counts), dtype=torch.int32, device=self.counts.device))
+
+    def of_rows(self, of_experts: Tensor) -> Tensor:
+        """Repeat each expert's entry of a tensor (local, ...) for each of its rows -> (m, ...)."""
+        return of_experts.repeat_interleave(self.counts, 0, output_size=self.rows)

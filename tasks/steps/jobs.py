@@ -1,0 +1,80 @@
+"""Jobs of steps on the profile's cluster, and their log lines in the flow's log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from modeling import job_log
+from profiles.schema import Profile
+from tasks import failures
+from tasks.launchers import Job, JobFailed, create, execute
+from tasks.launchers.log_follower import LogFollower, size_of
+from tasks.step import Context
+from tasks.store.artifacts import Artifact
+
+TIMEOUT = 6 * 3600.0  # seconds, of a job that writes one file
+log = logging.getLogger(__name__)
+
+
+def cluster_job(
+    program: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, *arguments: str
+) -> Job:
+    """The program `modeling.training.<program>` on every device of the profile's cluster."""
+    store, folder, cluster = context.store, context.run_folder, context.profile.cluster
+    options = ["--run-folder", str(folder), "--cache", str(store.work_dir / "cache")]
+    options += ["--dataset", str(store.artifacts.path(dataset, with_required=False))]
+    if store.is_remote:
+        options += ["--artifacts", store.artifacts.remote_uri]
+        options += ["--checkpoints", str(store.run_folder(folder.name).checkpoints_location)]
+    if graphs is not None:
+        options += ["--graphs", str(store.artifacts.path(graphs))]
+    return Job(
+        name=program,
+        program=f"modeling.training.{program}",
+        arguments=(*options, *arguments),
+        folder=folder / "logs",
+        nodes=cluster.nodes,
+        processes=cluster.devices_per_node,
+        threads=cluster.threads,
+        key=key,
+    )
+
+
+def run_job(profile: Profile, job: Job, output: Path) -> None:
+    """Run a job that writes a file. Raises JobFailed, FatalError or TimeoutError."""
+    forwarder = LogForwarder(job.log_file)
+    launcher = create(profile.cluster.launcher, profile.cluster)
+    try:
+        execute(launcher, job, forwarder.forward, timeout=TIMEOUT, grace=0)  # there is nothing to save
+    except JobFailed as failure:
+        raise failures.explain(profile, failure) from failure
+    if not output.exists():
+        raise JobFailed(f"{job.name} ended without a result; its log: {job.log_file}")
+
+
+class LogForwarder:
+    """Forwards rank 0's log lines to the flow's log, except step lines, which the progress line replaces."""
+
+    BURST = 10  # lines at once; then one per second, and the others stay in the job's log only
+
+    def __init__(self, log_file: Path) -> None:
+        self._follower = LogFollower(log_file, start=size_of(log_file))
+        self._credit = float(self.BURST)
+        self._asked = time.monotonic()
+
+    def forward(self) -> None:
+        """Forward new lines; call it several times a second."""
+        now = time.monotonic()
+        self._credit = min(self.BURST, self._credit + now - self._asked)
+        self._asked = now
+        for line in self._follower.lines():
+            text = line.removeprefix("[rank 0] ")
+            if text == line or text.startswith("step "):
+                continue
+            if text.startswith(job_log.WARNING) or "Warning: " in text:  # ours, or one of Python's
+                log.warning("%s", text)
+            elif self._credit >= 1:
+                self._credit -= 1
+                log.info("%s", text)

@@ -1,0 +1,38 @@
+"""Activities: what uses a store's runs right now, so that garbage collection waits.
+
+Each holds a lock that is named after its kind and run. Scratch folders and new artifacts, which nothing refers to yet, belong to
+one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+from tasks.store.locks import Lock
+from tasks.store.store import Store
+
+Kind = Literal["run", "continual", "evaluate", "average", "export"]
+
+
+@contextmanager
+def begin(store: Store, kind: Kind, name: str) -> Iterator[Lock]:
+    """Hold the lock of a run's name for a block: one activity of a kind uses it at a time, others wait."""
+    with store.lock(f"{kind}-{name}") as lock:
+        with store.lock("gc"):  # wait for a garbage collection that has not seen this activity
+            pass
+        yield lock
+
+
+def holder(store: Store, kind: Kind, name: str) -> str | None:
+    """The process that performs an activity; None if there is none."""
+    return store.lock_holder(f"{kind}-{name}")
+
+
+def find_all(store: Store) -> Iterator[tuple[str, str]]:
+    """Run and process of every activity."""
+    for lock in sorted({file.partition("/")[0] for file in store.backend.files("locks")}):
+        kind, _, name = lock.partition("-")
+        if kind in get_args(Kind) and (process := store.lock_holder(lock)):
+            yield name, process
