@@ -24,11 +24,13 @@ import yaml
 
 from flows.cli.main import main, parser
 from profiles.reference import page
+from tests.docs.columns import rows_of, undocumented_columns
 from tests.flows.micro import write_profile
 from tests.forked_jobs import forked_jobs
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("flows", "tasks", "modeling", "parallel", "profiles", "benchmarks", "docs", "tests")
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.M | re.S)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|prefect|python3?(?: -P)? -m) ")
@@ -146,6 +148,7 @@ def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page
                     Path(output).write_text(printed.getvalue())
         if not cluster and "trainshed" in text:
             assert missing(sample, said.getvalue()) == [], said.getvalue()
+    assert undocumented_columns(tmp_path / "store/runs") == set(), "docs/metrics.md"
 
 
 @functools.cache
@@ -276,14 +279,22 @@ def test_profile_reference_is_current():
     )
 
 
-def test_architecture_lists_all_folders_and_the_layers_of_the_import_contracts():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    folders = {
-        str(path.parent.relative_to(ROOT))
-        for root in ("flows", "tasks", "modeling", "parallel")
-        for path in ROOT.glob(f"{root}/*/__init__.py")
+def test_architecture_lists_every_folder_and_where_to_start_reading_it():
+    roots = ("flows", "tasks", "modeling", "parallel", "profiles", "benchmarks")
+    found = {
+        f"{path.parent.relative_to(ROOT)}/" for root in roots for path in ROOT.glob(f"{root}/**/__init__.py")
     }
-    assert folders - {name.rstrip("/") for name in re.findall(r"`([a-z_]+/[a-z_]+)/`", text)} == set()
+    rows = [
+        [re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows_of(ARCHITECTURE, "## The folders")
+    ]
+    assert {folder for (folder,), *_ in rows} == found | {"tests/"}
+    starts = [ROOT / folder / file for (folder,), _, files in rows for file in files]
+    assert [path for path in starts if not path.is_file()] == []
+    assert [folder for (folder,), _, files in rows if not files] == ["tests/"]
+
+
+def test_architecture_lists_the_layers_of_the_import_contracts():
+    text = ARCHITECTURE.read_text()
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     for contract in contracts:
         if contract["name"].startswith("inside "):

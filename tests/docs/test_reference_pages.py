@@ -1,0 +1,116 @@
+"""Reference pages: metrics, events, benchmarks, deployments and the tables of caching are complete."""
+
+import ast
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from modeling.supervision.telemetry import neuron_readings
+from modeling.training.expert_load import ExpertLoad
+from modeling.training.metrics import GROUPS, tag
+from profiles import resolve
+from profiles.objectives import PAIR_METRICS
+from profiles.schema import Train
+from tasks.keys import NOT_MATHEMATICS, SCHEDULE
+from tests.docs.columns import documented_columns, rows_of
+from tests.docs.test_docs import check_words, deployments
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+EXPERTS = ExpertLoad(loads=[[1.0]], dropped=[0.0], balance_losses=[0.0], z_losses=[0.0]).metrics()
+NEURON = {"neuroncores_in_use": {"0": {"neuroncore_utilization": 50.0}}}
+READINGS = neuron_readings({"neuron_runtime_data": [{"report": {"neuroncore_counters": NEURON}}]})
+
+
+def test_metrics_page_lists_every_column_that_the_code_names():
+    columns = {*itertools.chain.from_iterable(GROUPS.values()), *EXPERTS, *PAIR_METRICS, *READINGS}
+    assert columns - documented_columns().keys() == set()
+
+
+def test_tensorboard_names_on_the_metrics_page_are_those_of_the_code():
+    layers = {f"{name}_by_layer": f"{tag(name)}/layer_0" for name in EXPERTS}
+    for column, shown in documented_columns().items():
+        expected = layers.get(column, tag(column))
+        assert shown == ("" if column in ("step", "time", "rank_seconds") else expected)
+
+
+def recorded_events() -> set[str]:
+    """Names of the events that ranks record: literals in calls of `record_event` and `Reporter.event`."""
+    found = set()
+    for path in (ROOT / "modeling").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            number = {"record_event": 1, "event": 0}.get(name)
+            argument = node.args[number] if number is not None and len(node.args) > number else None
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                found.add(argument.value)
+    return found
+
+
+def test_metrics_page_lists_every_event():
+    listed = {row[0] for row in rows_of(DOCS / "metrics.md", "## Events")}
+    assert {name.strip("`") for name in listed} == recorded_events() | {
+        "<step> tried again",
+        "<step> failed",
+    }
+
+
+def programs() -> set[str]:
+    """The runnable modules of `benchmarks`."""
+    paths = (
+        path for path in (ROOT / "benchmarks").rglob("*.py") if '__name__ == "__main__"' in path.read_text()
+    )
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+
+
+def test_benchmarks_page_lists_every_program_with_a_valid_command():
+    commands = re.findall(r"^\| `(python -m benchmarks\.[^`]+)`", (DOCS / "benchmarks.md").read_text(), re.M)
+    assert {command.split()[2] for command in commands} == programs()
+    for command in commands:
+        check_words(shlex.split(command), command)
+
+
+def test_deployments_page_lists_every_deployment_with_its_parameters():
+    listed = {}
+    for names, _, parameters in rows_of(DOCS / "watching.md", "### Deployments"):
+        found = set(re.findall(r"`(\w+)`", parameters))
+        listed |= dict.fromkeys(re.findall(r"`([^`]+)`", names), found)
+    profiles = set(resolve.names())
+    for name, parameters in deployments().items():
+        flow, _, deployment = name.partition("/")
+        key = f"{flow}/<profile>" if flow in ("pretrain", "finetune") and deployment in profiles else name
+        assert listed[key] == parameters, name
+    flows_of_profiles = {f"{flow}/<profile>" for flow in ("pretrain", "finetune")}
+    assert listed.keys() - flows_of_profiles <= deployments().keys()
+
+
+def keys_in(cells: list[str]) -> set[str]:
+    """Profile keys in cells of a table, with `section.{a,b}` expanded."""
+    found = set()
+    for code in re.findall(r"`([^`]+)`", " ".join(cells)):
+        section, _, names = code.partition(".")
+        found |= {f"{section}.{name}" for name in names.strip("{}").split(",")}
+    return found
+
+
+def test_caching_page_separates_keys_that_make_another_run():
+    text = DOCS / "caching.md"
+    first, second = (
+        keys_in([row[0] for row in rows_of(text, "## What runs again", number)]) for number in (0, 1)
+    )
+    train = {f"train.{name}" for name in Train.model_fields}
+    assert first & train == {f"train.{name}" for name in {*NOT_MATHEMATICS, "steps"}}
+    assert second & train <= train - {f"train.{name}" for name in NOT_MATHEMATICS}
+    identity = text.read_text().partition("## Run identity\n")[2].partition("\n## ")[0]
+    lists = re.findall(r"^ +- (?:keys|the learning rate)[^:]*: ((?:.|\n)*?)(?=\n +- |\n\n)", identity, re.M)
+    assert [set(re.findall(r"`(\w+)`", names)) for names in lists] == [NOT_MATHEMATICS, SCHEDULE]
+
+
+@pytest.mark.parametrize("page", ["metrics.md", "benchmarks.md"])
+def test_readme_links_to_reference_pages(page):
+    assert f"(docs/{page})" in (ROOT / "README.md").read_text()
