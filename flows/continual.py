@@ -76,7 +76,7 @@ def _round(context: Context) -> State[Any]:
     current = series.promoted_model(store, profile.name)
     if current is None:
         missing = f"run {profile.name} has no finished model to continue; train it to its last step and export it first"
-        return Completed(name="NothingYet", message=missing)
+        return Completed(name="NoFinishedRun", message=missing)
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data; a finished one that was not promoted looks for new data.
@@ -86,7 +86,7 @@ def _round(context: Context) -> State[Any]:
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:
-            return Completed(name="NothingNew", message=f"{current.run} was trained on all of the data")
+            return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
 
         base = runs.fetch(store, current.run)
         weights = series.latest_checkpoint(store, current)

@@ -35,8 +35,8 @@ FINAL_STATES = (
     GATE_MISSED,
     "Promoted",
     "NotPromoted",
-    "NothingNew",
-    "NothingYet",
+    "NoNewData",
+    "NoFinishedRun",
 )
 
 

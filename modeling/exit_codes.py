@@ -33,12 +33,15 @@ def code_of(program: Callable[[], int]) -> int:
             return 1
         log.exception("rejected")
         return REJECTED
-    except (MemoryError, RuntimeError) as error:
+    except (
+        Exception
+    ) as error:  # not raised: at its exit, a process would wait for process groups that others still use
         torch = sys.modules.get("torch")  # not imported: launchers and tokenization do not need it
-        if not isinstance(error, MemoryError) and not (torch and isinstance(error, torch.OutOfMemoryError)):
-            raise
-        log.exception("out of memory")
-        return OUT_OF_MEMORY
+        if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+            log.exception("out of memory")
+            return OUT_OF_MEMORY
+        log.exception("failed")
+        return 1
 
 
 def _follows_failed_read(error: BaseException | None) -> bool:

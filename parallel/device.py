@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,7 +174,8 @@ CUDA = Device(
     environment=(
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # cuBLAS is deterministic with a fixed-size workspace only
         ("TORCH_FR_BUFFER_SIZE", "2000"),  # last collectives of each process, to debug hangs
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),  # less fragmentation
+        # Less fragmentation; and page-locked copies of checkpoints take their size, not the next power of 2.
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1"),
     ),
 )
 # EFA is the nodes' network. Without a rendezvous address the runtime hangs at startup.
@@ -235,10 +237,12 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
     if kind not in KINDS:
         raise ValueError(f"device {kind!r} is not one of {', '.join(KINDS)}")
     if accelerator is None and kind == "cuda" and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name().lower()
-        accelerator = next((name for name in ACCELERATORS if name in gpu), None)
-        if accelerator is None:
-            return replace(CUDA, memory_bytes=torch.cuda.get_device_properties().total_memory)
+        words = re.split(r"\W+", torch.cuda.get_device_name().lower())
+        found = next((ACCELERATORS[word] for word in words if word in ACCELERATORS), CUDA)
+        memory = (
+            torch.cuda.get_device_properties().total_memory
+        )  # less than its name suggests if it is partitioned
+        return replace(found, memory_bytes=min(memory, found.memory_bytes or memory))
     if accelerator is None:
         return KINDS[kind]
     if accelerator not in ACCELERATORS or ACCELERATORS[accelerator].type != kind:

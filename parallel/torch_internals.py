@@ -63,6 +63,7 @@ NAMES = {
     "counters": "torch._dynamo.utils.counters",
     "dynamo": "torch._dynamo",
     "functorch_config": "torch._functorch.config",
+    "partitioners": "torch._functorch.partitioners",  # its has_recomputable_rng_ops is replaced
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
     "compile_fx_inner": "torch._inductor.compile_fx.compile_fx_inner",
     "CustomGraphPass": "torch._inductor.custom_graph_pass.CustomGraphPass",

@@ -53,6 +53,7 @@ class TrainingProgress:
         self._steps = profile.train.steps
         self._validation = validation_name(profile.evaluate.batches)
         self._lowest: dict[str, Any] | None = None  # evaluation
+        self._warned: dict[str, Any] | None = None  # lowest evaluation above which a warning was logged
         self._user_metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._logged_at = 0.0
@@ -97,7 +98,9 @@ class TrainingProgress:
     def _log_evaluation(self, row: dict[str, Any]) -> None:
         metrics = "".join(f", {name} {format_value(row[name])}" for name in self._user_metrics if name in row)
         log.info("step %d: %s %.4f%s", row["step"], self._validation, row["validation_loss"], metrics)
-        if warning := rise_warning(self._lowest, row):
+        warning = rise_warning(self._lowest, row)
+        if warning and self._warned is not self._lowest:
+            self._warned = self._lowest
             log.warning("warning: %s", warning)
 
 

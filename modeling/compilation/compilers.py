@@ -16,7 +16,8 @@ import shutil
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,23 @@ from parallel.host_products import ONEDNN_PRODUCTS
 from profiles.schema import Profile
 
 Compiled = Callable[..., Any]
+
+
+@contextmanager
+def without_random_state() -> Iterator[None]:
+    """Partition graphs without saving the state of random numbers for recomputed operators.
+
+    Because torch's attention could drop out, it would be called by an operator that saves or restores this state, which needs
+    more inputs and which not every compiler supports. Our dropout is stateless (parallel/random.py).
+    """
+    from parallel.torch_internals import partitioners
+
+    found = partitioners.has_recomputable_rng_ops
+    partitioners.has_recomputable_rng_ops = lambda graph: False
+    try:
+        yield
+    finally:
+        partitioners.has_recomputable_rng_ops = found
 
 
 class Compiler(ABC):
@@ -68,7 +86,7 @@ class Compiler(ABC):
         from parallel.torch_internals import functorch_config as functorch
 
         # By default backward is compiled when first run, after its misses and hits have been counted.
-        with functorch.patch(force_non_lazy_backward_lowering=True):
+        with functorch.patch(force_non_lazy_backward_lowering=True), without_random_state():
             return self._backend()(graph, inputs)
 
 

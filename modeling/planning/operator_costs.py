@@ -44,6 +44,8 @@ _GATHERS = (all_gather_into_tensor, all_gather_into_tensor_out)
 _COLLECTIVES = (*_GATHERS, reduce_scatter_tensor, all_reduce, all_to_all_single)
 _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
 _EXPERTS = (_ours.experts, _ours.experts_backward)
+# products of scores, by operator
+_FLEX = {torch.ops.higher_order.flex_attention: 2, torch.ops.higher_order.flex_attention_backward: 5}
 _ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS)
 
 
@@ -55,6 +57,14 @@ def operator_flops(operator: OpOverload, arguments: Sequence[Any], result: Any) 
     """FLOPs of a call; 0 for operators other than matrix products and attention."""
     found = operator_product(operator, arguments, result)
     return found[1] if found else 0
+
+
+def masked_attention_flops(target: Any, arguments: Sequence[Any]) -> int:
+    """FLOPs of a call of FlexAttention, as if its mask were causal; 0 for other targets."""
+    if target not in _FLEX:
+        return 0
+    (b, n, s, d), keys = arguments[0].shape, arguments[1].shape[2]
+    return int(_FLEX[target] * 2 * b * n * s * visible_keys(keys) * d)
 
 
 def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any) -> tuple[Shape, int] | None:

@@ -27,10 +27,12 @@ class StepTrace:
             self._profiler = profile(activities=supported_activities(), record_shapes=True)
             self._profiler.start()
 
-    def end(self, step: int) -> Path | None:
-        """Call after a step; returns the trace file after the last step of the range."""
-        if self._steps is None or self._profiler is None or step < self._steps[1]:
-            return None
+    def ends_with(self, step: int) -> bool:
+        """Whether a trace ends with this step: then call `write` after it."""
+        return self._steps is not None and self._profiler is not None and step >= self._steps[1]
+
+    def write(self, step: int) -> Path:
+        """Write the trace, which takes up to minutes, after the last step of the range; returns its file."""
         self._profiler.stop()
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"steps_{self._first}-{step}.json.gz"

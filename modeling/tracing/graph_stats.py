@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from modeling.planning.operator_costs import operator_flops, operator_volume, tensors_in
+from modeling.planning.operator_costs import (
+    masked_attention_flops,
+    operator_flops,
+    operator_volume,
+    tensors_in,
+)
 from parallel.torch_internals import OpOverload, tree_map, wait_tensor
 
 
@@ -83,6 +88,7 @@ def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[s
         sent[axis] += size
     names = Counter(str(operator.overloadpacket) for operator, _, _ in calls)
     flops = sum(operator_flops(*call) for call in calls)
+    flops += sum(masked_attention_flops(node.target, tree_map(_value, node.args)) for node in nodes)
     return GraphStats(len(nodes), flops, dict(+sent), _peak(graph, consumed), dict(sorted(names.items())))
 
 
@@ -142,9 +148,14 @@ def _operator_call(node: Node) -> Iterator[tuple[OpOverload, list[Any]]]:
     """The operator that a node calls, and its arguments; nothing for Python's getitem."""
     if isinstance(node.target, OpOverload):
         yield node.target, list(node.args)
-    elif node.args and isinstance(node.args[0], OpOverload):  # one that changes its inputs, functionalized
-        operator = node.args[0]
-        yield operator, [node.kwargs.get(argument.name) for argument in operator._schema.arguments]
+        return
+    position = next((i for i, argument in enumerate(node.args) if isinstance(argument, OpOverload)), None)
+    if (
+        position is not None
+    ):  # called by a higher-order operator, which names the arguments if it functionalizes the call
+        operator, arguments = node.args[position], list(node.args[position + 1 :])
+        names = [argument.name for argument in operator._schema.arguments]
+        yield operator, arguments or [node.kwargs.get(name) for name in names]
 
 
 def _value(argument: Any) -> Any:

@@ -179,7 +179,8 @@ class Recorder(RegionBackends):
 
         partition = min_cut_rematerialization_partition
         capture = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=partition)
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        lowering = functorch_config.patch(force_non_lazy_backward_lowering=True)
+        with lowering, compilers.without_random_state():
             return capture(graph, inputs)
 
 

@@ -7,8 +7,6 @@ from softmax(logits / TEMPERATURE) over the TOP_K most likely tokens, with a fix
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -63,8 +61,7 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) ->
         None if each is None else page_locked(each, trainer.torch_device) for each in (tokens, documents)
     )
     batch = Batch(samples, documents) if trainer.reads_samples else Batch()
-    with _collect_hidden_states(trainer) as hidden_states:
-        trainer.evaluate(batch, len(tokens))
+    hidden_states = trainer.hidden_states(batch)
     positions = zigzag_positions(tokens.shape[1] - 1, mesh.context.size, mesh.context.rank).tolist()
     local = positions.index(position) if position in positions else None  # on one context rank
     if trainer.last:
@@ -89,13 +86,3 @@ def _draw(logits: Tensor, seed: int) -> Tensor:
     probabilities = torch.softmax(top / TEMPERATURE, -1)
     choice = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(seed))
     return ids.gather(1, choice)[:, 0]
-
-
-@contextmanager
-def _collect_hidden_states(trainer: Trainer) -> Iterator[list[Tensor]]:
-    """Collect each microbatch's hidden states instead of computing the loss, on last-stage ranks."""
-    trainer.collected = []
-    try:
-        yield trainer.collected
-    finally:
-        trainer.collected = None

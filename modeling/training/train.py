@@ -126,8 +126,9 @@ class TrainingRun:
             self.step += 1
             self.trace.begin(self.step)
             self._queue_step()
-            if path := self.trace.end(self.step):
-                log.info(f"trace of the last steps: {path}")
+            if self.trace.ends_with(self.step):
+                with self.watchdog.phase("save"):
+                    log.info(f"trace of the last steps: {self.trace.write(self.step)}")
             if not self._needs_results():
                 continue
             loss = self._finish_step()

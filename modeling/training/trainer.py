@@ -40,6 +40,15 @@ from modeling.models.build import (
 from modeling.models.language_model import LanguageModel
 from modeling.supervision.timeouts import Timeouts
 from modeling.training import user_functions
+from modeling.training.outputs import (
+    HiddenStates,
+    LogProbabilities,
+    Output,
+    PairLoss,
+    Pairs,
+    TokenLoss,
+    nothing,
+)
 from modeling.training.preference import loss as preference
 from modeling.training.preference.reference_model import ReferenceModel
 from modeling.training.step_functions import StepFunctions
@@ -89,7 +98,6 @@ class Trainer:
         positions: (s/c) positions of this context rank in a sample.
         reference_model: the copy of the initial weights that rates pairs; None unless the profile needs one.
         user_loss: the user's `train.loss`; None for cross-entropy.
-        collected: list that receives each microbatch's final hidden states instead of computing a loss; None: compute the loss.
     """
 
     def __init__(self, profile: Profile, graphs: Path | None = None, *, precompiled: bool = False) -> None:
@@ -114,20 +122,18 @@ class Trainer:
         self.user_loss = user_functions.load(profile.train.loss) if profile.train.loss else None
         metrics = profile.evaluate.metrics
         self._metrics = {name.partition(":")[2]: user_functions.load(name) for name in metrics}
-        self._evaluating = self._counting = False
-        self.collected: list[Tensor] | None = None
         self.experts = experts_by_layer(self.stages.values())
-        # preference pairs: log-probabilities under the reference model, and list that receives those of the answers
-        self._reference: Tensor | None = None
-        self._answers: list[Tensor] | None = None
-        self._pair_settings = preference_settings(profile)
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.functions = StepFunctions(self.compile)
         # the last step's factor of losses, and the same on the device
         self._last_scale: tuple[float, Tensor] | None = None
-        self._zero = self._pairs_per_token = torch.zeros((), device=self.torch_device)
+        self._zero = torch.zeros((), device=self.torch_device)
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
+        self._pairs = Pairs(
+            self.functions, preference_settings(profile), len(self.positions), profile.answers_per_row
+        )
+        self._output: Output = nothing(self._zero)  # of the current pass
         self.pipeline = self._pipeline(self.stages, len(layers))
         self.reference_model: ReferenceModel | None = None
         if profile.copies_reference:
@@ -164,45 +170,13 @@ class Trainer:
             hidden=(tokens // sequence_shards, profile.model.hidden_size),
             dtype=DTYPES[profile.train.precision],
             device=self.torch_device,
-            loss=self._loss,
+            loss=self._last_stage,
             add=self.functions.add,
             constants={"positions": self.positions},
         )
 
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Summed loss of the last stage's hidden states; in evaluation followed by the summed user metrics."""
-        if self._counting:
-            return self._zero
-        if self.collected is not None:
-            self.collected.append(x.detach())
-            return self._zero
-        stage = self.stages[max(self.stages)]
-        if self.profile.rows_per_sample > 1:
-            return self._preference_loss(stage, x, targets)
-        if self.user_loss is None and not (self._evaluating and self._metrics):
-            return stage.loss(x, targets)
-        losses = [] if self.user_loss else [stage.loss(x, targets)]
-        functions = [self.user_loss] if self.user_loss else []
-        if self._evaluating:
-            functions += self._metrics.values()
-        sums = self.functions.user_sums(functions, **stage.logits_arguments(x), targets=targets)
-        return self.functions.stack(losses + sums) if self._evaluating else sums[0]
-
-    def _preference_loss(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
-        """Loss of a microbatch's pairs; in evaluation their number, their loss and the sums of their metrics."""
-        settings, functions = self._pair_settings, self.functions
-        split = functions.split_targets(targets, len(self.positions), settings.kind == "orpo")
-        wanted, answer, numbers, rows = split
-        width = 1 if numbers is None else self.profile.answers_per_row
-        losses = stage.token_losses(x.detach(), wanted)  # (2b, s/c)
-        if self._answers is not None:
-            self._answers.append(functions.log_probabilities(losses, numbers, width))
-            return self._zero
-        pairs = answer, numbers, rows, self._reference, width, self.mesh.context, self._pairs_per_token
-        sums, weights = functions.score_pairs(settings, losses, *pairs, not self._evaluating)
-        if weights is None:
-            return sums
-        return functions.with_value(stage.loss(x, wanted, weights), sums)
+    def _last_stage(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self._output(self.stages[max(self.stages)], x, targets)
 
     @property
     def metrics(self) -> list[str]:
@@ -264,7 +238,7 @@ class Trainer:
         """
         settings = self.profile.train
         tokens, targets, masks = self._shard(batch)
-        self._prepare_pairs((tokens, targets, masks), batch.reference, pairs_per_token)
+        output = self._losses(batch, (tokens, targets, masks), pairs_per_token, training=True)
         if settings.balance == "global" and self.profile.model.num_experts is not None:
             self._count_choices(tokens, targets, masks)
         extra = masks
@@ -275,10 +249,11 @@ class Trainer:
             keys = sample_keys(settings.seed, torch.arange(rows, rows + count))
             extra = {"samples": devices.upload(keys, self.torch_device), **masks}
         factor, total = self._scale(scale), None
+        self._output = output
         if self.pipeline:
             return self.functions.multiply(self.pipeline.train(tokens, targets, factor, **extra), factor)
         for x, y, inputs in self._microbatches(tokens, targets, extra):
-            loss = self._loss(self.stages[0](x, self.positions, **inputs), y)
+            loss = self._last_stage(self.stages[0](x, self.positions, **inputs), y)
             loss.backward(factor.to(loss.dtype))
             total = loss.detach() if total is None else self.functions.add(total, loss.detach())
         return self.functions.multiply(total, factor)
@@ -300,15 +275,7 @@ class Trainer:
         if loads:
             self.functions.clear(loads)
         with counting_choices(self.experts.values()):
-            if self.pipeline:
-                self._counting = True
-                try:
-                    self.pipeline.evaluate(tokens, targets, **masks)
-                finally:
-                    self._counting = False
-            else:
-                for x, _, inputs in self._microbatches(tokens, targets, masks):
-                    self.stages[0](x, self.positions, **inputs)
+            self._run(nothing(self._zero), tokens, targets, masks)
         if loads:
             counts = self.functions.place(loads, numbers, model.num_hidden_layers, self.mesh.tensor.size)
         else:
@@ -334,15 +301,34 @@ class Trainer:
             finally:
                 self.stages, self.pipeline = own
 
-    def _prepare_pairs(self, local: Local, reference: Tensor | None, pairs_per_token: float) -> None:
-        if self.profile.scores_pairs_in_step and self.collected is None:
+    def _losses(self, batch: Batch, local: Local, pairs_per_token: float, *, training: bool) -> Output:
+        """The output that computes a batch's losses; runs the reference model if pairs need it."""
+        if self.profile.rows_per_sample == 1:
+            return TokenLoss(self.functions, self.user_loss, None if training else [*self._metrics.values()])
+        reference, ratio = batch.reference, self._zero
+        if self.profile.scores_pairs_in_step:
             with self.reference_weights():
-                reference = all_reduce(self._answer_log_probabilities(*local), self.mesh.context)
+                reference = all_reduce(self._log_probabilities(*local), self.mesh.context)
         if reference is not None:
             reference = reference.to(self.torch_device, non_blocking=True).view(len(reference), -1)
-        self._reference = reference
-        if self._pair_settings.kind == "orpo":
-            self._pairs_per_token = devices.upload(torch.tensor(pairs_per_token), self.torch_device)
+        if self._pairs.settings.kind == "orpo":
+            ratio = devices.upload(torch.tensor(pairs_per_token), self.torch_device)
+        return PairLoss(self._pairs, self.mesh.context, reference, ratio, training)
+
+    @torch.no_grad()
+    def _run(
+        self, output: Output, tokens: Tensor | None, targets: Tensor | None, inputs: dict[str, Tensor]
+    ) -> list[Tensor]:
+        """Forward passes over m microbatches without gradients. Returns outputs, whose sum is the batch's."""
+        self._output = output
+        try:
+            if self.pipeline:
+                return [self.pipeline.evaluate(tokens, targets, **inputs)]
+            microbatches = self._microbatches(tokens, targets, inputs)
+            stage, positions = self.stages[0], self.positions
+            return [self._last_stage(stage(x, positions, **own), y) for x, y, own in microbatches]
+        finally:
+            self._output = nothing(self._zero)  # releases what the output holds
 
     def _microbatches(
         self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
@@ -363,50 +349,35 @@ class Trainer:
             [tokens or pairs, loss, *metrics] of this rank, float32 on the device; zeros without the last stage.
         """
         tokens, targets, masks = self._shard(batch)
-        self._prepare_pairs((tokens, targets, masks), batch.reference, pairs_per_token)
-        count = None
-        if targets is not None and self.collected is None:
+        output, count = self._losses(batch, (tokens, targets, masks), pairs_per_token, training=False), None
+        if targets is not None:
             rows = devices.upload(torch.tensor(counted, dtype=torch.int32), self.torch_device)
             targets, count = self.functions.count_targets(targets, rows, kind_of_samples(self.profile))
-        self._evaluating = True
-        try:
-            if self.pipeline:
-                sums = self.pipeline.evaluate(tokens, targets, **masks)
-            else:
-                microbatches = self._microbatches(tokens, targets, masks)
-                stage, positions = self.stages[0], self.positions
-                losses = (self._loss(stage(x, positions, **inputs), y) for x, y, inputs in microbatches)
-                sums = reduce(self.functions.add, losses)
-        finally:
-            self._evaluating = False
-        if self.collected is not None or not self.last:
+        sums = reduce(self.functions.add, self._run(output, tokens, targets, masks))
+        if not self.last:
             return devices.upload(torch.zeros(2 + len(self.metrics)), self.torch_device)
         return sums if count is None else self.functions.result(count, sums)
 
+    def hidden_states(self, batch: Batch) -> list[Tensor]:
+        """Final hidden states of each microbatch; empty without the last stage."""
+        output = HiddenStates(self._zero)
+        self._run(output, *self._shard(batch))
+        return output.collected
+
     def answer_log_probabilities(self, batch: Batch) -> Tensor:
         """Log-probabilities (m·b, answers) of pair rows: this rank's partial sum over its tokens, on device."""
-        return self._answer_log_probabilities(*self._shard(batch))
+        return self._log_probabilities(*self._shard(batch))
 
     @torch.no_grad()
-    def _answer_log_probabilities(
+    def _log_probabilities(
         self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]
     ) -> Tensor:
-        self._answers = []
-        try:
-            if self.pipeline:
-                self.pipeline.evaluate(tokens, targets, **masks)
-            else:
-                for x, y, inputs in self._microbatches(tokens, targets, masks):
-                    self._loss(self.stages[0](x, self.positions, **inputs), y)
-            shape = (
-                self.profile.micro_batch_rows * self.profile.accumulation_steps,
-                self.profile.answers_per_row,
-            )
-            if not self.last:
-                return torch.zeros(shape, device=self.torch_device)
-            return self.functions.concatenate(self._answers)
-        finally:
-            self._answers = None
+        output = LogProbabilities(self._pairs, self._zero)
+        self._run(output, tokens, targets, masks)
+        if self.last:
+            return self.functions.concatenate(output.collected)
+        rows = self.profile.micro_batch_rows * self.profile.accumulation_steps
+        return torch.zeros(rows, self.profile.answers_per_row, device=self.torch_device)
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Sum numbers over all axes but tensor, along which they must be equal; one all-reduce on the device."""
@@ -430,7 +401,9 @@ class Trainer:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self.mesh.close()
+        # After an error, the others wait in a collective. NCCL would wait for them here, so that the error is never reported.
+        if failure[0] is None or self.device.type == "cpu":
+            self.mesh.close()
         if self._started and failure[0] is None:
             dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ class Exchange:
         indices: (T, k).
         local: number of experts per rank.
         received: (n, local) number of rows that each rank sends here for each expert, if known.
-        splits: (2, n) numbers of rows to and from each rank, on the host, if `received` is known.
+        splits: (2, n) numbers of rows to and from each rank, on the host, if `received` is known and n > 1.
     """
 
     def __init__(
@@ -35,20 +35,18 @@ class Exchange:
         flat = indices.flatten()
         self.rows = len(flat)  # m, of this rank's experts
         self.splits = flat.new_empty(0, device="cpu")
-        self.order = torch.argsort(flat, stable=True)  # (T·k)
-        numbers = torch.arange(len(flat), device=flat.device)
-        # (T, k), of each choice's row
-        self.positions = torch.empty_like(flat).scatter_(0, self.order, numbers).view_as(indices)
-        sent = torch.zeros(local * axis.size, dtype=torch.int64, device=flat.device)
-        sent.scatter_add_(0, flat, torch.ones_like(flat))  # (E)
-        if axis.size == 1:
-            self.received = sent[None]
-        else:
-            if received is None:
-                received = collectives.wait(collectives.start_all_to_all(sent, axis)).view(axis.size, local)
-            self.received = received
-            if splits is None:  # the only host synchronization of forward and backward
-                splits = torch.stack((sent.view(axis.size, local).sum(1), received.sum(1))).cpu()
+        # Sorts instead of scatters, for which deterministic GPUs launch a dozen kernels.
+        by_expert, self.order = flat.sort(stable=True)  # (T·k)
+        self.positions = self.order.argsort().view_as(indices)  # (T, k), of each choice's row
+        if received is None:
+            edges = torch.arange(local * axis.size + 1, device=flat.device)
+            received = sent = torch.searchsorted(by_expert, edges).diff().view(axis.size, local)
+            if axis.size > 1:
+                received = collectives.wait(collectives.start_all_to_all(sent.flatten(), axis)).view_as(sent)
+                # the only host synchronization of forward and backward
+                splits = torch.stack((sent.sum(1), received.sum(1))).cpu()
+        self.received = received
+        if axis.size > 1:
             self.splits = splits
             self.send, self.receive = splits.tolist()
             self.rows = sum(self.receive)
@@ -83,6 +81,10 @@ class Exchange:
         if rows.dtype == torch.float32 and rows.device.type == "cpu":
             weights = None if weights is None else weights.float()
             return F.embedding_bag(self.positions, rows, mode="sum", per_sample_weights=weights)
+        if rows.is_cuda:
+            from parallel.experts import gpu_sums
+
+            return gpu_sums.sum_rows(rows, self.positions, weights)
         chosen = rows[self.positions]  # (T, k, h)
         return (chosen if weights is None else chosen * weights[..., None]).sum(1).to(rows.dtype)
 

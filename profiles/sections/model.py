@@ -70,7 +70,8 @@ class Model(Section):
     )
     sliding_window: Count | None = Field(
         None,
-        description="number of preceding tokens, itself included, that a token attends to; null: all (mistral, gpt_oss)",
+        description="number of preceding tokens, itself included, that a token attends to; null: all (mistral, mixtral, "
+        "gpt_oss)",
     )
     full_attention_every: Count | None = Field(
         None,

@@ -127,13 +127,13 @@ def joint_graphs() -> Iterator[list[tuple[str, str]]]:
 
 def run_with_slow_device(run: Path, dataset: Path) -> object:
     """Train with a device of rank 1 that takes long for each microbatch, which costs its host no time."""
-    loss = Trainer._loss
+    last_stage = Trainer._last_stage
 
     def slow(trainer: Trainer, *inputs: torch.Tensor) -> torch.Tensor:
         queue_work(SLOW_SECONDS if trainer.mesh.rank == 1 else 0)
-        return loss(trainer, *inputs)
+        return last_stage(trainer, *inputs)
 
-    with mock.patch.object(Trainer, "_loss", slow), mock.patch.object(stragglers, "WINDOW", 2):
+    with mock.patch.object(Trainer, "_last_stage", slow), mock.patch.object(stragglers, "WINDOW", 2):
         return run_training(run, dataset)
 
 

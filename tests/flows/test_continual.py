@@ -65,7 +65,7 @@ def series(prefect_server, tmp_path_factory):
     def night(*overrides: str, store=store):
         return continual(str(path), [*ROUND, *overrides], None, str(store), return_state=True)
 
-    assert night().name == "NothingYet"
+    assert night().name == "NoFinishedRun"
     pretrain(str(path), [], None, str(store))
     return texts, store, night
 
@@ -77,7 +77,7 @@ def corpus_of(store, run: str) -> dict:
 
 def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     texts, store, night = series
-    assert night().name == "NothingNew"
+    assert night().name == "NoNewData"
 
     write_texts(texts / "1.jsonl", 2)
     state = night("train.steps=null", "train.epochs=1")
@@ -97,7 +97,7 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     log = (store / "runs/nightly-round-1/logs/train.log").read_text()
     assert "optimizer and schedule restart" in log
     assert (store / "runs/nightly-round-1/export/config.json").exists()
-    assert night().name == "NothingNew"
+    assert night().name == "NoNewData"
 
     # A worse model is evaluated but not promoted; its data may be used again.
     write_texts(texts / "2.jsonl", 3)
@@ -112,7 +112,7 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
         thread.start()
     for thread in nights:
         thread.join()
-    assert sorted(state.name for state in states) == ["NothingNew", "Promoted"]
+    assert sorted(state.name for state in states) == ["NoNewData", "Promoted"]
     standing = json.loads((store / "runs/nightly/standing.json").read_text())
     assert (standing["run"], standing["round"]) == ("nightly-round-2", 2)
     lineage = list(ledger.lineage(Store(str(store)), standing["identity"]))
@@ -160,7 +160,7 @@ def test_run_exported_before_its_end_is_not_continued(series, tmp_path):
     identity = json.loads((copy / "runs/nightly/inputs.json").read_text())["identity"]
     (copy / "ledger" / f"{identity}.json").unlink()
     state = night(store=copy)
-    assert state.name == "NothingYet"
+    assert state.name == "NoFinishedRun"
     assert "train it to its last step" in state.message
 
 
@@ -189,7 +189,7 @@ def test_series_on_s3_continues_on_any_machine(prefect_server, tmp_path, monkeyp
             return continual(str(path), [*ROUND, work, *overrides], None, store, return_state=True)
 
         pretrain(str(path), [f"cluster.work_dir={tmp_path / 'first'}"], None, store)
-        assert night("second").name == "NothingNew"
+        assert night("second").name == "NoNewData"
         write_texts(texts / "1.jsonl", 2)
         state = night("second", "evaluate.tolerance=1")
         assert state.name == "Promoted", state.message
@@ -203,7 +203,7 @@ def test_series_on_s3_continues_on_any_machine(prefect_server, tmp_path, monkeyp
         } <= kept.keys()
 
         # A machine new to the series; its restored run folder does not undo a promotion made elsewhere.
-        assert night("third").name == "NothingNew"
+        assert night("third").name == "NoNewData"
         for name in ("nightly", "nightly-round-1"):
             for file in bucket.files(f"runs/{name}/export"):
                 bucket.remove(f"runs/{name}/export/{file}")

@@ -86,14 +86,14 @@ def test_run_without_heartbeats_crashes_with_one_alert(prefect_server, automatio
         assert killed.state.is_running()
         for run in runs:
             heartbeat(run)
-        client.set_flow_run_state(finished.id, Completed(name="NothingNew"))
+        client.set_flow_run_state(finished.id, Completed(name="NoNewData"))
         deadline = time.monotonic() + 60
         while not client.read_flow_run(killed.id).state.is_crashed():
             assert time.monotonic() < deadline
             time.sleep(SILENCE / 2)  # half the allowed silence: in practice, a server outage of three minutes
             heartbeat(without_server)
         assert client.read_flow_run(without_server.id).state.is_running()
-        assert client.read_flow_run(finished.id).state.name == "NothingNew"
+        assert client.read_flow_run(finished.id).state.name == "NoNewData"
     webhook.wait_for((name, "failed"))
     emit("started", "later", "after the crash")
     webhook.wait_for(("later", "started"))

@@ -1,10 +1,13 @@
 """Exit codes of errors: the input is rejected, or a file could not be read and a retry may succeed."""
 
 import errno
+from types import SimpleNamespace
 
 import pytest
 
 from modeling import exit_codes
+from modeling.training.trainer import Trainer
+from parallel import device as devices
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,24 @@ def test_failed_read_behind_an_error_is_retryable(cause, code):
         raise ValueError("rejected")
 
     assert exit_codes.code_of(program) == code
+
+
+def test_any_other_error_is_logged_and_ends_the_program(caplog):
+    """Not raised: an interpreter that ends by itself waits for process groups that other ranks still use."""
+
+    def program() -> int:
+        raise TypeError("of a user's function")
+
+    assert exit_codes.code_of(program) == 1
+    assert "TypeError: of a user's function" in caplog.text
+
+
+@pytest.mark.parametrize(("device", "error", "closes"), [("h100", OSError(), False), ("h100", None, True)])
+def test_failed_rank_does_not_wait_for_the_others_to_close_process_groups(device, error, closes):
+    """A mock of the mesh: NCCL's groups, whose destruction waits for all ranks, need GPUs."""
+    closed = []
+    trainer = object.__new__(Trainer)
+    trainer.device, trainer._started = devices.ACCELERATORS[device], False
+    trainer.mesh = SimpleNamespace(close=lambda: closed.append(True))
+    trainer.__exit__(error and type(error), error, None)
+    assert closed == [True] * closes

@@ -198,7 +198,7 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     runs("PENDING", "RUNNING", "COMPLETED")
     ask(f"{api}/deployments/{nightly['id']}/schedules/{made['id']}", method="DELETE")  # one run is enough
     done = runs("COMPLETED")
-    assert done[0]["state_name"] == "NothingYet"
+    assert done[0]["state_name"] == "NoFinishedRun"
     assert done[0]["auto_scheduled"]
 
     # The second Ctrl-C also kills processes that ignore signals: here suspended ranks.

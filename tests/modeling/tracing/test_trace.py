@@ -17,6 +17,7 @@ from modeling.tracing.trace import trace
 from modeling.tracing.traced_plan import apply_trace, traced_ranks
 from modeling.training.trainer import Trainer
 from parallel import device, initialize
+from parallel.attention import kernels
 from profiles.resolve import load
 from tests.modeling import micro
 
@@ -288,6 +289,27 @@ def test_flops_of_operators_that_change_their_inputs_are_counted():
     add = torch.compile(torch.ops.trainshed.add_product, backend=capture, fullgraph=True)
     add(torch.zeros(3, 5), torch.zeros(3, 4), torch.zeros(4, 5))
     assert graph_stats.measure(graphs[0], {}).flops == 2 * 3 * 4 * 5
+
+
+def test_flops_of_operators_called_by_others_are_counted():
+    """As torch calls its attention in recomputed layers on GPUs, if random numbers may be involved."""
+    graph = torch.fx.Graph()
+    q, k = graph.placeholder("q"), graph.placeholder("k")
+    q.meta["val"], k.meta["val"] = (torch.empty(2, n, 8, 4, device="meta") for n in (4, 2))
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+    call = torch.ops.higher_order.graphsafe_run_with_rng_state
+    graph.call_function(call, (operator, q, k, k, 0.0, True), {"scale": 0.5})
+    graph.output(graph.call_function(torch.ops.higher_order.flex_attention, (q, k, k)))
+    stats = graph_stats.measure(torch.fx.GraphModule({}, graph), {})
+    assert stats.flops == 2 * (2 * 2 * 2 * 4 * 8 * 4 * 4)  # 4 of 8 keys are seen on average
+
+
+def test_recomputed_attention_of_torch_has_no_random_state(tmp_path, monkeypatch):
+    """On devices whose attention is torch's own operator, which could drop out."""
+    monkeypatch.setattr(kernels, "default_kernel", lambda q: "math")  # named so that the operator is used
+    found = trace(profile(tmp_path, "train.recompute=full"))
+    (block,) = [program for program in found.programs if program.name == "recomputed block, training"]
+    assert all(stats.operators["aten._scaled_dot_product_flash_attention_for_cpu"] for stats in block.graphs)
 
 
 def test_forward_results_held_only_by_autograd_are_freed_in_backward():

@@ -36,5 +36,8 @@ def test_gpu_jobs_get_expandable_segments_and_deterministic_cublas(environment, 
     profile = resolve.load("llama3-8b-h100", ["cluster.kubernetes.image=i"])
     assert profile.train.deterministic
     job = Job("print", "timeit", ("-n1", "-r1", PRINT), tmp_path)
-    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    expected = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
     assert environment(job, profile.cluster) == expected
