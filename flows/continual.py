@@ -35,7 +35,7 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import continual as series
 from tasks import keys
-from tasks.evaluation.held_out import EvaluationStep
+from tasks.evaluation.held_out import EvaluationStep, NotFinite
 from tasks.report import ReportStep
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
@@ -79,14 +79,15 @@ def _round(context: Context) -> State[Any]:
         return Completed(name="NoFinishedRun", message=missing)
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     name = f"{profile.name}-round-{current.round + 1}"
-    # An interrupted round resumes with its data; a finished one that was not promoted looks for new data.
-    over = series.is_trained(store, name)
+    # An interrupted round resumes with its data; one that was judged and not promoted looks for new data.
+    over = series.is_rejected(store, name)
     with activities.begin(store, "run", name) as lock, Runner(context) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
+        runner.record_use(dataset)
 
         base = runs.fetch(store, current.run)
         weights = series.latest_checkpoint(store, current)
@@ -113,16 +114,22 @@ def _round(context: Context) -> State[Any]:
             )
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
             what = keys.digest([identity, held_out.key])
-            after = runner.run(EvaluationStep(held_out, what, graphs))
+            try:
+                after = runner.run(EvaluationStep(held_out, what, graphs))
+            except NotFinite:
+                series.reject(store, run.name)
+                raise
             old, new = (evaluation.summary["validation_loss"] for evaluation in (before, after))
             better = new <= old + profile.evaluate.tolerance  # never true for a loss that is not a number
             if better:
-                runner.run(ExportStep(tokenizer, identity))
+                with activities.begin(store, "exporting", run.name):
+                    runner.run(ExportStep(tokenizer, identity))
             runner.run(ReportStep(planned, after, runner.outcomes))
             overview.update(now=True)
 
             losses = f"held-out loss {old:.4f} before, {new:.4f} after"
             if not better:
+                series.reject(store, run.name)
                 return Completed(name="NotPromoted", message=f"{current.run} remains promoted: {losses}")
             series.promote(store, profile.name, current, run.name, identity)
             message = f"{run.name} replaces {current.run}: {losses}"

@@ -23,6 +23,7 @@ from flows.ui.artifacts import show_table
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from tasks import keys
 from tasks.evaluation import results
 from tasks.evaluation.checkpoints import (
     CheckpointEvaluationStep,
@@ -44,7 +45,6 @@ from tasks.tracking.process import catch_up
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 15.0  # of the run's checkpoints
-PROFILE = "evaluate.yaml"  # in the run's logs: the profile with the overrides of the evaluation
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def evaluate(
         tasks: Tasks or groups of lm-evaluation-harness; empty: only the held-out loss.
         include: Folder with your own task files, in addition to those of lm-eval; empty: none.
         limit: Maximum number of examples per task, for a quick estimate.
-        follow: Wait for further checkpoints until the run has ended.
+        follow: Wait for further checkpoints until the run has ended. If one cannot be evaluated, the flow fails after the others.
         overrides: Keys to override for the evaluation, for instance cluster.nodes=1 or evaluate.by_source=true.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
         work_dir: With a store on S3, the local folder of run folders, like cluster.work_dir of a profile.
@@ -145,19 +145,30 @@ def evaluate(
         runner.keep_recorded_artifacts()
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
         done: set[int] = set()
+        failures: list[Exception] = []
         while True:
             # Queried before listing checkpoints, so that one completed just before the run ends is not missed.
             active = follow and activities.holder(opened, "run", name) is not None
             steps = opened.run_folder(name).checkpoint_steps() if step is None else [step]
             for each in [each for each in steps if each not in done]:
-                if evaluator.evaluate(each):
-                    _show(folder)
                 done.add(each)
+                try:
+                    if evaluator.evaluate(each):
+                        _show(folder)
+                except (
+                    Exception
+                ) as error:  # later checkpoints may be removed before another attempt could evaluate them
+                    if not follow:
+                        raise
+                    log.warning("step %s: could not be evaluated: %s", each, error)
+                    failures.append(error)
             if not active:
                 break
             time.sleep(POLL_SECONDS)
         if activities.holder(opened, "run", name) is None:  # otherwise the run's own trackers upload them
             catch_up(folder)
+    if failures:
+        raise failures[0]
     return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
 
 
@@ -176,9 +187,11 @@ def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | No
     if not overrides:
         return profile, None
     resolve.check(profile)
-    changed = folder / "logs" / PROFILE
+    # Named by its contents: jobs of another evaluation of the run may still load theirs.
+    text = resolve.dump(profile)
+    changed = folder / "logs" / f"evaluate-{keys.digest(text)[:8]}.yaml"
     changed.parent.mkdir(exist_ok=True)
-    state_files.write(changed, resolve.dump(profile))
+    state_files.write(changed, text)
     return profile, changed
 
 

@@ -32,17 +32,17 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
     """
     opened = Store(store, work_dir)
     folder = runs.fetch(opened, run)
-    saved = opened.run_folder(run).checkpoint_steps()
-    if not saved:
-        raise ProfileError("run", run, f"has no complete checkpoint in {store}")
-    profile = resolve.load(str(folder / "profile.yaml"))
-    inputs, step = runs.read_inputs(folder), saved[-1]
-    identity = inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
-    tokenizer = opened.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])
-    weights = inputs.get("checkpoint") if profile.lora.rank else None
-    base = weights and opened.artifacts.expect(CheckpointStep.kind, weights)
-    context = Context(profile, opened, folder, flow_run=str(flow_run.id))
-    with activities.begin(opened, "export", run), Runner(context) as runner:
-        exported = runner.run(ExportStep(tokenizer, identity, base))
-    opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere
+    with activities.begin(opened, "exporting", run):
+        saved = opened.run_folder(run).checkpoint_steps()
+        if not saved:
+            raise ProfileError("run", run, f"has no complete checkpoint in {store}")
+        profile = resolve.load(str(folder / "profile.yaml"))
+        inputs, step = runs.read_inputs(folder), saved[-1]
+        identity = inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
+        tokenizer = opened.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])
+        weights = inputs.get("checkpoint") if profile.lora.rank else None
+        base = weights and opened.artifacts.expect(CheckpointStep.kind, weights)
+        with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id))) as runner:
+            exported = runner.run(ExportStep(tokenizer, identity, base))
+        opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere
     return str(folder / exported.summary["part"])

@@ -164,7 +164,8 @@ def train_profile(
             runner.run(training, with_training_progress(runner.context))
             ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
             evaluated = runner.run(EvaluationStep(dataset, identity, graphs, weights, reference))
-            exported = runner.run(ExportStep(tokenizer, identity, weights))
+            with activities.begin(opened, "exporting", run.name):
+                exported = runner.run(ExportStep(tokenizer, identity, weights))
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)
         return {

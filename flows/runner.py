@@ -140,6 +140,7 @@ class Runner:
         for failure in self._unrecorded:
             record_event(folder, **failure)
         self._unrecorded.clear()
+        self._write_use()
 
     def keep_recorded_artifacts(self) -> None:
         """Keep the references of the run folder to artifacts, for flows that only add to them."""
@@ -236,20 +237,23 @@ class Runner:
             self._conclude(position, Outcome(name, "skipped", None, state.message or ""))
             return None
         how, took = ("cached", artifact.seconds) if call.cached else ("done", seconds)
-        self._record_use(artifact)
+        self.record_use(artifact)
         note, summary = call.step.describe(artifact.summary), artifact.summary
         self._conclude(position, Outcome(name, how, took, note, summary, call.retries))
         return artifact
 
-    def _record_use(self, artifact: Artifact) -> None:
+    def record_use(self, artifact: Artifact) -> None:
         """Record that the run uses an artifact, so that garbage collection keeps it."""
         if artifact.key and artifact.key not in self._used.get(artifact.kind, ()):
             self._used.setdefault(artifact.kind, []).append(artifact.key)
         if self.context.folder is not None:
-            known = self._recorded_use()
-            if known != (used := known | self._used):
-                run = self.context.store.run_folder(self.context.folder.name)
-                run.write(ARTIFACTS, json.dumps(used, indent=1).encode())
+            self._write_use()
+
+    def _write_use(self) -> None:
+        known = self._recorded_use()
+        if known != (used := known | self._used):
+            run = self.context.store.run_folder(self.context.folder.name)
+            run.write(ARTIFACTS, json.dumps(used, indent=1).encode())
 
     def _recorded_use(self) -> dict[str, list[str]]:
         """Keys of the artifacts that the run folder refers to, by kind."""

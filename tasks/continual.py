@@ -12,7 +12,7 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from profiles import resolve, state_files
+from profiles import state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.inputs import EXPORT
@@ -27,6 +27,9 @@ from tasks.store.store import Store
 # Phases of the learning-rate schedule, in order of priority.
 PHASES = ("warmup_steps", "constant_steps", "minimum_steps")
 log = logging.getLogger(__name__)
+
+
+REJECTED = "rejected.json"  # in the run folder of a round
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,14 @@ def promoted_model(store: Store, name: str) -> Promoted | None:
     return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
 
-def is_trained(store: Store, name: str) -> bool:
-    """Whether a round has a checkpoint of its last step."""
-    run = store.run_folder(name)
-    if run.stored_identity is None:
-        return False
-    profile = resolve.load(str(runs.fetch(store, name) / "profile.yaml"))
-    return profile.train.steps in run.checkpoint_steps()
+def reject(store: Store, name: str) -> None:
+    """Record that a round's model was judged and is not promoted."""
+    store.run_folder(name).write(REJECTED, b"{}")
+
+
+def is_rejected(store: Store, name: str) -> bool:
+    """Whether a round's model was judged and is not promoted."""
+    return store.run_folder(name).read(REJECTED) is not None
 
 
 def latest_checkpoint(store: Store, promoted: Promoted) -> Path:

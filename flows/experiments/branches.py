@@ -96,7 +96,7 @@ def _average(
     )
     context = flow_context(profile, store, folder)
     rows = []
-    with activities.begin(store, "average", trunk.name), Runner(context) as runner:
+    with activities.begin(store, "averaging", trunk.name), Runner(context) as runner:
         runner.keep_recorded_artifacts()
         for average in described.averages:
             members = members_of(described, average, trunk, found, store)

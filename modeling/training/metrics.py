@@ -83,7 +83,7 @@ class MetricsWriter:
                 del self._unwritten[0]
         except OSError as error:
             if len(self._unwritten) == 1:
-                log.warning(f"WARNING metrics cannot be written: {error}; buffering them until they can")
+                log.warning(f"metrics cannot be written: {error}; buffering them until they can")
         try:
             for name, value in scalars(row):
                 self._tensorboard.add_scalar(name, value, row["step"])

@@ -25,6 +25,10 @@ FILE = "evaluation.json"
 SUMMARY = ("validation_loss", "perplexity", "tokens", "step", "metrics", "samples")
 
 
+class NotFinite(failures.FatalError):
+    """A loss or metric is infinite or not a number."""
+
+
 @dataclass
 class EvaluationStep(Step):
     """Evaluates the run's latest checkpoint on the whole validation split.
@@ -100,7 +104,7 @@ def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:
     for name, value in {"held-out loss": result["validation_loss"], **result["metrics"]}.items():
         if not math.isfinite(value):
             output.unlink()
-            raise failures.FatalError(
+            raise NotFinite(
                 f"the {name} of run {run} at step {result['step']} is {value}: the run diverged, or a metric function "
                 "returned it; check the run's last losses"
             )

@@ -166,7 +166,7 @@ def _compile(
     store, threads = context.store, context.profile.cluster.threads
     key = keys.graph(context.profile, program["digest"])
     entry = {"name": program["name"], "key": key, "graphs": len(program["graphs"]), "error": None}
-    with store.artifacts.lock(PROGRAM, key):
+    with store.artifacts.lock(PROGRAM, key, watch):
         if found := store.artifacts.find(PROGRAM, key):
             return {**entry, **found.summary, "status": "from cache"}
         watch()

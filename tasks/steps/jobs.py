@@ -46,8 +46,10 @@ def run_job(profile: Profile, job: Job, output: Path) -> None:
     """Run a job that writes a file. Raises JobFailed, FatalError or TimeoutError."""
     forwarder = LogForwarder(job.log_file)
     launcher = create(profile.cluster.launcher, profile.cluster)
+    # A cluster's queue may take any time, and it has time limits of its own.
+    timeout = TIMEOUT if profile.cluster.launcher == "local" else None
     try:
-        execute(launcher, job, forwarder.forward, timeout=TIMEOUT, grace=0)  # there is nothing to save
+        execute(launcher, job, forwarder.forward, timeout=timeout, grace=0)  # there is nothing to save
     except JobFailed as failure:
         raise failures.explain(profile, failure) from failure
     if not output.exists():

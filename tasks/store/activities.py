@@ -13,7 +13,8 @@ from typing import Literal, get_args
 from tasks.store.locks import Lock
 from tasks.store.store import Store
 
-Kind = Literal["run", "continual", "evaluate", "average", "export"]
+# Locks of artifacts are named similarly, so no kind is one of theirs.
+Kind = Literal["run", "continual", "evaluate", "averaging", "exporting"]
 
 
 @contextmanager

@@ -174,13 +174,13 @@ class ArtifactStore:
         self._upload(kind, key)
 
     @contextmanager
-    def lock(self, kind: str, key: str) -> Iterator[locks.Lock]:
+    def lock(self, kind: str, key: str, watch: Callable[[], None] = lambda: None) -> Iterator[locks.Lock]:
         """Hold the lock of an artifact for the block; not reentrant.
 
         Call `find` once it is acquired: another process may have published the artifact meanwhile. The seconds recorded in
         the manifest of an artifact published within the block count from here.
         """
-        with locks.acquire(self._primary.backend, f"locks/{kind}-{key}") as lock:
+        with locks.acquire(self._primary.backend, f"locks/{kind}-{key}", watch=watch) as lock:
             self._held[kind, key] = _Held(lock, threading.get_ident(), time.monotonic())
             try:
                 yield lock

@@ -19,7 +19,7 @@ from tasks.store import activities
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.run_folder import IDENTITY, MARKER, REPLACED
-from tasks.store.runs import last_training_row
+from tasks.store.runs import INPUTS, last_training_row
 from tasks.store.staging import abandoned_folders
 from tasks.store.store import Store
 
@@ -84,13 +84,14 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 
 def remove(store: Store, garbage: Iterable[Garbage]) -> None:
     """Remove garbage. Raises ProfileError while a run is active: its new artifacts are still unreferenced."""
-    with store.lock("gc"):
+    with store.lock("gc") as lock:
         for run, process in activities.find_all(store):
             reason = f"run {run} is active in {process}; remove garbage once it has ended"
             raise ProfileError("--yes", None, reason)
         still = set(find_garbage(store)[0])
         for each in garbage:
             if each in still:
+                lock.check()  # a run may have begun if this process was suspended
                 store.remove(each.name)
 
 
@@ -121,6 +122,8 @@ def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tu
     for name in runs:
         record = json.loads(store.run_folder(name).read(ARTIFACTS) or b"{}")
         used |= {(kind, key) for kind, found in record.items() for key in found}
+        inputs = json.loads(store.run_folder(name).read(INPUTS) or b"{}")
+        used |= {(kind, key) for kind, key in inputs.items() if key}
         series = json.loads(store.run_folder(name).read(STANDING) or b"{}")
         used |= {(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
         for kind, parts in PARTS.items():

@@ -18,7 +18,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -88,14 +88,17 @@ class Lock:
 
 
 @contextlib.contextmanager
-def acquire(backend: Backend, name: str, expiry: float = EXPIRY) -> Iterator[Lock]:
+def acquire(
+    backend: Backend, name: str, expiry: float = EXPIRY, watch: Callable[[], None] = lambda: None
+) -> Iterator[Lock]:
     """Wait for the lock of this name and hold it for the block; not reentrant.
 
     Args:
+        watch: called several times a minute while waiting; may raise to give up.
         expiry: seconds without a renewal after which another process takes the lock over. The lock of a process that ended on
             this host is taken over at once.
     """
-    lock = Lock(backend, name, _acquire_ticket(backend, name, expiry), expiry)
+    lock = Lock(backend, name, _acquire_ticket(backend, name, expiry, watch), expiry)
     lock._renewal.start()
     try:
         yield lock
@@ -110,7 +113,7 @@ def holder(backend: Backend, name: str) -> str | None:
     return str(found) if found else None
 
 
-def _acquire_ticket(backend: Backend, name: str, expiry: float) -> int:
+def _acquire_ticket(backend: Backend, name: str, expiry: float, watch: Callable[[], None]) -> int:
     """Number of the ticket with which this process holds the lock."""
     logged = False
     pause = POLL
@@ -134,6 +137,7 @@ def _acquire_ticket(backend: Backend, name: str, expiry: float) -> int:
         elif not logged:
             logged = True
             log.info("waiting for %s, locked by %s", name.rpartition("/")[2], holder)
+        watch()
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(pause * BACKOFF, backend.longest_poll)
 

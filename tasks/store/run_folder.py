@@ -24,7 +24,7 @@ from profiles.errors import ProfileError
 from profiles.state_files import retried
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
 from tasks.store.staging import staging_folder
-from tasks.store.sync import RunSync, is_excluded
+from tasks.store.sync import RunSync, attempt_in, is_excluded
 
 log = logging.getLogger(__name__)
 
@@ -196,8 +196,10 @@ class RunFolder:
         return found
 
     def _restore(self, remote: ObjectBackend, identity: str) -> None:
-        """Download the run if this machine has none and the remote store has it."""
-        if self.identity is None and self._identity_in(remote) == identity:
+        """Download the run if the remote store has it, and this machine none or an earlier attempt."""
+        if self._identity_in(remote) != identity:
+            return
+        if self.identity is None or attempt_in(remote, self._prefix) > attempt_in(self._local, self._prefix):
             sizes = {file: size for file, size in remote.files(self._prefix).items() if not is_excluded(file)}
             self._fetch(remote, "", sizes)
             log.info("run %s: downloaded from %s to resume here", self.name, remote.location(self._prefix))
@@ -215,7 +217,8 @@ class RunFolder:
             remote.download(name, list(sizes), folder, check)
             # Keep local files that the store lacks, such as those of an interrupted start.
             for file in self._local.files(name).keys() - sizes.keys():
-                state_files.write(folder / file, self._local.read(f"{name}/{file}") or b"")
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                _link(self._local.path(f"{name}/{file}"), folder / file)
             self._local.remove(name)
             self._local.move(str(folder), name)
 
@@ -236,7 +239,12 @@ def _link_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True)
     names = sorted(path.name for path in source.iterdir() if path.name != MARKER)
     for name in [*names, MARKER]:
-        try:
-            os.link(source / name, target / name)
-        except OSError:  # another file system
-            shutil.copyfile(source / name, target / name)
+        _link(source / name, target / name)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Copy a file by a hard link, or by contents across file systems."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from tasks.store.backends import FolderBackend, ObjectBackend
+from tasks.store.backends import Backend, FolderBackend, ObjectBackend
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ LARGE = 8 << 20  # bytes; S3 has no append, so a larger file, such as a log afte
 LARGE_INTERVAL = 600.0  # seconds
 # Written to the store directly; a copy of an artifact; written only by a promotion (continual.py).
 EXCLUDED = {"checkpoints", "graphs", "standing.json"}
+# Written to the store directly, also from other machines; downloaded with the folder.
+DIRECT = {"evaluations.jsonl", "artifacts.json"}
 APPENDED = (".jsonl", ".log")  # suffixes of files that only grow during an attempt; TensorBoard's do too
 
 
@@ -35,6 +37,17 @@ def is_excluded(name: str) -> bool:
     part, *inner = name.split("/")
     hidden = any(component.startswith(".") for component in (part, *inner))
     return part.partition("~")[0] in EXCLUDED or part.endswith(".partial") or hidden
+
+
+def attempt_in(backend: Backend, folder: str) -> int:
+    """Number of the training attempt of a copy of a run folder; 0 before the first."""
+    name = f"{folder}/{ATTEMPT}".lstrip("/")
+    data = backend.read(name)
+    try:
+        return 0 if data is None else int(data)
+    except ValueError:
+        reason = "corrupted (not a number); restore the file"
+        raise ValueError(f"{backend.location(name)}: {reason}") from None
 
 
 class RunSync:
@@ -58,8 +71,8 @@ class RunSync:
         """Upload files changed since the last call; `postpone_large`: large ones at most every LARGE_INTERVAL."""
         if self._remote is None:
             return
-        here = self._attempt(FolderBackend(self._folder), "")
-        stored = self._attempt(self._remote, f"{self._name}/")
+        here = attempt_in(FolderBackend(self._folder), "")
+        stored = attempt_in(self._remote, self._name)
         if stored > here:
             message = "%s: not uploaded: the store has attempt %d, this folder attempt %d"
             log.warning(message, self._name, stored, here)
@@ -86,7 +99,7 @@ class RunSync:
         states = {}
         for name in FolderBackend(self._folder).files(""):
             with suppress(FileNotFoundError):  # removed since it was listed
-                if not is_excluded(name):
+                if not is_excluded(name) and name not in DIRECT:
                     stat = (self._folder / name).stat()
                     states[name] = (stat.st_size, stat.st_mtime_ns)
         return states
@@ -102,16 +115,6 @@ class RunSync:
         message = "%s/%s: has %d bytes here, %d in the store; not replaced"
         log.warning(message, self._name, name, size, self._stored[name])
         return True
-
-    def _attempt(self, backend: FolderBackend | ObjectBackend, prefix: str) -> int:
-        """Number of the training attempt of a copy of the folder; 0 before the first."""
-        name = prefix + ATTEMPT
-        data = backend.read(name)
-        try:
-            return 0 if data is None else int(data)
-        except ValueError:
-            reason = "corrupted (not a number); restore the file"
-            raise ValueError(f"{backend.location(name)}: {reason}") from None
 
     def _try_upload(self, *, postpone_large: bool) -> None:
         try:

@@ -303,6 +303,13 @@ def test_garbage_is_what_no_run_refers_to(pretrain, store, capsys):
     assert {"runs/micro~1", "quarantine/tokens-1"} <= names
     kinds = sorted(name.split("/")[1] for name in names if name.startswith("artifacts/"))
     assert kinds == ["dataset", "evaluation", "export", "training"]
+    record = store / "runs/micro/artifacts.json"
+    used = record.read_text()
+    record.unlink()  # as before its first step has ended
+    assert names - {each["name"] for each in collect()["garbage"]} == set()
+    kept = {name.split("/")[1] for name in {each["name"] for each in collect()["garbage"]} - names}
+    assert not kept & {"tokenizer", "dataset", "checkpoint", "graphs"}
+    record.write_text(used)
     for kind in get_args(activities.Kind):
         with activities.begin(Store(str(store)), kind, "micro"):
             assert main(["gc", "--store", str(store), "--yes"]) == 2

@@ -49,6 +49,22 @@ def test_prepare_downloads_a_run_that_another_machine_replaced(remote):
     assert (folder.with_name("tiny~1") / "metrics.jsonl").read_text() == "one"
 
 
+def test_prepare_downloads_a_run_that_was_resumed_on_another_machine(remote):
+    """The earlier copy here would count its attempts from where it stopped."""
+    here, there = remote("here"), remote("there")
+    for machine, attempt in ((here, 1), (there, 3)):
+        folder = machine.run_folder("tiny").prepare("one")
+        (folder / "metrics.jsonl").write_text(f"of attempt {attempt}")
+        (folder / "attempt").write_text(str(attempt))
+        machine.run_folder("tiny").sync().upload()
+    (here.run_folder("tiny").path / "graphs").mkdir()
+    (here.run_folder("tiny").path / "graphs/cache").write_text("kept")
+    folder = here.run_folder("tiny").prepare("one")
+    assert (folder / "metrics.jsonl").read_text() == "of attempt 3"
+    assert (folder / "attempt").read_text() == "3"
+    assert (folder / "graphs/cache").read_text() == "kept"
+
+
 def test_a_run_whose_identity_cannot_be_read_is_left_alone(store, monkeypatch):
     monkeypatch.setattr(state_files, "DELAYS", (0.0,))
     run = store.run_folder("tiny")
