@@ -40,6 +40,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 TIMEOUT = 900  # seconds of a check; the first compilation on an accelerator takes minutes
+GRACE = 10.0  # seconds that processes of a check that timed out have to end
 TOLERANCES = {precision: kernel_errors.TOLERANCES[precision] for precision in ("float32", "bf16")}
 STEPS = 5
 
@@ -260,7 +261,8 @@ def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> P
                 "learning_rate": 1e-3,
                 "precision": precision,
             },
-            "cluster": {"device": kind, "devices_per_node": ranks if way else 1},
+            # Every rank computes the reference at the same time.
+            "cluster": {"device": kind, "devices_per_node": ranks if way else 1, "threads": 1},
         }
     )
 
@@ -319,13 +321,20 @@ def _run_isolated(check: Check, kind: str, processes: int, profile: str | None =
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command += ["modeling.check_device", "--device", kind, "--check", check.name]
     command += ["--profile", profile] if profile else []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        output, errors = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        try:
+            process.communicate(timeout=GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
         return Result(f"timed out after {TIMEOUT} s", passed=False)
     if process.returncode == 0:
-        return Result(**json.loads(process.stdout.splitlines()[-1]))
-    lines = process.stderr.splitlines()
+        return Result(**json.loads(output.splitlines()[-1]))
+    lines = errors.splitlines()
     reason = next((line for line in lines if "Error" in line), lines[-1] if lines else "")
     return Result(f"failed ({process.returncode}): {reason}", passed=False)
 

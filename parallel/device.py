@@ -107,7 +107,7 @@ class Device:
         if self.type == "cuda":
             return torch.cuda.device_count()
         torch_neuronx_version()
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
 
     def compiled_for(self, count: int) -> int:
@@ -238,10 +238,9 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
         raise ValueError(f"device {kind!r} is not one of {', '.join(KINDS)}")
     if accelerator is None and kind == "cuda" and torch.cuda.is_available():
         words = re.split(r"\W+", torch.cuda.get_device_name().lower())
-        found = next((ACCELERATORS[word] for word in words if word in ACCELERATORS), CUDA)
-        memory = (
-            torch.cuda.get_device_properties().total_memory
-        )  # less than its name suggests if it is partitioned
+        named = () if {"pcie", "nvl"} & {*words} else words  # slower variants, whose figures are not known
+        found = next((ACCELERATORS[word] for word in named if word in ACCELERATORS), CUDA)
+        memory = torch.cuda.get_device_properties().total_memory  # that of a partition, if it is one
         return replace(found, memory_bytes=min(memory, found.memory_bytes or memory))
     if accelerator is None:
         return KINDS[kind]
@@ -253,12 +252,12 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
 
 def name_of(device: Device) -> str:
     """The accelerator's name, or the device's type if its figures are not known."""
-    return next((name for name, known in ACCELERATORS.items() if known is device), device.type)
+    return next((name for name, known in ACCELERATORS.items() if known == device), device.type)
 
 
 def detect() -> str:
     """Type of this machine's accelerator, else "cpu"; for diagnostics only: runs never guess their device."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator and accelerator.type in KINDS else "cpu"
 
 

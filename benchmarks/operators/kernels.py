@@ -75,6 +75,9 @@ def make_attention(side: str, sizes: Sizes, inputs: Inputs, documents: bool = Fa
     def ours() -> Tensor:
         return attention(q, k, v, Axis("context"), documents=indices if documents else None)
 
+    if documents and q.is_cuda:  # as in training, whose graphs contain the mask
+        ours = torch.compile(ours, fullgraph=True, dynamic=False)
+
     def plain() -> Tensor:
         """Documents of equal length are the rows of a batch."""
         q_, k_, v_ = (x[0].unflatten(1, (-1, length)).transpose(0, 1) for x in (q, k, v))

@@ -68,7 +68,10 @@ def shard(model: Llama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
             "self_attn": gather(hidden, None, None),
             "mlp": gather(hidden),
         }
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
     parallelize_module(model, mesh, outer)
+    if tied:  # both are sharded alike, over the vocabulary
+        model.lm_head.weight = model.model.embed_tokens.weight
     for block in model.model.layers:
         parallelize_module(block, mesh, layer)
 

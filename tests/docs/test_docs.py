@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from flows.cli.main import main, parser
+from profiles import resolve
 from profiles.reference import page
 from tests.docs.columns import rows_of, undocumented_columns
 from tests.flows.micro import write_profile
@@ -166,7 +167,9 @@ def check_words(words: list[str], line: str) -> None:
     """Assert that the program of a command exists and accepts its arguments."""
     match Path(words[0]).name, words[1:]:
         case "trainshed", arguments:
-            parser().parse_args(arguments)  # exits with 2 on invalid arguments
+            options = parser().parse_args(arguments)  # exits with 2 on invalid arguments
+            if arguments[0] == "run" and options.profile in resolve.names():
+                resolve.check(resolve.load(options.profile, options.overrides))
         case "make", arguments:
             targets = [word for word in arguments if "=" not in word]
             assert set(targets) <= set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.M)), (

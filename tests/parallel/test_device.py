@@ -1,6 +1,7 @@
 """The device of process groups, threads and kernels, without a GPU: calls to torch are recorded."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,3 +59,25 @@ def test_gpus_use_deterministic_kernels_if_asked(deterministic):
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gigabytes", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85, "h100"),
+        ("NVIDIA H200", 150, "h200"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10, "cuda"),
+        ("NVIDIA H100 PCIe", 85, "cuda"),
+        ("NVIDIA GH200 480GB", 100, "cuda"),
+        ("NVIDIA A100-SXM4-80GB", 85, "cuda"),
+    ],
+)
+def test_gpu_has_the_figures_of_its_name_unless_it_is_another_variant(monkeypatch, gpu, gigabytes, name):
+    """Calibrations are stored by this name; `torch.cuda` is mocked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    properties = SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    found = devices.resolve("cuda")
+    assert devices.name_of(found) == name
+    assert found.memory_bytes <= properties.total_memory

@@ -122,6 +122,8 @@ def test_options_reach_slurm_unchanged(place, cluster):
 def test_saved_script_can_be_submitted_by_hand(place, launcher, cluster):
     handle = launcher.submit(job(place))
     launcher.cancel(handle, grace=0)
+    until(lambda: not cluster.jobs())
+    (place / "logs/work.exit.json").unlink(missing_ok=True)  # of the cancelled job, if it had begun
     script = (place / "logs/work.sbatch").read_text()
     by_hand = next(line for line in script.splitlines() if "by hand" in line).partition(": ")[2]
     (place / "finish").touch()

@@ -228,14 +228,16 @@ def test_cuda_kernel_matches_math_kernel(dtype):
         )
         mask = torch.rand(2, 1, 192, t, device="cuda") < 0.3 if masked else None
         block, grad = Block(q, k, v, mask, causal, 0.2), torch.randn_like(q)
+        wide = Block(
+            q.float(), k.float(), v.float(), mask, causal, 0.2
+        )  # MATH rounds scores to the dtype of q
         found, known = kernels.get_kernel("cuda-flash"), kernels.MATH
-        out, lse = known.forward(block)
+        out, lse = known.forward(wide)
         pairs = [*zip(found.forward(block), (out, lse), strict=True)]
-        pairs += zip(
-            found.backward(block, grad, out, lse), known.backward(block, grad, out, lse), strict=True
-        )
+        backward = found.backward(block, grad, out.to(dtype), lse)
+        pairs += zip(backward, known.backward(wide, grad.float(), out, lse), strict=True)
         for a, b in pairs:
-            torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2)
+            assert (a.float() - b).norm() <= 2e-2 * b.norm()
 
 
 def test_unregistered_kernel_is_rejected():
