@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -19,6 +20,11 @@ HUNG = 75
 """Hang timeout: no step finished in time; every rank's stacks are in the run folder."""
 HANG_MESSAGE = "no step for"
 """Appears in the log of every hung rank, also of one that was killed and has another exit code."""
+CONSEQUENCE = 1.0
+"""Seconds that a rank waits after an error before it exits.
+
+If the error is a consequence of another rank's end, torchrun notices that one first and names it as the cause.
+"""
 INTERRUPTED = 143
 """Stopped by a signal; the last step is saved if `checkpoint.on_stop` is true."""
 
@@ -33,14 +39,15 @@ def code_of(program: Callable[[], int]) -> int:
             return 1
         log.exception("rejected")
         return REJECTED
-    except (
-        Exception
-    ) as error:  # not raised: at its exit, a process would wait for process groups that others still use
+    # Not raised: at its own exit, the interpreter would wait for process groups that other ranks still use.
+    except Exception as error:
         torch = sys.modules.get("torch")  # not imported: launchers and tokenization do not need it
         if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
             log.exception("out of memory")
             return OUT_OF_MEMORY
         log.exception("failed")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            time.sleep(CONSEQUENCE)
         return 1
 
 
