@@ -1,6 +1,7 @@
 """RunSync uploads a run folder while it is written."""
 
 import fsspec
+import pytest
 import s3fs
 
 from tasks.launchers.conformance import wait
@@ -10,6 +11,7 @@ from tasks.store.sync import RunSync
 from tests import s3
 
 
+@pytest.mark.slow  # waits for an unreachable store
 def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, monkeypatch, caplog):
     with s3.bucket(monkeypatch) as address:
         remote, run = s3fs.S3FileSystem(use_listings_cache=False), f"{address}/store/runs/r"
