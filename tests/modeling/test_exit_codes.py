@@ -1,4 +1,4 @@
-"""Exit codes of errors: the input is rejected, or a file could not be read and a retry may succeed."""
+"""Exit codes of errors: rejected input, a failed read that a retry may mend; and how a failed rank ends."""
 
 import errno
 from types import SimpleNamespace
