@@ -1,4 +1,4 @@
-"""Exit codes of errors: rejected input, a failed read that a retry may mend; and how a failed rank ends."""
+"""Exit codes of errors: rejected input, a failed read that a retry may mend; the end of a failed rank."""
 
 import errno
 from types import SimpleNamespace
