@@ -31,6 +31,7 @@ from flows.run_setup import (
     with_training_progress,
 )
 from flows.runner import THREADS, Runner
+from modeling import run_files
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import continual as series
@@ -104,7 +105,7 @@ def _round(context: Context) -> State[Any]:
         with open_run(runner, run, identity, inputs, planned, replace=over) as overview:
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
             before_context = replace(
-                runner.context, profile=resolve.load(str(base / "profile.yaml")), folder=base
+                runner.context, profile=resolve.load(str(base / run_files.PROFILE)), folder=base
             )
             what = keys.digest([current.identity, weights.name, held_out.key])
             before = runner.run(EvaluationStep(held_out, what), before_context)

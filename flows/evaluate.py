@@ -20,6 +20,7 @@ from flows.hooks import SHOW_FAILURE
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from flows.ui.artifacts import show_table
+from modeling import run_files
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -182,14 +183,14 @@ def _split(text: str) -> tuple[str, int | None]:
 
 def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | None]:
     """The run's profile with overrides, and the file that it was written to; None without overrides."""
-    path = folder / "profile.yaml"
+    path = folder / run_files.PROFILE
     profile = resolve.load(str(path), overrides, folder.name)
     if not overrides:
         return profile, None
     resolve.check(profile)
     # Named by its contents: jobs of another evaluation of the run may still load theirs.
     text = resolve.dump(profile)
-    changed = folder / "logs" / f"evaluate-{keys.digest(text)[:8]}.yaml"
+    changed = folder / run_files.LOGS / f"evaluate-{keys.digest(text)[:8]}.yaml"
     changed.parent.mkdir(exist_ok=True)
     state_files.write(changed, text)
     return profile, changed

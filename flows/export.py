@@ -8,6 +8,7 @@ from prefect.runtime import flow_run
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
 from flows.runner import Runner
+from modeling import run_files
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.inputs import EXPORT
@@ -36,7 +37,7 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         saved = opened.run_folder(run).checkpoint_steps()
         if not saved:
             raise ProfileError("run", run, f"has no complete checkpoint in {store}")
-        profile = resolve.load(str(folder / "profile.yaml"))
+        profile = resolve.load(str(folder / run_files.PROFILE))
         inputs, step = runs.read_inputs(folder), saved[-1]
         identity = inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
         tokenizer = opened.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])

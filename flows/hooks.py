@@ -17,6 +17,7 @@ from flows import working_folder
 from flows.chained_runs import chained_runs
 from flows.ui.artifacts import PrefectArtifact
 from flows.ui.overview import KEY, Overview, failure_markdown, stop_markdown
+from modeling import run_files
 from profiles import resolve
 from profiles.schema import Profile
 from tasks.launchers import Launcher, create, latest_jobs
@@ -44,7 +45,7 @@ def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
         store, name, folders = _latest(flow_run.parameters, str(flow_run.id))
         folder = folders[0] if folders else store.run_folder(name).path
         checkpoints = store.run_folder(folder.name).checkpoint_steps()
-        notice = failure_markdown(failure, folder / "logs", checkpoints)
+        notice = failure_markdown(failure, folder / run_files.LOGS, checkpoints)
         Overview(_profile(folder), folder, flow_run.id).end(notice)
         return
     except Exception as error:
@@ -73,12 +74,12 @@ HOOKS = {"on_cancellation": [cancel_jobs], **SHOW_FAILURE}
 
 
 def _cancel(launcher: Launcher, folder: Path, grace: float) -> None:
-    for handle in latest_jobs(folder / "logs"):
+    for handle in latest_jobs(folder / run_files.LOGS):
         launcher.cancel(handle, grace)
 
 
 def _profile(folder: Path) -> Profile:
-    return resolve.load(str(folder / "profile.yaml"))
+    return resolve.load(str(folder / run_files.PROFILE))
 
 
 def _latest(parameters: Mapping[str, Any], flow_run: str) -> tuple[Store, str, list[Path]]:

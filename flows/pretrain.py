@@ -35,9 +35,9 @@ from flows.run_setup import (
     write_lockfile,
 )
 from flows.runner import THREADS, Runner
+from modeling import run_files
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
-from modeling.training.metrics import BEFORE
 from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import keys
@@ -64,7 +64,7 @@ EVALUATION = ("validation_loss", "perplexity", "metrics")  # an evaluation's val
 
 def read_before(folder: Path) -> dict[str, Any] | None:
     """The evaluation of the weights that a fine-tuning run started from; None for other runs."""
-    before = state_files.read_json(folder / BEFORE)
+    before = state_files.read_json(folder / run_files.BEFORE)
     return before and {name: before[name] for name in EVALUATION}
 
 
@@ -189,7 +189,7 @@ def _results(folder: Path, evaluated: Artifact, exported: Artifact, report: Arti
         "run": folder.name,
         "folder": str(folder),
         "export": str(folder / exported.summary["part"]),
-        "metrics": str(folder / "metrics.jsonl"),
+        "metrics": str(folder / run_files.METRICS),
         "report": report.location,
         "validation_loss": summary["validation_loss"],
         "perplexity": summary["perplexity"],

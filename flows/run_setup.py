@@ -18,6 +18,7 @@ from flows.server.secrets import hub_token
 from flows.ui.overview import Overview
 from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
+from modeling import run_files
 from modeling.planning import planner
 from profiles.schema import Profile
 from tasks.inputs import Inputs, Lockfile, resolve
@@ -25,7 +26,7 @@ from tasks.reporting.advice import data_warnings
 from tasks.step import Context
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
-from tasks.store.run_folder import LOCKFILE, Parent
+from tasks.store.run_folder import Parent
 from tasks.store.store import Store
 from tasks.tracking.process import labels_of, results, tracking
 
@@ -91,7 +92,9 @@ def suggest_commands(command: RunCommand | None, name: str) -> Iterator[None]:
 
 def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> bytes | None:
     """The lockfile of a run, or of its parent if the run is new; None if there is none."""
-    return store.run_folder(name).read(LOCKFILE) or (parent and store.run_folder(parent.run).read(LOCKFILE))
+    return store.run_folder(name).read(run_files.LOCKFILE) or (
+        parent and store.run_folder(parent.run).read(run_files.LOCKFILE)
+    )
 
 
 def resolve_inputs(runner: Runner, lockfile: bytes | None) -> None:
@@ -100,7 +103,11 @@ def resolve_inputs(runner: Runner, lockfile: bytes | None) -> None:
     progress = progress_reporter("inputs", "Progress of resolve")
 
     def work() -> Inputs:
-        known = Lockfile.from_bytes(lockfile, f"{context.profile.name}/{LOCKFILE}") if lockfile else None
+        known = (
+            Lockfile.from_bytes(lockfile, f"{context.profile.name}/{run_files.LOCKFILE}")
+            if lockfile
+            else None
+        )
         return resolve(context.profile, context.store, context.token, known, progress)
 
     inputs = runner.run_function("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)
@@ -111,7 +118,7 @@ def write_lockfile(context: Context) -> None:
     """Write the lockfile of a new run, so that a retry before training uses the same inputs."""
     run = context.store.run_folder(context.profile.name)
     if run.stored_identity is None:
-        run.write(LOCKFILE, context.inputs.lockfile.to_bytes())
+        run.write(run_files.LOCKFILE, context.inputs.lockfile.to_bytes())
 
 
 def warn_about_data(profile: Profile, tokenizer: Artifact, dataset: Artifact) -> list[str]:
@@ -145,7 +152,7 @@ def open_run(
         folder = runs.open_run(
             context.store, profile, identity, context.flow_run, keys, parent=parent, replace=replace
         )
-    context.store.run_folder(profile.name).write(LOCKFILE, context.inputs.lockfile.to_bytes())
+    context.store.run_folder(profile.name).write(run_files.LOCKFILE, context.inputs.lockfile.to_bytes())
     runner.open(profile, folder)
     overview = Overview(profile, folder)
     overview.begin(plan, warnings)

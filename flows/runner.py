@@ -33,6 +33,7 @@ from flows.server.prefect_settings import STOPPED
 from flows.ui.artifacts import show_table
 from flows.ui.console import PACKAGES, ProgressFilter, one_line
 from flows.ui.progress import progress_reporter
+from modeling import run_files
 from modeling.training.metrics import record_event
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -44,7 +45,6 @@ from tasks.sources.shard import SOURCE_ERRORS
 from tasks.step import Context, Step
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
-from tasks.store.inventory import ARTIFACTS
 from tasks.tokenization.worker_pool import PoolClosed
 
 log = logging.getLogger(__name__)
@@ -253,12 +253,12 @@ class Runner:
         known = self._recorded_use()
         if known != (used := known | self._used):
             run = self.context.store.run_folder(self.context.folder.name)
-            run.write(ARTIFACTS, json.dumps(used, indent=1).encode())
+            run.write(run_files.ARTIFACTS, json.dumps(used, indent=1).encode())
 
     def _recorded_use(self) -> dict[str, list[str]]:
         """Keys of the artifacts that the run folder refers to, by kind."""
         run = self.context.store.run_folder(self.context.folder.name)
-        return json.loads(run.read(ARTIFACTS) or b"{}")
+        return json.loads(run.read(run_files.ARTIFACTS) or b"{}")
 
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the last training step.

@@ -12,24 +12,21 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from modeling import run_files
 from profiles import state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.inputs import EXPORT
 from tasks.steps import dataset
 from tasks.steps.dataset import CORPUS, DatasetStep
-from tasks.store import ledger, runs
+from tasks.store import ledger
 from tasks.store.artifacts import Artifact
-from tasks.store.inventory import STANDING
 from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
 
 # Phases of the learning-rate schedule, in order of priority.
 PHASES = ("warmup_steps", "constant_steps", "minimum_steps")
 log = logging.getLogger(__name__)
-
-
-REJECTED = "rejected.json"  # in the run folder of a round
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,15 @@ class Promoted:
 
 def promoted_model(store: Store, name: str) -> Promoted | None:
     """The promoted model of a series; None until its first run has been trained and exported."""
-    recorded = store.backend.read(_name(name, STANDING))
+    recorded = store.backend.read(_name(name, run_files.STANDING))
     if recorded is not None:  # if it is corrupted, raise: ignoring it would restart the series from round 0
-        return Promoted(**state_files.require_json(recorded, store.backend.location(_name(name, STANDING))))
-    recorded = store.backend.read(_name(name, runs.INPUTS))
+        return Promoted(
+            **state_files.require_json(recorded, store.backend.location(_name(name, run_files.STANDING)))
+        )
+    recorded = store.backend.read(_name(name, run_files.INPUTS))
     if recorded is None or not store.run_folder(name).files(EXPORT):
         return None
-    inputs = state_files.require_json(recorded, store.backend.location(_name(name, runs.INPUTS)))
+    inputs = state_files.require_json(recorded, store.backend.location(_name(name, run_files.INPUTS)))
     if ledger.find(store, inputs["identity"]) is None:  # exported before training finished
         return None
     return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
@@ -59,12 +58,12 @@ def promoted_model(store: Store, name: str) -> Promoted | None:
 
 def reject(store: Store, name: str) -> None:
     """Record that a round's model was judged and is not promoted."""
-    store.run_folder(name).write(REJECTED, b"{}")
+    store.run_folder(name).write(run_files.REJECTED, b"{}")
 
 
 def is_rejected(store: Store, name: str) -> bool:
     """Whether a round's model was judged and is not promoted."""
-    return store.run_folder(name).read(REJECTED) is not None
+    return store.run_folder(name).read(run_files.REJECTED) is not None
 
 
 def latest_checkpoint(store: Store, promoted: Promoted) -> Path:
@@ -128,7 +127,7 @@ def with_steps(profile: Profile, new: Artifact) -> Profile:
 def promote(store: Store, name: str, promoted: Promoted, run: str, identity: str) -> Promoted:
     """Make a run's model the promoted one of its series."""
     after = Promoted(run, identity, promoted.round + 1, promoted.tokenizer, promoted.dataset)
-    store.backend.write(_name(name, STANDING), json.dumps(asdict(after), indent=1).encode())
+    store.backend.write(_name(name, run_files.STANDING), json.dumps(asdict(after), indent=1).encode())
     return after
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from modeling import run_files
 from modeling.training.learning_rate import learning_rate
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -41,7 +42,7 @@ def find_parent(store: Store, text: str) -> Parent:
 
 def parent_profile(store: Store, parent: Parent) -> Path:
     """The profile.yaml of a parent on this machine."""
-    return runs.fetch(store, parent.run) / "profile.yaml"
+    return runs.fetch(store, parent.run) / run_files.PROFILE
 
 
 def decay_overrides(store: Store, parent: Parent, steps: int) -> list[str]:
@@ -106,5 +107,5 @@ def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
         return
     rows = [row for row in runs.read_metrics(source.path) if row.get("step", 0) <= parent.step]
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    FolderBackend(run.path).write("metrics.jsonl", text.encode())
+    FolderBackend(run.path).write(run_files.METRICS, text.encode())
     source.copy_checkpoint(parent.step, run)

@@ -18,21 +18,21 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.planning.planner import Plan
 from modeling.tracing import traced_plan
-from modeling.training.metrics import BEFORE
 from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks.evaluation import results
 from tasks.experiments import forecasts
 from tasks.inputs import EXPORT
 from tasks.reporting import advice, run_report
-from tasks.reporting.history import REPORT_JSON, History
+from tasks.reporting.history import History
 from tasks.reporting.outcome import Outcome
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend
-from tasks.store.runs import INPUTS, read_events, read_inputs
+from tasks.store.runs import read_events, read_inputs
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def write_report(
 ) -> Path:
     """Write report.json and report.html to the run folder, each atomically; returns report.html's path."""
     history, tokenizer = History.read(folder), _tokenizer_file(folder)
-    before = state_files.read_json(folder / BEFORE) or {}
+    before = state_files.read_json(folder / run_files.BEFORE) or {}
     facts = {
         "run": profile.name,
         "description": profile.description,
@@ -99,23 +99,25 @@ def write_report(
 
 def update_evaluations(folder: Path) -> Path | None:
     """Rewrite a run's report with the checkpoint evaluations made since; None if it has no report yet."""
-    facts = state_files.read_json(folder / REPORT_JSON)
+    facts = state_files.read_json(folder / run_files.REPORT_JSON)
     if facts is None:
         return None
     facts["evaluations"] = _evaluations(folder)
     try:
         facts["forecast"] = _forecast(folder, facts["evaluation"])
-        return _write(resolve.load(str(folder / "profile.yaml")), folder, facts, History.read(folder))
+        return _write(resolve.load(str(folder / run_files.PROFILE)), folder, facts, History.read(folder))
     except LookupError as error:  # a report of an earlier version lacks facts
-        log.warning("%s: without %s; run %s again to rewrite it", folder / REPORT_JSON, error, folder.name)
+        log.warning(
+            "%s: without %s; run %s again to rewrite it", folder / run_files.REPORT_JSON, error, folder.name
+        )
         return None
 
 
 def _write(profile: Profile, folder: Path, facts: Mapping[str, Any], history: History) -> Path:
-    page = run_report.render(profile, facts, history, (folder / "profile.yaml").read_text())
-    for name, text in {REPORT_JSON: json.dumps(facts, indent=1), "report.html": page}.items():
+    page = run_report.render(profile, facts, history, (folder / run_files.PROFILE).read_text())
+    for name, text in {run_files.REPORT_JSON: json.dumps(facts, indent=1), run_files.REPORT: page}.items():
         FolderBackend(folder).write(name, text.encode())
-    return folder / "report.html"
+    return folder / run_files.REPORT
 
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -148,13 +150,13 @@ def _experts(folder: Path, history: History) -> dict[str, Any] | None:
     names = ("balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens")
     loads: dict[str, Any] = {"step": None, "loads": []}
     with contextlib.suppress(FileNotFoundError):
-        loads = json.loads((folder / "expert_loads.json").read_text())
+        loads = json.loads((folder / run_files.EXPERT_LOADS).read_text())
     return {**{name: row[name] for name in names}, **loads}
 
 
 def _forecast(folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
     """The run's held-out loss compared with the forecast made before it started; None without a forecast."""
-    file = folder / forecasts.FILE
+    file = folder / run_files.FORECAST
     if not file.exists():
         return None
     metrics = forecasts.metrics_of(folder, evaluation["metrics"], evaluation["step"])
@@ -187,7 +189,7 @@ def _commit() -> str:
 def _tokenizer_file(folder: Path) -> Path | None:
     """tokenizer.json of the run: from its export, else from the tokenizer's artifact in the store."""
     folders = [folder / EXPORT]
-    if (folder / INPUTS).exists():
+    if (folder / run_files.INPUTS).exists():
         artifacts = Store(str(folder.parents[1])).artifacts
         with contextlib.suppress(FileNotFoundError):
             folders.append(artifacts.path(Artifact("tokenizer", read_inputs(folder)["tokenizer"], "", {})))

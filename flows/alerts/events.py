@@ -15,7 +15,7 @@ from typing import Any
 
 from prefect.events import emit_event
 
-from modeling.supervision import time_account
+from modeling import run_files
 from profiles import state_files
 from profiles.schema import Profile
 from tasks.failures import HUNG
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 EVENT = "trainshed.run."  # prefix of an event's name; the kind follows
 RESOURCE = "trainshed.run."  # prefix of its resource's id; the run's name follows
 FROM_RANKS = ("rollback", "straggler", "resumed")  # events.jsonl entries emitted as such
-STATE = "alerts.json"  # in the run folder
 POLL_SECONDS = 2.0  # of the run folder's files
 CHECKPOINT_POLL_SECONDS = 15.0  # of the store's checkpoints
 QUEUED_SECONDS = 1800.0  # until a job that has not started is reported
@@ -46,10 +45,10 @@ class RunAlerts:
 
     def __init__(self, profile: Profile, run: RunFolder) -> None:
         self._profile, self._run = profile, run
-        self._path = run.path / STATE
+        self._path = run.path / run_files.ALERTS
         self._state: dict[str, Any] = state_files.read_json(self._path) or {}
-        self._events = LogFollower(run.path / "events.jsonl")
-        self._attempts = LogFollower(run.path / time_account.FILE)
+        self._events = LogFollower(run.path / run_files.EVENTS)
+        self._attempts = LogFollower(run.path / run_files.ATTEMPTS)
         self._seen = {"events": 0, "attempts": 0}  # rows read
         self._polled = self._listed = 0.0
         self._submitted: float | None = None  # when the job that has not started was submitted

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.run import run_flow
+from modeling import run_files
 from profiles import resolve
 from tasks.reporting.format import format_value
 from tasks.store import runs
@@ -19,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
     """Evaluate; print the metrics by step. Raises ProfileError for an unknown run, checkpoint or override."""
     name = options.run.partition("@")[0]
     folder = runs.fetch(Store(options.store, options.work_dir), name)
-    profile = resolve.load(str(folder / "profile.yaml"), options.overrides, name)
+    profile = resolve.load(str(folder / run_files.PROFILE), options.overrides, name)
 
     def start() -> list[dict[str, Any]]:
         from flows.evaluate import evaluate

@@ -20,6 +20,7 @@ from flows.hooks import SHOW_FAILURE
 from flows.pretrain import pretrain
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
+from modeling import run_files
 from modeling.planning.planner import Plan
 from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
@@ -89,7 +90,7 @@ def _average(
     if not described.averages:
         return []
     folder = runs.fetch(store, trunk.name)
-    profile = resolve.load(str(folder / "profile.yaml"), (), trunk.name)
+    profile = resolve.load(str(folder / run_files.PROFILE), (), trunk.name)
     inputs = runs.read_inputs(folder)
     dataset, tokenizer = (
         store.artifacts.expect(step.kind, inputs[step.kind]) for step in (DatasetStep, TokenizerStep)

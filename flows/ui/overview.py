@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 from flows.ui.artifacts import PrefectArtifact
+from modeling import run_files
 from modeling.planning.planner import Plan
 from profiles import state_files
 from profiles.errors import ProfileError
@@ -25,7 +26,6 @@ from tasks.reporting.history import History, seconds_left
 from tasks.store.runs import read_events
 
 KEY = "run"
-PLAN_FILE = "plan.json"
 MAX_EVENTS = 5  # the latest
 MAX_DETAIL_LINES = 12  # of a failed job's output
 TENSORBOARD = "http://127.0.0.1:6006"
@@ -41,7 +41,7 @@ class Overview:
     def begin(self, plan: Plan, warnings: Sequence[str]) -> None:
         """Save the plan and the warnings in the run folder and show the page for the first time."""
         contents = {**plan.to_json(), "warnings": list(warnings)}
-        state_files.write(self._folder / PLAN_FILE, json.dumps(contents, indent=1))
+        state_files.write(self._folder / run_files.PLAN, json.dumps(contents, indent=1))
         self.update(now=True)
 
     def update(self, *, now: bool = False) -> None:
@@ -57,7 +57,7 @@ class Overview:
         """The page without a notice, for which only new metrics are read; no time left if the run has ended."""
         self._history.update()
         profile, folder = self._profile, self._folder
-        plan = state_files.read_json(folder / PLAN_FILE)
+        plan = state_files.read_json(folder / run_files.PLAN)
         parts = (
             _training(profile, self._history, ended=ended),
             _warnings(plan, self._history),
@@ -157,7 +157,7 @@ def _paths(profile: Profile, folder: Path) -> str:
     store = folder.parents[1]
     command = f"trainshed tensorboard {shlex.quote(profile.name)} --store {shlex.quote(str(store))}"
     lines = [f"- run folder: `{folder}`"]
-    outputs = {"report": folder / "report.html", "model": folder / "export"}
+    outputs = {"report": folder / run_files.REPORT, "model": folder / run_files.EXPORT}
     lines += [f"- {name}: `{path}`" for name, path in outputs.items() if path.exists()]
     lines.append(f"- TensorBoard: `{command}`, then [{TENSORBOARD}]({TENSORBOARD})")
     return "## Paths\n\n" + "\n".join(lines)

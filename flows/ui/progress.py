@@ -16,12 +16,12 @@ from typing import Any
 from flows.ui.artifacts import PrefectArtifact, ProgressBar, table_data
 from flows.ui.console import log_progress
 from flows.ui.overview import Overview
+from modeling import run_files
 from profiles.schema import Profile
 from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.reporting.advice import rise_warning
 from tasks.reporting.format import format_duration, format_value, validation_name
 from tasks.reporting.history import RECENT, seconds_left
-from tasks.store.runs import METRICS
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class TrainingProgress:
     """Shows a training run from its metrics; call `update` a few times a second."""
 
     def __init__(self, profile: Profile, folder: Path) -> None:
-        self._metrics = LogFollower(folder / METRICS, on_restart=self._restart)
+        self._metrics = LogFollower(folder / run_files.METRICS, on_restart=self._restart)
         self._steps = profile.train.steps
         self._validation = validation_name(profile.evaluate.batches)
         self._lowest: dict[str, Any] | None = None  # evaluation

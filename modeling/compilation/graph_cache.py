@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from modeling import run_files
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from parallel import device as devices
@@ -186,7 +187,7 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
     if reason := compilers.missing_requirement(profile):
         log.info(f"{reason} on this machine: training runs eager")
         return None, False
-    return (folder, True) if folder else (run / "graphs" / "own", False)
+    return (folder, True) if folder else (run / run_files.GRAPHS / "own", False)
 
 
 def unpack(artifact: Path, run: Path) -> Path | None:
@@ -197,7 +198,7 @@ def unpack(artifact: Path, run: Path) -> Path | None:
     packed = artifact / CACHE
     if not packed.exists():
         return None
-    folder = run / "graphs" / artifact.name
+    folder = run / run_files.GRAPHS / artifact.name
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unpacking-"))

@@ -25,7 +25,8 @@ from typing import Any
 
 import psutil
 
-FILE = "attempts.jsonl"  # in a run folder
+from modeling import run_files
+
 # environment variable of ranks: when their job's torchrun began, in seconds since 1970
 BEGUN = "TRAINSHED_BEGUN"
 TOTALS = (
@@ -100,7 +101,7 @@ def totals_of(row: Mapping[str, Any] | None) -> dict[str, float]:
 def record_attempt(run: Path, event: str, **facts: Any) -> None:
     """Append a row to RUN/attempts.jsonl; `facts` may override `time`. A write error only loses the row."""
     row = {"event": event, "time": round(time.time(), 3), **facts}
-    with contextlib.suppress(OSError), (run / FILE).open("a") as file:
+    with contextlib.suppress(OSError), (run / run_files.ATTEMPTS).open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from modeling import job_log
+from modeling import job_log, run_files
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from modeling.compilation.graph_cache import RegionBackends
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     job_log.configure(sys.stdout)
     if options.memory:
         resource.setrlimit(resource.RLIMIT_DATA, (options.memory, options.memory))
-    profile = load(str(options.run_folder / "profile.yaml"))
+    profile = load(str(options.run_folder / run_files.PROFILE))
     torch.set_num_threads(threads(profile))
     compiler = compilers.make_compiler(profile)
     compiler.use_cache(options.cache, ahead_of_time=True, jobs=options.jobs)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from modeling import exit_codes, job_log
+from modeling import exit_codes, job_log, run_files
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled
 from modeling.compilation.graph_cache import (
@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="compile cache folder to prepare for later compilations")
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
-    profile = load(str(options.run_folder / "profile.yaml"))
+    profile = load(str(options.run_folder / run_files.PROFILE))
     start = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
         if options.cache:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from modeling import run_files
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
 from modeling.training.preference.reference_model import ReferenceModel
@@ -343,7 +344,7 @@ class Checkpoints:
 
     @property
     def _followed_path(self) -> Path:
-        return self.run / "resumed.json"
+        return self.run / run_files.RESUMED
 
     def _read_followed(self) -> dict[str, Any]:
         """The latest request that was followed; empty if none was."""
@@ -370,7 +371,7 @@ class Checkpoints:
             raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
         if self.attempt is None:
             return
-        path = self.run / "attempt"
+        path = self.run / run_files.ATTEMPT
         text = state_files.read_text(path)
         if text is None:
             raise checkpoint.StaleAttempt(f"{path}: removed during training; this attempt ends")
@@ -405,7 +406,7 @@ def load_reference(weights: Location | None, model: ReferenceModel | None) -> No
 
 def run_identity(run: Path) -> str:
     """Contents of run.json, which differ between runs of the same name; empty without the file."""
-    return state_files.read_text(run / "run.json") or ""
+    return state_files.read_text(run / run_files.IDENTITY) or ""
 
 
 def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[int]:

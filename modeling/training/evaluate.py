@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from modeling import exit_codes, job_log
+from modeling import exit_codes, job_log, run_files
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path, help="profile of the evaluation (default: the run's)")
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
-    profile = load(str(options.profile or options.run_folder / "profile.yaml"))
+    profile = load(str(options.profile or options.run_folder / run_files.PROFILE))
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     try:
         with Trainer(profile, graphs, precompiled=precompiled) as trainer:
@@ -127,7 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
 def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     """Evaluate a complete checkpoint and write the result. Raises ValueError if missing or corrupted."""
     profile = trainer.profile
-    saved = dict(checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / "checkpoints"))
+    saved = dict(
+        checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / run_files.CHECKPOINTS)
+    )
     if not saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint to evaluate")
     reject_beyond_last_step(profile, saved)

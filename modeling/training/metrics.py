@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.supervision.time_account import TOTALS
 from profiles import state_files
 
 log = logging.getLogger(__name__)
 
-BEFORE = "before.json"  # in a run folder: evaluation of the weights that a fine-tuning run starts from
-EXPERT_LOADS = "expert_loads.json"  # in a run folder: tokens that chose each expert in one step, by layer
 OF_TASKS = "lm_eval/"  # prefix of metrics of language-model tasks, whose names are tags already
 BY_LAYER = "_by_layer"  # suffix of metrics with a number for each layer
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
@@ -68,11 +67,13 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         self.total_steps = total_steps
-        path = run / "metrics.jsonl"
+        path = run / run_files.METRICS
         self.kept, self.last = truncate(path, step)
         self.file = path.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
-        self._tensorboard = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+        self._tensorboard = SummaryWriter(
+            str(run / run_files.TENSORBOARD), purge_step=step + 1 if step else None
+        )
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row, which has a `step`."""
@@ -136,7 +137,7 @@ def record_event(run: Path, event: str, *, reason: str, **facts: Any) -> None:
     A write error loses the event, which the log contains too, and does not stop the run.
     """
     row = {"event": event, "time": round(time.time(), 3), "reason": reason, **facts}
-    with contextlib.suppress(OSError), (run / "events.jsonl").open("a") as file:
+    with contextlib.suppress(OSError), (run / run_files.EVENTS).open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 

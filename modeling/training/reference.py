@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from modeling import exit_codes, job_log
+from modeling import exit_codes, job_log, run_files
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.records import RecordSamples, open_samples
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="file to write")
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
-    profile = load(str(options.run_folder / "profile.yaml"))
+    profile = load(str(options.run_folder / run_files.PROFILE))
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     with Trainer(profile, graphs, precompiled=precompiled) as trainer:
         optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)

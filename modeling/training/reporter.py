@@ -10,13 +10,14 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.models.flops import flops_per_token
 from modeling.supervision.stragglers import Stragglers
 from modeling.supervision.telemetry import Telemetry
 from modeling.supervision.time_account import TimeAccount, job_begin, record_attempt
 from modeling.training.evaluate import Evaluation
 from modeling.training.expert_load import ExpertLoad
-from modeling.training.metrics import EXPERT_LOADS, MetricsWriter, record_event
+from modeling.training.metrics import MetricsWriter, record_event
 from modeling.training.step import StepRecord
 from modeling.training.trainer import Trainer
 from profiles import state_files
@@ -98,7 +99,7 @@ class Reporter:
         """Replace the file of expert loads, which the run's report shows; lost if the disk is full."""
         with contextlib.suppress(OSError):
             text = json.dumps({"step": step, "loads": experts.loads})
-            state_files.write(self._run / EXPERT_LOADS, text)
+            state_files.write(self._run / run_files.EXPERT_LOADS, text)
 
     def _row(self, record: StepRecord) -> dict[str, Any]:
         trainer, statistics, timings = self._trainer, record.statistics, record.timings

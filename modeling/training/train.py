@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from modeling import exit_codes, job_log
+from modeling import exit_codes, job_log, run_files
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
@@ -33,7 +33,6 @@ from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
 from modeling.training.checkpoints import Checkpoints, SaveGivenUp
 from modeling.training.evaluate import evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
-from modeling.training.metrics import BEFORE
 from modeling.training.replicas import Replicas
 from modeling.training.reporter import Reporter
 from modeling.training.resume import Rejected
@@ -54,12 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, help=attempt_help)
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
-    profile = load(str(options.run_folder / "profile.yaml"))
+    profile = load(str(options.run_folder / run_files.PROFILE))
     stop = StopSignal()
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     try:
         with Trainer(profile, graphs, precompiled=precompiled) as trainer:
-            stacks = options.run_folder / "logs" / "stacks"
+            stacks = options.run_folder / run_files.LOGS / "stacks"
             with Watchdog(
                 stacks, trainer.mesh.rank, timeouts_of(profile), trainer.connect_store()
             ) as watchdog:
@@ -91,8 +90,8 @@ class TrainingRun:
         self._compute_seconds = 0.0  # this rank's compute time in the last finished step
         run = options.run_folder
         # file for the evaluation of the initial weights; None unless the run fine-tunes
-        self.before = run / BEFORE if self.profile.fine_tunes and options.weights else None
-        location = options.checkpoints or run / "checkpoints"
+        self.before = run / run_files.BEFORE if self.profile.fine_tunes and options.weights else None
+        location = options.checkpoints or run / run_files.CHECKPOINTS
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
         self.replicas = Replicas(trainer, self.optimizer, run)
         begun = time.monotonic()

@@ -16,7 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.training.metrics import OF_TASKS
+from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -30,7 +32,7 @@ from tasks.step import Context, Step
 from tasks.steps.export import write_model
 from tasks.steps.jobs import run_job
 from tasks.store.artifacts import Artifact
-from tasks.store.run_folder import MARKER, RunFolder
+from tasks.store.run_folder import RunFolder
 
 RESULT = "result.json"
 COMPLETE = ".complete"  # in the exported model, written last
@@ -112,7 +114,7 @@ class TaskStep(Step):
             JobFailed, FatalError, TimeoutError: as `EvaluationStep.make`; a task that lm-eval does not have is fatal.
         """
         model = self._export(context)
-        output = context.run_folder / "logs" / f"task-{key[:16]}.json"
+        output = context.run_folder / run_files.LOGS / f"task-{key[:16]}.json"
         options = ["--model", str(model), "--task", self.task, "--output", str(output)]
         options += ["--include", str(self.include)] if self.include else []
         options += ["--limit", str(self.limit)] if self.limit is not None else []
@@ -122,7 +124,7 @@ class TaskStep(Step):
             name="task",
             program="tasks.evaluation.harness",
             arguments=(*options, "--device", device),
-            folder=context.run_folder / "logs",
+            folder=context.run_folder / run_files.LOGS,
             threads=context.profile.cluster.threads,
             key=key,
             secrets=secrets,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from profiles import state_files
 from tasks import failures, keys
 from tasks.launchers import Job
@@ -66,7 +67,7 @@ class EvaluationStep(Step):
         """
         profile, folder = context.profile, context.run_folder
         # One file per key: a run may also be evaluated on another run's data.
-        output = folder / "logs" / f"evaluation-{key[:16]}.json"
+        output = folder / run_files.LOGS / f"evaluation-{key[:16]}.json"
         job = cluster_job("evaluate", context, key, self.dataset, self.graphs, "--output", str(output))
         job = self.adapt_job(job, context, key)
         if self.reference:

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.training.metrics import tag
 from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.store.store import Store
 
-FILE = "evaluations.jsonl"
 TENSORBOARD = "tensorboard/evaluations"  # a separate folder: training owns the files of its own
 
 
@@ -25,19 +25,19 @@ def record(store: Store, run: str, step: int, metrics: Mapping[str, float]) -> b
     """Add a checkpoint's results to the run's file and TensorBoard; False if the file has them already."""
     folder = store.run_folder(run)
     with store.lock(f"evaluations-{run}"):
-        data = folder.read(FILE) or b""
+        data = folder.read(run_files.EVALUATIONS) or b""
         known = by_step(_rows(data)).get(step, {})
         if all(known.get(name) == value for name, value in metrics.items()):
             return False
         row = {"step": step, "time": round(time.time(), 3), **metrics}
-        folder.write(FILE, data + json.dumps(row).encode() + b"\n")
+        folder.write(run_files.EVALUATIONS, data + json.dumps(row).encode() + b"\n")
     _write_tensorboard(folder.path, step, metrics)
     return True
 
 
 def read(folder: Path) -> dict[int, dict[str, float]]:
     """Metrics of each evaluated step of the run in this folder, in ascending order of steps."""
-    return by_step(list(LogFollower(folder / FILE).rows(is_metrics)))
+    return by_step(list(LogFollower(folder / run_files.EVALUATIONS).rows(is_metrics)))
 
 
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:

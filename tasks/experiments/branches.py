@@ -6,6 +6,7 @@ identity, and a branch depends on the trunk only up to its own first step.
 
 from __future__ import annotations
 
+from modeling import run_files
 from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -28,7 +29,7 @@ def trunk_of(spec: Branches, store: Store | None = None) -> PlannedRun:
             nearest = [step for step in (below, below + every) if step]
             raise ProfileError(f"branches.{number}.step", branch.step, reason, nearest)
     steps = max(branch.step for branch in spec.branches)
-    if store is not None and (store.run_folder(name).path / "profile.yaml").exists():
+    if store is not None and (store.run_folder(name).path / run_files.PROFILE).exists():
         reached = store.run_folder(name).checkpoint_steps()
         steps = max([steps, *reached])
     settings = {

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.scaling import forecast as forecasts
 from modeling.scaling.fit import Observation
 from modeling.scaling.metrics import forecast_metrics
@@ -28,7 +29,6 @@ from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 
 KIND = "forecast"
-FILE = "forecast.json"  # in the artifact, and in the folder of a run that was forecast
 
 
 def metrics_of(folder: Path, metrics: Mapping[str, float], step: int) -> dict[str, float]:
@@ -85,7 +85,7 @@ def latest(store: Store, profile: Profile) -> Artifact | None:
 
 def read_recorded(run: RunFolder) -> dict[str, Any] | None:
     """The forecast that was copied into a run's folder when the run started; None if there was none."""
-    known = run.read(FILE)
+    known = run.read(run_files.FORECAST)
     return json.loads(known) if known else None
 
 
@@ -93,13 +93,13 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
     """Copy the latest forecast into the folder of an untrained run; returns the recorded one, if any."""
     if known := read_recorded(run):
         return known
-    if run.checkpoint_steps() or retried((run.path / "metrics.jsonl").exists):
+    if run.checkpoint_steps() or retried((run.path / run_files.METRICS).exists):
         return None
     artifact = latest(store, profile)
     if artifact is None:
         return None
     document = {"key": artifact.key, **json_artifacts.read(store, artifact)}
-    run.write(FILE, json.dumps(document, indent=1).encode())
+    run.write(run_files.FORECAST, json.dumps(document, indent=1).encode())
     return document
 
 

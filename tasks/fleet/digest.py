@@ -18,14 +18,20 @@ from typing import Any
 import orjson
 import yaml
 
+from modeling import run_files
 from tasks.fleet.goodput import FAILURES
 from tasks.launchers.log_follower import is_event
 from tasks.store.backends import Backend, Entry
-from tasks.store.run_folder import IDENTITY
 
-METRICS, EVENTS, ATTEMPTS, PLAN = "metrics.jsonl", "events.jsonl", "attempts.jsonl", "plan.json"
-PROFILE, REPORT = "profile.yaml", "report.html"
-FILES = (METRICS, EVENTS, ATTEMPTS, PLAN, PROFILE, IDENTITY, REPORT)
+FILES = (
+    run_files.METRICS,
+    run_files.EVENTS,
+    run_files.ATTEMPTS,
+    run_files.PLAN,
+    run_files.PROFILE,
+    run_files.IDENTITY,
+    run_files.REPORT,
+)
 POINTS = 48  # in a loss curve
 TAIL = 64 << 10  # bytes at the end of metrics.jsonl that are searched for the last evaluation
 WHOLE = 192 << 10  # metrics files up to this size are read in one request
@@ -65,17 +71,17 @@ def read_digest(backend: Backend, name: str, entries: Mapping[str, Entry]) -> Di
     digest = Digest(
         name, changed=max((entries[file].modified for file in FILES if file in entries), default=0.0)
     )
-    digest.attempts = list(reader.rows(ATTEMPTS))
-    events = reader.rows(EVENTS, EVENT_BYTES)
+    digest.attempts = list(reader.rows(run_files.ATTEMPTS))
+    events = reader.rows(run_files.EVENTS, EVENT_BYTES)
     kept = (*FAILURES, "straggler")
     digest.events = [
         {key: row.get(key) for key in ("event", "time", "reason")}
         for row in events
         if row.get("event") in kept
     ]
-    plan = reader.json(PLAN)
+    plan = reader.json(run_files.PLAN)
     digest.planned = {key: plan.get(key) for key in PLANNED}
-    if parent := reader.json(IDENTITY).get("parent"):
+    if parent := reader.json(run_files.IDENTITY).get("parent"):
         digest.parent = f"{parent['run']}@{parent['step']}"
     _add_size(digest, reader)
     _add_metrics(digest, reader)
@@ -89,7 +95,7 @@ def _add_size(digest: Digest, reader: _Reader) -> None:
         digest.steps, digest.step_tokens = started["steps"], started["step_tokens"]
         digest.node_count, digest.node_price = started["node_count"], started["node_price"]
         return
-    profile = yaml.load(reader.read(PROFILE) or b"", LOADER) or {}
+    profile = yaml.load(reader.read(run_files.PROFILE) or b"", LOADER) or {}
     train, cluster = profile.get("train", {}), profile.get("cluster", {})
     digest.steps = train.get("steps")
     if "global_batch_size" in train and "sequence_length" in train:
@@ -98,17 +104,17 @@ def _add_size(digest: Digest, reader: _Reader) -> None:
 
 
 def _add_metrics(digest: Digest, reader: _Reader) -> None:
-    size = reader.size(METRICS)
+    size = reader.size(run_files.METRICS)
     if not size:
         return
     if size <= WHOLE:
-        lines = reader.read(METRICS).split(b"\n")[:-1]
+        lines = reader.read(run_files.METRICS).split(b"\n")[:-1]
         rows = list(_rows(lines))
     else:
-        lines = _lines(*reader.ranges(METRICS, [(size - TAIL, size)]))
+        lines = _lines(*reader.ranges(run_files.METRICS, [(size - TAIL, size)]))
         width = (ROWS + 1) * TAIL // max(1, len(lines))
         starts = [size * index // POINTS for index in range(POINTS)]
-        chunks = reader.ranges(METRICS, [(start, start + width) for start in starts])
+        chunks = reader.ranges(run_files.METRICS, [(start, start + width) for start in starts])
         rows = list(_rows([line for chunk in chunks for line in _lines(chunk)] + lines[-ROWS:]))
     trained = [row for row in _rows(lines[-LATEST:]) if "loss" in row]
     if trained:

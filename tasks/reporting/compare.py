@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from profiles import resolve
 from profiles.errors import ProfileError, closest, format_value
 from profiles.schema import Profile
@@ -22,7 +23,7 @@ from tasks.reporting.format import (
     format_perplexity,
     format_step_time,
 )
-from tasks.reporting.history import REPORT_JSON, History
+from tasks.reporting.history import History
 from tasks.store.store import Store
 
 UNKNOWN = "–"
@@ -109,7 +110,7 @@ def write_page(
 
 def _find_folder(store: Store, name: str) -> Path:
     folder = Path(name) if "/" in name else store.work_dir / "runs" / name
-    if (folder / "profile.yaml").is_file():
+    if (folder / run_files.PROFILE).is_file():
         return folder
     runs = folder.parent
     known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
@@ -118,14 +119,14 @@ def _find_folder(store: Store, name: str) -> Path:
 
 
 def _load_run(folder: Path, history: History) -> dict[str, Any]:
-    profile = resolve.load(str(folder / "profile.yaml"))
+    profile = resolve.load(str(folder / run_files.PROFILE))
     run: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": flat_profile(profile)}
     run |= history.measurements(profile)
     if history.last_evaluation:
         run["last_validation_loss"] = history.last_evaluation["validation_loss"]
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
-    if (folder / REPORT_JSON).is_file():
-        run |= {"state": "finished", **_read_report(folder / REPORT_JSON)}
+    if (folder / run_files.REPORT_JSON).is_file():
+        run |= {"state": "finished", **_read_report(folder / run_files.REPORT_JSON)}
     return run
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
+from modeling import run_files
 from profiles.schema import Profile
 from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.reporting.chart import LINE_STYLES, Points, Series
 from tasks.reporting.downsampling import Curve, Sample
 from tasks.reporting.format import validation_name
-from tasks.store.runs import METRICS
 
-REPORT_JSON = "report.json"
 SMOOTHING = 10  # points on each side that a smoothed value averages
 RECENT = 10  # steps that the time left is estimated from
 OF_SOURCE = "validation_loss/"  # prefix of the metrics of data sources
@@ -25,6 +24,7 @@ MEDIANS = (
     *("step_seconds", "tokens_per_second", "mfu"),
     *("data_wait_seconds", "forward_backward_seconds", "optimizer_seconds", "communication_seconds"),
 )
+
 MAXIMA = ("memory_bytes", "cold_compiles")
 
 
@@ -39,7 +39,7 @@ class History:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._follower = LogFollower(folder / METRICS, on_restart=self._clear)
+        self._follower = LogFollower(folder / run_files.METRICS, on_restart=self._clear)
         self._clear()
 
     @classmethod

@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from modeling import job_log
+from modeling import job_log, run_files
 from profiles.schema import Profile
 from tasks import failures
 from tasks.launchers import Job, JobFailed, create, execute
@@ -34,7 +34,7 @@ def cluster_job(
         name=program,
         program=f"modeling.training.{program}",
         arguments=(*options, *arguments),
-        folder=folder / "logs",
+        folder=folder / run_files.LOGS,
         nodes=cluster.nodes,
         processes=cluster.devices_per_node,
         threads=cluster.threads,

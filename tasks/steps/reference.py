@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from modeling import run_files
 from modeling.data.records import REFERENCE
 from tasks import keys
 from tasks.step import Context, Step
@@ -34,7 +35,7 @@ class ReferenceStep(Step):
     def make(self, context: Context, key: str) -> Artifact:
         """Compute the log-probabilities. Raises as `EvaluationStep.make`."""
         profile, store, folder = context.profile, context.store, context.run_folder
-        output = folder / "logs" / f"reference-{key[:16]}.npz"
+        output = folder / run_files.LOGS / f"reference-{key[:16]}.npz"
         arguments = ("--weights", str(store.artifacts.path(self.weights)), "--output", str(output))
         job = cluster_job("reference", context, key, self.dataset, self.graphs, *arguments)
         with store.artifacts.publish(self.kind, key, {"source": profile.init.from_}) as staging:

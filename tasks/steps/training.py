@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.supervision.time_account import record_attempt
+from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
@@ -23,7 +25,7 @@ from tasks.step import Context, Step
 from tasks.steps.jobs import LogForwarder, cluster_job
 from tasks.store import run_artifacts, runs
 from tasks.store.artifacts import Artifact
-from tasks.store.run_folder import MARKER, RunFolder
+from tasks.store.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ class TrainingStep(Step):
         """
         profile, store, folder = context.profile, context.store, context.run_folder
         job = cluster_job("train", context, key, self.dataset, self.graphs)
-        job = replace(job, attempt_file=folder / runs.ATTEMPT)
+        job = replace(job, attempt_file=folder / run_files.ATTEMPT)
         if self.weights is not None:
             local = self.weights if isinstance(self.weights, Path) else store.artifacts.path(self.weights)
             job = job.with_arguments("--weights", str(local))
@@ -74,7 +76,7 @@ class TrainingStep(Step):
 
         steps, run = profile.train.steps, store.run_folder(folder.name)
         if steps not in run.checkpoint_steps():  # else the job ended while no flow followed it
-            if not (folder / "profile.yaml").exists():
+            if not (folder / run_files.PROFILE).exists():
                 reason = "moved or removed while the run was active; move it back, or start the run again"
                 raise failures.FatalError(f"{folder}: {reason}")
             try:

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from tasks.store.artifacts import HASH_LIMIT, Artifact
 from tasks.store.backends import FolderBackend
 from tasks.store.manifest import Corrupted, Manifest
-from tasks.store.run_folder import MARKER
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)

@@ -11,13 +11,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from parallel.checkpoint import locations
 from profiles import state_files
 from profiles.errors import ProfileError
@@ -28,12 +29,9 @@ from tasks.store.sync import RunSync, attempt_in, is_excluded
 
 log = logging.getLogger(__name__)
 
-MARKER = "complete.json"  # in a checkpoint's folder, written last
-COMPLETE = re.compile(rf"step_(\d+)/{MARKER}")  # below checkpoints/, where nothing else counts
-IDENTITY = "run.json"
+COMPLETE = re.compile(rf"{run_files.CHECKPOINTS}/step_(\d+)/{locations.MARKER}")
 REPLACED = re.compile(r"~\d+$")  # ends the name of a run that was replaced by another
-TRACES = ("checkpoints", "metrics.jsonl")  # files by which a run's folder is recognised without run.json
-LOCKFILE = "lock.json"  # what the run's references resolve to (tasks/inputs.py)
+TRACES = (run_files.CHECKPOINTS, run_files.METRICS)  # by which a run's folder is recognised without run.json
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class RunFolder:
         local = self.identity
         traces = (name for name in TRACES if self._local.exists(f"{self._prefix}/{name}"))
         if local is None and (found := next(traces, None)):
-            reason = f"{self.path} has {found} but no {IDENTITY}; restore that file, or move the folder away"
+            reason = f"{self.path} has {found} but no {run_files.IDENTITY}; restore that file, or move the folder away"
             raise ProfileError("name", self.name, reason)
         if local not in (None, identity):
             name = self._free_name()
@@ -95,9 +93,9 @@ class RunFolder:
         if self._remote:
             self._restore(self._remote, identity)
         retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
-        if not self._local.exists(f"{self._prefix}/{IDENTITY}"):
+        if not self._local.exists(f"{self._prefix}/{run_files.IDENTITY}"):
             contents = {"identity": identity, **({"parent": asdict(parent)} if parent else {})}
-            self.write(IDENTITY, json.dumps(contents, indent=1).encode())
+            self.write(run_files.IDENTITY, json.dumps(contents, indent=1).encode())
         return self.path
 
     def move_aside(self) -> str:
@@ -122,17 +120,18 @@ class RunFolder:
     def checkpoints_location(self) -> Path | str:
         """Where training writes checkpoints: a path, or a URI if the store is remote."""
         if self._remote:
-            return self._remote.location(f"{self._prefix}/checkpoints")
-        return self.path / "checkpoints"
+            return self._remote.location(f"{self._prefix}/{run_files.CHECKPOINTS}")
+        return self.path / run_files.CHECKPOINTS
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of the complete checkpoints, in ascending order."""
-        markers = map(COMPLETE.fullmatch, self.files("checkpoints"))
-        return sorted(int(marker[1]) for marker in markers if marker)
+        return checkpoint_steps(
+            f"{run_files.CHECKPOINTS}/{file}" for file in self.files(run_files.CHECKPOINTS)
+        )
 
     def is_remote(self, part: str) -> bool:
         """Whether a part of the run exists in the remote store only."""
-        return self._remote is not None and part.startswith("checkpoints/")
+        return self._remote is not None and part.startswith(f"{run_files.CHECKPOINTS}/")
 
     def files(self, part: str) -> dict[str, int]:
         """Sizes in bytes of the files of a part of the run in the store, by their paths relative to it."""
@@ -160,7 +159,7 @@ class RunFolder:
         """Copy a complete checkpoint into another run of the store, its marker last."""
         part = f"checkpoints/step_{step}"
         if self._remote:
-            self._remote.copy(f"{self._prefix}/{part}", f"{target._prefix}/{part}", last=MARKER)
+            self._remote.copy(f"{self._prefix}/{part}", f"{target._prefix}/{part}", last=locations.MARKER)
         else:
             _link_files(self.path / part, target.path / part)
 
@@ -185,7 +184,7 @@ class RunFolder:
 
     def _read_identity(self, backend: Backend) -> dict[str, Any]:
         """Contents of run.json, which have an identity; empty if it does not exist."""
-        name = f"{self._prefix}/{IDENTITY}"
+        name = f"{self._prefix}/{run_files.IDENTITY}"
         data = backend.read(name)
         if data is None:
             return {}
@@ -229,16 +228,21 @@ class RunFolder:
             name
             for name in names
             if not self._local.exists(f"runs/{name}")
-            and self._primary.read(f"runs/{name}/{IDENTITY}") is None
+            and self._primary.read(f"runs/{name}/{run_files.IDENTITY}") is None
         )
+
+
+def checkpoint_steps(files: Iterable[str]) -> list[int]:
+    """Steps of the complete checkpoints among a run's files, in ascending order."""
+    return sorted(int(match[1]) for match in map(COMPLETE.fullmatch, files) if match)
 
 
 def _link_files(source: Path, target: Path) -> None:
     """Copy a checkpoint's files by hard links, or by contents across file systems; its marker last."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    names = sorted(path.name for path in source.iterdir() if path.name != MARKER)
-    for name in [*names, MARKER]:
+    names = sorted(path.name for path in source.iterdir() if path.name != locations.MARKER)
+    for name in [*names, locations.MARKER]:
         _link(source / name, target / name)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.training.learning_rate import same_until
 from profiles import resolve
 from profiles.errors import ProfileError, closest, format_value
@@ -16,17 +18,11 @@ from profiles.state_files import retried
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
-from tasks.store import sync
 from tasks.store.backends import FolderBackend
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
-
-INPUTS = "inputs.json"
-ATTEMPT = sync.ATTEMPT
-METRICS = "metrics.jsonl"
-FLOW_RUN = "flow-run"  # id of the flow run that uses the folder, or used it last
 
 
 class RunExists(ProfileError):
@@ -92,8 +88,8 @@ def open_run(
             log.info("run %s: the schedule of the remaining steps changes: %s", run.name, "; ".join(changed))
     folder = run.prepare(identity, parent)
     backend = FolderBackend(folder)
-    backend.write("profile.yaml", resolve.dump(profile).encode())
-    backend.write(INPUTS, json.dumps({"identity": identity, **inputs}, indent=1).encode())
+    backend.write(run_files.PROFILE, resolve.dump(profile).encode())
+    backend.write(run_files.INPUTS, json.dumps({"identity": identity, **inputs}, indent=1).encode())
     record_flow_run(folder, flow_run)
     return folder
 
@@ -101,7 +97,7 @@ def open_run(
 def check_name(store: Store, profile: Profile) -> None:
     """Raise RunExists, before any work, if settings alone show a run of other mathematics with the name."""
     run = store.run_folder(profile.name)
-    if not retried((run.path / "profile.yaml").exists) or run.stored_identity != run.identity:
+    if not retried((run.path / run_files.PROFILE).exists) or run.stored_identity != run.identity:
         return  # not on this machine; `open_run` compares it later
     existing = _stored_profile(run.path)
     differences = _setting_differences(existing, profile)
@@ -113,9 +109,9 @@ def check_name(store: Store, profile: Profile) -> None:
 def _stored_profile(folder: Path) -> Profile | None:
     """The profile of an existing run; None if it has none that this version can read."""
     try:
-        return resolve.load(str(folder / "profile.yaml"))
+        return resolve.load(str(folder / run_files.PROFILE))
     except ProfileError as error:
-        log.warning("%s: %s", folder / "profile.yaml", error)
+        log.warning("%s: %s", folder / run_files.PROFILE, error)
         return None
 
 
@@ -136,7 +132,7 @@ def _differences(
     existing: Profile | None, profile: Profile, folder: Path, inputs: Mapping[str, str | None]
 ) -> list[str]:
     """Descriptions of what makes the mathematics of two runs differ."""
-    known = read_inputs(folder) if (folder / INPUTS).exists() else {}
+    known = read_inputs(folder) if (folder / run_files.INPUTS).exists() else {}
     others = [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
     found = _setting_differences(existing, profile) + others
     return found or ["it was forked from another run, or made by another version of Trainshed"]
@@ -186,20 +182,20 @@ def _different_values(
 
 def record_flow_run(folder: Path, flow_run: str) -> None:
     """Record that a flow run uses this folder, so that its cancellation finds the jobs."""
-    FolderBackend(folder).write(FLOW_RUN, flow_run.encode())
+    FolderBackend(folder).write(run_files.FLOW_RUN, flow_run.encode())
 
 
 def folders_of_flow_run(store: Store, name: str, flow_run: str) -> list[Path]:
     """Folders of a run, and of the rounds of its series, that a flow run used last; the latest first."""
     folder = store.run_folder(name).path
-    records = [folder / FLOW_RUN, *folder.parent.glob(f"{name}-round-*/{FLOW_RUN}")]
+    records = [folder / run_files.FLOW_RUN, *folder.parent.glob(f"{name}-round-*/{run_files.FLOW_RUN}")]
     found = [record for record in records if _names(record, flow_run)]
     return [record.parent for record in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
 
 
 def scratch_folders_of_flow_run(store: Store, flow_run: str) -> list[Path]:
     """Scratch folders of the store that a flow run uses or used last."""
-    records = store.work_dir.glob(f"work/*/{FLOW_RUN}")
+    records = store.work_dir.glob(f"work/*/{run_files.FLOW_RUN}")
     return [record.parent for record in records if _names(record, flow_run)]
 
 
@@ -211,7 +207,7 @@ def _require_no_active_job(profile: Profile, existing: Profile | None, folder: P
     """Raise ProfileError if the existing run in this folder has an active job."""
     cluster = (existing or profile).cluster
     launcher = create(cluster.launcher, cluster)
-    for handle in latest_jobs(folder / "logs"):
+    for handle in latest_jobs(folder / run_files.LOGS):
         if where := launcher.location(handle):
             reason = (
                 f"a run of this name has other settings (model, data or training), and its {handle.job.name} job is still active "
@@ -227,10 +223,19 @@ def fetch(store: Store, name: str) -> Path:
     if identity is None:
         raise unknown_run(store, "run", name)
     folder = run.prepare(identity)
-    if missing := [file for file in ("profile.yaml", INPUTS) if not (folder / file).exists()]:
+    if missing := [file for file in (run_files.PROFILE, run_files.INPUTS) if not (folder / file).exists()]:
         reason = f"{missing[0]} is neither in {folder} nor in {store.uri}; set the work_dir in which the run was started"
         raise ProfileError("work_dir", str(store.work_dir), reason)
     return folder
+
+
+def files_by_run(store: Store) -> dict[str, dict[str, int]]:
+    """Files of each run of the store, with their sizes."""
+    runs: dict[str, dict[str, int]] = defaultdict(dict)
+    for path, size in store.backend.files("runs").items():
+        name, _, file = path.partition("/")
+        runs[name][file] = size
+    return runs
 
 
 def unknown_run(store: Store, key: str, name: str) -> ProfileError:
@@ -244,19 +249,19 @@ def read_inputs(folder: Path) -> dict[str, str]:
 
     Raises FileNotFoundError if nothing is recorded.
     """
-    return json.loads((folder / INPUTS).read_text())
+    return json.loads((folder / run_files.INPUTS).read_text())
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl; empty if there is no such file."""
-    return list(LogFollower(folder / METRICS).rows(is_metrics))
+    return list(LogFollower(folder / run_files.METRICS).rows(is_metrics))
 
 
 def last_training_row(folder: Path) -> dict[str, Any] | None:
     """Row of the last training step in a run's metrics.jsonl, read from its end; None if there is none."""
-    return last_row(folder / METRICS, "loss")
+    return last_row(folder / run_files.METRICS, "loss")
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Rows of a run's events.jsonl (failures and anomalies); empty if there is no such file."""
-    return list(LogFollower(folder / "events.jsonl").rows(is_event))
+    return list(LogFollower(folder / run_files.EVENTS).rows(is_event))

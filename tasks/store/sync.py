@@ -17,18 +17,18 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Self
 
+from modeling import run_files
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend
 
 log = logging.getLogger(__name__)
 
-ATTEMPT = "attempt"  # file of a run folder: number of the current attempt, the only one that may complete checkpoints
 INTERVAL = 60.0  # seconds
 LARGE = 8 << 20  # bytes; S3 has no append, so a larger file, such as a log after days, is uploaded less often
 LARGE_INTERVAL = 600.0  # seconds
 # Written to the store directly; a copy of an artifact; written only by a promotion (continual.py).
-EXCLUDED = {"checkpoints", "graphs", "standing.json"}
+EXCLUDED = {run_files.CHECKPOINTS, run_files.GRAPHS, run_files.STANDING}
 # Written to the store directly, also from other machines; downloaded with the folder.
-DIRECT = {"evaluations.jsonl", "artifacts.json"}
+DIRECT = {run_files.EVALUATIONS, run_files.ARTIFACTS}
 APPENDED = (".jsonl", ".log")  # suffixes of files that only grow during an attempt; TensorBoard's do too
 
 
@@ -41,7 +41,7 @@ def is_excluded(name: str) -> bool:
 
 def attempt_in(backend: Backend, folder: str) -> int:
     """Number of the training attempt of a copy of a run folder; 0 before the first."""
-    name = f"{folder}/{ATTEMPT}".lstrip("/")
+    name = f"{folder}/{run_files.ATTEMPT}".lstrip("/")
     data = backend.read(name)
     try:
         return 0 if data is None else int(data)
@@ -89,7 +89,7 @@ class RunSync:
                 names.append(name)
         # The attempt's number is uploaded last, so that an interrupted upload still counts as the earlier attempt.
         for is_attempt in (False, True):
-            if batch := [name for name in names if (name == ATTEMPT) is is_attempt]:
+            if batch := [name for name in names if (name == run_files.ATTEMPT) is is_attempt]:
                 self._remote.upload(self._folder, batch, self._name)
                 self._uploaded |= {name: states[name] for name in batch}
                 self._times |= dict.fromkeys(batch, time.monotonic())

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from modeling import run_files
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from profiles.schema import Profile
@@ -25,7 +26,6 @@ from tasks.launchers.base import SAFE_PATH
 from tasks.reporting.compare import flat_profile, load_runs, write_page
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
-from tasks.tracking.worker import FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Outcome:
 @contextlib.contextmanager
 def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Iterator[Outcome]:
     """Send the run to the profile's trackers during the block, which may add files to the outcome."""
-    outcome = Outcome(files=[(folder / "profile.yaml", "profile")])
+    outcome = Outcome(files=[(folder / run_files.PROFILE, "profile")])
     processes = [TrackerProcess(name, profile, folder, labels) for name in profile.tracking.trackers]
     try:
         yield outcome
@@ -61,10 +61,10 @@ def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Itera
 
 def catch_up(folder: Path) -> None:
     """Send late evaluations of a run that has ended to the trackers that followed it."""
-    profile = load(str(folder / "profile.yaml"))
-    if profile.tracking.trackers and (folder / FOLDER).is_dir():
+    profile = load(str(folder / run_files.PROFILE))
+    if profile.tracking.trackers and (folder / run_files.TRACKERS).is_dir():
         with tracking(profile, folder, labels_of(profile, profile.name, None)) as outcome:
-            outcome.state = "finished" if (folder / "report.html").exists() else "stopped"
+            outcome.state = "finished" if (folder / run_files.REPORT).exists() else "stopped"
 
 
 class TrackerProcess:
@@ -83,7 +83,7 @@ class TrackerProcess:
         }
         first = json.dumps({"tracker": name, "folder": str(folder.absolute()), "run": run})
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
-        log_file = folder / "logs" / f"tracker-{name.replace(':', '.')}.log"
+        log_file = folder / run_files.LOGS / f"tracker-{name.replace(':', '.')}.log"
         try:
             log_file.parent.mkdir(parents=True, exist_ok=True)
             with log_file.open("ab") as output:
@@ -158,7 +158,7 @@ def _finish(processes: Sequence[TrackerProcess], outcome: Outcome) -> None:
 
 def results(store: Store, folder: Path, parent: Parent | None) -> list[tuple[Path, str]]:
     """Files of a finished run for its trackers: the report, and for a fork the comparison with its parent."""
-    found = [(folder / "report.html", "report")]
+    found = [(folder / run_files.REPORT, "report")]
     if parent is not None:
         try:
             page = write_page(*load_runs(store, [parent.run, folder.name]), folder / "compare.html")

@@ -23,13 +23,13 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+from modeling import run_files
 from modeling.training.metrics import scalars
 from profiles import state_files
 from profiles.user_functions import search_path
 from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.tracking.protocol import TrackedRun, Tracker
 
-FOLDER = "trackers"  # of a run folder
 POLL_SECONDS = 1.0
 MAX_ROWS = 200  # between flushes
 RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)  # before each retry; the last applies to all further ones
@@ -162,7 +162,7 @@ def main() -> int:
 
 def follow(run: Path, request: dict[str, Any], sender: Sender, end: EndMessage) -> None:
     """Send a run's metrics until the run ends."""
-    folder = run / FOLDER
+    folder = run / run_files.TRACKERS
     folder.mkdir(exist_ok=True)
     path = folder / f"{request['tracker'].replace(':', '.')}.json"
     known = state_files.read_json(path) or {}
@@ -172,9 +172,9 @@ def follow(run: Path, request: dict[str, Any], sender: Sender, end: EndMessage) 
     if (identifier := sender.start(tracked)) is None:
         return
     state = {name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")}
-    training = NewRows(run / "metrics.jsonl", sent=(state["step"], state["evaluated"]))
+    training = NewRows(run / run_files.METRICS, sent=(state["step"], state["evaluated"]))
     # Evaluations of checkpoints come in any order of steps, so sent rows are counted instead.
-    evaluations = NewRows(run / "evaluations.jsonl", skip=state["evaluations"])
+    evaluations = NewRows(run / run_files.EVALUATIONS, skip=state["evaluations"])
 
     def write_state() -> None:
         state_files.write(path, json.dumps({"identifier": identifier, **state}))

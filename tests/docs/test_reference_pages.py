@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from modeling import run_files
 from modeling.supervision.telemetry import neuron_readings
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import GROUPS, tag
@@ -109,6 +110,12 @@ def test_caching_page_separates_keys_that_make_another_run():
     identity = text.read_text().partition("## Run identity\n")[2].partition("\n## ")[0]
     lists = re.findall(r"^ +- (?:keys|the learning rate)[^:]*: ((?:.|\n)*?)(?=\n +- |\n\n)", identity, re.M)
     assert [set(re.findall(r"`(\w+)`", names)) for names in lists] == [NOT_MATHEMATICS, SCHEDULE]
+
+
+def test_caching_page_lists_every_file_of_a_run_folder():
+    rows = rows_of(DOCS / "caching.md", "## The run folder")
+    listed = {name.split("/")[0] for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
+    assert listed == {name for key, name in vars(run_files).items() if key.isupper()}
 
 
 @pytest.mark.parametrize("page", ["metrics.md", "benchmarks.md"])

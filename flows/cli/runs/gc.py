@@ -11,7 +11,7 @@ from rich.table import Table
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json
 from tasks.reporting.format import format_bytes
-from tasks.store.inventory import find_garbage, remove
+from tasks.store.garbage import find_garbage, remove
 from tasks.store.store import Store
 
 

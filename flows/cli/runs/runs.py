@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -13,9 +13,10 @@ from rich.table import Table
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr
 from tasks.fleet.page import format_cost
-from tasks.fleet.runs import RunView, read_fleet
+from tasks.fleet.runs import ACTIVE, RunView, read_fleet
 from tasks.reporting.format import format_age, format_bytes
-from tasks.store.inventory import Run, list_runs
+from tasks.store.run_folder import checkpoint_steps
+from tasks.store.runs import files_by_run
 from tasks.store.store import Store
 
 WIDTH = 200  # of a piped table
@@ -24,27 +25,34 @@ WIDTH = 200  # of a piped table
 def run(options: argparse.Namespace) -> int:
     """Print the runs, the latest first. Raises ProfileError for an invalid store."""
     store = Store(options.store)
-    found = sorted(list_runs(store), key=lambda each: -(each.changed or 0))
-    views = {view.name: view for view in read_fleet(store).runs}
+    found = sorted(read_fleet(store).runs, key=lambda run: -run.digest.changed)
+    stored = {name: _Stored.of(files) for name, files in files_by_run(store).items()}
+    rows = [(run, stored.get(run.name, _Stored())) for run in found]
     if options.json:
-        rows = [
-            {**views[each.name].to_json(), **asdict(each)} if each.name in views else asdict(each)
-            for each in found
-        ]
-        print_json(rows)
-    elif found:
-        _print(found, views)
+        print_json([{**run.to_json(), **asdict(files)} for run, files in rows])
+    elif rows:
+        _print(rows)
     else:
         print_stderr(f"no runs in {options.store}")
     return DONE
 
 
-def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
+@dataclass(frozen=True)
+class _Stored:
+    """What the store holds of a run."""
+
+    checkpoint: int = 0  # step of its latest checkpoint; 0 without one
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, files: Mapping[str, int]) -> _Stored:
+        """Of a run with these files, by their sizes."""
+        return cls(max(checkpoint_steps(files), default=0), sum(files.values()))
+
+
+def _print(rows: Sequence[tuple[RunView, _Stored]]) -> None:
     """Print a table, without the optional columns that are empty for all runs."""
-    optional = {
-        name: [_OPTIONAL[name](views[run.name]) if run.name in views else "" for run in found]
-        for name in _OPTIONAL
-    }
+    optional = {name: [text(run) for run, _ in rows] for name, text in _OPTIONAL.items()}
     optional = {name: values for name, values in optional.items() if any(values)}
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("run", "state"):
@@ -52,16 +60,17 @@ def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
     for title in ("step", "loss", *optional, "age", "size"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("parent", no_wrap=True)
-    for index, each in enumerate(found):
+    for index, (run, files) in enumerate(rows):
+        digest = run.digest
         table.add_row(
-            each.name,
-            _state(each, views.get(each.name)),
-            _step(each, views.get(each.name)),
-            f"{each.loss:.4f}" if each.loss is not None else "",
+            run.name,
+            run.state,
+            _step(run, files),
+            f"{digest.last['loss']:.4f}" if digest.last else "",
             *(values[index] for values in optional.values()),
-            format_age(time.time() - each.changed) if each.changed else "",
-            format_bytes(each.bytes),
-            each.parent or "",
+            format_age(time.time() - digest.changed) if digest.changed else "",
+            format_bytes(files.bytes),
+            digest.parent or "",
         )
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -69,16 +78,10 @@ def _print(found: list[Run], views: Mapping[str, RunView]) -> None:
     console.print(table)
 
 
-def _step(run: Run, view: RunView | None) -> str:
+def _step(run: RunView, files: _Stored) -> str:
     """Step of the latest checkpoint, from which the run would resume; while running, of its latest loss."""
-    step = max(run.step, view.step) if view and run.state == "running" else run.step
-    return f"{step:,} of {run.steps:,}" if run.steps else f"{step:,}"
-
-
-def _state(run: Run, view: RunView | None) -> str:
-    """The state; queued or failed if the run's files show it."""
-    finer = {"queued": "running", "failed": "stopped"}
-    return view.state if view and finer.get(view.state) == run.state else run.state
+    step = max(run.step, files.checkpoint) if run.state in ACTIVE else files.checkpoint
+    return f"{step:,} of {run.digest.steps:,}" if run.digest.steps else f"{step:,}"
 
 
 _OPTIONAL: dict[str, Callable[[RunView], str]] = {

@@ -9,9 +9,9 @@ import fsspec
 import pytest
 import s3fs
 
+from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from tasks.store import run_artifacts
-from tasks.store.run_folder import MARKER
 from tasks.store.store import Store
 from tests import faults, s3
 from tests.tasks.store.test_artifacts import FILES, publish

@@ -1,4 +1,4 @@
-"""Inventory of a store: its runs, and the garbage that no run refers to.
+"""Garbage of a store: what no run refers to.
 
 A run refers to the artifacts that its steps used, in `artifacts.json`, and through their manifests to what those require. The
 intermediate artifacts of an interrupted step are not referred to yet, so they are kept while a run lacks that step's artifact.
@@ -7,41 +7,24 @@ intermediate artifacts of an interrupted step are not referred to yet, so they a
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import yaml
 
+from modeling import run_files
 from profiles.errors import ProfileError
 from tasks.store import activities
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
-from tasks.store.run_folder import IDENTITY, MARKER, REPLACED
-from tasks.store.runs import INPUTS, last_training_row
+from tasks.store.run_folder import REPLACED
+from tasks.store.runs import files_by_run
 from tasks.store.staging import abandoned_folders
 from tasks.store.store import Store
 
-ARTIFACTS = "artifacts.json"  # in a run folder: keys of the artifacts that its steps used, by kind
-STANDING = "standing.json"  # in a run folder: the promoted model of a series, its tokenizer and dataset
 # Kinds of intermediate artifacts, by the step that makes them.
 PARTS = {"dataset": ("tokens", "hashes", "duplicates"), "graphs": ("graph",)}
-CHECKPOINT = re.compile(rf"checkpoints/step_(\d+)/{re.escape(MARKER)}")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a store."""
-
-    name: str
-    state: str  # running, done, stopped, preparing (not begun) or replaced
-    step: int  # of its latest checkpoint; 0 without one
-    steps: int | None  # of its schedule; None if unknown
-    loss: float | None  # the last one that was recorded on this machine
-    changed: float | None  # seconds since 1970; None if it is in a remote store only
-    bytes: int
-    parent: str | None  # RUN@STEP that it was forked from
 
 
 @dataclass(frozen=True)
@@ -53,14 +36,9 @@ class Garbage:
     bytes: int
 
 
-def list_runs(store: Store) -> list[Run]:
-    """The runs of a store by name."""
-    return [_describe(store, name, files) for name, files in sorted(_files_by_run(store).items())]
-
-
 def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
     """Garbage that no run refers to, and notes about unreferenced artifacts that are kept."""
-    runs = _files_by_run(store)
+    runs = files_by_run(store)
     found = [
         Garbage("replaced run", f"runs/{name}", sum(files.values()))
         for name, files in runs.items()
@@ -95,36 +73,17 @@ def remove(store: Store, garbage: Iterable[Garbage]) -> None:
                 store.remove(each.name)
 
 
-def _describe(store: Store, name: str, files: Mapping[str, int]) -> Run:
-    run = store.run_folder(name)
-    saved = [int(match[1]) for match in map(CHECKPOINT.fullmatch, files) if match]
-    profile = yaml.safe_load(run.read("profile.yaml") or b"") or {}
-    step, steps = max(saved, default=0), profile.get("train", {}).get("steps")
-    if REPLACED.search(name):
-        state = "replaced"
-    elif activities.holder(store, "run", name):
-        state = "running"
-    elif IDENTITY not in files:
-        state = "preparing"
-    else:
-        state = "done" if step and step == steps else "stopped"
-    changed = max((path.stat().st_mtime for path in run.path.glob("*")), default=None)
-    parent, row = run.parent, last_training_row(run.path)
-    origin = f"{parent.run}@{parent.step}" if parent else None
-    return Run(name, state, step, steps, row["loss"] if row else None, changed, sum(files.values()), origin)
-
-
 def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tuple[list[Garbage], list[str]]:
     """Unreferenced artifacts, and notes about those kept for a run that is still making them."""
     used: set[tuple[str, str]] = set()
     kept: set[str] = {"forecast", "mixture"}  # records of predictions, a few kilobytes each
     notes = []
     for name in runs:
-        record = json.loads(store.run_folder(name).read(ARTIFACTS) or b"{}")
+        record = json.loads(store.run_folder(name).read(run_files.ARTIFACTS) or b"{}")
         used |= {(kind, key) for kind, found in record.items() for key in found}
-        inputs = json.loads(store.run_folder(name).read(INPUTS) or b"{}")
+        inputs = json.loads(store.run_folder(name).read(run_files.INPUTS) or b"{}")
         used |= {(kind, key) for kind, key in inputs.items() if key}
-        series = json.loads(store.run_folder(name).read(STANDING) or b"{}")
+        series = json.loads(store.run_folder(name).read(run_files.STANDING) or b"{}")
         used |= {(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
         for kind, parts in PARTS.items():
             if kind not in record and (kind != "graphs" or _compiles(store, name)):
@@ -162,14 +121,5 @@ def _add_required(
 
 
 def _compiles(store: Store, name: str) -> bool:
-    profile = yaml.safe_load(store.run_folder(name).read("profile.yaml") or b"") or {}
+    profile = yaml.safe_load(store.run_folder(name).read(run_files.PROFILE) or b"") or {}
     return profile.get("compile", {}).get("enabled", True)
-
-
-def _files_by_run(store: Store) -> dict[str, dict[str, int]]:
-    """Files of each run of the store, with their sizes."""
-    runs: dict[str, dict[str, int]] = defaultdict(dict)
-    for path, size in store.backend.files("runs").items():
-        name, _, file = path.partition("/")
-        runs[name][file] = size
-    return runs

@@ -1,0 +1,34 @@
+"""Names of the files of a run folder, `runs/<run>/` in the store: training writes them, everything else reads them.
+
+docs/caching.md has a table of their contents.
+"""
+
+from __future__ import annotations
+
+IDENTITY = "run.json"  # identity of the run, and its parent if it was forked
+LOCKFILE = "lock.json"  # what the profile's references resolve to
+INPUTS = "inputs.json"  # identity, and the keys of tokenizer, dataset and initial weights
+ARTIFACTS = "artifacts.json"  # keys of the artifacts that the run's steps used, by kind
+PROFILE = "profile.yaml"  # the resolved profile
+PLAN = "plan.json"
+FORECAST = "forecast.json"  # of the loss, if the run is the target of a ladder
+CHECKPOINTS = "checkpoints"  # folder of step_<n> folders
+METRICS = "metrics.jsonl"  # a row for each step
+EVALUATIONS = "evaluations.jsonl"  # results of evaluated checkpoints
+BEFORE = "before.json"  # evaluation of the weights that fine-tuning starts from
+EXPERT_LOADS = "expert_loads.json"  # tokens that chose each expert in one step, by layer
+EVENTS = "events.jsonl"  # failures and anomalies
+ATTEMPTS = "attempts.jsonl"  # starts and ends of jobs
+ATTEMPT = "attempt"  # number of the current training attempt, the only one that may complete checkpoints
+RESUMED = "resumed.json"  # the request to resume that training followed
+FLOW_RUN = "flow-run"  # id of the flow run that uses the folder, or used it last
+GRAPHS = "graphs"  # the graph cache, unpacked
+LOGS = "logs"  # log, handle and stacks of each job
+TENSORBOARD = "tensorboard"
+EXPORT = "export"  # the Hugging Face model
+REPORT = "report.html"
+REPORT_JSON = "report.json"
+ALERTS = "alerts.json"  # the alerts that were emitted
+TRACKERS = "trackers"  # folder of what each tracker was sent
+STANDING = "standing.json"  # of a continual series: the model promoted last
+REJECTED = "rejected.json"  # of a continual round: why it was not promoted
