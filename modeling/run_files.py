@@ -1,6 +1,6 @@
-"""Names of the files of a run folder, `runs/<run>/` in the store: training writes them, everything else reads them.
+"""Names of the files of a run folder, `runs/<run>/` in the store.
 
-docs/caching.md has a table of their contents.
+Training and the flow write them, everything else reads them. docs/caching.md has a table of their contents.
 """
 
 from __future__ import annotations

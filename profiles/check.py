@@ -18,8 +18,9 @@ from parallel.constraints import (
     supports_microbatches,
     valid_tensor_degrees,
 )
-from profiles import data_sources, hyperparameters, launchers, objectives, trackers, user_functions
+from profiles import user_functions
 from profiles.errors import ProfileError
+from profiles.rules import data_sources, hyperparameters, launchers, objectives, trackers
 from profiles.schema import Profile
 from profiles.sections.base import LARGEST
 from profiles.sections.model import neighbours

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from modeling.scaling.planned_run import PlannedRun, small_run, target_of
-from profiles import data_sources
 from profiles.errors import ProfileError
 from profiles.experiments.mixture import Mixture
+from profiles.rules import data_sources
 from profiles.schema import Profile
 
 PROXIES_PER_SOURCE = 4

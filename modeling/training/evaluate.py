@@ -23,9 +23,9 @@ from modeling.data import shard_cache
 from modeling.data.corpus import Samples
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
-from modeling.training.checkpoints import load_base, load_reference
 from modeling.training.generate import generate_samples
-from modeling.training.resume import reject_beyond_last_step
+from modeling.training.recovery.checkpoints import load_base, load_reference
+from modeling.training.recovery.resume import reject_beyond_last_step
 from modeling.training.trainer import Trainer, program_parser
 from parallel.checkpoint import checkpoint
 from parallel.device import Download

@@ -20,7 +20,7 @@ from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
-from modeling.training.checkpoints import load_base
+from modeling.training.recovery.checkpoints import load_base
 from modeling.training.trainer import Trainer, program_parser
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load

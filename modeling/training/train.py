@@ -30,12 +30,12 @@ from modeling.supervision.stragglers import node_names
 from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
 from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
-from modeling.training.checkpoints import Checkpoints, SaveGivenUp
 from modeling.training.evaluate import evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
-from modeling.training.replicas import Replicas
+from modeling.training.recovery.checkpoints import Checkpoints, SaveGivenUp
+from modeling.training.recovery.replicas import Replicas
+from modeling.training.recovery.resume import Rejected
 from modeling.training.reporter import Reporter
-from modeling.training.resume import Rejected
 from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
 from modeling.training.trainer import Trainer, program_parser, timeouts_of
 from parallel import ZeRO1, collectives

@@ -15,9 +15,10 @@ import numpy as np
 from modeling.scaling import mixture as laws_of
 from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.proxies import DIGITS, least_weight, overrides_of, training_sources
-from profiles import data_sources, resolve
+from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments.mixture import Mixture
+from profiles.rules import data_sources
 from profiles.schema import Profile
 from tasks import keys
 from tasks.experiments import json_artifacts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from profiles.launchers import entry_points
+from profiles.rules.launchers import entry_points
 from profiles.sections.cluster import Cluster
 from tasks.launchers.base import Launcher
 

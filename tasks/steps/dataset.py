@@ -19,8 +19,9 @@ from typing import Any
 from modeling.data.indexed import token_dtype
 from modeling.data.records import rows_path
 from modeling.data.sample_order import LONGEST_PATTERN, quotas
-from profiles import check, data_sources
+from profiles import check
 from profiles.errors import ProfileError
+from profiles.rules import data_sources
 from profiles.schema import Profile
 from profiles.state_files import retried
 from tasks import keys

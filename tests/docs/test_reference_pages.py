@@ -13,7 +13,7 @@ from modeling.supervision.telemetry import neuron_readings
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import GROUPS, tag
 from profiles import resolve
-from profiles.objectives import PAIR_METRICS
+from profiles.rules.objectives import PAIR_METRICS
 from profiles.schema import Train
 from tasks.keys import NOT_MATHEMATICS, SCHEDULE
 from tests.docs.columns import documented_columns, rows_of

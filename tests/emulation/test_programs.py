@@ -265,7 +265,7 @@ def test_step_waits_for_the_device_once(name, runs):
         expected["parallel/pipeline/pipeline.py:Pipeline._run _local_scalar_dense"] = 1
     saves = (
         "parallel/checkpoint",
-        "modeling/training/checkpoints",
+        "modeling/training/recovery/checkpoints",
         "parallel/optimizer/replicas.py:_differing",
     )
     assert {site: count for site, count in waits.items() if not site.startswith(saves)} == expected

@@ -26,7 +26,7 @@ from modeling.data.records import PADDING
 from parallel import collectives
 from parallel.loss import IGNORE_INDEX
 from parallel.mesh import Axis
-from profiles.objectives import PAIR_METRICS
+from profiles.rules.objectives import PAIR_METRICS
 
 METRICS = PAIR_METRICS
 

@@ -231,6 +231,6 @@ def test_invalid_trackers_are_rejected_with_choices(tracker_calls, monkeypatch):
         "a b": "neither wandb, mlflow, trackio nor of the form module:Class",
         "wandb": "is not installed; install it with: pip install",
     }.items():
-        monkeypatch.setattr("profiles.trackers.find_spec", lambda name: None)
+        monkeypatch.setattr("profiles.rules.trackers.find_spec", lambda name: None)
         with pytest.raises(ProfileError, match=re.escape(reason)):
             require_valid(value)

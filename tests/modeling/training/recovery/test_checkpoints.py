@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modeling.training.checkpoints import retained
+from modeling.training.recovery.checkpoints import retained
 from tasks.store import runs
 from tests import disk
 from tests.modeling import micro

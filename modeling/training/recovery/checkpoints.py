@@ -25,7 +25,12 @@ from modeling import run_files
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
 from modeling.training.preference.reference_model import ReferenceModel
-from modeling.training.resume import Rejected, ResumeRequest, check_same_model, reject_beyond_last_step
+from modeling.training.recovery.resume import (
+    Rejected,
+    ResumeRequest,
+    check_same_model,
+    reject_beyond_last_step,
+)
 from modeling.training.trainer import Trainer
 from parallel import Mesh, ZeRO1
 from parallel.checkpoint import checkpoint
