@@ -35,7 +35,7 @@ from benchmarks.harness.timing import (
     print_table,
     seconds,
 )
-from parallel import Mesh, ZeRO1
+from parallel import Mesh, ShardedAdamW
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, boxed_tensors
 from parallel.checkpoint.checksums import FileDescription
@@ -96,7 +96,7 @@ def main() -> int:
     return show(options.parameters, results, steps)
 
 
-def make_optimizer(parameters: int, mesh: Mesh) -> ZeRO1:
+def make_optimizer(parameters: int, mesh: Mesh) -> ShardedAdamW:
     """An optimizer of 4M-element matrices with non-zero states."""
     named = []
     for number in range(max(1, parameters // (ROWS * WIDTH))):
@@ -104,7 +104,7 @@ def make_optimizer(parameters: int, mesh: Mesh) -> ZeRO1:
         weight = parameter(layout, torch.float32, torch.device("cpu"))
         nn.init.normal_(weight)
         named.append((f"layers.{number}.weight", weight))
-    optimizer = ZeRO1(named, mesh)
+    optimizer = ShardedAdamW(named, mesh)
     for bucket in optimizer.buckets:
         bucket.exp_avg.copy_(bucket.master)
         bucket.exp_avg_sq.copy_(bucket.master)
@@ -129,7 +129,7 @@ def step() -> None:
         x = x @ x
 
 
-def states(optimizer: ZeRO1) -> dict[str, torch.Tensor]:
+def states(optimizer: ShardedAdamW) -> dict[str, torch.Tensor]:
     return {
         f"{PREFIX[state]}.{box.name}": view
         for box, views in optimizer.state_boxes()
@@ -137,7 +137,7 @@ def states(optimizer: ZeRO1) -> dict[str, torch.Tensor]:
     }
 
 
-def save_torch(path: Path, optimizer: ZeRO1) -> None:
+def save_torch(path: Path, optimizer: ShardedAdamW) -> None:
     path.mkdir()
     with (path / "all.pt").open("wb") as file:
         torch.save({key: view.clone() for key, view in states(optimizer).items()}, file)
@@ -163,11 +163,11 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].views[index.offset]
 
 
-def load(path: Path, optimizer: ZeRO1, files: dict[str, FileDescription] | None) -> None:
+def load(path: Path, optimizer: ShardedAdamW, files: dict[str, FileDescription] | None) -> None:
     Reader(path, files).load(boxed_tensors(optimizer.state_boxes(), PREFIX))
 
 
-def load_dcp(path: Path, optimizer: ZeRO1) -> None:
+def load_dcp(path: Path, optimizer: ShardedAdamW) -> None:
     state = boxed_tensors(optimizer.state_boxes(), PREFIX)
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), planner=LoadPlanner(), no_dist=True)
 

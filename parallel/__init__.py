@@ -17,7 +17,7 @@ _MODULES = {
     "loss": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
     "mesh": ("Axis", "Mesh"),
     "layers.norms": ("LayerNorm", "RMSNorm"),
-    "optimizer.zero1": ("ZeRO1",),
+    "optimizer.sharded_adamw": ("ShardedAdamW",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -13,7 +13,7 @@ from benchmarks.harness import workload
 from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
-from parallel import ZeRO1
+from parallel import ShardedAdamW
 from profiles.schema import Profile
 
 
@@ -95,7 +95,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
 
 
 @torch.no_grad()
-def load_initial_weights(trainer: Trainer, optimizer: ZeRO1) -> None:
+def load_initial_weights(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """Load this rank's shards of the initial weights into the optimizer's master weights and the model."""
     weights = workload.initial_weights(trainer.profile.model)
     for box, states in optimizer.state_boxes():

@@ -12,7 +12,7 @@ from modeling.models.families import model_class
 from modeling.models.flops import layer_multiply_adds
 from modeling.models.language_model import LanguageModel
 from modeling.models.lora import apply_lora
-from parallel import Mesh, ZeRO1
+from parallel import Mesh, ShardedAdamW
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
@@ -171,7 +171,7 @@ def gathers_in_graph(profile: Profile) -> bool:
 
 def build_optimizer(
     profile: Profile, stages: Sequence[LanguageModel], mesh: Mesh, compile: Compile | None = None
-) -> ZeRO1:
+) -> ShardedAdamW:
     """AdamW over the parameters of a rank's stages, with the profile's settings and sharding.
 
     Args:
@@ -183,7 +183,7 @@ def build_optimizer(
     train, keep_gathered = profile.train, profile.parallel.keep_gathered
     units = [stage.sharding_units(gathers_in_graph(profile)) for stage in stages]
     fsdp = profile.parallel.data_sharding == "fsdp"
-    optimizer = ZeRO1(
+    optimizer = ShardedAdamW(
         [named for stage in stages for named in stage.named_parameters()],
         mesh,
         betas=train.betas,

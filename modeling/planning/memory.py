@@ -23,7 +23,7 @@ from modeling.planning.stage_costs import LayerCosts
 from parallel.layout import layout_of
 from parallel.optimizer.buckets import pack
 from parallel.optimizer.grouping import group_parameters
-from parallel.optimizer.zero1 import IN_FLIGHT
+from parallel.optimizer.sharded_adamw import IN_FLIGHT
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
 

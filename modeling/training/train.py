@@ -38,7 +38,7 @@ from modeling.training.recovery.resume import Rejected
 from modeling.training.reporter import Reporter
 from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
 from modeling.training.trainer import Trainer, program_parser, timeouts_of
-from parallel import ZeRO1, collectives
+from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
 
@@ -338,7 +338,7 @@ class TrainingData:
         return self._trainer.read_batch(self._samples, self.first_sample(step), self._local_batch)
 
 
-def make_optimizer(trainer: Trainer) -> ZeRO1:
+def make_optimizer(trainer: Trainer) -> ShardedAdamW:
     """The optimizer of the trainer's parameters."""
     return build_optimizer(trainer.profile, [*trainer.stages.values()], trainer.mesh, trainer.compile)
 

@@ -39,7 +39,7 @@ from parallel.checkpoint.reader import Reader
 from parallel.checkpoint.saver import SaveFailed, Saver, StaleAttempt, random_key
 from parallel.device import random_states, set_random_states
 from parallel.mesh import Mesh
-from parallel.optimizer.zero1 import ZeRO1
+from parallel.optimizer.sharded_adamw import ShardedAdamW
 
 __all__ = [
     "MARKER",
@@ -72,7 +72,7 @@ class LoadFailed(RuntimeError):
 
 def save(
     checkpoint: Location,
-    optimizer: ZeRO1,
+    optimizer: ShardedAdamW,
     about: dict[str, Any],
     fencing_check: Callable[[], None] = lambda: None,
 ) -> None:
@@ -82,7 +82,7 @@ def save(
     saver.finish()
 
 
-def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) -> dict[str, Any]:
+def load(checkpoint: Location, optimizer: ShardedAdamW, *, weights_only: bool = False) -> dict[str, Any]:
     """Load a checkpoint saved at any topology into the optimizer and the parameters. Collective.
 
     Args:
@@ -112,7 +112,7 @@ def load(checkpoint: Location, optimizer: ZeRO1, *, weights_only: bool = False) 
     return about
 
 
-def load_frozen(checkpoint: Location, optimizer: ZeRO1) -> None:
+def load_frozen(checkpoint: Location, optimizer: ShardedAdamW) -> None:
     """Load the frozen weights from a checkpoint of any topology. Collective; errors as for `load`."""
     error: Exception | None = None
     try:
@@ -142,7 +142,7 @@ def _require_tensors(checkpoint: Location, reader: Reader, targets: Mapping[str,
 
 
 def _fill(
-    checkpoint: Location, about: dict[str, Any], optimizer: ZeRO1, weights_only: bool
+    checkpoint: Location, about: dict[str, Any], optimizer: ShardedAdamW, weights_only: bool
 ) -> dict[str, Tensor]:
     """Read this rank's shards. Returns its random states, empty if the checkpoint is of another topology."""
     reader = Reader(checkpoint, about.get("files"))

@@ -32,7 +32,7 @@ from parallel.checkpoint.boxes import PREFIX, BoxedTensor, SavePlanner, boxed_te
 from parallel.checkpoint.locations import Location, discard, write_marker
 from parallel.checkpoint.writer import Writer, WrittenFiles
 from parallel.device import host_memory_for, random_states, set_current_device
-from parallel.optimizer.zero1 import STATES, ZeRO1
+from parallel.optimizer.sharded_adamw import STATES, ShardedAdamW
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Saver:
 
     def __init__(
         self,
-        optimizer: ZeRO1,
+        optimizer: ShardedAdamW,
         *,
         asynchronous: bool = False,
         fencing_check: Callable[[], None] = lambda: None,

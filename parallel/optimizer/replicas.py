@@ -24,7 +24,7 @@ from parallel.layout import layout_of
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer.arithmetic import Arithmetic
 from parallel.optimizer.buckets import Bucket, ShardBox
-from parallel.optimizer.zero1 import STATES
+from parallel.optimizer.sharded_adamw import STATES
 
 
 class ReplicaCheck:
@@ -86,7 +86,7 @@ def differing_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> dict[str, float
 def synchronize_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> None:
     """Replace the weights and moments of each copy with those of the first rank that has one. Collective.
 
-    Parameters follow at the next update, or by `ZeRO1.gather_parameters`.
+    Parameters follow at the next update, or by `ShardedAdamW.gather_parameters`.
     """
     for axis in _axes(mesh):
         for bucket, box in _replicated(buckets, mesh, axis):

@@ -216,7 +216,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         device.Download, "wait", lambda self: self._host
     ),
     "host tensors in collectives": lambda: mock.patch.object(
-        train.ZeRO1, "_square_norm", lambda self, _: all_reduce_on_host(torch.zeros((), device="neuron"), self.mesh.world)
+        train.ShardedAdamW, "_square_norm", lambda self, _: all_reduce_on_host(torch.zeros((), device="neuron"), self.mesh.world)
     ),
 }  # fmt: skip
 

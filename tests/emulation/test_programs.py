@@ -244,7 +244,7 @@ def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_progr
         "parallel/initialization.py:Constant.fill",
         "parallel/initialization.py:initialize_parameter",
         "parallel/optimizer/buckets.py:Bucket.__init__",
-        "parallel/optimizer/zero1.py:ZeRO1.__init__",
+        "parallel/optimizer/sharded_adamw.py:ShardedAdamW.__init__",
     }
 
 

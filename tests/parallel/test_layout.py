@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from modeling.models.families.llama import Llama
-from parallel import Mesh, Normal, ZeRO1, initialize, parameter
+from parallel import Mesh, Normal, ShardedAdamW, initialize, parameter
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.layout import Layout, Section, layout_of
 from parallel.optimizer.arithmetic import square_norm
@@ -170,4 +170,4 @@ def test_every_element_is_saved_once_and_counted_once_in_norms(heads, data, cont
 
 def test_parameter_without_layout_is_rejected():
     with pytest.raises(ValueError, match="has no layout"):
-        ZeRO1([("weight", nn.Parameter(torch.zeros(2)))], Mesh())
+        ShardedAdamW([("weight", nn.Parameter(torch.zeros(2)))], Mesh())

@@ -20,7 +20,7 @@ from torch import Tensor
 from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
-from parallel import ZeRO1, collectives
+from parallel import ShardedAdamW, collectives
 from parallel import device as devices
 from parallel.checkpoint import checkpoint
 from parallel.mesh import Axis
@@ -207,7 +207,7 @@ def batch(step: int, objective: str = "pretrain") -> Tensor:
 
 def train(
     case: Case,
-    fault: Callable[[Trainer, ZeRO1], None] | None = None,
+    fault: Callable[[Trainer, ShardedAdamW], None] | None = None,
     steps: range = range(STEPS),
     resume: Path | None = None,
     save: dict[int, Path] | None = None,
@@ -246,7 +246,7 @@ def completed_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
 
 def _train(
     case: Case,
-    fault: Callable[[Trainer, ZeRO1], None] | None,
+    fault: Callable[[Trainer, ShardedAdamW], None] | None,
     steps: range,
     resume: Path | None,
     save: dict[int, Path] | None,
@@ -313,7 +313,7 @@ def answer_numbers(starts: Tensor) -> Tensor:
     return (begins.cumsum(1) - 1).where(~following, -1)
 
 
-def gradient_boxes(optimizer: ZeRO1) -> Iterator[tuple[ShardBox, Tensor]]:
+def gradient_boxes(optimizer: ShardedAdamW) -> Iterator[tuple[ShardBox, Tensor]]:
     """This rank's shards of the summed gradients; valid between `reduce` and `step`."""
     for bucket in optimizer.buckets:
         for box in bucket.boxes():

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from modeling.data.prefetch import Batch
 from modeling.training.trainer import Trainer
-from parallel import Axis, ZeRO1
+from parallel import Axis, ShardedAdamW
 from parallel.experts.router import Routed
 from parallel.layout import layout_of
 from tests.parity.harness import Case, differences, document_starts, one_process, run
 
 
-def drop_an_all_reduce(trainer: Trainer, optimizer: ZeRO1) -> None:
+def drop_an_all_reduce(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """One row-parallel layer returns its partial sum."""
     down = trainer.stages[0].layers["1"].mlp.down
     down.forward = lambda x, keys=None: F.linear(x, down.weight)
 
 
-def swap_kv_heads(trainer: Trainer, optimizer: ZeRO1) -> None:
+def swap_kv_heads(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """In one layer, the first and the second half of the tensor ranks swap KV heads."""
     qkv, axis = trainer.stages[0].layers["0"].attention.qkv, trainer.mesh.tensor
     layout = layout_of(qkv.weight)
@@ -31,13 +31,13 @@ def swap_kv_heads(trainer: Trainer, optimizer: ZeRO1) -> None:
             layout.initializer.fill(box.view(qkv.weight.detach()), box, trainer.profile.train.seed)
 
 
-def count_replicas_twice(trainer: Trainer, optimizer: ZeRO1) -> None:
+def count_replicas_twice(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """Both ranks that share a KV head count it fully in the gradient norm."""
     for bucket in optimizer.buckets:
         bucket.norm_weights[bucket.norm_weights == 0.5] = 1.0
 
 
-def ignore_a_boundary(trainer: Trainer, optimizer: ZeRO1) -> None:
+def ignore_a_boundary(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """One context rank treats two documents as one."""
     if trainer.mesh.context.rank == 0:
         forward_backward = trainer.forward_backward
@@ -49,7 +49,7 @@ def ignore_a_boundary(trainer: Trainer, optimizer: ZeRO1) -> None:
         trainer.forward_backward = with_one_document
 
 
-def forget_a_reduction(trainer: Trainer, optimizer: ZeRO1) -> None:
+def forget_a_reduction(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """A rank keeps its own gradients of one block instead of their sum."""
     bucket = next(bucket for bucket in optimizer.buckets if not bucket.resident)
     take, add = bucket.take_gradients, bucket.add_sum
@@ -63,20 +63,20 @@ def forget_a_reduction(trainer: Trainer, optimizer: ZeRO1) -> None:
     bucket.add_sum = lambda total: add(bucket.local_shard(own[-1]))
 
 
-def use_stale_weights(trainer: Trainer, optimizer: ZeRO1) -> None:
+def use_stale_weights(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """One block's weights are not gathered again after a step."""
     name = "layers.0.attention.qkv.weight"
     bucket = next(b for b in optimizer.buckets if any(slot.name == name for slot in b.slots))
     bucket.release = bucket.wait
 
 
-def drop_an_expert(trainer: Trainer, optimizer: ZeRO1) -> None:
+def drop_an_expert(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """The last expert of each rank computes nothing in one layer."""
     down = trainer.experts[0].down.weight.detach()
     down[-trainer.profile.model.hidden_size :] = 0
 
 
-def send_a_token_twice(trainer: Trainer, optimizer: ZeRO1) -> None:
+def send_a_token_twice(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """One rank sends the second choice of its first token to the expert of the first choice too."""
     router = trainer.experts[0].router
     forward = router.forward
@@ -91,14 +91,14 @@ def send_a_token_twice(trainer: Trainer, optimizer: ZeRO1) -> None:
         router.forward = routed
 
 
-def count_own_choices_only(trainer: Trainer, optimizer: ZeRO1) -> None:
+def count_own_choices_only(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """Each context rank balances by the statistics of its own tokens."""
     for layer in trainer.experts.values():
         layer.mesh = copy.copy(layer.mesh)
         layer.mesh.context = Axis("context")
 
 
-def ignore_the_load_of_a_rank(trainer: Trainer, optimizer: ZeRO1) -> None:
+def ignore_the_load_of_a_rank(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """The selection biases of experts are updated by one rank's choices only."""
     if trainer.mesh.rank:
         for layer in trainer.experts.values():

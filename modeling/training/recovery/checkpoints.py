@@ -32,7 +32,7 @@ from modeling.training.recovery.resume import (
     reject_beyond_last_step,
 )
 from modeling.training.trainer import Trainer
-from parallel import Mesh, ZeRO1
+from parallel import Mesh, ShardedAdamW
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
 from profiles import state_files
@@ -67,7 +67,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, trainer: Trainer, optimizer: ZeRO1, run: Path, location: Location, attempt: int | None
+        self, trainer: Trainer, optimizer: ShardedAdamW, run: Path, location: Location, attempt: int | None
     ) -> None:
         self.profile, self.leader, self.optimizer = trainer.profile, trainer.leader, optimizer
         self.mesh, self._reference = trainer.mesh, trainer.reference_model
@@ -387,7 +387,7 @@ class Checkpoints:
             raise checkpoint.StaleAttempt(f"attempt {self.attempt} ends: {reason}")
 
 
-def load_base(weights: Location | None, optimizer: ZeRO1) -> None:
+def load_base(weights: Location | None, optimizer: ShardedAdamW) -> None:
     """Load the frozen weights that adapters update. Raises Rejected if missing or of another model."""
     if weights is None:
         raise Rejected("lora.rank: needs the weights that it updates; set init.from")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modeling.training.metrics import record_event
 from modeling.training.trainer import Trainer
-from parallel import ZeRO1
+from parallel import ShardedAdamW
 from parallel.optimizer.replicas import ReplicaCheck, differing_replicas, synchronize_replicas
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class Replicas:
         run: the run folder.
     """
 
-    def __init__(self, trainer: Trainer, optimizer: ZeRO1, run: Path) -> None:
+    def __init__(self, trainer: Trainer, optimizer: ShardedAdamW, run: Path) -> None:
         self._trainer, self._optimizer, self._run = trainer, optimizer, run
         self._every = trainer.profile.train.replicas_every
         self._check = ReplicaCheck(optimizer.buckets, trainer.mesh, optimizer.arithmetic)

@@ -13,7 +13,7 @@ import torch
 from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
-from parallel import Mesh, RMSNorm, ZeRO1, initialize
+from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.reader import Reader
 from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
@@ -125,11 +125,11 @@ def test_global_tensors_are_complete_and_unpadded(saved_runs):
         torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-def trained_optimizer(width: int = 4, steps: int = 1) -> ZeRO1:
+def trained_optimizer(width: int = 4, steps: int = 1) -> ShardedAdamW:
     """An optimizer of one weight after some steps."""
     layer = RMSNorm(width, Mesh().tensor)
     initialize(layer, Mesh().tensor, 1)
-    optimizer = ZeRO1(layer.named_parameters(), Mesh())
+    optimizer = ShardedAdamW(layer.named_parameters(), Mesh())
     for _ in range(steps):
         optimizer.begin_step(1)
         layer.weight.square().sum().backward()
@@ -198,7 +198,7 @@ def test_checkpoint_of_another_model_is_rejected_with_the_first_difference(tmp_p
         checkpoint.load(tmp_path / "step_1", trained_optimizer(width=5))
     other = RMSNorm(4, Mesh().tensor)
     with pytest.raises(ValueError, match=r"no tensor weights.norm.weight; it is of a different model"):
-        checkpoint.load(tmp_path / "step_1", ZeRO1([("norm.weight", other.weight)], Mesh()))
+        checkpoint.load(tmp_path / "step_1", ShardedAdamW([("norm.weight", other.weight)], Mesh()))
 
 
 def test_asynchronous_save_holds_the_state_at_begin(tmp_path, pool):
@@ -232,12 +232,12 @@ def save_asynchronously(folder: Path) -> bool:
         trainer.mesh.close()
 
 
-def build(case: Case) -> tuple[Trainer, ZeRO1]:
+def build(case: Case) -> tuple[Trainer, ShardedAdamW]:
     trainer = Trainer(case.profile())
     return trainer, make_optimizer(trainer)
 
 
-def train_step(trainer: Trainer, optimizer: ZeRO1, case: Case, step: int) -> None:
+def train_step(trainer: Trainer, optimizer: ShardedAdamW, case: Case, step: int) -> None:
     samples = BATCH // trainer.mesh.data.size
     first = trainer.mesh.data.rank * samples
     optimizer.begin_step(trainer.profile.accumulation_steps)

@@ -7,7 +7,7 @@ import pytest
 import s3fs
 import torch
 
-from parallel import Mesh, RMSNorm, ZeRO1, initialize
+from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.boxes import PREFIX, boxed_tensors
 from parallel.checkpoint.reader import Reader
@@ -37,10 +37,10 @@ def call_with_environment(environment: dict[str, str], case, address: str):
         return case(address)
 
 
-def optimizer(on: Mesh, seed: int) -> ZeRO1:
+def optimizer(on: Mesh, seed: int) -> ShardedAdamW:
     layer = RMSNorm(WIDTH, on.tensor)
     initialize(layer, on.tensor, 1)
-    built = ZeRO1(layer.named_parameters(), on)
+    built = ShardedAdamW(layer.named_parameters(), on)
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(WIDTH, generator=generator)
     bucket = built.buckets[0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from parallel import Axis, Mesh, ZeRO1, initialize
+from parallel import Axis, Mesh, ShardedAdamW, initialize
 from parallel.experts import grouped, lora
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
@@ -182,7 +182,7 @@ def train_with_selection_bias(**degrees: int) -> torch.Tensor:
     with mesh(**degrees) as on:
         layer = make_layer(on, Balance("bias"), score="sigmoid", selection_bias=True)
         layer.router.move_selection_bias(0.01)
-        optimizer = ZeRO1(layer.named_parameters(), on)
+        optimizer = ShardedAdamW(layer.named_parameters(), on)
         tokens = torch.randn(2, 2, 16, H, generator=torch.Generator().manual_seed(3))
         own = tokens.unflatten(2, (on.data.size, -1))[:, :, on.data.rank]
         for step in own:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel import GQAQKVColumnParallelLinear, RMSNorm, ZeRO1, initialize
+from parallel import GQAQKVColumnParallelLinear, RMSNorm, ShardedAdamW, initialize
 from parallel.checkpoint import checkpoint
 from parallel.optimizer.arithmetic import EAGER
 from parallel.optimizer.replicas import ReplicaCheck, differing_replicas, synchronize_replicas
@@ -15,14 +15,14 @@ from tests.pool import mesh
 NORM, KEY = "norm.weight", "qkv.k.weight"
 
 
-def build(m) -> ZeRO1:
+def build(m) -> ShardedAdamW:
     modules = {"norm": RMSNorm(8, m.tensor), "qkv": GQAQKVColumnParallelLinear(8, 4, 2, 4, m)}
     model = nn.ModuleDict(modules)
     initialize(model, m.tensor, 1)
-    return ZeRO1(model.named_parameters(), m)
+    return ShardedAdamW(model.named_parameters(), m)
 
 
-def change(optimizer: ZeRO1, m, rank: int, name: str, state: str = "master", bits: int = 1) -> None:
+def change(optimizer: ShardedAdamW, m, rank: int, name: str, state: str = "master", bits: int = 1) -> None:
     """Change a weight's first element on a rank."""
     for box, states in optimizer.state_boxes():
         if m.rank == rank and box.name == name:

@@ -1,4 +1,6 @@
-"""ZeRO-1 (arXiv 1910.02054): AdamW, float32 master weights and moments sharded over data × context.
+"""AdamW with float32 master weights and moments sharded over data × context: ZeRO-1 (arXiv 1910.02054).
+
+With `units`, matrices and their gradients are sharded too: FSDP (fsdp.py).
 
 One step over the d ranks of `dp_shard`:
 
@@ -47,7 +49,7 @@ class StepResult:
     skipped: Tensor
 
 
-class ZeRO1:
+class ShardedAdamW:
     """AdamW with states sharded over the mesh's `dp_shard` axis (size 1: plain data parallelism).
 
     Args:

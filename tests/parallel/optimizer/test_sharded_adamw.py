@@ -15,8 +15,8 @@ from parallel import (
     ColumnParallelLinear,
     Mesh,
     RMSNorm,
+    ShardedAdamW,
     VocabParallelEmbedding,
-    ZeRO1,
     collectives,
     initialize,
 )
@@ -29,7 +29,7 @@ from parallel.optimizer.arithmetic import square_norm
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, bucket_size
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.grouping import WeightDecay
-from parallel.optimizer.zero1 import IN_FLIGHT
+from parallel.optimizer.sharded_adamw import IN_FLIGHT
 from profiles import resolve
 from tests.pool import mesh
 
@@ -87,7 +87,7 @@ def trained(
         if not fused:
             patch.setattr("parallel.optimizer.adamw.has_fused_adamw", lambda _: False)
         built = model()
-        optimizer = ZeRO1(built.named_parameters(), m, clip=clip, bucket_size=bucket_size)
+        optimizer = ShardedAdamW(built.named_parameters(), m, clip=clip, bucket_size=bucket_size)
         norms = []
         for step in range(steps):
             local = range(m.data.rank, microbatches, m.data.size)
@@ -121,7 +121,7 @@ def sums_over_replicas_in_backward() -> tuple[int, int]:
     with mesh(data=4, shard_degree=2) as m, pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "PendingAllReduce", Counted)
         built = model()
-        optimizer = ZeRO1(built.named_parameters(), m, bucket_size=50)
+        optimizer = ShardedAdamW(built.named_parameters(), m, bucket_size=50)
         optimizer.begin_step(1)
         loss(built, 0, 0).backward()
         return started.count("dp_replicate"), len(optimizer.buckets)
@@ -182,7 +182,7 @@ def test_gradients_accumulate_in_gradient_dtype():
     def total(dtype: torch.dtype) -> float:
         layer = RMSNorm(1, ONE, dtype=torch.bfloat16)
         initialize(layer, ONE, 1)
-        optimizer = ZeRO1(layer.named_parameters(), Mesh(), gradient_dtype=dtype)
+        optimizer = ShardedAdamW(layer.named_parameters(), Mesh(), gradient_dtype=dtype)
         optimizer.begin_step(65)
         for size in [1.0] + 64 * [2.0**-9]:
             (layer.weight.sum() * size).backward()
@@ -194,7 +194,7 @@ def test_gradients_accumulate_in_gradient_dtype():
 
 def test_parameters_without_gradient_do_not_change():
     built = model()
-    optimizer = ZeRO1(built.named_parameters(), Mesh(), weight_decay=WeightDecay(0.0))
+    optimizer = ShardedAdamW(built.named_parameters(), Mesh(), weight_decay=WeightDecay(0.0))
     before = [p.detach().clone() for p in built.parameters()]
     optimizer.begin_step(1)
     built[0].weight.sum().backward()
@@ -203,7 +203,7 @@ def test_parameters_without_gradient_do_not_change():
     assert changed == [True] + [False] * (len(before) - 1)
 
 
-def states(optimizer: ZeRO1) -> list[Tensor]:
+def states(optimizer: ShardedAdamW) -> list[Tensor]:
     """Copies of everything that a step changes."""
     tensors = [(b.values, b.master, b.exp_avg, b.exp_avg_sq) for b in optimizer.buckets]
     return [tensor.clone() for bucket in tensors for tensor in bucket]
@@ -219,7 +219,7 @@ def train_with_bad_gradient(value: float) -> tuple[bool, bool, bool]:
         results = []
         for interrupted in (False, True):
             built = model()
-            optimizer = ZeRO1(built.named_parameters(), m, bucket_size=50)
+            optimizer = ShardedAdamW(built.named_parameters(), m, bucket_size=50)
             for step in range(3):
                 if interrupted and step == 1:
                     optimizer.begin_step(1)
@@ -267,7 +267,7 @@ def peak_bytes_per_parameter(gradient_dtype: torch.dtype) -> float:
         layers = [ColumnParallelLinear(32, 32, ONE, dtype=torch.bfloat16) for _ in range(100)]
         built = nn.ModuleList(layers)
         count = sum(p.numel() for p in built.parameters())
-        optimizer = ZeRO1(built.named_parameters(), m, gradient_dtype=gradient_dtype, bucket_size=1000)
+        optimizer = ShardedAdamW(built.named_parameters(), m, gradient_dtype=gradient_dtype, bucket_size=1000)
         live.peak = 0  # while buckets are filled, weights exist twice
         for _ in range(2):
             optimizer.begin_step(2)
@@ -299,7 +299,7 @@ def test_weights_are_initialized_shard_by_shard():
     with deferred_parameters():
         built = layers()
     units = [Unit((layer,), (f"{i}.",), block=True) for i, layer in enumerate(built)]
-    optimizer = ZeRO1(built.named_parameters(), planned, units=units, initialize=fill)
+    optimizer = ShardedAdamW(built.named_parameters(), planned, units=units, initialize=fill)
     assert full == [1] * 10
     initialize(at_once := layers(), ONE, 1)
     for bucket, layer in zip(optimizer.buckets, at_once, strict=True):
@@ -323,7 +323,7 @@ def test_parameters_and_shards_are_aligned_to_128_bytes():
     for rank in range(3):
         planned = Mesh(data=3, rank=rank)
         built = model(dtype=torch.bfloat16)
-        optimizer = ZeRO1(built.named_parameters(), planned)
+        optimizer = ShardedAdamW(built.named_parameters(), planned)
         for bucket in optimizer.buckets:
             offsets = [slot.parameter.data_ptr() - bucket.values.data_ptr() for slot in bucket.slots]
             shard = bucket.local_shard(bucket.values)
@@ -362,7 +362,7 @@ def gathers_during_forward() -> list[list[str]]:
         optimizers = []
         for built in (layers, at_once):
             initialize(built, ONE, 1)
-            optimizers.append(ZeRO1(built.named_parameters(), m, bucket_size=1))
+            optimizers.append(ShardedAdamW(built.named_parameters(), m, bucket_size=1))
         ahead, reference = optimizers
         ahead.gather_before_use([Unit((layer,), (f"{i}.",)) for i, layer in layers.items()])
         for number, bucket in enumerate(ahead._updated):
