@@ -58,6 +58,8 @@ class Axis:
     chunks: int | None = 1
     # context axis: name of the attention kernel to call in the graph (attention/gathered.py); None: ring attention
     graph_kernel: str | None = None
+    # context axis: whether masks run as FlexAttention (attention/flex.py); None: as the tensors' device does
+    masks_by_flex: bool | None = None
 
 
 class Mesh:
@@ -75,7 +77,7 @@ class Mesh:
         supports_reduction: see `Device.supports_reduction`.
         timeout: of the process groups; torch's default differs between the default group and new ones.
         chunks: see `Axis`; of the tensor axis.
-        graph_kernel: see `Axis`; of the context axis.
+        graph_kernel, masks_by_flex: see `Axis`; of the context axis.
         shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
 
     Raises:
@@ -98,6 +100,7 @@ class Mesh:
         chunks: int | None = 1,
         shared_embedding: bool = True,
         graph_kernel: str | None = None,
+        masks_by_flex: bool | None = None,
     ) -> None:
         self.shape = dict(zip(AXES, (pipeline, data, context, tensor), strict=True))
         for name, size in self.shape.items():
@@ -130,7 +133,7 @@ class Mesh:
         for name, groups in self._groups().items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
         self.tensor = replace(self.tensor, chunks=chunks)
-        self.context = replace(self.context, graph_kernel=graph_kernel)
+        self.context = replace(self.context, graph_kernel=graph_kernel, masks_by_flex=masks_by_flex)
         if expert == 1:
             self.expert = Axis("expert", ranks=(self.rank,))
             self.expert_shard, self.expert_replicate = self.dp_shard, self.dp_replicate

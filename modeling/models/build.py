@@ -50,6 +50,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
     degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
     device = device_of(profile)
     by_size = device.concurrent_collectives and not profile.compile.enabled
+    kernel = kernels.load(device.attention_kernel)
     return Mesh(
         *degrees,
         profile.kv_replication,
@@ -60,7 +61,9 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         expert=parallel.expert,
         chunks=parallel.overlap_chunks or (None if by_size else 1),
         shared_embedding=profile.model.tie_word_embeddings,
-        graph_kernel=kernels.load(device.attention_kernel) if device.compiles_operators else None,
+        graph_kernel=kernel if device.compiles_operators else None,
+        # as on the device also where its plan is made without one
+        masks_by_flex=kernels.get_kernel(kernel).uses_flex,
     )
 
 

@@ -108,7 +108,7 @@ class StageCosts:
         kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
         key = (*self._degrees, *shape, layer == 0, last, *kind, mode)
-        key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled)
+        key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled, self.profile.document_masks)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             self._cache[key] = self._measure(stage, mode)
@@ -123,14 +123,17 @@ class StageCosts:
         tokens = torch.empty(b, s, dtype=torch.int64, device=META)
         positions, keys = tokens[0], tokens[:, 0]
         x = tokens if stage.first else self._hidden_states()
+        documents = torch.empty_like(tokens) if self.profile.document_masks else None
         existing = [*stage.parameters(), *stage.buffers(), tokens, x]
-        name = device_of(self.profile).attention_kernel
+        name = kernels.load(device_of(self.profile).attention_kernel)
         kernel = kernels.get_kernel(self.mesh.context.graph_kernel or name)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
             if self.profile.scores_pairs_in_step:
                 with torch.no_grad(), without_updates(stage):
-                    stage.loss(stage(x, positions), tokens) if stage.last else stage(x, positions)
-            y = stage(x, positions, samples=keys)
+                    y = stage(x, positions, documents)
+                    if stage.last:
+                        stage.loss(y, tokens)
+            y = stage(x, positions, documents, samples=keys)
             if stage.last:
                 y = stage.loss(y, tokens)
             saved, forward_peak, meter.peak = meter.live, meter.peak, meter.live

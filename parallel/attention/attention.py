@@ -73,6 +73,8 @@ def attention(
     found = kernels.get_kernel(name)
     plain = documents is None and window is None and sinks is None
     uses_flex = not plain and found.uses_flex
+    if axis is not None and axis.masks_by_flex is not None and kernel is None:
+        uses_flex = not plain and axis.masks_by_flex
     masks = {"causal": causal, "scale": scale, "documents": documents, "window": window, "sinks": sinks}
     graph_kernel = axis.graph_kernel if axis is not None and kernel is None else None
     if axis is not None and axis.size > 1 and not uses_flex:

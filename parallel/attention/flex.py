@@ -54,12 +54,23 @@ def masked_attention(
         positions = collectives.local_shard(all_positions, axis)  # (s/c)
         if documents is not None:
             all_documents = collectives.all_gather(documents.t(), axis).t()  # (b, s)
+    if q.is_meta or _is_traced_elsewhere(q, axis):  # the same sizes and products, and no mask to compute
+        return torch.ops.trainshed.attention(q, k, v, None, sinks, causal, scale, window, kernels.PLANNED)[0]
     options = {"scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
     options["block_mask"] = _block_mask(documents, all_documents, positions, all_positions, causal, window)
     if sinks is None:
         return _operator(q)(q, k, v, **options)
     out, extra = _operator(q)(q, k, v, **options, return_aux=AuxRequest(lse=True))
     return (out * torch.sigmoid(extra.lse - sinks[:, None])[..., None]).to(q.dtype)
+
+
+def _is_traced_elsewhere(q: Tensor, axis: Axis | None) -> bool:
+    """Whether a graph for another device is traced on this one, which may not support FlexAttention."""
+    return (
+        axis is not None
+        and axis.masks_by_flex is True
+        and not kernels.get_kernel(kernels.default_kernel(q)).uses_flex
+    )
 
 
 def _operator(q: Tensor) -> Callable[..., Tensor]:

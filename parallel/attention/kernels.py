@@ -240,8 +240,25 @@ class CudaFlash(Kernel):
         return None if block.mask is None else block.bias(8).expand(*block.q.shape[:2], -1, -1)
 
 
-MATH = Math()
-_kernels: dict[str, Kernel] = {"math": MATH, "cpu-flash": CpuFlash(), "cuda-flash": CudaFlash()}
+class Planned(Kernel):
+    """For plans and traces, whose tensors have no values: all flash kernels save the same activations."""
+
+    supports_tiling = True
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("attention was built for a plan, which computes nothing")
+
+    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        raise RuntimeError("attention was built for a plan, which computes nothing")
+
+
+MATH, PLANNED = Math(), "planned"
+_kernels: dict[str, Kernel] = {
+    "math": MATH,
+    "cpu-flash": CpuFlash(),
+    "cuda-flash": CudaFlash(),
+    PLANNED: Planned(),
+}
 GROUP = "trainshed.attention_kernels"  # entry point group
 
 
@@ -300,7 +317,7 @@ def get_kernel(name: str) -> Kernel:
 def default_kernel(x: Tensor) -> str:
     """Name of the default kernel of x's device; "math" if it is not registered."""
     if x.is_meta:
-        return "cpu-flash"  # computes nothing, and all flash kernels save the same activations
+        return PLANNED
     kind = device.KINDS.get(x.device.type)
     return kind.attention_kernel if kind and kind.attention_kernel in _kernels else "math"
 

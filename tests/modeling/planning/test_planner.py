@@ -117,6 +117,16 @@ def test_lora_plans_gradients_of_updates_only_and_counts_the_flops_of_updated_ex
     assert counted == pytest.approx(planned.flops_per_token * profile.train.sequence_length, rel=0.02)
 
 
+def test_plan_for_gpus_gathers_keys_and_values_once_where_attention_has_masks():
+    cut = ["parallel.context=4", "parallel.tensor=2"]
+    sent = [
+        plan(resolve.load("llama3-8b-h100", [*cut, f"train.document_masks={masks}"])).sent["context"]
+        for masks in ("true", "false")
+    ]
+    # Gathered forward and reduced backward, 2(c-1), in the place of a ring of keys, values and their gradients.
+    assert sent[0] < 0.6 * sent[1]
+
+
 def test_recomputation_trades_memory_for_time():
     plans = [
         plan(resolve.load("llama3-70b-trn1", [f"train.recompute={mode}"]))
