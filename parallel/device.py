@@ -74,22 +74,28 @@ class Device:
         torch.accelerator.set_device_index(local_rank)
         return device
 
-    def choose_kernels(self, deterministic: bool) -> None:
-        """Let this process use deterministic kernels only, or the fastest ones."""
+    def choose_kernels(self, deterministic: bool, precision: str = "float32") -> None:
+        """Let this process use deterministic kernels only, or the fastest ones.
+
+        In another precision than float32, the few float32 products, of routers, are of bf16 values. TF32 holds these exactly, on
+        tensor cores.
+        """
         if self.nondeterministic:
+            torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
             torch.use_deterministic_algorithms(deterministic)
             torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory, for debugging
 
     @contextmanager
-    def chosen_kernels(self, deterministic: bool) -> Iterator[None]:
+    def chosen_kernels(self, deterministic: bool, precision: str = "float32") -> Iterator[None]:
         """Choose kernels for a block, such as capture and compilation of the graphs that training looks up."""
-        before = torch.are_deterministic_algorithms_enabled()
-        self.choose_kernels(deterministic)
+        before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        self.choose_kernels(deterministic, precision)
         try:
             yield
         finally:
             if self.nondeterministic:
-                torch.use_deterministic_algorithms(before)
+                torch.use_deterministic_algorithms(before[0])
+                torch.set_float32_matmul_precision(before[1])
 
     def start_process_group(self, device: torch.device, timeout: timedelta | None = None) -> None:
         """Initialize the default process group from the environment, for tensors of `device` only."""
@@ -300,6 +306,14 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+def becomes_one_kernel(tensor: torch.Tensor) -> bool:
+    """Whether elementwise operators and sums of them are compiled into one kernel for a GPU.
+
+    They then replace scatters, for each of which deterministic GPUs launch about twenty kernels.
+    """
+    return tensor.is_cuda and torch.compiler.is_compiling()
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel import device as devices
 from parallel.backward import needs_gradient
-from parallel.device import Device
+from parallel.device import Device, becomes_one_kernel
 from parallel.host_products import add_product, multiply
 from parallel.mesh import Axis
 
@@ -301,7 +301,7 @@ def _logits_loss(
     counted = targets != IGNORE_INDEX  # (c)
     columns, local = _local_columns(targets, first, logits)
     at_target = logits.gather(1, columns)[:, 0].where(local, 0)  # (c)
-    fused = _fuses(logits)
+    fused = becomes_one_kernel(logits)
     if axis.size == 1 and fused:
         log_sum = logits.logsumexp(1)
         probability = (logits - log_sum[:, None]).exp()
@@ -322,14 +322,6 @@ def _logits_loss(
         return losses, probability - (numbers == columns.where(local[:, None], -1)).to(probability.dtype)
     probability.scatter_add_(1, columns, -local[:, None].to(probability.dtype))
     return losses, probability
-
-
-def _fuses(logits: Tensor) -> bool:
-    """Whether exp and one-hot targets become one kernel, as compiled for GPUs.
-
-    There, a deterministic scatter takes twenty.
-    """
-    return logits.is_cuda and torch.compiler.is_compiling()
 
 
 def _chunk_backward(

@@ -78,6 +78,7 @@ class Mesh:
         timeout: of the process groups; torch's default differs between the default group and new ones.
         chunks: see `Axis`; of the tensor axis.
         graph_kernel, masks_by_flex: see `Axis`; of the context axis.
+        pipeline_lanes: number of process groups of each pipeline (pipeline/runtime.py).
         shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
 
     Raises:
@@ -98,6 +99,7 @@ class Mesh:
         timeout: timedelta | None = None,
         expert: int = 1,
         chunks: int | None = 1,
+        pipeline_lanes: int = 1,
         shared_embedding: bool = True,
         graph_kernel: str | None = None,
         masks_by_flex: bool | None = None,
@@ -132,6 +134,12 @@ class Mesh:
         self._registered: list[str] = []
         for name, groups in self._groups().items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
+        self.pipeline_lanes = [self.pipeline.group]
+        for lane in range(1, pipeline_lanes):
+            groups = self._groups()["pipeline"]
+            more = self._axis(f"pipeline_{lane}", groups, planned, supports_reduction, timeout)
+            setattr(self, more.name, more)
+            self.pipeline_lanes.append(more.group)
         self.tensor = replace(self.tensor, chunks=chunks)
         self.context = replace(self.context, graph_kernel=graph_kernel, masks_by_flex=masks_by_flex)
         if expert == 1:

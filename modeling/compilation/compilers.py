@@ -113,6 +113,10 @@ class Inductor(Compiler):
                 warnings.simplefilter("ignore", FutureWarning)
                 enable_symmetric_memory("tensor")
             settings["_micro_pipeline_tp"] = True
+        if self.device == "cuda":
+            # Otherwise each rank would measure which block sizes are the fastest for sums, and replicas of weights would drift
+            # apart by different orders of addition.
+            settings["test_configs.force_filter_reduction_configs"] = True
         if self.device == "cpu" and ONEDNN_PRODUCTS:
             from modeling.compilation.product_pass import OneDNNProducts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -19,7 +19,6 @@ from parallel.attention import kernels
 from parallel.device import Device
 from parallel.experts.balance import Balance
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
-from parallel.initialization import initialize_parameter
 from parallel.layers.deferred import DeferrableLinear
 from parallel.layers.products import EXACT, Float8, Products
 from parallel.layout import is_deferred
@@ -60,6 +59,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         timeout=timeout,
         expert=parallel.expert,
         chunks=parallel.overlap_chunks or (None if by_size else 1),
+        pipeline_lanes=2 if parallel.schedule == "interleaved" else 1,
         shared_embedding=profile.model.tie_word_embeddings,
         graph_kernel=kernel if device.compiles_operators else None,
         # as on the device also where its plan is made without one
@@ -198,7 +198,7 @@ def build_optimizer(
         units=[unit for stage in units for unit in stage] if fsdp else (),
         keep_gathered=keep_gathered,
         arithmetic=Arithmetic(compile),
-        initialize=partial(initialize_parameter, axis=mesh.tensor, seed=train.seed) if deferred else None,
+        seed=train.seed if deferred else None,
     )
     for stage in units if fsdp else ():
         gather_on_use(stage, keep_gathered)

@@ -183,6 +183,5 @@ def _rehearse_last_stage(
     gathered = hidden.new_empty(len(hidden) * ranks, hidden.shape[1])  # (b·s/c, h)
     rows = generate.rows_of_pass(profile)
     parts = [gathered] * (rows // profile.micro_batch_rows)
-    tokens = len(gathered) // profile.micro_batch_rows
-    position = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    functions.next_logits(parts, weight, (min(generate.SAMPLES, rows), tokens), position)
+    states = torch.zeros(min(generate.SAMPLES, rows), dtype=torch.int64, device=hidden.device)
+    functions.next_logits(parts, weight, states)

@@ -1,6 +1,6 @@
 """Generated samples for reports, on any topology: validation prompts, continued token by token.
 
-Each token costs one forward pass of the shape that evaluation uses, so no further graph is compiled. The next token is drawn
+Each new token costs one forward pass of the shape that evaluation uses, so no further graph is compiled. The next token is drawn
 from softmax(logits / TEMPERATURE) over the TOP_K most likely tokens, with a fixed seed.
 """
 
@@ -37,9 +37,11 @@ def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> l
         prompt = torch.from_numpy(validation.prompt(row * validation.windows // count))[:longest]
         tokens[row, : len(prompt)], lengths[row] = prompt, max(1, len(prompt))
     ends = (lengths + NEW_TOKENS).clamp(max=s)
-    for position in range(int(lengths.min()), int(ends.max())):
-        drawn = _next_tokens(trainer, tokens, position - 1, count)
-        tokens[:count, position] = drawn.where(position >= lengths, tokens[:count, position])
+    every = torch.arange(count)
+    for new in range(int((ends - lengths).max())):  # each row at its own position
+        positions = (lengths + new).clamp(max=s - 1)
+        drawn = _next_tokens(trainer, tokens, positions - 1)
+        tokens[every, positions] = drawn.where(lengths + new < ends, tokens[every, positions])
     rows = zip(tokens[:count], lengths.tolist(), ends.tolist(), strict=True)
     return [{"prompt": row[:start].tolist(), "text": row[start:end].tolist()} for row, start, end in rows]
 
@@ -52,9 +54,9 @@ def rows_of_pass(profile: Profile) -> int:
 
 
 @torch.no_grad()
-def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) -> Tensor:
-    """Draw the tokens (count) that follow `position` in the first rows; the same on every rank."""
-    mesh = trainer.mesh
+def _next_tokens(trainer: Trainer, tokens: Tensor, positions: Tensor) -> Tensor:
+    """Draw the token that follows a position (count) in each of the first rows; the same on every rank."""
+    mesh, count = trainer.mesh, len(positions)
     drawn = torch.zeros(count, dtype=torch.float64)
     documents = torch.zeros_like(tokens[:, 1:]) if trainer.profile.document_masks else None
     samples, documents = (
@@ -62,27 +64,29 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, position: int, count: int) ->
     )
     batch = Batch(samples, documents) if trainer.reads_samples else Batch()
     hidden_states = trainer.hidden_states(batch)
-    positions = zigzag_positions(tokens.shape[1] - 1, mesh.context.size, mesh.context.rank).tolist()
-    local = positions.index(position) if position in positions else None  # on one context rank
     if trainer.last:
+        local = zigzag_positions(tokens.shape[1] - 1, mesh.context.size, mesh.context.rank)
+        here = local == positions[:, None]  # (count, s/c): a position is on one context rank
         stage = trainer.stages[max(trainer.stages)]
         head = stage.output_embedding()
         parts = [
             collectives.all_gather(x, mesh.tensor) if stage.sequence_parallel else x for x in hidden_states
         ]
-        index = upload(torch.tensor(local or 0), trainer.torch_device)
-        shape = count, len(trainer.positions)
-        shard = trainer.functions.next_logits(parts, head.weight, shape, index)  # (v/t, count)
+        states = torch.arange(count) * len(local) + here.int().argmax(1)
+        shard = trainer.functions.next_logits(parts, head.weight, upload(states, trainer.torch_device))
         logits = collectives.all_gather(shard, mesh.tensor).T[:, : stage.model.vocab_size]  # (count, v)
-        if local is not None:
-            drawn = _draw(logits.cpu().float(), position).double()
+        seeds = torch.arange(count) * tokens.shape[1] + positions
+        drawn = _draw(logits.cpu().float(), seeds).where(here.any(1), 0).double()
     # Every data rank drew the same tokens; along the other axes only one context rank of the last stage drew any.
     return torch.tensor(trainer.sum_on_host(drawn)).div(mesh.data.size).round().long()
 
 
-def _draw(logits: Tensor, seed: int) -> Tensor:
-    """Sample one of the TOP_K most likely tokens of each row: (count, v) -> (count)."""
+def _draw(logits: Tensor, seeds: Tensor) -> Tensor:
+    """Sample one of the TOP_K most likely tokens of each row, with a seed (count) each: (count, v) -> (count)."""
     top, ids = logits.topk(min(TOP_K, logits.shape[-1]))
     probabilities = torch.softmax(top / TEMPERATURE, -1)
-    choice = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(seed))
-    return ids.gather(1, choice)[:, 0]
+    choices = [
+        torch.multinomial(row, 1, generator=torch.Generator().manual_seed(seed))
+        for row, seed in zip(probabilities, seeds.tolist(), strict=True)
+    ]
+    return ids.gather(1, torch.stack(choices))[:, 0]

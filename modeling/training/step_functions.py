@@ -134,17 +134,14 @@ def set_shares(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...]
         load.copy_(rows[number] / rows[number].sum())
 
 
-def next_logits(hidden: Sequence[Tensor], weight: Tensor, shape: tuple[int, int], position: Tensor) -> Tensor:
-    """Logits (v/t, n) of the token after a position, in the first n rows.
+def next_logits(hidden: Sequence[Tensor], weight: Tensor, states: Tensor) -> Tensor:
+    """Logits (v/t, n) of the tokens that follow n hidden states.
 
     Args:
         hidden: hidden states of each microbatch, (b·s/c, h).
-        shape: n and s/c.
-        position: local, 0-dim.
+        states: indices (n) of those of all microbatches.
     """
-    rows, tokens = shape
-    x = torch.cat([*hidden]).view(-1, tokens, weight.shape[1])[:rows]  # (n, s/c, h)
-    return weight @ x.index_select(1, position[None])[:, 0].t()
+    return weight @ torch.cat([*hidden]).index_select(0, states).t()
 
 
 def user_sums(

@@ -111,7 +111,7 @@ class Trainer:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.torch_device = self.device.set_current(local_rank)
         torch.set_num_threads(threads(profile))
-        self.device.choose_kernels(profile.train.deterministic)
+        self.device.choose_kernels(profile.train.deterministic, profile.train.precision)
         self._started = profile.world_size > 1 and not dist.is_initialized()
         if self._started:
             self.device.start_process_group(self.torch_device, timeouts_of(profile).process_group)

@@ -128,12 +128,13 @@ def _block_mask(
         key_low, key_high = key_low[:, None], key_high[:, None]
         some = some & (low <= key_high) & (key_low <= high)
         every = every & (low == high) & (key_low == key_high) & (low == key_low)
-    return BlockMask.from_kv_blocks(
-        *_numbered(some & ~every),
-        *_numbered(every),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
-        seq_lengths=(len(positions), len(key_positions)),
+    partial = some & ~every
+    # Not `from_kv_blocks`: it inverts the lists of key blocks with two scatters. Order of the fields: of keys for each query
+    # block, partly visible and fully, then of queries for each key block.
+    lists = (_numbered(blocks) for blocks in (partial, every, partial.mT, every.mT))
+    numbers = [tensor for pair in lists for tensor in pair]
+    return BlockMask(
+        (len(positions), len(key_positions)), *numbers, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible
     )
 
 

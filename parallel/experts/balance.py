@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel import collectives
+from parallel.device import becomes_one_kernel
 from parallel.mesh import Axis
 
 EXTRA = 3  # entries of a tally after the loads of the experts: dropped choices, balance loss, z-loss
@@ -58,7 +59,7 @@ class Balance:
 def count_choices(indices: Tensor, experts: int, length: int) -> Tensor:
     """Tokens that chose each expert, (b, E) float32 of choices (b·length, k)."""
     choices = indices.view(-1, length * indices.shape[1])  # (b, length·k)
-    if indices.is_cuda and torch.compiler.is_compiling():  # one kernel; a deterministic scatter takes twenty
+    if becomes_one_kernel(indices):
         numbers = torch.arange(experts, device=indices.device)
         return (choices[..., None] == numbers).sum(1).float()
     counts = torch.zeros(len(choices), experts, device=indices.device)

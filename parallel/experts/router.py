@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.device import becomes_one_kernel
 from parallel.initialization import Constant
 from parallel.layout import Initializer, Layout, Section, layout_of, parameter
 from parallel.mesh import Axis
@@ -102,11 +103,19 @@ class Router(nn.Module):
         if routing.top_groups < routing.groups:
             selected = _within_best_groups(selected, routing.groups, routing.top_groups)
         indices = selected.topk(routing.top_k, sorted=True).indices  # (T, k)
-        weights = scores.gather(1, indices)
+        weights = _choose(scores, indices)
         if routing.normalize:
             # Sigmoids of very negative logits may all be 0.
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         return Routed(weights * routing.scale if routing.scale != 1 else weights, indices, logits, scores)
+
+
+def _choose(scores: Tensor, indices: Tensor) -> Tensor:
+    """Each token's scores (T, E) of its experts (T, k)."""
+    if becomes_one_kernel(scores):
+        numbers = torch.arange(scores.shape[1], device=scores.device)
+        return scores[:, None].where(indices[..., None] == numbers, 0).sum(-1)
+    return scores.gather(1, indices)
 
 
 def _within_best_groups(selected: Tensor, groups: int, top: int) -> Tensor:

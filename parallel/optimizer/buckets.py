@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from parallel import collectives
 from parallel.device import Device
+from parallel.initialization import initialize_parameter
 from parallel.layout import Box, GlobalBox, layout_of
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer.arithmetic import EAGER, Arithmetic
@@ -73,7 +74,8 @@ class Bucket:
         resident: whether values and gradients stay in memory.
         frozen: whether they are never updated: no gradients, no states, and `master` in the parameters' dtype.
         arithmetic: the functions that it computes with.
-        initialize: fills deferred parameters (`layout.deferred_parameters`); None: parameters have values.
+        seed: of deferred parameters (`layout.deferred_parameters`), of which a bucket that is not resident initializes its shard;
+            None: parameters have values.
 
     Attributes:
         rate: learning-rate multiplier of all of them.
@@ -95,7 +97,7 @@ class Bucket:
         resident: bool = True,
         frozen: bool = False,
         arithmetic: Arithmetic = EAGER,
-        initialize: Callable[[str, nn.Parameter], None] | None = None,
+        seed: int | None = None,
     ) -> None:
         self.mesh, self.weight_decay, self.resident, self.frozen = mesh, weight_decay, resident, frozen
         self.arithmetic = arithmetic
@@ -115,16 +117,18 @@ class Bucket:
         ends = [slot.start + slot.parameter.numel() for slot in self.slots]
         self._gaps = [gap for gap in zip(ends, [*starts[1:], padded], strict=True) if gap[0] < gap[1]]
         self.values = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        for slot in self.slots:
-            view = slot.view(self.values)
-            if initialize is None:
-                view.copy_(slot.parameter.detach())
-            slot.parameter.data = view
-            if initialize is not None:
-                initialize(slot.name, slot.parameter)
         self.length = padded // self.axis.size  # of the shard
         self.first = self.axis.rank * self.length
         shard_values = self.local_shard(self.values)
+        for slot in self.slots:
+            view = slot.view(self.values)
+            if seed is None:
+                view.copy_(slot.parameter.detach())
+            slot.parameter.data = view
+            if seed is not None and resident:
+                initialize_parameter(slot.name, slot.parameter, mesh.tensor, seed)
+        if seed is not None and not resident:  # the rest is gathered before use
+            self._initialize_shard(shard_values, seed)
         self.shares_master = resident and shard_values.dtype == torch.float32
         kept = shard_values.dtype if frozen else torch.float32
         self.master = shard_values if self.shares_master else shard_values.to(kept, copy=True)
@@ -269,6 +273,16 @@ class Bucket:
             for start, offsets, sizes in split_range(box.sizes, low, high):
                 offsets = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
                 yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, box.replicas, saved)
+
+    @torch.no_grad()
+    def _initialize_shard(self, shard: Tensor, seed: int) -> None:
+        layouts = [(slot.name, layout_of(slot.parameter)) for slot in self.slots]
+        rank = self.mesh.tensor.rank
+        initializers = {
+            box.name: layout.initializer for name, layout in layouts for box in layout.boxes(name, rank)
+        }
+        for box in self.boxes():
+            initializers[box.name].fill(box.view(shard), box, seed)
 
     def _local_boxes(self) -> Iterator[tuple[int, Box]]:
         """Boxes of all parameters, each with its first element's position relative to this rank's shard."""

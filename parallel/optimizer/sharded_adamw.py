@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from parallel import collectives
 from parallel.device import upload
+from parallel.initialization import initialize_parameter
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.optimizer.adamw import AdamW, adamw
@@ -65,8 +66,8 @@ class ShardedAdamW:
             parameters are frozen (LoRA), only frozen matrices are sharded.
         keep_gathered: whether to reduce the units' gradients, and release their weights, once per step instead of per microbatch.
         arithmetic: the functions that it computes with.
-        initialize: fills deferred parameters (`layout.deferred_parameters`), one bucket after the other, so that the full model
-            never exists in memory; None: parameters have values.
+        seed: of deferred parameters (`layout.deferred_parameters`), which are initialized one bucket after the other, so that the
+            full model never exists in memory; None: parameters have values.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class ShardedAdamW:
         units: Sequence[Unit] = (),
         keep_gathered: bool = False,
         arithmetic: Arithmetic = EAGER,
-        initialize: Callable[[str, nn.Parameter], None] | None = None,
+        seed: int | None = None,
     ) -> None:
-        self.arithmetic, self._initialize = arithmetic, initialize
+        self.arithmetic, self._seed = arithmetic, seed
         self.mesh, self.clip, self.settings = mesh, clip, AdamW(betas, epsilon)
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.buckets: list[Bucket] = []
@@ -103,9 +104,9 @@ class ShardedAdamW:
             unit.buckets = [self._add_bucket(group, resident=False) for group in members]
             for bucket in unit.buckets:
                 bucket.transient = unit.block and not keep_gathered
-        for name, parameter in self.frozen if initialize else ():
+        for name, parameter in self.frozen if seed is not None else ():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            initialize(name, parameter)
+            initialize_parameter(name, parameter, mesh.tensor, seed)
         self._resident = [self._add_bucket(group) for group in groups.resident]
         # Those whose weights the next forward needs first are updated and gathered first.
         self._updated = sorted(
@@ -121,7 +122,7 @@ class ShardedAdamW:
         self.begin_step(1)
 
     def _frozen_bucket(self, group: Group) -> Bucket:
-        options = {"arithmetic": self.arithmetic, "initialize": self._initialize}
+        options = {"arithmetic": self.arithmetic, "seed": self._seed}
         return Bucket(
             group.members,
             self.mesh,
@@ -142,7 +143,7 @@ class ShardedAdamW:
             self.gradient_dtype,
             resident,
             arithmetic=self.arithmetic,
-            initialize=self._initialize,
+            seed=self._seed,
         )
         self.buckets.append(bucket)
         for slot in bucket.slots:

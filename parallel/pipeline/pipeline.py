@@ -76,7 +76,7 @@ class Pipeline:
                 device,
                 input_args=states if number else ids,
                 output_args=states,
-                group=mesh.pipeline.group,
+                lanes=mesh.pipeline_lanes,
             )
             for number, module in sorted(stages.items())
         ]

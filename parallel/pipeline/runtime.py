@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -47,7 +48,7 @@ class WithConstants(nn.Module):
 
 
 class LowMemoryStage(PipelineStage):
-    """torch's PipelineStage with four differences.
+    """torch's PipelineStage with five differences.
 
     Memory: messages live only while they are needed. torch keeps what a step sends until the step ends, and receive
     buffers of all m microbatches forever.
@@ -56,13 +57,17 @@ class LowMemoryStage(PipelineStage):
 
     Agreement: stages agree once that their shapes are known, not at each change between training and evaluation.
 
+    Lanes: with several process groups of the same ranks, edges between stages alternate between them. A device runs the messages
+    of one group in the order in which they were queued, so a receive that was posted early would block sends on another edge.
+
     Losses: backward starts from `loss_gradient`; torch starts from 1 and scales the losses with separate operators.
     """
 
     loss_gradient: Tensor  # 0-dim; of the last stage's losses
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any, lanes: Sequence[dist.ProcessGroup | None], **options: Any) -> None:
+        super().__init__(*arguments, group=lanes[0], **options)
+        self._lanes = lanes
         self._sends: deque[dist.Work] = deque()
         self._agreed, self._known_shapes = False, torch.ones(1, dtype=torch.int32)
         self._deferred = DeferredGradients(self.submod)
@@ -85,11 +90,11 @@ class LowMemoryStage(PipelineStage):
     # Sends: started here instead of by the schedule, which would keep every message until the end of the step.
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._start_sends(super().get_fwd_send_ops(fwd_chunk_id))
+        self._start_sends(self._on_lane(self.stage_index, super().get_fwd_send_ops(fwd_chunk_id)))
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._start_sends(super().get_bwd_send_ops(bwd_chunk_id))
+        self._start_sends(self._on_lane(self.stage_index - 1, super().get_bwd_send_ops(bwd_chunk_id)))
         return []
 
     def _start_sends(self, ops: list[dist.P2POp]) -> None:
@@ -101,6 +106,18 @@ class LowMemoryStage(PipelineStage):
         """Wait until at most `remaining` sends are in flight."""
         while len(self._sends) > remaining:
             self._sends.popleft().wait()
+
+    def _on_lane(self, edge: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Messages of an edge, by the number of its first stage, in the edge's process group."""
+        for op in ops:
+            op.group = self._lanes[edge % len(self._lanes)]
+        return ops
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._on_lane(self.stage_index - 1, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._on_lane(self.stage_index, super().get_bwd_recv_ops(bwd_chunk_id))
 
     # Receives: a buffer is allocated right before its receive and released once the stage has taken the message.
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention.flex_attention import BlockMask
 
-from parallel.attention import kernels
+from parallel.attention import flex, kernels
 from parallel.attention.attention import attention
 from parallel.attention.kernels import Block
 from tests.parallel.attention.reference import Bounds, Case, error
@@ -100,6 +101,24 @@ def test_flex_attention_without_documents_matches_dense_formula(window):
     case = Case(b=2, s=300, window=window, sinks=True)
     out = attention(*case.tensors()[:3], window=window, sinks=case.sink_scores()[0], kernel="cuda-flash")
     assert error(out, case.expected()[0].detach()) < case.tolerance()
+
+
+def test_block_masks_list_the_query_blocks_of_keys():
+    """Backward on GPUs reads them; torch would invert the lists of forward."""
+    documents = torch.arange(640).div(400, rounding_mode="floor").expand(2, -1)
+    positions = torch.arange(640)
+    found = flex._block_mask(documents, documents, positions, positions, True, 500)
+    lists = (found.kv_num_blocks, found.kv_indices, found.full_kv_num_blocks, found.full_kv_indices)
+    inverted = BlockMask.from_kv_blocks(*lists)
+    for kind in ("q", "full_q"):
+        (counts, indices), expected = (
+            [getattr(mask, f"{kind}_{name}") for name in ("num_blocks", "indices")]
+            for mask in (found, inverted)
+        )
+        assert counts.any()
+        assert torch.equal(counts, expected[0])
+        listed = torch.arange(5) < counts[..., None]
+        assert torch.equal(indices.where(listed, 0), expected[1].where(listed, 0))
 
 
 def test_ignoring_a_document_boundary_exceeds_tolerance():

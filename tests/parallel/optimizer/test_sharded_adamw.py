@@ -21,8 +21,8 @@ from parallel import (
     initialize,
 )
 from parallel import device as devices
-from parallel.initialization import initialize_parameter
-from parallel.layout import deferred_parameters
+from parallel.initialization import Normal
+from parallel.layout import Box, deferred_parameters
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, adamw, update
 from parallel.optimizer.arithmetic import square_norm
@@ -285,22 +285,26 @@ def test_memory_matches_the_formula(pool, ranks, dtype, fixed):
         assert fixed + 12 / ranks <= found <= 1.05 * (fixed + 12 / ranks)
 
 
-def test_weights_are_initialized_shard_by_shard():
-    """With FSDP, only one layer's weights exist in full at a time; values equal those initialized at once."""
-    planned, full = Mesh(data=4, rank=1), []
+def test_weights_are_initialized_shard_by_shard(monkeypatch):
+    """With FSDP, a rank draws its shard, and has memory of one layer's weights; values equal those initialized at once."""
+    planned, full, drawn, fill = Mesh(data=4, rank=1), [], [], Normal.fill
 
     def layers() -> nn.ModuleList:
         return nn.ModuleList(ColumnParallelLinear(64, 64, ONE) for _ in range(10))
 
-    def fill(name: str, parameter: nn.Parameter) -> None:
+    def record(self: Normal, local: Tensor, box: Box, seed: int) -> None:
         full.append(sum(p.untyped_storage().nbytes() >= p.nbytes for p in built.parameters()))
-        initialize_parameter(name, parameter, ONE, seed=1)
+        drawn.append(local.numel())
+        fill(self, local, box, seed)
 
     with deferred_parameters():
         built = layers()
     units = [Unit((layer,), (f"{i}.",), block=True) for i, layer in enumerate(built)]
-    optimizer = ShardedAdamW(built.named_parameters(), planned, units=units, initialize=fill)
+    with monkeypatch.context() as patched:
+        patched.setattr(Normal, "fill", record)
+        optimizer = ShardedAdamW(built.named_parameters(), planned, units=units, seed=1)
     assert full == [1] * 10
+    assert drawn == [64 * 64 // 4] * 10
     initialize(at_once := layers(), ONE, 1)
     for bucket, layer in zip(optimizer.buckets, at_once, strict=True):
         assert torch.equal(bucket.master, bucket.local_shard(layer.weight.detach().flatten()))

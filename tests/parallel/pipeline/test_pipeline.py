@@ -105,7 +105,8 @@ def distances(
     exact.backward(SCALE.double())
     gradients = {name: parameter.grad for name, parameter in dense.named_parameters()}
     found, calls = {}, Counter()
-    with mesh(pipeline=pipeline, tensor=tensor) as m:
+    lanes = 2 if schedule == "interleaved" else 1
+    with mesh(pipeline=pipeline, tensor=tensor, pipeline_lanes=lanes) as m:
         cut = cut_layers([1] * layers, pipeline, schedule, cuts)
         stages = {i: Net(m, cut[i], layers) for i in range(m.pipeline.rank, len(cut), pipeline)}
         for layer in (layer for stage in stages.values() for layer in stage.layers.values() if compiled):
