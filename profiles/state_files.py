@@ -64,6 +64,16 @@ def write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
     retried(lambda: _write(path, contents, durable))
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file, after the end of a line that was cut off, such as by a full disk."""
+    with path.open("a+b") as file:
+        torn = False
+        if end := file.seek(0, os.SEEK_END):
+            file.seek(end - 1)
+            torn = file.read(1) != b"\n"
+        file.write(b"\n" * torn + line.encode() + b"\n")
+
+
 def read(path: Path) -> bytes | None:
     """Contents of a file; None only if it does not exist. Raises OSError if it cannot be read."""
     try:

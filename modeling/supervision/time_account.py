@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from modeling import run_files
+from profiles import state_files
 
 # environment variable of ranks: when their job's torchrun began, in seconds since 1970
 BEGUN = "TRAINSHED_BEGUN"
@@ -101,8 +102,8 @@ def totals_of(row: Mapping[str, Any] | None) -> dict[str, float]:
 def record_attempt(run: Path, event: str, **facts: Any) -> None:
     """Append a row to RUN/attempts.jsonl; `facts` may override `time`. A write error only loses the row."""
     row = {"event": event, "time": round(time.time(), 3), **facts}
-    with contextlib.suppress(OSError), (run / run_files.ATTEMPTS).open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    with contextlib.suppress(OSError):
+        state_files.append_line(run / run_files.ATTEMPTS, json.dumps(row))
 
 
 def job_begin() -> float:

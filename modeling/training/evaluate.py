@@ -12,10 +12,12 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modeling import exit_codes, job_log, run_files
 from modeling.compilation.graph_cache import prepare_cache
@@ -55,17 +57,31 @@ class Evaluation:
         return {f"validation_loss/{name}": loss for name, loss in self.sources.items()}
 
 
+class EvaluationStopped(Exception):
+    """A rank was asked to stop during an evaluation."""
+
+
 def evaluate_samples(
-    trainer: Trainer, samples: Samples | RecordSamples, batches: int | None = None
+    trainer: Trainer,
+    samples: Samples | RecordSamples,
+    batches: int | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Evaluate the first `batches` global batches, or the complete split.
 
     Every rank runs the same number of passes of one shape; rows of the last pass beyond the split's end are not counted.
+
+    Args:
+        stop: whether this rank was asked to stop; called after each pass.
+
+    Raises:
+        EvaluationStopped: on every rank, if one was asked to stop.
     """
     data = trainer.mesh.data
     size = trainer.profile.train.global_batch_size // data.size
     passes = math.ceil(samples.windows / (size * data.size))
-    local_sums: list[Download] = []
+    local_sums: list[Tensor] = []
+    queued: Download | None = None  # one pass runs while the next is queued
     pairs_per_token = 0.0
     if trainer.profile.objective.kind == "orpo":
         pairs_per_token = samples.pairs_per_token(
@@ -76,9 +92,15 @@ def evaluate_samples(
         # Beyond the split's end, samples wrap around.
         batch = trainer.read_batch(samples, first, size)
         rows = (samples.windows - first) * trainer.profile.rows_per_sample
-        local_sums.append(Download(trainer.evaluate(batch, rows, pairs_per_token=pairs_per_token)))
+        previous, queued = queued, Download(trainer.evaluate(batch, rows, pairs_per_token=pairs_per_token))
+        if previous is not None:
+            local_sums.append(previous.wait())
+        if stop is not None and sum(trainer.sum_on_host(torch.tensor([float(stop())]))):
+            raise EvaluationStopped
+    if queued is not None:
+        local_sums.append(queued.wait())
     # float32 counts the tokens of one pass exactly; their sum needs float64.
-    local_sum = torch.stack([each.wait() for each in local_sums]).double().sum(0)
+    local_sum = torch.stack(local_sums).double().sum(0)
     sums = trainer.sum_on_host(torch.cat((local_sum, trainer.compile_statistics.local_counts())))
     (tokens, *sums), graph_counts = sums[: len(local_sum)], sums[len(local_sum) :]
     loss, *metrics = (value / max(tokens, 1) for value in sums)
@@ -91,14 +113,17 @@ def evaluate_samples(
 
 
 def evaluate_split(
-    trainer: Trainer, samples: Samples | RecordSamples, batches: int | None = None
+    trainer: Trainer,
+    samples: Samples | RecordSamples,
+    batches: int | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """`evaluate_samples`, with `evaluate.by_source` also on each data source separately."""
-    result = evaluate_samples(trainer, samples, batches)
+    result = evaluate_samples(trainer, samples, batches, stop)
     if not trainer.profile.evaluate.by_source or not isinstance(samples, Samples):
         return result
     parts = samples.by_source()
-    losses = {name: evaluate_samples(trainer, part, batches).loss for name, part in parts.items()}
+    losses = {name: evaluate_samples(trainer, part, batches, stop).loss for name, part in parts.items()}
     return replace(result, sources=losses)
 
 

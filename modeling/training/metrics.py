@@ -137,8 +137,8 @@ def record_event(run: Path, event: str, *, reason: str, **facts: Any) -> None:
     A write error loses the event, which the log contains too, and does not stop the run.
     """
     row = {"event": event, "time": round(time.time(), 3), "reason": reason, **facts}
-    with contextlib.suppress(OSError), (run / run_files.EVENTS).open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    with contextlib.suppress(OSError):
+        state_files.append_line(run / run_files.EVENTS, json.dumps(row))
 
 
 def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

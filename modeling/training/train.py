@@ -30,7 +30,7 @@ from modeling.supervision.stragglers import node_names
 from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
 from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
-from modeling.training.evaluate import evaluate_into, evaluate_split
+from modeling.training.evaluate import EvaluationStopped, evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
 from modeling.training.recovery.checkpoints import Checkpoints, SaveGivenUp
 from modeling.training.recovery.replicas import Replicas
@@ -230,7 +230,12 @@ class TrainingRun:
         if not every or self.step % every:
             return None
         with self.watchdog.phase("evaluate"), self.account.phase("evaluation_seconds"):
-            result = evaluate_split(self.trainer, self.validation, self.profile.evaluate.batches)
+            try:
+                batches = self.profile.evaluate.batches
+                result = evaluate_split(self.trainer, self.validation, batches, lambda: self.stop.requested)
+            except EvaluationStopped:  # in time for the step to be saved
+                self._stopping = True
+                return None
         if self.reporter:
             self.reporter.evaluation(self.step, result)
         return result.loss
@@ -238,12 +243,15 @@ class TrainingRun:
     def _save_if_due(self, loss: float, validation_loss: float | None) -> None:
         finished = self.step == self.settings.steps
         save_on_stop = self._stopping and self.profile.checkpoint.on_stop
-        if not (finished or save_on_stop or self.checkpoints.due(self.step)):
+        # While steps are skipped, weights do not change, and a rollback needs the checkpoint from before.
+        skipping = self.guard.skipped_in_a_row > 0
+        if not (finished or save_on_stop or (self.checkpoints.due(self.step) and not skipping)):
             return
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.replicas.synchronize(self.step)
-            self.checkpoints.save(self.step, validation_loss, last=finished or self._stopping, **state)
+            last = finished or self._stopping
+            self.checkpoints.save(self.step, validation_loss, last=last, prune=not skipping, **state)
 
     def _roll_back(self) -> bool:
         """Load the latest checkpoint from before the skipped steps, and exclude their samples.

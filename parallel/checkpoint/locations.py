@@ -4,6 +4,7 @@
     <location>/step_<n>/*.distcp.checksums  of the file's blocks (checksums.py)
     <location>/step_<n>/.metadata           DCP's index: which box of which tensor is at which bytes of which file
     <location>/step_<n>/complete.json       the marker, written last: everything but tensors; size and checksum of each file
+    <location>/owner                        the writer that claimed the location last
     <location>/quarantine/step_<n>/         a corrupted checkpoint; its marker is corrupted.json, with a reason.txt
 
 A checkpoint without its marker is incomplete: never loaded, and safe to remove at any time. Folders with other names, such as
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 MARKER = "complete.json"
 QUARANTINE = "quarantine"
+OWNER = "owner"  # file below a location: who may write there
 CORRUPTED_MARKER = "corrupted.json"  # of a checkpoint in quarantine
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -100,6 +102,22 @@ def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
     partial.replace(Path(root, MARKER))
     for folder in (root, Path(root).parent):
         _sync_folder(folder)
+
+
+def claim(location: Location, owner: str) -> None:
+    """Record who may write below a location, until somebody else claims it."""
+    files, root = filesystem(location)
+    files.makedirs(root, exist_ok=True)
+    files.pipe_file(f"{root}/{OWNER}", owner.encode())
+
+
+def claimed_by(location: Location) -> str:
+    """Who claimed a location last; empty if nobody has."""
+    files, root = filesystem(location)
+    try:
+        return retry_reads(root, lambda: files.cat_file(f"{root}/{OWNER}")).decode()
+    except ABSENT:
+        return ""
 
 
 def retry_reads(path: str, read: Callable[[], T]) -> T:

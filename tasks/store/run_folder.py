@@ -104,6 +104,8 @@ class RunFolder:
         if self._local.exists(self._prefix):
             self._local.move(self._prefix, f"runs/{name}")
         if self._remote:
+            # First, so that a job of the run that still trains elsewhere completes no checkpoint in the meantime.
+            self._remote.remove(f"{self._prefix}/{run_files.CHECKPOINTS}/{locations.OWNER}")
             self._remote.move(self._prefix, f"runs/{name}")
         return name
 

@@ -126,7 +126,7 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
 def interrupt(store: Path, name: str) -> dict[int, float]:
     """Undo what a finished run of a store did after step 2; returns its losses."""
     before = losses(store / f"runs/{name}")
-    for path in (store / f"runs/{name}/checkpoints").iterdir():
+    for path in (store / f"runs/{name}/checkpoints").glob("step_*"):
         if path.name != "step_2":
             shutil.rmtree(path)
     shutil.rmtree(store / "artifacts/training")

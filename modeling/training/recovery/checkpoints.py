@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import torch.distributed as dist
 
 from modeling import run_files
+from modeling.supervision.stragglers import node_name
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
 from modeling.training.preference.reference_model import ReferenceModel
@@ -79,8 +82,12 @@ class Checkpoints:
         self._run_identity = run_identity(run)
         self._step = 0  # step of the current or latest save
         self._validation_loss: float | None = None
+        self._prune = True
         self._failures = 0  # consecutive failed saves
         self._has_saved = False  # whether a save succeeded since the run was started
+        self._claim = (
+            ""  # by which the latest attempt claims the location, also from another machine; leader only
+        )
 
     def resume(self, weights: Path | None) -> tuple[int, dict[str, Any]]:
         """Load what the run starts from; returns the last finished step and its checkpoint's marker.
@@ -190,11 +197,18 @@ class Checkpoints:
         return step % every == 0 or bool(retry)
 
     def save(
-        self, step: int, validation_loss: float | None = None, *, last: bool = False, **state: Any
+        self,
+        step: int,
+        validation_loss: float | None = None,
+        *,
+        last: bool = False,
+        prune: bool = True,
+        **state: Any,
     ) -> None:
         """Write step_<n>; `checkpoint.async` only starts it, but a `last` checkpoint is complete on return.
 
         Args:
+            prune: whether to remove, once it is complete, checkpoints that the profile does not keep.
             state: JSON values to add to the marker.
 
         Raises:
@@ -203,6 +217,7 @@ class Checkpoints:
         """
         if self._saver.pending:
             self._finish()
+        self._prune = prune
         error = self._begin(step, validation_loss, state)
         if last or not self.profile.checkpoint.async_:
             error = error or self._finish()
@@ -253,7 +268,8 @@ class Checkpoints:
         if self.leader:
             self._saved[self._step] = self._validation_loss
             settings = self.profile.checkpoint
-            for step in set(self._saved) - retained(self._saved, settings.keep, settings.keep_every):
+            kept = retained(self._saved, settings.keep, settings.keep_every)
+            for step in set(self._saved) - kept if self._prune else ():
                 self._discard(step)
         return None
 
@@ -291,6 +307,12 @@ class Checkpoints:
         So a request is followed once: a retried attempt resumes from its own latest checkpoint.
         """
         self._check_fencing()
+        claim = f"{uuid4().hex} {node_name()}"
+        try:
+            checkpoint.claim(self.location, claim)
+            self._claim = claim
+        except Exception as error:  # of any storage; saves are retried, which may succeed later
+            log.warning(f"{self.location}: cannot be claimed by this attempt: {error!r}")
         for name in checkpoint.discard_incomplete(self.location):
             log.info(f"removed incomplete checkpoint {name}")
         saved = dict(checkpoint.complete_checkpoints(self.location))
@@ -367,13 +389,17 @@ class Checkpoints:
     def _check_fencing(self) -> None:
         """Raise StaleAttempt if a later attempt has begun, or the folder is gone or belongs to another run.
 
-        A rank that is cut off from its launcher may keep running.
+        A rank that is cut off from its launcher may keep running, also on another machine, whose run folder is a copy: so an
+        attempt claims the checkpoints' location too.
         """
         identity = run_identity(self.run)
         if identity != self._run_identity:
             if identity:
                 raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this attempt ends")
             raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
+        if self._claim and (owner := checkpoint.claimed_by(self.location)) != self._claim:
+            reason = f"claimed by another attempt, {owner}" if owner else "moved or removed during training"
+            raise checkpoint.StaleAttempt(f"{self.location}: {reason}; this attempt ends")
         if self.attempt is None:
             return
         path = self.run / run_files.ATTEMPT
@@ -424,7 +450,7 @@ def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[
     steps = set(sorted(saved)[-keep:]) if keep else set(saved)
     if keep_every:
         steps |= {step for step in saved if step % keep_every == 0}
-    losses = {step: loss for step, loss in saved.items() if loss is not None}
+    losses = {step: loss for step, loss in saved.items() if loss is not None and math.isfinite(loss)}
     if losses:
         steps.add(min(losses, key=losses.__getitem__))
     return steps

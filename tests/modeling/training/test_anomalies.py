@@ -91,7 +91,8 @@ def test_skipped_steps_in_a_row_roll_back_and_exclude_their_samples(poisoned, tm
 def test_run_stops_as_diverged_after_allowed_rollbacks(poisoned, tmp_path):
     run = micro.run_folder(
         *(tmp_path / "run", *SETTINGS, "train.learning_rate=1e30", "train.clip=null", "train.warmup_steps=0"),
-        *("checkpoint.every=1", "train.bad_steps=3", "train.rollbacks=1"),
+        # The only checkpoint to keep is that from before the skipped steps.
+        *("checkpoint.every=1", "checkpoint.keep=1", "train.bad_steps=3", "train.rollbacks=1"),
     )
     log = train(run, poisoned, code=exit_codes.DIVERGED)
     assert [event["event"] for event in events(run)] == ["skipped"] * 3 + ["rollback"] + ["skipped"] * 3 + [

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from modeling import exit_codes
 from modeling.training.recovery.checkpoints import retained
+from parallel.checkpoint import checkpoint
 from tasks.store import runs
 from tests import disk
 from tests.modeling import micro
@@ -64,6 +66,7 @@ def test_retained_checkpoints():
     assert retained(saved, 1, 30) == {20, 30, 50}
     assert retained(saved, 0, 0) == set(saved)
     assert retained(dict.fromkeys(saved), 1, 0) == {50}
+    assert retained({10: float("nan"), **saved}, 1, 0) == {20, 50}
 
 
 ONE_FITS = "700k"
@@ -216,3 +219,45 @@ def test_moved_run_folder_is_not_recreated(dataset, tmp_path):
         moving.result()
     assert f"StaleAttempt: {run}: moved or removed during training; this attempt ends" in output
     assert not run.exists()
+
+
+def test_attempt_on_another_machine_ends_this_one(dataset, tmp_path):
+    """Its run folder is a copy; only the checkpoints are shared."""
+    shared = tmp_path / "shared"
+    run = micro.run_folder(tmp_path / "run", *ALONE, "checkpoint.every=1", "train.steps=5000")
+
+    def take_over() -> None:
+        until((shared / "step_1/complete.json").exists)
+        assert checkpoint.claimed_by(shared)
+        checkpoint.claim(shared, "id node-2")
+
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(take_over)
+        where = ("--run-folder", run, "--dataset", dataset, "--checkpoints", shared)
+        output = micro.run("training.train", *where, processes=0, code=1)
+        taking.result()
+    assert f"StaleAttempt: {shared}: claimed by another attempt, id node-2" in output
+
+
+STOPPING = """
+import os, signal
+
+calls = 0
+
+def stopping(logits, targets):
+    global calls
+    calls += 1
+    if calls == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return targets.double().sum()
+"""
+
+
+def test_stop_during_an_evaluation_saves_the_step(dataset, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(STOPPING)
+    monkeypatch.chdir(tmp_path)
+    settings = ("evaluate.metrics=[own:stopping]", "evaluate.batches=10", "checkpoint.every=0")
+    run = tmp_path / "run"
+    train(run, dataset, *settings, code=exit_codes.INTERRUPTED)
+    assert steps(run) == [6]
+    assert not any("validation_loss" in row for row in micro.metrics(run))
