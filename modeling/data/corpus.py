@@ -119,6 +119,7 @@ class Corpus:
         counts = np.array([shard["tokens"] for shard in shards], np.int64)
         if cache:
             cache.anonymous |= {shard["path"] for shard in shards if shard.get("anonymous")}
+            cache.digests |= {shard["path"]: shard["digest"] for shard in shards if "digest" in shard}
         sources = manifest.get("blend") if split == "train" else None
         # Datasets of earlier versions do not list sources.
         held_out = manifest.get("sources", ()) if split == "validation" else ()

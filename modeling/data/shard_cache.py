@@ -35,10 +35,12 @@ class ShardCache:
 
     Attributes:
         anonymous: shards to read without credentials.
+        digests: of the contents of shards that may be replaced under the same path.
     """
 
     def __init__(self, folder: Path, limit: int, root: str = "") -> None:
         self.anonymous: set[str] = set()
+        self.digests: dict[str, str] = {}
         self._folder, self._limit, self._root = folder, limit, root
         self._pool = ThreadPoolExecutor(PARALLEL_DOWNLOADS, thread_name_prefix="shard-cache")
         self._prefetches: dict[str, Future[None]] = {}
@@ -77,7 +79,8 @@ class ShardCache:
     def _locate(self, path: str) -> tuple[str, Path]:
         """A shard's URI and its local prefix."""
         uri = path if "://" in path else f"{self._root}/{path}"
-        return uri, self._folder / hashlib.sha256(uri.encode()).hexdigest()[:32]
+        name = f"{uri}\n{self.digests[path]}" if path in self.digests else uri
+        return uri, self._folder / hashlib.sha256(name.encode()).hexdigest()[:32]
 
     def _fetch(self, uri: str, prefix: Path) -> None:
         with _locked(_lock_file(prefix)):

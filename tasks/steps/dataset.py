@@ -26,6 +26,7 @@ from profiles.schema import Profile
 from profiles.state_files import retried
 from tasks import keys
 from tasks.sources import duplicates
+from tasks.sources.changes import unchanged
 from tasks.sources.shard import Shard, local_path
 from tasks.step import Context, Step
 from tasks.store.artifacts import HASH_LIMIT, Artifact
@@ -89,13 +90,19 @@ class DatasetStep(Step):
         """The corpus of this key, if its Megatron pairs are still at the recorded paths.
 
         Moving a pair does not change the key, which covers contents only, but makes the recorded paths invalid.
+
+        Raises:
+            SourceChanged: a pair, which training reads where it is, no longer has its contents.
         """
         store, found = context.store, context.store.artifacts.find(self.kind, key, limit)
         if found is None:
             return None
         for shard, entry in zip(self.plan(context).shards, read_file(store, found)["train"], strict=True):
-            recorded = {name: entry[name] for name in LOCATION & entry.keys()}
-            if shard.format == "megatron" and _location(shard) != recorded:
+            if shard.format != "megatron":
+                continue
+            with unchanged(shard):
+                recorded = {name: entry[name] for name in LOCATION & entry.keys()}
+            if _location(shard) != recorded:
                 reason = f"{shard.name} moved from {entry['path']}"
                 log.info("%s: rebuilding the corpus", reason)
                 if store.artifacts.is_locked(self.kind, key):
@@ -253,7 +260,7 @@ def _location(shard: Shard) -> dict[str, str | bool]:
 def _entry(shard: Shard, tokens: Artifact, split: str, prefix: str) -> dict[str, str | int]:
     """corpus.json entry for a split of a shard: path (in the store, or of the ready-made pair) and counts."""
     if shard.format == "megatron":
-        return {**_location(shard), **tokens.summary["pair"][split]}
+        return {**_location(shard), "digest": shard.digest, **tokens.summary["pair"][split]}
     counts = {name: tokens.summary[f"{prefix}{name}"] for name in ("tokens", "documents")}
     return {"path": f"{TOKENS}/{tokens.key}/{split}", "start": 0, **counts}
 

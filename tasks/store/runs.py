@@ -69,13 +69,15 @@ def open_run(
 
     Raises:
         RunExists: a run with different mathematics has the name.
-        ProfileError: that run still has an active job.
+        ProfileError: that run still has an active job, or its profile cannot be read.
     """
     run = store.run_folder(profile.name)
     stored = run.stored_identity
     if stored is not None:
         folder = run.prepare(stored)
         existing = _stored_profile(folder)
+        if existing is None and not replace:
+            _require_no_checkpoint(run)
         differences = [] if stored == identity else _differences(existing, profile, folder, inputs)
         differences += _schedule_differences(existing, profile, _latest(run))
         if differences:
@@ -87,9 +89,9 @@ def open_run(
             _require_no_active_job(profile, existing, folder)  # it would continue with the old schedule
             log.info("run %s: the schedule of the remaining steps changes: %s", run.name, "; ".join(changed))
     folder = run.prepare(identity, parent)
-    backend = FolderBackend(folder)
-    backend.write(run_files.PROFILE, resolve.dump(profile).encode())
-    backend.write(run_files.INPUTS, json.dumps({"identity": identity, **inputs}, indent=1).encode())
+    # In the store too: another machine compares them before it continues the run.
+    run.write(run_files.PROFILE, resolve.dump(profile).encode())
+    run.write(run_files.INPUTS, json.dumps({"identity": identity, **inputs}, indent=1).encode())
     record_flow_run(folder, flow_run)
     return folder
 
@@ -113,6 +115,14 @@ def _stored_profile(folder: Path) -> Profile | None:
     except ProfileError as error:
         log.warning("%s: %s", folder / run_files.PROFILE, error)
         return None
+
+
+def _require_no_checkpoint(run: RunFolder) -> None:
+    """Reject to continue a run without a readable profile: its learning rates could change unnoticed."""
+    if _latest(run):
+        where = run.path / run_files.PROFILE
+        reason = f"{where} cannot be read, so its learning rates cannot be compared; restore or correct it"
+        raise ProfileError("name", run.name, reason)
 
 
 def _latest(run: RunFolder) -> int:

@@ -34,7 +34,11 @@ def test_training_learns_and_records_each_step_once(undisturbed):
     assert losses[12] < losses[1] - 0.5
     validation = [line for line in micro.metrics(undisturbed) if "validation_loss" in line]
     assert [line["step"] for line in validation] == [6, 12]
-    assert sorted(p.name for p in (undisturbed / "checkpoints").glob("step_*")) == ["step_12", "step_4", "step_8"]
+    assert sorted(p.name for p in (undisturbed / "checkpoints").glob("step_*")) == [
+        "step_12",
+        "step_4",
+        "step_8",
+    ]
 
 
 def test_each_step_records_timings_and_resources(undisturbed):

@@ -10,6 +10,7 @@ import pytest
 
 from modeling.data.corpus import Corpus
 from modeling.data.indexed import Index, IndexedError
+from modeling.data.shard_cache import ShardCache
 from profiles.errors import ProfileError
 from tasks.sources.formats import megatron
 from tasks.sources.shard import SourceError
@@ -74,6 +75,11 @@ def test_a_megatron_pair_is_read_in_place(tmp_path, store, tokenizer):
         assert corpus.read(0, corpus.tokens).tolist() == joined(own)
         assert set(corpus.document_starts(0, 60).tolist()) == {0, 30}
     assert not list((tmp_path / "store/artifacts/tokens").glob("*/*.bin"))
+    step, context = DatasetStep(tokenizer), Context(pair_profile(tmp_path / "my_text_document"), store)
+    assert step.find(context, step.key(context)) == corpus_artifact
+    write_pair(tmp_path / "my_text_document", documents[::-1])
+    with pytest.raises(SourceError, match="has changed since the run's inputs"):
+        step.find(context, step.key(context))
 
 
 def test_a_moved_megatron_pair_is_read_at_its_new_path(tmp_path, store, tokenizer):
@@ -150,6 +156,10 @@ print(splits["train"]["tokens"], resource.getrusage(resource.RUSAGE_SELF).ru_max
         Index(tmp_path / "a", 2 * count)
 
 
+def first_token(dataset, store, cache):
+    return Corpus.open(store.artifacts.path(dataset), "train", cache).read(0, 1).item()
+
+
 def test_pairs_on_s3_are_checked(tmp_path, store, tokenizer, monkeypatch):
     import fsspec
 
@@ -167,6 +177,14 @@ def test_pairs_on_s3_are_checked(tmp_path, store, tokenizer, monkeypatch):
         shard = DatasetStep(tokenizer).plan(Context(pair_profile(f"{bucket}/pairs/b"), store)).shards[0]
         with pytest.raises(IndexedError, match=r"s3:/.*b\.bin, byte 6: token 301"):
             megatron.check(shard, 300, 0.5, lambda tokens: None)
+        cache = ShardCache(tmp_path / "cache", 10_000)
+        for first in 1, 8:  # replaced under the same name
+            write_pair(tmp_path / "c", [[first, *range(60)]])
+            for name in "c.bin", "c.idx":
+                there.put_file(str(tmp_path / name), f"{bucket}/pairs/{name}")
+            wanted = pair_profile(f"{bucket}/pairs/c", validation_fraction=0)
+            dataset = DatasetStep(tokenizer).run(Context(wanted, store))
+            assert first_token(dataset, store, cache) == first
         there.put_file(str(tmp_path / "a.bin"), f"{bucket}/pairs/b.bin")
         with pytest.raises(SourceError, match=r"s3:/.*b\.bin: has changed since the run's inputs"):
             megatron.check(shard, 300, 0.5, lambda tokens: None)

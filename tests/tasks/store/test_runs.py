@@ -36,3 +36,17 @@ def test_explicit_default_keeps_the_mathematics(store):
     runs.check_name(store, default)
     with pytest.raises(runs.RunExists, match=r"balance_coefficient is 0\.001 there, 0\.002 here"):
         runs.check_name(store, other)
+
+
+def test_trained_run_with_an_unreadable_profile_is_not_continued(store):
+    """Its learning rates could change unnoticed."""
+    profile = load("tiny", ["train.steps=10"])
+    folder = runs.open_run(store, profile, "identity", "flow run", {})
+    (folder / "profile.yaml").write_text("of: another version\n")
+    runs.open_run(store, profile, "identity", "flow run", {})
+    (folder / "profile.yaml").unlink()
+    (folder / "checkpoints/step_5").mkdir(parents=True)
+    (folder / "checkpoints/step_5/complete.json").write_text("{}")
+    with pytest.raises(ProfileError, match=r"profile\.yaml cannot be read, so its learning rates"):
+        runs.open_run(store, profile, "identity", "flow run", {})
+    runs.open_run(store, profile, "identity", "flow run", {}, replace=True)
