@@ -44,6 +44,27 @@ def module_file(module: str) -> Path | None:
     return Path(spec.origin) if spec.origin else None
 
 
+def imported_files(path: Path) -> list[Path]:
+    """Modules in the file's folder that it imports, directly or through each other; found without running them."""
+    found, waiting = {path}, [path]
+    while waiting:
+        try:
+            tree = ast.parse(waiting.pop().read_text())
+        except (SyntaxError, UnicodeDecodeError):  # importing it fails anyway
+            continue
+        for node in ast.walk(tree):
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            )
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module] if node.module else names
+            files = {path.with_name(f"{name.partition('.')[0]}.py") for name in names} - found
+            files = {file for file in files if file.is_file()}
+            found |= files
+            waiting += files
+    return sorted(found - {path})
+
+
 def check(profile: Profile) -> None:
     """Check that the functions a profile names exist, with distinct metric names. Raises ProfileError."""
     metrics: set[str] = set(RESERVED_METRICS)

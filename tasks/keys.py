@@ -122,7 +122,12 @@ def checkpoint(profile: Profile, weights: str) -> str:
 
 def reference(profile: Profile, weights: str, dataset: str) -> str:
     """Key of log-probabilities of a dataset's pairs under a model: both keys and how they are computed."""
-    inputs = {"weights": weights, "dataset": dataset, "precision": profile.train.precision}
+    train = profile.train
+    inputs: dict[str, Any] = {"weights": weights, "dataset": dataset, "precision": train.precision}
+    if train.capacity_factor is not None:  # drops tokens
+        inputs["capacity_factor"] = train.capacity_factor
+    if train.precision == "fp8":
+        inputs["fp8_recipe"] = train.fp8_recipe
     return digest({"step": "reference", "model": _model(profile), **inputs})
 
 
@@ -294,10 +299,13 @@ def code_digest(*packages: str) -> str:
     return total.hexdigest()[:32]
 
 
-def _function(name: str) -> list[str | None]:
-    """A user function, `module:function`, with the hash of its module's file."""
+def _function(name: str) -> list[Any]:
+    """A user function, `module:function`, with the hashes of its module's file and of those beside it that it imports."""
     path = user_functions.module_file(name.partition(":")[0])
-    return [name, file_digest(path) if path else None]
+    if path is None:
+        return [name, None]
+    helpers = {file.name: file_digest(file) for file in user_functions.imported_files(path)}
+    return [name, file_digest(path), *([helpers] if helpers else [])]
 
 
 def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import hashlib
 import json
 import logging
 import sys
@@ -74,6 +75,9 @@ class Options:
     def job(self, source: Path) -> dict[str, Any]:
         """What determines the result, as JSON: the source files' names, sizes and times, and the options."""
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
+        if self.config is not None:
+            path = self.config / "config.json" if self.config.is_dir() else self.config
+            options["config"] = hashlib.sha256(path.read_bytes()).hexdigest()
         options["cuts"] = self.cuts and list(self.cuts)
         options["adapters"] = self.adapters and _stats(self.adapters)
         options["average"] = [_stats(path) for path in self.average]

@@ -181,14 +181,15 @@ def execute(
         JobFailed: the job ended with an exit code other than 0, or its status was unknown for STATUS_TIMEOUT.
         TimeoutError: the job exceeded `timeout` and was cancelled.
     """
-    if handle := launcher.find(job):
-        log.warning("%s is already running: re-attached to it", job.name)
-    else:
-        on_submit()
-        handle = launcher.submit(job)
-    start = last_known = time.monotonic()
+    handle = launcher.find(job)
     warnings = _Warnings()
     try:
+        if handle is not None:
+            log.warning("%s is already running: re-attached to it", job.name)
+        else:
+            on_submit()
+            handle = launcher.submit(job)
+        start = last_known = time.monotonic()
         while True:
             try:
                 running, failure = _state(launcher, handle)
@@ -214,7 +215,8 @@ def execute(
                 raise TimeoutError(f"{job.name}: exceeded {timeout:.0f} s, stopped; log: {job.log_file}")
             time.sleep(POLL)
     except BaseException as error:
-        if not isinstance(error, Exception):
+        # Interrupted while it was being submitted, the job may be running already.
+        if not isinstance(error, Exception) and (handle := handle or launcher.find(job)):
             saves = "; saving a last checkpoint may take a moment" if job.attempt_file else ""
             log.warning("stopping %s%s", job.name, saves)
             launcher.cancel(handle, grace)

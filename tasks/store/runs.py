@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,8 @@ def open_run(
         elif existing and (changed := _different_train(existing.train, profile.train, SCHEDULE)):
             _require_no_active_job(profile, existing, folder)  # it would continue with the old schedule
             log.info("run %s: the schedule of the remaining steps changes: %s", run.name, "; ".join(changed))
+        elif existing:
+            _warn_of_active_job(existing, profile, folder)
     folder = run.prepare(identity, parent)
     # In the store too: another machine compares them before it continues the run.
     run.write(run_files.PROFILE, resolve.dump(profile).encode())
@@ -215,15 +217,38 @@ def _names(record: Path, flow_run: str) -> bool:
 
 def _require_no_active_job(profile: Profile, existing: Profile | None, folder: Path) -> None:
     """Raise ProfileError if the existing run in this folder has an active job."""
-    cluster = (existing or profile).cluster
-    launcher = create(cluster.launcher, cluster)
+    for job, where in _active_jobs(existing or profile, folder):
+        reason = (
+            f"a run of this name has other settings (model, data or training), and its {job} job is still active "
+            f"as {where}; end it first, or choose another name"
+        )
+        raise ProfileError("name", profile.name, reason, [f"{profile.name}-2"])
+
+
+def _warn_of_active_job(existing: Profile, profile: Profile, folder: Path) -> None:
+    """Name the settings that an active job of the run, to which the flow attaches again, does not apply."""
+    there, here = (each.model_dump(mode="json", exclude={"cluster"}) for each in (existing, profile))
+    sections = [name for name in here if isinstance(here[name], dict)]
+    changed = [
+        difference
+        for name in sections
+        for difference in _different_values(name, there[name], here[name], here[name])
+    ]
+    for job, where in _active_jobs(existing, folder) if changed else ():
+        log.warning(
+            "the %s job is active as %s and keeps its settings: %s; end it to apply them",
+            job,
+            where,
+            "; ".join(changed),
+        )
+
+
+def _active_jobs(profile: Profile, folder: Path) -> Iterator[tuple[str, str]]:
+    """Name and place of each active job of the run in this folder."""
+    launcher = create(profile.cluster.launcher, profile.cluster)
     for handle in latest_jobs(folder / run_files.LOGS):
         if where := launcher.location(handle):
-            reason = (
-                f"a run of this name has other settings (model, data or training), and its {handle.job.name} job is still active "
-                f"as {where}; end it first, or choose another name"
-            )
-            raise ProfileError("name", profile.name, reason, [f"{profile.name}-2"])
+            yield handle.job.name, where
 
 
 def fetch(store: Store, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -236,6 +237,24 @@ def test_the_code_digest_follows_any_file_of_a_package(tmp_path, monkeypatch):
     assert keys.code_digest("some_package") == before
     (package / "layers.py").write_text("x = 2")
     assert keys.code_digest("some_package") != before
+
+
+def test_user_function_follows_the_modules_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("from helper import scale\nimport torch\ndef loss(logits, targets): ...\n")
+    Path("helper.py").write_text("import deeper\n")
+    Path("deeper.py").write_text("scale = 1\n")
+    Path("unrelated.py").write_text("")
+    before = keys._function("own:loss")
+    Path("unrelated.py").write_text("x = 1")
+    assert keys._function("own:loss") == before
+    Path("deeper.py").write_text("scale = 2\n")
+    assert keys._function("own:loss") != before
+
+
+def test_capacity_changes_the_key_of_reference_probabilities():
+    tight, loose = (resolve.load("tiny-moe", [f"train.capacity_factor={value}"]) for value in (0.5, "null"))
+    assert keys.reference(tight, "w", "d") != keys.reference(loose, "w", "d")
 
 
 def test_sequence_length_changes_the_dataset_key_but_no_tokens_key():

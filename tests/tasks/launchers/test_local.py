@@ -126,6 +126,18 @@ def test_interrupt_lets_ranks_save_and_kills_those_that_ignore_sigterm(job, tmp_
     assert [record.getMessage() for record in caplog.records] == ["stopping work"]
 
 
+def test_job_interrupted_while_it_is_submitted_is_stopped(job, tmp_path):
+    class Interrupted(LocalLauncher):
+        def submit(self, job):
+            super().submit(job)
+            raise KeyboardInterrupt
+
+    launcher = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        execute(launcher, job(), grace=5)
+    assert launcher.find(job()) is None
+
+
 def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
     launcher = LocalLauncher()
     handle = launcher.submit(job("all-ignore-sigterm"))

@@ -8,7 +8,7 @@ from tasks.launchers import Job, create
 from tasks.store import runs
 
 
-def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypatch):
+def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
     profile, longer = (load("tiny", [f"train.steps={steps}"]) for steps in (10, 20))
@@ -19,7 +19,9 @@ def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypa
         with pytest.raises(ProfileError, match="its train job is still active as process"):
             runs.open_run(store, longer, "identity", "another flow run", {})
         assert load(str(folder / "profile.yaml")).train.steps == 10
-        assert runs.open_run(store, profile, "identity", "another flow run", {}) == folder
+        rarer = load("tiny", ["train.steps=10", "checkpoint.every=7"])
+        assert runs.open_run(store, rarer, "identity", "another flow run", {}) == folder
+        assert "keeps its settings: checkpoint.every is 100 there, 7 here" in caplog.text
     finally:
         launcher.cancel(training, grace=0)
     assert runs.open_run(store, longer, "identity", "another flow run", {}) == folder
