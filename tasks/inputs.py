@@ -8,14 +8,18 @@ resolved; `--update` resolves all of them again.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from difflib import SequenceMatcher
+from itertools import islice
 from typing import Any, Self
 
 from profiles.check import RUN
 from profiles.errors import ProfileError
 from profiles.huggingface.hub import resolve_commit
+from profiles.resolve import names as profile_names
 from profiles.schema import Data, Profile, Source, Tokenizer
 from tasks import keys
 from tasks.sources import corpus, weights
@@ -26,6 +30,7 @@ from tasks.tokenization.tokenizer_fetch import folder_digest, is_folder
 
 FORMAT = 1
 EXPORT = "export"  # the part of a run that `run:NAME` refers to
+NEAREST = 3  # finished runs to name in an error
 Reference = Mapping[str, Any]
 # Returns what a reference is pinned to; if it is not, resolves it with the function.
 Pin = Callable[[Reference, Callable[[], Any]], Any]
@@ -125,8 +130,11 @@ def locate_runs(profile: Profile, store: Store) -> Profile:
         except ValueError as error:
             raise ProfileError(key, source, str(error)) from error
         if not run.files(EXPORT):
-            reason = f"the store {store.uri} has no finished run {name}; train it first: trainshed run {name}"
-            raise ProfileError(key, source, reason)
+            reason = f"the store {store.uri} has no finished run {name}"
+            if name in profile_names():
+                option = "" if store.uri == "./store" else f" --store {shlex.quote(store.uri)}"
+                reason += f"; train it first: trainshed run {name}{option}"
+            raise ProfileError(key, source, reason, [RUN + nearest for nearest in _finished(store, name)])
         return run.location(EXPORT)
 
     init, tokenizer = profile.init, profile.tokenizer
@@ -135,6 +143,14 @@ def locate_runs(profile: Profile, store: Store) -> Profile:
     if tokenizer.source.startswith(RUN):
         tokenizer = tokenizer.model_copy(update={"source": export("tokenizer.source", tokenizer.source)})
     return profile.model_copy(update={"init": init, "tokenizer": tokenizer})
+
+
+def _finished(store: Store, name: str) -> list[str]:
+    """Names of the finished runs of a store that are most similar to a name."""
+    names = [entry for entry in store.backend.entries("runs") if not entry.startswith(".")]
+    names.sort(key=lambda other: SequenceMatcher(None, name, other).ratio(), reverse=True)
+    finished = (other for other in names if store.backend.files(f"runs/{other}/{EXPORT}"))
+    return list(islice(finished, NEAREST))
 
 
 def _tokenizer(settings: Tokenizer, token: str | None, pin: Pin) -> dict[str, Any] | None:

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from profiles.errors import ProfileError
 from profiles.resolve import load as resolve_profile
-from tasks.inputs import Lockfile, resolve
+from tasks.inputs import Lockfile, locate_runs, resolve
 from tests.tasks.source_files import files
 
 
@@ -57,3 +58,19 @@ def test_only_changed_references_are_resolved_again(hub, store, tmp_path):
 def test_corrupted_lock_is_rejected_with_advice(data):
     with pytest.raises(ValueError, match=r"runs/tiny/lock.json: not a lockfile: .*; --update"):
         Lockfile.from_bytes(data, "runs/tiny/lock.json")
+
+
+def test_run_without_an_export_is_rejected_with_advice_for_its_store(store, tmp_path):
+    def rejected(name: str) -> str:
+        with pytest.raises(ProfileError) as caught:
+            locate_runs(resolve_profile("tiny-sft", [f"init.from=run:{name}"]), store)
+        return str(caught.value)
+
+    none = f"init.from = run:tiny: the store {store.uri} has no finished run tiny"
+    assert rejected("tiny") == f"{none}; train it first: trainshed run tiny --store {store.uri}"
+    for name, file in (("tiny-1", "export/config.json"), ("tiny-2", "run.json"), ("other", "export/x")):
+        path = tmp_path / "store/runs" / name / file
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    assert rejected("tiny").endswith(f"--store {store.uri}; nearest valid: run:tiny-1, run:other")
+    assert rejected("tiny-3").endswith("no finished run tiny-3; nearest valid: run:tiny-1, run:other")
