@@ -225,7 +225,8 @@ def _add_tools(commands: Any) -> None:
     example = "trainshed import-config hf_llama3_70B_config.yaml"
     importer = _command(commands, "import-config", "CONFIG [OUT]", about, example)
     importer.add_argument("config", metavar="CONFIG", help="NxD Training config to convert")
-    importer.add_argument("out", metavar="OUT", nargs="?", help="profile to write (default: ./NAME.yaml)")
+    about = "profile to write (default: ./NAME.yaml for the config NAME_config.yaml)"
+    importer.add_argument("out", metavar="OUT", nargs="?", help=about)
     about = "the model's config.json, if the one that CONFIG names is elsewhere"
     importer.add_argument("--config", dest="model_config", metavar="FILE", help=about)
     about = "plan a new layout for this hardware; keep batch and schedule"

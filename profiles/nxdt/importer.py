@@ -22,7 +22,7 @@ DEFAULTS = {
     "checkpoint.resume": "newest",
 }
 ORDER = (
-    *("name", "description", "model", "tokenizer", "data", "init", "objective", "lora"),
+    *("description", "model", "tokenizer", "data", "init", "objective", "lora"),
     *("parallel", "train", "checkpoint", "evaluate", "cluster"),
 )
 
@@ -59,7 +59,7 @@ class Imported:
 
 
 def import_config(path: Path, config: Path | None = None) -> Imported:
-    """Translate a config to a profile.
+    """Translate a config to a profile, which has the name of the file that it is written to.
 
     Args:
         path: the config.
@@ -84,7 +84,7 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
     description = f"Imported from NxD Training's {path.name}"
     if model is not None:
         description += f", with the numbers of {model.name}"
-    ours = {"name": path.stem, "description": description, **DEFAULTS, **found.ours}
+    ours = {"description": description, **DEFAULTS, **found.ours}
     return Imported(_sections(ours), lines)
 
 

@@ -324,6 +324,14 @@ def test_command_writes_the_profile_and_ends_with_its_plan(tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+def test_profile_is_named_after_the_file_of_its_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("hf_llama3_8B", "hf_llama3.1_8B"):  # their key `name` is the same
+        assert main(["import-config", str(write(tmp_path, name, {"name": "hf_llama"}))]) == 0
+        assert f"wrote {name}.yaml" in capsys.readouterr().out
+        assert resolve.load(f"./{name}.yaml").name == name
+
+
 def test_hardware_plans_a_new_layout_and_keeps_the_mathematics(tmp_path, capsys):
     theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     config = str(write(tmp_path, "hf_llama_7B"))
