@@ -68,14 +68,14 @@ def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
         selection = "the first, the last, the fullest and the emptiest"
         console.print(f"{selection} of {len(planned.stages)} stages", style="dim")
     console.print(_verdict(planned))
+    console.print()
+    console.print(_facts(_time(profile, planned)))
     try:
         resolve.check_start(profile)
     except ProfileError as error:
         reasons = [str(each.along_with(())) for each in (error, *error.others)]
         text = reasons[0] if len(reasons) == 1 else "".join(f"\n- {reason}" for reason in reasons)
-        console.print(Text(f"`trainshed run` cannot start it here: {text}", "yellow"))
-    console.print()
-    console.print(_facts(_time(profile, planned)))
+        console.print(Text(f"\n`trainshed run` cannot start it here: {text}", "yellow"))
 
 
 def _facts(rows: Iterable[tuple[str, str]]) -> Table:
