@@ -54,7 +54,8 @@ def test_missing_data_rejects_a_run_but_not_its_plan(capsys, monkeypatch, tmp_pa
     assert main(["run", str(profile), *missing]) == 2
     assert expected in capsys.readouterr().err
     assert main(["plan", str(profile), *missing]) == 0
-    assert expected in " ".join(capsys.readouterr().out.split())
+    last = capsys.readouterr().out.split("\n\n")[-1]
+    assert " ".join(last.split()) == f"`trainshed run` cannot start it here: {expected}"
 
 
 def test_unknown_profile_is_rejected_with_valid_names(capsys):
