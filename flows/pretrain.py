@@ -43,7 +43,7 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.experiments import forecasts
-from tasks.fork import copy_checkpoint, find_parent, require_forkable
+from tasks.fork import copy_checkpoint, find_parent, require_forkable, require_new_name
 from tasks.inputs import locate_runs
 from tasks.report import ReportStep
 from tasks.steps.checkpoint import CheckpointStep
@@ -129,6 +129,8 @@ def train_profile(
         parent = find_parent(opened, fork) if fork else None
         if parent:
             require_forkable(opened, parent, run)
+            if not replace:
+                require_new_name(opened, parent, run.name)
         if not replace:
             with suggest_commands(command, run.name):
                 runs.check_name(opened, run)

@@ -397,6 +397,11 @@ class Profile(Section):
         return self.train.micro_batch_size * self.rows_per_sample
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens that a step reads, padding of records and both rows of preference pairs included."""
+        return self.train.global_batch_size * self.rows_per_sample * self.train.sequence_length
+
+    @property
     def document_masks(self) -> bool:
         """Whether attention is masked across documents, or across the records of a packed sample."""
         return self.train.document_masks or self.packs

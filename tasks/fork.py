@@ -6,6 +6,7 @@ run.json names the parent, which may be removed afterwards.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -98,6 +99,17 @@ def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
     if profile.train.steps is not None and profile.train.steps <= parent.step:
         reason = f"the fork starts at step {parent.step:,}"
         raise ProfileError("train.steps", profile.train.steps, reason, [parent.step + 1])
+
+
+def require_new_name(store: Store, parent: Parent, name: str) -> None:
+    """Raise ProfileError if a run of this name exists and was not forked from this parent."""
+    run = store.run_folder(name)
+    if run.stored_identity is None or (run.parent and run.parent.run == parent.run):
+        return
+    reason = f"a run of this name exists, and was not forked from {parent.run}"
+    names = {each.split("/")[0] for each in store.backend.entries("runs")}
+    free = next(f"{name}-{number}" for number in itertools.count(2) if f"{name}-{number}" not in names)
+    raise ProfileError("name", name, reason, [free])
 
 
 def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:

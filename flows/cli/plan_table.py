@@ -102,7 +102,9 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
         if tokens:
             length += f", about {format_number(planned.tokens / tokens)} passes over the data"
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
-    step_tokens = train.global_batch_size * train.sequence_length
+    samples = f"{train.global_batch_size:,}"
+    if profile.rows_per_sample > 1:
+        samples += f" pairs × {profile.rows_per_sample}"
     device = cluster.accelerator or cluster.device
     return [
         ("parameters", _parameters(profile, planned)),
@@ -110,7 +112,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
                   f"vocabulary {model.vocab_size:,}"),
         ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
         ("sharding", _sharding(profile)),
-        ("step", f"{train.global_batch_size:,} × {train.sequence_length:,} = {format_count(step_tokens)} tokens, "
+        ("step", f"{samples} × {train.sequence_length:,} = {format_count(profile.step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatch{'es' * (profile.accumulation_steps != 1)}"),
         ("recompute", ("by stage: " if isinstance(train.recompute, list) else "") + describe(train.recompute)),
         ("run", length),

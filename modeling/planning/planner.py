@@ -126,7 +126,7 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
     stages = _stages(profile, StageCosts(profile, cache))
     host, device, reserve = host_bytes(profile), device_bytes(profile), reserved_share(profile)
     sent = {axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent}
-    step_tokens = settings.global_batch_size * settings.sequence_length
+    step_tokens = profile.step_tokens
     parameters = sum(stage.parameters for stage in stages)
     model = profile.model
     return Plan(

@@ -103,7 +103,7 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
         for rank, work in zip(ranks, works, strict=True)
     )
     step = max(works) * (1 + idle) + exposed
-    tokens = train.global_batch_size * train.sequence_length
+    tokens = profile.step_tokens
     total = step * train.steps if train.steps else None
     hours = total and total / 3600 * cluster.nodes
     peak = device_of(profile).peak(train.precision)
@@ -122,8 +122,8 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
 
 def is_too_short(profile: Profile) -> bool:
     """Whether model and batch are too small to estimate a step's time from FLOPs and bytes."""
-    train, peak = profile.train, device_of(profile).peak(profile.train.precision)
-    flops = flops_per_token(profile) * train.global_batch_size * train.sequence_length
+    peak = device_of(profile).peak(profile.train.precision)
+    flops = flops_per_token(profile) * profile.step_tokens
     return peak is not None and flops / (peak * profile.world_size) < SHORTEST
 
 

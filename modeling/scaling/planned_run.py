@@ -50,8 +50,7 @@ class PlannedRun:
     @property
     def tokens(self) -> int:
         """Training tokens."""
-        train = self.profile.train
-        return train.steps * train.global_batch_size * train.sequence_length
+        return self.profile.train.steps * self.profile.step_tokens
 
     @property
     def first_step(self) -> int:

@@ -65,7 +65,7 @@ class Reporter:
             "restore_seconds": round(restore_seconds, 6),
             "devices": len(self._nodes),
             "steps": settings.steps,
-            "step_tokens": settings.global_batch_size * settings.sequence_length,
+            "step_tokens": self._trainer.profile.step_tokens,
             "node_count": cluster.nodes,
             "node_price": cluster.node_price,
         }
@@ -104,7 +104,7 @@ class Reporter:
     def _row(self, record: StepRecord) -> dict[str, Any]:
         trainer, statistics, timings = self._trainer, record.statistics, record.timings
         samples = record.step * self._settings.global_batch_size
-        step_tokens = self._settings.global_batch_size * self._settings.sequence_length
+        step_tokens = trainer.profile.step_tokens
         tokens_per_second = step_tokens / timings.total
         flops = tokens_per_second * flops_per_token(trainer.profile)
         return {

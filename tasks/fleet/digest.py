@@ -99,7 +99,8 @@ def _add_size(digest: Digest, reader: _Reader) -> None:
     train, cluster = profile.get("train", {}), profile.get("cluster", {})
     digest.steps = train.get("steps")
     if "global_batch_size" in train and "sequence_length" in train:
-        digest.step_tokens = train["global_batch_size"] * train["sequence_length"]
+        pairs = profile.get("objective", {}).get("kind") in ("dpo", "orpo")
+        digest.step_tokens = train["global_batch_size"] * train["sequence_length"] * (1 + pairs)
     digest.node_count, digest.node_price = cluster.get("nodes", 1), cluster.get("node_price")
 
 

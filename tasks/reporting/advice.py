@@ -15,8 +15,7 @@ RISE = 0.02  # above the lowest validation loss, as a share of it; less is noise
 
 def training_tokens(profile: Profile) -> int:
     """Tokens that a run trains on, repeated ones included."""
-    train = profile.train
-    return (train.steps or 0) * train.global_batch_size * train.sequence_length
+    return (profile.train.steps or 0) * profile.step_tokens
 
 
 def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mapping[str, Any]) -> list[str]:

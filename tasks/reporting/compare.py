@@ -87,15 +87,21 @@ def write_page(
         titles: title and subtitle; None names the runs.
         first: sections before those of the comparison.
     """
+    smoothed = [history.smoothed_loss() for history in histories]
+    all_smooth = all(smoothed)  # a smoothed curve beside another run's raw one would mislead
     training, validation = [], []
     for number, (run, history) in enumerate(zip(runs, histories, strict=True)):
         style = f"line-{number % LINE_STYLES + 1}"
-        training.append(Series(run["run"], style, history.smoothed_loss() or history.curve("loss")))
+        losses = smoothed[number] if all_smooth else history.curve("loss")
+        training.append(Series(run["run"], style, losses))
         validation.append(Series(run["run"], style, history.curve("validation_loss"), dots=True))
     names = [run["run"] for run in runs]
     sections = [
         html.section("Results and differences", html.table(("", *names), table_rows(runs))),
-        html.section("Training loss", line_chart(training, x_label="step", y_label="loss")),
+        html.section(
+            "Training loss, moving average" if all_smooth else "Training loss",
+            line_chart(training, x_label="step", y_label="loss"),
+        ),
         html.section(
             "Validation loss in training",
             line_chart(validation, x_label="step", y_label="validation loss in training"),

@@ -115,7 +115,7 @@ class History:
         return {
             "steps": self.steps,
             "loss": self.last["loss"] if self.last else None,
-            "tokens": self.steps * profile.train.global_batch_size * profile.train.sequence_length,
+            "tokens": self.steps * profile.step_tokens,
             "training_seconds": self._seconds,
             "step_seconds": self.median("step_seconds"),
             "tokens_per_second": self.median("tokens_per_second"),

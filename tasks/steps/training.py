@@ -105,7 +105,7 @@ class TrainingStep(Step):
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
         part = f"checkpoints/step_{steps}"
         marker = state_files.parse((run.read(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
-        tokens = steps * profile.train.global_batch_size * profile.train.sequence_length
+        tokens = steps * profile.step_tokens
         # Markers of earlier versions have no loss.
         last = marker if "loss" in marker else runs.last_training_row(folder)
         summary = {"steps": steps, "loss": last["loss"] if last else math.nan, "tokens": tokens}

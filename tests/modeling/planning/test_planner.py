@@ -127,6 +127,12 @@ def test_plan_for_gpus_gathers_keys_and_values_once_where_attention_has_masks():
     assert sent[0] < 0.6 * sent[1]
 
 
+def test_both_rows_of_a_preference_pair_count_as_tokens():
+    single, pairs = (plan(resolve.load(f"llama3-8b-{kind}")) for kind in ("sft", "dpo"))
+    assert pairs.tokens_per_second == pytest.approx(single.tokens_per_second, rel=0.05)
+    assert pairs.mfu == pytest.approx(single.mfu, rel=0.05)
+
+
 def test_recomputation_trades_memory_for_time():
     plans = [
         plan(resolve.load("llama3-70b-trn1", [f"train.recompute={mode}"]))
