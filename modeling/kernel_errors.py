@@ -3,11 +3,14 @@
 Checks attention, the loss, AdamW's update, the grouped products of a mixture of experts, and the products of layers in FP8. Each
 is called as by the model or the optimizer, so it is the kernel that a run uses, on the shapes of one rank of a profile. Sequences
 and shards, but not weights, are limited to what a CPU computes in seconds.
+
+The blocks of ring attention are computed as by a ring of two ranks, but in one process. On accelerators, the loss is compiled if
+the profile is, and the update where training compiles it; on a CPU both run eager, which takes no time to compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.models.build import build_products, expert_layers, partition_layers
+from modeling.compilation.compilers import COMPILERS
+from modeling.compilation.graph_cache import compile_regions, function_compiler
+from modeling.models.build import build_mesh, build_products, build_stage, expert_layers, partition_layers
 from modeling.planning.memory import plan_buckets
-from modeling.planning.stage_costs import StageCosts
+from modeling.planning.stage_costs import META, StageCosts
+from parallel import device as devices
+from parallel.attention import kernels, tiles
 from parallel.attention.attention import attention
+from parallel.attention.ring import merge, zigzag_positions
 from parallel.constraints import kv_replicas
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.dropless import routed_experts
@@ -26,9 +34,10 @@ from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
 from parallel.layers.linear import ColumnParallelLinear
 from parallel.layers.products import Float8, Products
-from parallel.loss import linear_cross_entropy
+from parallel.loss import LossPrograms, linear_cross_entropy
 from parallel.mesh import Axis
-from parallel.optimizer.adamw import AdamW, adamw, update
+from parallel.optimizer.adamw import AdamW, Update, adamw, update
+from parallel.optimizer.arithmetic import Arithmetic
 from profiles.schema import Profile
 
 # maximum tokens of attention, tokens of other kernels, and elements of a shard
@@ -40,6 +49,7 @@ TOLERANCES = {
     "fp8": 8e-2,  # 3 mantissa bits, 2 in tensorwise gradients; sums over rows of different magnitudes
     "emulated": 2e-2,  # the same quantization, multiplied in float32
 }
+EAGER = ("cpu",)  # device types on which nothing is compiled, so that a check takes a second
 ONE = Axis("tensor")
 Errors = dict[str, float]  # largest relative norm of a difference, by precision
 
@@ -77,20 +87,24 @@ def kernels_of(profile: Profile) -> list[Kernel]:
     queries, kv, s, d = _attention_sizes(profile)
     shard = _shard(profile)
     rows, tokens = -(-model.vocab_size // tensor), _tokens(profile)
-    kernels = [
-        Kernel(
-            "attention",
-            f"{queries} query and {kv} KV heads of {d}, {s} tokens",
-            partial(attention_errors, profile),
-        ),
+    heads = f"{queries} query and {kv} KV heads of {d}"
+    ring, others = _uses_ring(profile)
+    found = []
+    if others:
+        found.append(Kernel("attention", f"{heads}, {s} tokens", partial(attention_errors, profile)))
+    if ring:
+        length = _ring_tokens(profile)
+        shape = f"{heads}, {length} tokens of each of 2 ranks"
+        found.append(Kernel("ring attention", shape, partial(ring_errors, profile)))
+    found += [
         Kernel("loss", f"{tokens} × {model.hidden_size} by {rows} tokens", partial(loss_errors, profile)),
         Kernel("update", f"{shard} elements", partial(update_errors, profile)),
     ]
     layer = next(filter(model.has_experts, range(model.num_hidden_layers)), None)
     if layer is not None:
         (experts,) = expert_layers(StageCosts(profile).module(range(layer, layer + 1)))
-        kernels.append(_experts(profile, experts))
-    return [*kernels, *_fp8_products(profile)]
+        found.append(_experts(profile, experts))
+    return [*found, *_fp8_products(profile)]
 
 
 def attention_errors(profile: Profile, device: torch.device) -> Errors:
@@ -110,6 +124,78 @@ def attention_errors(profile: Profile, device: torch.device) -> Errors:
     return _errors(run, inputs, device, run(*inputs, kernel="math"))
 
 
+def ring_errors(profile: Profile, device: torch.device) -> Errors:
+    """Output and gradients of causal attention over a ring of two ranks, both computed in this process."""
+    queries, kv, _, d = _attention_sizes(profile)
+    s = 2 * _ring_tokens(profile)
+    inputs = [_normal(number, 1, n, s, d) for number, n in enumerate((queries, kv, kv, queries))]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+        shards = [zigzag_positions(s, 2, rank).to(q.device) for rank in range(2)]
+        keys, values = ([x[:, :, positions] for positions in shards] for x in (k, v))
+        out, dq = (torch.empty_like(x) for x in (q, q))
+        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+        for rank, positions in enumerate(shards):
+            share = ring_share(rank, q[:, :, positions], keys, values, grad[:, :, positions])
+            out[:, :, positions], dq[:, :, positions], *sums = share
+            for source, (part_dk, part_dv) in zip(shards, zip(*sums, strict=True), strict=True):
+                dk[:, :, source] += part_dk
+                dv[:, :, source] += part_dv
+        return [out, dq, dk, dv]
+
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = attention(*leaves, kernel="math")
+    return _errors(run, inputs, device, [out, *torch.autograd.grad(out, leaves, inputs[3])])
+
+
+def ring_share(
+    rank: int, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """What a rank of ring attention computes, without communication: causal, without masks.
+
+    Args:
+        rank: the rank of the context axis.
+        q: (b, n, s/c, d), the rank's zigzag shard.
+        keys, values: (b, k, s/c, d) of each rank.
+        grad: gradient of the output, as q.
+
+    Returns:
+        out and dq, as q, and the rank's shares of dk and dv of each rank's keys and values, in float32.
+    """
+    kernel, scale = kernels.get_kernel(kernels.default_kernel(q)), q.shape[-1] ** -0.5
+    b, n, s, d = q.shape
+    everything, first, second = slice(None), slice(0, s // 2), slice(s // 2, None)
+    earlier, later = (everything, first, False), (second, everything, False)
+    areas = [(rank, everything, everything, True)]  # its own keys, then those of the other ranks (ring.py)
+    sources = ((rank - step) % len(keys) for step in range(1, len(keys)))
+    areas += [(source, *(earlier if source < rank else later)) for source in sources]
+    out = q.new_empty(b, s, n, d, dtype=torch.float32).transpose(1, 2)
+    lse = q.new_empty(b, n, s, dtype=torch.float32)
+    for source, rows, columns, causal in areas:
+        block = q[:, :, rows], keys[source][:, :, columns], values[source][:, :, columns]
+        sums = out[:, :, rows], lse[:, :, rows]
+        for tile, *result in tiles.forward(kernel, *block, scale, tiles.Visibility(causal)):
+            tile_out, tile_lse = (x[:, :, tile] for x in sums)
+            if causal:
+                tile_out.copy_(result[0])
+                tile_lse.copy_(result[1])
+            else:
+                merge(tile_out, tile_lse, *result)
+    out = out.to(q.dtype)
+    dq = torch.zeros_like(out, dtype=torch.float32)
+    dks, dvs = ([torch.zeros_like(x, dtype=torch.float32) for x in given] for given in (keys, values))
+    for source, rows, columns, causal in reversed(areas):
+        block = q[:, :, rows], keys[source][:, :, columns], values[source][:, :, columns]
+        final = out[:, :, rows], lse[:, :, rows]
+        sums = dq[:, :, rows], dks[source][:, :, columns], dvs[source][:, :, columns]
+        for tile, seen, gradients in tiles.backward(
+            kernel, grad[:, :, rows], *block, *final, scale, tiles.Visibility(causal)
+        ):
+            for total, part, gradient in zip(sums, (tile, seen, seen), gradients, strict=True):
+                total[:, :, part] += gradient
+    return out, dq.to(q.dtype), dks, dvs
+
+
 def loss_errors(profile: Profile, device: torch.device) -> Errors:
     """Loss over a rank's part of the vocabulary, and its gradients with respect to hidden states and head."""
     rows = -(-profile.model.vocab_size // profile.parallel.tensor)
@@ -117,11 +203,12 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
     tokens = _tokens(profile)
     targets = torch.randint(rows, (tokens,), generator=torch.Generator().manual_seed(2))
     inputs = [_normal(0, tokens, hidden), _normal(1, rows, hidden) * 0.02]
+    programs, _ = _programs(profile, device)
 
     def run(x: Tensor, weight: Tensor) -> list[Tensor]:
         leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-        first = torch.zeros((), dtype=torch.int64, device=x.device)
-        loss = linear_cross_entropy(*leaves, targets.to(x.device), ONE, first=first, vocabulary=rows)
+        options = {"first": torch.zeros((), dtype=torch.int64, device=x.device), "vocabulary": rows}
+        loss = linear_cross_entropy(*leaves, targets.to(x.device), ONE, **options, programs=programs)
         return [loss, *torch.autograd.grad(loss, leaves)]
 
     logits = (leaves := [x.clone().requires_grad_() for x in inputs])[0] @ leaves[1].t()
@@ -134,13 +221,17 @@ def update_errors(profile: Profile, device: torch.device) -> Errors:
     train = profile.train
     settings, n = AdamW(train.betas, train.epsilon), _shard(profile)
     inputs = [_normal(0, n), _normal(1, n), _normal(2, n), _normal(3, n).abs()]
+    _, compiled = _programs(profile, device)
 
     def run(*tensors: Tensor) -> list[Tensor]:
         local = tensors[0].device
-        step, divisor, skip = (torch.full((), value, device=local) for value in (3.0, 1.5, 0.0))
+        values = 3.0, 1.5, 0.0, train.learning_rate
+        step, divisor, skip, rate = (torch.full((), value, device=local) for value in values)
         adamw(
-            *tensors, settings=settings, weight_decay=train.weight_decay, learning_rate=train.learning_rate,
+            *tensors, settings=settings, weight_decay=train.weight_decay,
+            learning_rate=train.learning_rate if compiled is None else rate,
             constants=settings.constants(train.weight_decay, local), step=step, divisor=divisor, skip=skip,
+            compiled=compiled,
         )  # fmt: skip
         return [tensors[0], *tensors[2:]]
 
@@ -149,6 +240,19 @@ def update_errors(profile: Profile, device: torch.device) -> Errors:
     update(weights, gradient, *moments, scalars, settings.constants(train.weight_decay, weights.device))
     actual = run(*(x.to(device, copy=True) for x in inputs))
     return {"float32": _largest(actual, [weights, *moments])}
+
+
+def _programs(profile: Profile, device: torch.device) -> tuple[LossPrograms, Update | None]:
+    """The functions of the loss and the update, compiled as training compiles them on an accelerator."""
+    kind = devices.KINDS[device.type]
+    backend = profile.compile.backend or kind.compile_backend
+    compiler = COMPILERS[backend](kind.type, profile.compile.flags)
+    if kind.type in EAGER or not profile.compile.enabled or compiler.missing_requirement():
+        return LossPrograms(), None
+    last = profile.model.num_hidden_layers - 1
+    stage = build_stage(profile, build_mesh(profile, rank=0), range(last, last + 1), META)
+    compile_regions(stage, kind.type, lambda _: compiler.compile)
+    return stage.loss_programs, Arithmetic(function_compiler(kind.type, lambda _: compiler.compile)).update
 
 
 def _experts(profile: Profile, layer: MixtureOfExperts) -> Kernel:
@@ -321,6 +425,22 @@ def _attention_sizes(profile: Profile) -> tuple[int, int, int, int]:
     model, tensor = profile.model, profile.parallel.tensor
     kv = model.num_key_value_heads * kv_replicas(model.num_key_value_heads, tensor) // tensor
     return model.num_attention_heads // tensor, kv, min(_sequence(profile), SEQUENCE), model.head_dim
+
+
+def _uses_ring(profile: Profile) -> tuple[bool, bool]:
+    """Whether layers use ring attention, and whether any use another: with masks, or on one context rank."""
+    model = profile.model
+    windows = [model.window(layer) for layer in range(model.num_hidden_layers)]
+    names = [name for name, _ in StageCosts(profile).module(range(1)).named_parameters()]
+    masked = profile.document_masks or any(name.endswith(".sinks") for name in names)
+    in_graph = devices.KINDS[profile.cluster.device].compiles_operators  # attention/gathered.py
+    ring = profile.parallel.context > 1 and None in windows and not masked and not in_graph
+    return ring, not ring or any(windows)
+
+
+def _ring_tokens(profile: Profile) -> int:
+    """Tokens of a context rank, at most SEQUENCE / 2."""
+    return min(_sequence(profile), SEQUENCE // 2)
 
 
 def _shard(profile: Profile) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from modeling import check_device, exit_codes, kernel_errors
+from modeling.compilation import compilers
 from parallel.experts import grouped
 from parallel.layers import products
 from parallel.layers.products import Float8
@@ -95,14 +96,59 @@ def test_fp8_products_are_checked_where_a_profile_has_them(recipe, device):
     assert passed, measured
 
 
+MASKED = ("train.document_masks=true", "model.architecture=mistral", "model.sliding_window=96")
+RING = ("parallel.tensor=1", "parallel.context=2")
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("documents", [False, True])
-def test_kernels_pass_on_a_gpu(documents):
+@pytest.mark.parametrize("settings", [(), MASKED, RING])
+def test_kernels_pass_on_a_gpu(settings):
     """At the head size of real models; document masks and windows use a separate kernel."""
-    settings = ["model.head_dim=128", f"train.document_masks={str(documents).lower()}"]
-    settings += ["model.architecture=mistral", "model.sliding_window=96"] if documents else []
-    result = check_device.check_kernels("cuda", resolve.load("tiny", settings))
+    result = check_device.check_kernels("cuda", resolve.load("tiny", ["model.head_dim=128", *settings]))
     assert result.passed, result.measured
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (RING, ["ring attention"]),
+        ((*RING, "train.document_masks=true"), ["attention"]),
+        ((*RING, *MASKED[1:]), ["attention"]),
+        ((*RING, "cluster.device=neuron"), ["attention"]),
+    ],
+)
+def test_blocks_of_ring_attention_are_checked_where_a_profile_uses_them(settings, names):
+    found = kernel_errors.kernels_of(resolve.load("tiny", list(settings)))
+    assert [each.name for each in found] == [*names, "loss", "update"]
+    measured, passed = found[0].check(torch.device("cpu"))
+    assert passed, measured
+
+
+def test_wrong_merge_of_a_ring_is_found(monkeypatch):
+    monkeypatch.setattr(kernel_errors, "merge", lambda *_: None)
+    measured, passed = kernel("ring attention", ("tiny", RING)).check(torch.device("cpu"))
+    assert not passed
+    assert measured.startswith(
+        "ring attention of 8 query and 2 KV heads of 24, 128 tokens of each of 2 ranks: "
+    )
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_loss_is_compiled_as_in_training(monkeypatch, enabled):
+    """On accelerators, here the CPU in their place; the compiler runs the graph as it is."""
+    compiled = []
+
+    def compile_graph(_, graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(kernel_errors, "EAGER", ())
+    monkeypatch.setattr(compilers.Inductor, "compile", compile_graph)
+    case = "tiny", (f"compile.enabled={str(enabled).lower()}",)
+    for name in ("loss", "update"):
+        measured, passed = kernel(name, case).check(torch.device("cpu"))
+        assert passed, measured
+    assert len(compiled) == 2 * enabled  # the loss in two precisions; torch has a fused kernel of the update
 
 
 def test_profile_without_experts_and_fp8_checks_neither():
