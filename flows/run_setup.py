@@ -32,7 +32,7 @@ from tasks.tracking.process import labels_of, results, tracking
 
 log = logging.getLogger(__name__)
 
-RESOLVE_RETRIES = 5  # a minute in total; an attempt itself waits out the hub's rate limits
+RESOLVE_RETRIES = 2  # an attempt itself retries for four minutes, and waits out the hub's rate limits
 
 
 def flow_context(profile: Profile, store: Store, folder: Path | None = None) -> Context:

@@ -66,10 +66,18 @@ def config_json(repository: str, key: str) -> Path:
 @contextmanager
 def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None]:
     """Translate hub errors to ProfileError for a key, and network failures to ConnectionError."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         yield
+    except OfflineModeIsEnabled:
+        reason = "the hub cannot be asked: HF_HUB_OFFLINE is set; unset it, or use local files"
+        raise ProfileError(key, repository, reason) from None
     except GatedRepoError:  # subclass of RepositoryNotFoundError
         reason = "is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"
         raise ProfileError(key, repository, reason) from None

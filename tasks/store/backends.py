@@ -199,6 +199,7 @@ class ObjectBackend:
         except (ValueError, ImportError) as error:
             raise ProfileError("store", uri, str(error)) from error
         self._uri = uri.rstrip("/")
+        self._reached = False  # whether a request has succeeded
 
     def location(self, name: str) -> str:
         return f"{self._uri}/{name}"
@@ -356,12 +357,20 @@ class ObjectBackend:
 
     @contextlib.contextmanager
     def _os_errors(self, name: str) -> Iterator[None]:
-        """Convert the client's own exceptions, raised after its retries, into OSError."""
+        """Convert the client's own exceptions, raised after its retries, into OSError.
+
+        Raises:
+            ProfileError: there are no credentials, at the first access; later, their source may be unavailable for a while.
+        """
         try:
             yield
+            self._reached = True
         except OSError:
             raise
         except Exception as error:
+            if type(error).__name__ == "NoCredentialsError" and not self._reached:
+                reason = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                raise ProfileError("store", self._uri, reason) from None
             raise OSError(f"{self.location(name)}: {error}") from error
 
     def _path(self, name: str) -> str:

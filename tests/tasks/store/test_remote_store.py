@@ -13,7 +13,9 @@ import time
 import pytest
 import s3fs
 
+from profiles.errors import ProfileError
 from tasks.store.artifacts import LIST_WHOLE_KIND
+from tasks.store.backends import ObjectBackend
 from tasks.store.store import Store
 from tests import s3
 from tests.tasks.store.test_artifacts import FILES, publish
@@ -143,3 +145,14 @@ def test_many_artifacts_are_listed_over_several_pages(tmp_path, monkeypatch):
         assert len(s3fs.S3FileSystem().call_s3("list_objects_v2", Bucket="bucket")["Contents"]) == 100
         assert len(there.backend.files("artifacts/tokens")) == 2 * len(shards)
         assert there.artifacts.find("dataset", "d1").summary == {"tokens": 3}
+
+
+def test_missing_credentials_are_an_error_at_once(monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/missing")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(ProfileError, match="store = s3://bucket/runs: no S3 credentials; set AWS_PROFILE"):
+        ObjectBackend("s3://bucket/runs").read("run.json")
