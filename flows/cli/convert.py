@@ -15,9 +15,12 @@ from modeling import job_log
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from, write_peft
+from profiles.check import RUN
 from profiles.errors import ProfileError
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights
+
+LISTED = 20  # tensors that differ
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
         raise ProfileError("--average", None, reason)
     if "://" in options.destination:
         raise ProfileError("DESTINATION", options.destination, "is not a local folder")
+    run_folder = Path("store/runs", options.source.removeprefix(RUN))
+    if not Path(options.source).exists() and run_folder.is_dir():
+        raise ProfileError("SOURCE", options.source, "is a run; name its folder", [str(run_folder)])
     destination = Path(options.destination).expanduser()
     conversion = options_from(options)
     facts: dict[str, object] = {"destination": str(destination)}
@@ -64,7 +70,9 @@ def run(options: argparse.Namespace) -> int:
         return FAILED
     if different:
         print_stderr(f"trainshed: {len(different)} of {compared} tensors differ")
-        print_stderr("\n".join(different))
+        print_stderr("\n".join(different[:LISTED]))
+        if len(different) > LISTED:
+            print_stderr(f"and {len(different) - LISTED} more")
         if options.json:
             print_json({**facts, "differ": different})
         return FAILED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -13,7 +15,9 @@ WORKERS = 4
 
 
 def differences(one: Weights, other: Weights, limit: int) -> list[str]:
-    """One message per tensor that differs; tensors of different dtypes are compared in the narrower one.
+    """One message per tensor that differs, largest first; the narrower of two dtypes is compared.
+
+    Messages begin with the tensor's name in the files, if it is known.
 
     Args:
         limit: maximum bytes of a slice.
@@ -27,23 +31,44 @@ def differences(one: Weights, other: Weights, limit: int) -> list[str]:
             raise ValueError(
                 f"different models: {name} has shape {a or '(missing)'} in one and {b or '(missing)'} in the other"
             )
+    labels = _labels(one, other)
 
-    def compare(name: str) -> str | None:
+    def compare(name: str) -> tuple[float, str] | None:
+        """The largest absolute difference of a tensor, and the message; None if it is equal."""
         shape = one.shapes[name]
         dtypes = {one.dtype_of(name), other.dtype_of(name)}
         if dtypes == {torch.bfloat16, torch.float16}:
-            return f"{name} is bfloat16 in one and float16 in the other"
+            return math.inf, f"{labels[name]}: bfloat16 in one and float16 in the other"
         dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
+        count, absolute, relative = 0, 0.0, 0.0
         for offsets, sizes in slices((0,) * len(shape), shape, 4, limit):
-            a, b = (_bits(weights.read(name, offsets, sizes).to(dtype)) for weights in (one, other))
-            if not torch.equal(a, b):
-                index = (a != b).nonzero()[0].tolist()
-                first = tuple(i + offset for i, offset in zip(index, offsets, strict=True))
-                return f"{name} differs, first at {first}"
-        return None
+            a, b = (weights.read(name, offsets, sizes).to(dtype) for weights in (one, other))
+            if torch.equal(_bits(a), _bits(b)):
+                continue
+            different = _bits(a) != _bits(b)
+            a, b = a[different].float(), b[different].float()
+            gaps = (a - b).abs().nan_to_num(math.inf, math.inf)
+            ratios = (gaps / torch.fmax(a.abs(), b.abs())).nan_to_num(0, math.inf)  # 0: of 0 and -0
+            count += len(gaps)
+            absolute, relative = max(absolute, gaps.max().item()), max(relative, ratios.max().item())
+        if not count:
+            return None
+        largest = f"maximum difference {absolute:.3g}, relative {math.inf if math.isinf(absolute) else relative:.3g}"
+        return absolute, f"{labels[name]}: {largest}; {count:,} of {math.prod(shape):,} elements differ"
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        return [difference for difference in pool.map(compare, one.shapes) if difference]
+        found = filter(None, pool.map(compare, one.shapes))
+        return [message for _, message in sorted(found, key=lambda each: each[0], reverse=True)]
+
+
+def _labels(one: Weights, other: Weights) -> dict[str, str]:
+    """Names in the files by ours; with ours in parentheses if several of our tensors are stored as one."""
+    stored = {
+        name: one.parts[name][0].stored_name or other.parts[name][0].stored_name or name
+        for name in one.shapes
+    }
+    counts = Counter(stored.values())
+    return {name: key if counts[key] == 1 else f"{key} ({name})" for name, key in stored.items()}
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def _stats(source: Path) -> list[list[Any]]:
 
 def write_peft(source: Path, destination: Path, options: Options) -> dict[str, Any]:
     """Write LoRA adapters in PEFT's format; returns the record and raises as `convert` does."""
-    adapters = read_adapters(source, options.config, options.nxd_layout)
+    adapters = read_adapters(source, options.config, options.nxd_layout, "SOURCE")
     if destination.exists() and any(destination.iterdir()):
         raise ProfileError("DESTINATION", str(destination), "is not empty")
     facts = peft.write(adapters, destination)

@@ -96,7 +96,8 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
         else:
             continue
         for name, mapped in sources:
-            parts[name] = [Part((0,) * len(shapes[name]), shapes[name], stored, partial(reader, mapped))]
+            offsets, shape = (0,) * len(shapes[name]), shapes[name]
+            parts[name] = [Part(offsets, shape, stored, partial(reader, mapped), key)]
     for kind, count in quantized.items():
         log.info("%d weights in %s are read as bfloat16, and written as such", count, kind)
     rest = [name for name in found.keys() - used if not name.endswith(BUFFERS)]

@@ -35,6 +35,7 @@ class Part:
     dtype: torch.dtype  # as stored
     # returns its elements at an index of slices with start and stop, in the box's coordinates: read-only, with any strides
     read: Callable[[tuple[slice, ...]], Tensor]
+    stored_name: str = ""  # the tensor's name in its file; "" if unknown
 
 
 def read_mapped(open_: Callable[[], Tensor], index: tuple[slice, ...]) -> Tensor:

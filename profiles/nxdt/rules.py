@@ -223,7 +223,7 @@ RECOMPUTE = {"selective": "selective", "full": "full", None: "none"}
 CALLBACK = "exp_manager.checkpoint_callback_params"
 
 RULES: dict[str, Rule] = {
-    "name": _harmless("the profile has the name of its file; several of NxD Training's configs share one name"),
+    "name": _harmless("the profile has its file's name; several published configs share one"),
     "seed": _to("train.seed"),
     "model_source": _harmless("the architecture follows from the model's keys"),
     "compiler_flags": _harmless(

@@ -15,12 +15,15 @@ from parallel.checkpoint import locations
 from profiles.errors import ProfileError
 
 
-def read_adapters(folder: Path, config: Path | None = None, layout: NxDLayout | None = None) -> Adapters:
+def read_adapters(
+    folder: Path, config: Path | None = None, layout: NxDLayout | None = None, option: str = "--adapters"
+) -> Adapters:
     """The adapters in a LoRA run or checkpoint, in NxD shards, or in PEFT's folder.
 
     Args:
         config: config.json of the model or its folder, required for NxD shards and PEFT's folder.
         layout: layout of NxD shards.
+        option: that named the folder, for errors.
 
     Raises:
         ProfileError: no adapters, or `config` or `layout` is required.
@@ -32,7 +35,7 @@ def read_adapters(folder: Path, config: Path | None = None, layout: NxDLayout | 
     shards = nxd_files.find_shards(folder) if folder.is_dir() else {}
     if not shards and not (folder / WEIGHTS).is_file():
         reason = "has no adapters: no checkpoint of a LoRA run, no NxD shards, no adapter_model.safetensors of PEFT"
-        raise ProfileError("--adapters", str(folder), reason if folder.exists() else "does not exist")
+        raise ProfileError(option, str(folder), reason if folder.exists() else "does not exist")
     if config is None:
         raise ProfileError(
             "--config", None, "is missing: adapters have no config of the model; name its config.json"

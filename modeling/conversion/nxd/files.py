@@ -144,7 +144,7 @@ def _dense_parts(path: Path, tensors: Tensors, split: TensorSplit, rank: int) ->
             if box.replica or (box.name == "head.weight" and split.model.tie_word_embeddings):
                 continue
             read = partial(read_mapped, partial(_open_box, stored, box))
-            yield box.name, Part(box.offsets, box.sizes, stored.dtype, read)
+            yield box.name, Part(box.offsets, box.sizes, stored.dtype, read, key)
 
 
 def _expert_parts(
@@ -268,8 +268,9 @@ def shard_files(
     if form == "coalesced" and not multi_head:
         reason = "requires a KV head for each query head"
         raise ProfileError("--nxd-qkv", form, reason, ["separate", "fused"])
-    facts = f"{tensor} tensor ranks, KV multiplier {split.multiplier}, layout trn1, {form} Q, K and V"
-    log.info("NxD shards for %s", facts)
+    ranks = f"{tensor} tensor ranks" + (f" × {pipeline} pipeline stages" if pipeline > 1 else "")
+    facts = f"KV multiplier {split.multiplier}, layout trn1, {form} Q, K and V"
+    log.info("NxD shards for %s, %s", ranks, facts)
     return [
         ShardFile(
             f"model/dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt",

@@ -1,11 +1,13 @@
 """`trainshed convert` as a user meets it: exit codes, one line for a mistake, JSON for scripts."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from flows.cli.main import main
 
@@ -13,7 +15,7 @@ CASE = Path(__file__).parents[2] / "fixtures" / "nxd" / "gqa-tp4-pp2-kv2"
 SOURCE, CONFIG = str(CASE / "nxd"), ("--config", str(CASE / "hf"), "--nxd-layout", "trn1")
 
 
-def test_convert_and_verify(capsys, tmp_path):
+def test_convert_and_verify(capsys, caplog, tmp_path):
     target = str(tmp_path / "model")
     assert main(["convert", SOURCE, target, "--to", "hf", *CONFIG, "--verify", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -22,6 +24,10 @@ def test_convert_and_verify(capsys, tmp_path):
     assert main(["convert", target, str(CASE / "hf"), "--verify"]) == 0
     assert "all 39 tensors are equal" in capsys.readouterr().out
     assert main(["convert", SOURCE, target, "--to", "hf", *CONFIG]) == 0  # done before
+    degrees = ("--tensor", "4", "--pipeline", "2")
+    assert main(["convert", target, str(tmp_path / "shards"), "--to", "nxd", *degrees]) == 0
+    expected = "NxD shards for 4 tensor ranks × 2 pipeline stages, KV multiplier 2, layout trn1, "
+    assert expected in caplog.text
 
 
 def test_a_difference_is_found_and_named(capsys, tmp_path):
@@ -31,11 +37,29 @@ def test_a_difference_is_found_and_named(capsys, tmp_path):
     state["model.layers.3.mlp.down_proj.weight"][5, 7] += 1
     torch.save(state, path)
     assert main(["convert", str(shards), str(CASE / "hf"), "--verify", *CONFIG]) == 1
-    assert "layers.3.mlp.down.weight differs, first at (5, 55)" in capsys.readouterr().err
+    name = "model.layers.3.mlp.down_proj.weight"
+    expected = f"{name}: maximum difference 1, relative 0.944; 1 of 6,144 elements differ\n"
+    assert capsys.readouterr().err.endswith(f"1 of 39 tensors differ\n{expected}")
     assert main(["convert", str(shards), str(CASE / "hf"), "--verify", *CONFIG, "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["equal"] == 38
-    assert [line.split()[0] for line in told["differ"]] == ["layers.3.mlp.down.weight"]
+    assert [line.partition(":")[0] for line in told["differ"]] == [name]
+
+
+def test_differences_are_listed_largest_first_and_the_rest_is_counted(capsys, tmp_path):
+    other = shutil.copytree(CASE / "hf", tmp_path / "hf")
+    state = load_file(other / "model.safetensors")
+    for number, tensor in enumerate(state.values()):
+        tensor += 0.01 * (number + 1)
+    save_file(state, other / "model.safetensors")
+    assert main(["convert", str(CASE / "hf"), str(other), "--verify"]) == 1
+    head, *lines, rest = capsys.readouterr().err.splitlines()
+    assert (head, rest) == ("trainshed: 39 of 39 tensors differ", "and 19 more")
+    assert {line.partition(":")[0] for line in lines} < state.keys()
+    sizes = [float(re.search(r"maximum difference ([\d.]+), relative", line)[1]) for line in lines]
+    assert len(sizes) == 20
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == pytest.approx(0.39, rel=0.05)
 
 
 def test_a_single_file_is_a_source(capsys, tmp_path):
@@ -54,9 +78,22 @@ def test_a_single_file_is_a_source(capsys, tmp_path):
         (["/no/where", "--to", "hf"], "SOURCE = /no/where: there is no such file or folder"),
         ([str(CASE), "--to", "hf"], "is not a checkpoint"),
         ([str(CASE / "hf"), "--to", "nxd", "--tensor", "3"], "--tensor = 3"),
+        ([str(CASE / "hf"), "--to", "peft"], f"SOURCE = {CASE / 'hf'}: has no adapters"),
+        (
+            ["run:tiny", "--to", "hf"],
+            "SOURCE = run:tiny: is a run; name its folder; nearest valid: store/runs/tiny\n",
+        ),
+        (
+            ["tiny", "--to", "hf"],
+            "SOURCE = tiny: is a run; name its folder; nearest valid: store/runs/tiny\n",
+        ),
     ],
 )
-def test_invalid_arguments_are_rejected_in_one_line_and_write_nothing(arguments, message, capsys, tmp_path):
+def test_invalid_arguments_are_rejected_in_one_line_and_write_nothing(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "store/runs/tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     assert main(["convert", arguments[0], str(tmp_path / "out"), *arguments[1:]]) == 2
     out, err = capsys.readouterr()
     assert out == ""
