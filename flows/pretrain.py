@@ -138,14 +138,15 @@ def train_profile(
         compiling = runner.start(GraphsStep())
         resolve_inputs(runner, None if update else read_lockfile(opened, run.name, parent))
         write_lockfile(runner.context)
+        converting = runner.start(CheckpointStep())
         tokenizer = runner.run(TokenizerStep())
         check_fits(run, tokenizer)
         dataset = runner.run(DatasetStep(tokenizer))
-        weights = runner.run(CheckpointStep())
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
             planned = plan(run)  # again: the number of steps follows from the data
         warnings = warn_about_data(run, tokenizer, dataset)
+        weights = converting.result()
         origin = parent and keys.digest([parent.identity, parent.step])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 

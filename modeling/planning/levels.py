@@ -24,7 +24,10 @@ def level(profile: Profile, axis: str) -> str:
     chip = device_of(profile).chip
     if size == 1 or chip % (stride * size) == 0:
         return "chip"
-    return "node" if stride * size <= profile.cluster.devices_per_node else "network"
+    # Ranks are numbered node by node, so that a group whose size does not divide a node's may lie on two.
+    if profile.cluster.nodes == 1 or profile.cluster.devices_per_node % (stride * size) == 0:
+        return "node"
+    return "network"
 
 
 def bandwidth(profile: Profile, axis: str) -> float | None:
