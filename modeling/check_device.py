@@ -6,7 +6,9 @@ first on new hardware; `docs/trainium.md` continues with several nodes.
 
 With `--calibrate` it measures speeds instead and writes the planner's table (planning/calibration.py).
 
-Exit codes: 0 all checks passed, 1 at least one failed.
+It checks this machine's accelerator; only `--device cpu` checks the CPU.
+
+Exit codes: 0 all checks passed, 1 at least one failed, 2 no such device.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ TIMEOUT = 900  # seconds of a check; the first compilation on an accelerator tak
 GRACE = 10.0  # seconds that processes of a check that timed out have to end
 TOLERANCES = {precision: kernel_errors.TOLERANCES[precision] for precision in ("float32", "bf16")}
 STEPS = 5
+WAYS = ("tensor", "context", "pipeline", "data", "fsdp")  # in which training is split over all devices
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,7 @@ def check_parallel_training(kind: str) -> Result:
     expected = _losses(_profile("cpu", "float32", ranks))  # before a process group exists
     device, local = _device(kind)
     device.start_process_group(local)
-    ways = ("tensor", "context", "pipeline", "data", "fsdp")
-    losses = {way: _losses(_profile(kind, "float32", ranks, way)) for way in ways}
+    losses = {way: _losses(_profile(kind, "float32", ranks, way)) for way in WAYS}
     return _within_tolerance({way: _error(actual, expected) for way, actual in losses.items()})
 
 
@@ -291,6 +293,23 @@ def default_processes(kind: str) -> int:
     return 2 if kind == "cpu" else devices.resolve(kind).available()
 
 
+def environment(kind: str) -> dict[str, str]:
+    """This process's environment with the variables that launchers set for a run on the device."""
+    return {**os.environ, **dict(devices.KINDS[kind].environment)}
+
+
+def missing(kind: str) -> str:
+    """Why torch finds no device of this type on this machine."""
+    try:
+        if kind == "cuda":
+            torch.cuda.init()
+        else:
+            devices.torch_neuronx_version()
+    except (AssertionError, RuntimeError) as error:  # torch's, if it is built without CUDA
+        return str(error).partition("\n")[0]
+    return "no device is visible"
+
+
 def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[tuple[Check, Result, float]]:
     """Run each check, once per profile if it accepts one; returns checks, results and seconds."""
     results = []
@@ -321,7 +340,8 @@ def _run_isolated(check: Check, kind: str, processes: int, profile: str | None =
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command += ["modeling.check_device", "--device", kind, "--check", check.name]
     command += ["--profile", profile] if profile else []
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment(kind), **pipes)
     try:
         output, errors = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -341,8 +361,8 @@ def _run_isolated(check: Check, kind: str, processes: int, profile: str | None =
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.check_device", description=__doc__.splitlines()[0])
-    default = "default: this machine's accelerator, else cpu"
-    parser.add_argument("--device", choices=sorted(devices.KINDS), help=default)
+    about = "default: this machine's accelerator"
+    parser.add_argument("--device", choices=sorted(devices.KINDS), help=about)
     parser.add_argument("--processes", type=int, help="default: all devices of the machine; 2 on a CPU")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     about = "profiles, by name or file, on whose shapes the kernels are checked"
@@ -352,6 +372,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", choices=[check.name for check in (*CHECKS, LINKS)], help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     kind = options.device or devices.detect()
+    if kind == "cpu" and not options.device:
+        reasons = "; ".join(f"{kind}: {missing(kind)}" for kind in devices.KINDS if kind != "cpu")
+        parser.error(f"this machine has no accelerator; {reasons}; to check the CPU: --device cpu")
     if options.check:
         check = next(check for check in (*CHECKS, LINKS) if check.name == options.check)
         result = check.run(kind, *(map(resolve.load, options.profile) if check.takes_profile else ()))
@@ -368,8 +391,11 @@ def main(arguments: list[str] | None = None) -> int:
     except RuntimeError as error:
         parser.error(str(error))
     if processes < 1:
-        parser.error(f"argument --device: this machine has no {kind} device")
+        parser.error(
+            f"argument --device: this machine has no {kind} device: {missing(kind)}; to check the CPU: --device cpu"
+        )
     if options.calibrate:
+        os.environ.update(environment(kind))  # before this process uses the device
         print(f"wrote {write_calibration(kind, processes)}; plans started in this folder use it")
         return 0
     results = run_checks(kind, processes, options.profile)

@@ -1,10 +1,12 @@
 """`modeling.check_device`: CPU checks pass, wrong kernels are found, missing Neuron software is named."""
 
 import json
+import os
 import re
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +228,58 @@ def test_missing_kernel_is_named_with_shape_and_remedy(monkeypatch):
     assert "experts of 8 experts of 128 × 96" in result.measured
     assert "no grouped products on this device; set train.capacity_factor" in result.measured
     assert "attention: float32" in result.measured  # other kernels are checked nevertheless
+
+
+def test_sample_in_the_documentation_has_the_checks_of_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "trainium.md").read_text()
+    sample = next(block for block in page.split("```")[1::2] if block.startswith("\n✓"))
+    rows = [re.split(r"\s{2,}", line) for line in sample.splitlines() if line.startswith("✓")]
+    checks = [(check.name, check.expected) for check in check_device.CHECKS]
+    assert [(row[1], row[3]) for row in rows] == checks
+    words = re.findall("[a-z]+", sample.partition(rows[-1][1])[2])
+    assert [word for word in words if word in check_device.WAYS] == list(check_device.WAYS)
+
+
+def test_machine_without_accelerator_is_rejected_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(check_device.devices, "detect", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "init", fail("Found no NVIDIA driver on your system."))
+    for arguments in ([], ["--calibrate"]):
+        with pytest.raises(SystemExit, match="2"):
+            check_device.main(arguments)
+        error = capsys.readouterr().err
+        assert "cuda: Found no NVIDIA driver on your system.; neuron: torch-neuronx is not installed" in error
+        assert "to check the CPU: --device cpu" in error
+
+
+def fail(message):
+    def call(*_, **__):
+        raise RuntimeError(message)
+
+    return call
+
+
+def test_device_that_the_machine_lacks_is_rejected_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", fail("The NVIDIA driver on your system is too old\nmore"))
+    with pytest.raises(SystemExit, match="2"):
+        check_device.main(["--device", "cuda"])
+    error = capsys.readouterr().err
+    assert "this machine has no cuda device: The NVIDIA driver on your system is too old; to check" in error
+
+
+def test_checks_run_with_the_environment_of_a_run(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    started = []
+
+    def start(*_, env, **__):
+        started.append(env)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(check_device.subprocess, "Popen", start)
+    with pytest.raises(FileNotFoundError):
+        check_device.run_checks("cuda", processes=1)
+    assert started[0]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert started[0]["PATH"] == os.environ["PATH"]
 
 
 def test_nan_losses_differ():
