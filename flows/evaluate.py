@@ -21,6 +21,7 @@ from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from flows.ui.artifacts import show_table
 from modeling import run_files
+from modeling.training.metrics import OF_TASKS
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -32,6 +33,7 @@ from tasks.evaluation.checkpoints import (
     TaskStep,
     metrics_of,
     require_harness,
+    require_tasks,
 )
 from tasks.report import update_evaluations
 from tasks.steps.checkpoint import CheckpointStep
@@ -140,8 +142,11 @@ def evaluate(
     folder = runs.fetch(opened, name)
     profile, changed = _profile(folder, overrides)
     _require_checkpoint(opened, name, step, follow=follow)
+    files = Path(include).absolute() if include else None
+    if new := set(tasks) - _evaluated_tasks(folder):
+        log.info("checking the tasks' names")
+        require_tasks(sorted(new), files)
     with activities.begin(opened, "evaluate", name), Runner(flow_context(profile, opened, folder)) as runner:
-        files = Path(include).absolute() if include else None
         inputs = runs.read_inputs(folder)
         runner.keep_recorded_artifacts()
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
@@ -204,6 +209,12 @@ def _require_checkpoint(store: Store, run: str, step: int | None, *, follow: boo
         raise ProfileError("run", f"{run}@{step}", f"has no complete checkpoint of step {step}", nearest)
     if not steps and not follow:
         raise ProfileError("run", run, f"has no complete checkpoint in {store.uri}")
+
+
+def _evaluated_tasks(folder: Path) -> set[str]:
+    """Names of the tasks of which the run has results."""
+    names = {name for metrics in results.read(folder).values() for name in metrics}
+    return {name.removeprefix(OF_TASKS).split("/")[0] for name in names if name.startswith(OF_TASKS)}
 
 
 def _show(folder: Path) -> None:

@@ -10,7 +10,10 @@ import hashlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -178,3 +181,16 @@ def require_harness(tasks: list[str], include: str) -> None:
         raise ProfileError("task", tasks[0], reason)
     if include and not Path(include).is_dir():
         raise ProfileError("include", include, "is not a folder with task files")
+
+
+def require_tasks(tasks: Iterable[str], include: Path | None) -> None:
+    """Raise ProfileError for a task that lm-eval does not have; takes seconds, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, RESULT)
+        command = [sys.executable, "-P", "-m", "tasks.evaluation.harness", "--output", str(output)]
+        command += [f"--task={name}" for name in tasks]
+        command += ["--include", str(include)] if include else []
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        result = state_files.read_json(output)  # None if lm-eval fails, which its jobs report
+    if result and result["unknown"]:
+        raise ProfileError("task", *result["unknown"])

@@ -2,7 +2,8 @@
 
 Usage: `python -m tasks.evaluation.harness --model FOLDER --task NAME --output FILE`. Runs as a separate job, to keep its imports
 and memory out of the flow's process. Writes one JSON file atomically: {results, versions, harness}, metrics and version of each
-task and the version of lm-eval; or {rejected}, the reason why it cannot run. Needs the extra `lm-eval`.
+task and the version of lm-eval; or {rejected}, the reason why it cannot run. Without `--model`, it only checks the tasks' names
+and writes {unknown}: null, or [name, reason, nearest names]. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profiles import state_files
+from profiles.errors import ProfileError
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 PACKAGE = "lm_eval"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tasks.evaluation.harness")
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    parser.add_argument("--model", help="folder of a Hugging Face model; without it, only check the names")
     parser.add_argument("--task", action="append", required=True, help="name of a task or group; repeatable")
     parser.add_argument("--include", help="folder with task files, beside those of lm-eval")
     parser.add_argument("--limit", type=int, help="maximum number of examples per task")
@@ -31,23 +36,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args(arguments)
-    state_files.write(options.output, json.dumps(evaluate(options), indent=1))
-    return 0
-
-
-def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the tasks; returns the contents of the output file."""
-    import httpx
-    from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=options.include)
-    known = set(manager.all_tasks)
-    for name in options.task:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, sorted(known), 3)
-            hint = f"; nearest: {', '.join(nearest)}" if nearest else ""
-            return {"rejected": f"lm-eval {version(PACKAGE)} has no task {name}{hint}"}
+    unknown = unknown_task(options.task, manager.all_tasks)
+    if options.model is None:
+        result = {"unknown": unknown}
+    elif unknown:
+        result = {"rejected": str(ProfileError("task", *unknown))}
+    else:
+        result = evaluate(options, manager)
+    state_files.write(options.output, json.dumps(result, indent=1))
+    return 0
+
+
+def unknown_task(names: list[str], known: list[str]) -> tuple[str, str, list[str]] | None:
+    """The first name of a task that lm-eval does not have, the reason and the nearest names."""
+    for name in (name for name in names if name not in known):
+        nearest = difflib.get_close_matches(name, known)
+        return name, f"lm-eval {version(PACKAGE)} has no such task", nearest
+    return None
+
+
+def evaluate(options: argparse.Namespace, manager: TaskManager) -> dict[str, Any]:
+    """Run the tasks; returns the contents of the output file."""
+    import httpx
+    from lm_eval import simple_evaluate
+
     try:
         found = simple_evaluate(
             model="hf",

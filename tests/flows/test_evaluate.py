@@ -157,8 +157,12 @@ def test_invalid_evaluations_are_rejected(trained, tasks, monkeypatch):
             evaluate(store, run)
     with pytest.raises(ProfileError, match="not a folder"):
         evaluate(store, "run", tasks=["endings"], include=str(tasks / "missing"))
-    with pytest.raises(FatalError, match="has no task ending; nearest: endings"):
-        evaluate(store, "run@6", tasks=["ending"], include=str(tasks))
+    results = (store / "runs/run/evaluations.jsonl").read_text()
+    with pytest.raises(
+        ProfileError, match=r"task = ending: lm-eval \S+ has no such task; nearest valid: endings"
+    ):
+        evaluate(store, "run@6", tasks=["endings", "ending"], include=str(tasks))
+    assert (store / "runs/run/evaluations.jsonl").read_text() == results
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         FatalError, match=r"the data of remote cannot be read .*nobody/has-this.*; without a network"
