@@ -80,7 +80,7 @@ def finished(run, tmp_path_factory):
 
 def test_chain_trains_each_stage_from_the_previous_export_and_evaluates_before_and_after(finished):
     store, (_, sft, dpo), done = finished
-    assert done["sft"] == ["tokenizer", "dataset", "checkpoint", *DONE]
+    assert done["sft"] == ["checkpoint", "tokenizer", "dataset", *DONE]
     assert "reference" in done["dpo"]
     assert sft["validation_loss"] < sft["before"]["validation_loss"]
     # DPO begins with the weights of the reference model: all margins are 0.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling.data.prefetch import Batch
+from modeling.training import expert_load
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import ShardedAdamW, collectives
@@ -32,7 +33,7 @@ from tests.pool import Pool
 STEPS, BATCH, SEQUENCE = 4, 8, 32
 MANY_STEPS = 20  # in which small differences would grow
 RATE = 3e-3
-LOSS, GRADIENT, NORM, WEIGHT = 1e-5, 1e-5, 1e-4, 1e-3  # tolerances, all relative
+LOSS, GRADIENT, NORM, WEIGHT, ROUTER = 1e-5, 1e-5, 1e-4, 1e-3, 1e-5  # tolerances, all relative
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
          "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "initializer_range": 0.1}  # fmt: skip
@@ -185,6 +186,7 @@ class Results:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    router: list[float] = field(default_factory=list)  # statistics of every layer with experts (expert_load.py)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
     boxes: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)  # of this rank
@@ -278,6 +280,7 @@ def _train(
                 (step * BATCH + first) // case.rows,
                 pairs_per_token=1 / SEQUENCE,
             )
+            results.router += trainer.sum(expert_load.take(trainer)).tolist()
             if step == steps[0]:
                 optimizer.reduce()
                 results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))
@@ -354,11 +357,11 @@ def run(case: Case, pool: Pool, fault: Callable | None = None, steps: int = STEP
 def differences(results: Results, reference: Results) -> list[str]:
     """Every violated tolerance: the kind, the step or tensor, and the distance."""
     found = []
-    for kind, tolerance in (("losses", LOSS), ("norms", NORM)):
+    for kind, tolerance in (("losses", LOSS), ("norms", NORM), ("router", ROUTER)):
         pairs = zip(getattr(results, kind), getattr(reference, kind), strict=True)
-        for step, (found_value, exact) in enumerate(pairs):
+        for number, (found_value, exact) in enumerate(pairs):
             if not math.isclose(found_value, exact, rel_tol=tolerance):
-                found.append(f"{kind}, step {step}: {found_value} instead of {exact}")
+                found.append(f"{kind}, number {number}: {found_value} instead of {exact}")
     total_norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in reference.gradients.values()))
     # Where the exact gradient is zero, AdamW turns rounding errors into full-size steps; they do not change outputs.
     largest_distance = 2 * RATE * len(reference.losses)

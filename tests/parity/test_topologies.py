@@ -183,6 +183,9 @@ LONGER = (
     "context 2, gpt",
     "fsdp 2, pipeline 2, tied",
     "expert 2, as many data ranks",
+    "hsdp 2 x 4, sft",
+    "tensor 4, KV replicated, lora",
+    "tensor 2, data 2, orpo, packed",
 )
 
 
@@ -204,8 +207,10 @@ def test_matches_one_process_over_many_steps(name, pool):
         Case(tensor=2, data=2, precision="bf16"),
         Case(tensor=4, context=2, precision="bf16"),
         Case("gpt", pipeline=2, tensor=2, precision="bf16"),
+        Case(data=2, sharding="fsdp", precision="bf16"),
+        Case("mixtral", data=2, expert=2, precision="bf16"),
     ],
-    ids=["tensor 2, data 2", "tensor 4, context 2", "pipeline 2, tensor 2, gpt"],
+    ids=["tensor 2, data 2", "tensor 4, context 2", "pipeline 2, tensor 2, gpt", "fsdp 2", "expert 2"],
 )
 def test_bf16_losses_match_one_process(case, pool):
     assert run(case, pool).losses == pytest.approx(one_process(case.reference).losses, rel=2e-2)
