@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 import shutil
 import tarfile
 import tempfile
@@ -38,6 +39,7 @@ from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.layers.tied import TiedWeight, add
 from parallel.loss import LossPrograms, chunk_loss, chunk_token_losses
 from parallel.optimizer.arithmetic import Compile
+from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 CACHE = "cache.tar"
@@ -180,12 +182,18 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
     Args:
         artifact: folder of the graphs artifact; None compiles during training.
         run: the run folder.
+
+    Raises:
+        ProfileError: a node of accelerators cannot compile, and would train much slower than planned.
     """
     if not profile.compile.enabled:
         return None, False
     folder = unpack(artifact, run) if artifact else None
     if reason := compilers.missing_requirement(profile):
-        log.info(f"{reason} on this machine: training runs eager")
+        if profile.cluster.device != "cpu":
+            hint = f"{reason} on {platform.node()}; install what is missing"
+            raise ProfileError("compile.enabled", True, hint, [False])
+        log.warning(f"{reason} on this machine: training runs eager")
         return None, False
     return (folder, True) if folder else (run / run_files.GRAPHS / "own", False)
 
