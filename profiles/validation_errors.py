@@ -52,6 +52,7 @@ LIMITS = {  # by pydantic's error type: the name of the bound in the context, an
 }
 
 LISTED = 20  # maximum keys that an error lists if none is similar
+SYNONYMS = {"gpu": "cuda", "trainium": "neuron"}  # choices of other tools, and ours
 # Keys of earlier versions: today's key, and its values for false and true.
 RENAMED = {"parallel.zero1": ("parallel.data_sharding", ("none", "zero1"))}
 
@@ -120,6 +121,8 @@ def _translate(key: str, errors: list[dict[str, Any]], root: type[BaseModel]) ->
         return ProfileError(key, value if is_entry else None, reason)
     choices = [choice for member in errors for choice in _choices(member)]
     if choices:
+        wanted = SYNONYMS.get(str(value), str(value))
+        choices.sort(key=lambda choice: difflib.SequenceMatcher(None, wanted, choice).ratio(), reverse=True)
         also = "" if len(errors) == 1 else ", nor a whole number from 0"
         return ProfileError(key, _brief(value), f"is not one of the choices{also}", choices)
     if kind in LIMITS:

@@ -8,7 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from profiles.errors import OVERRIDE_SYNTAX, closest
+from profiles.errors import OVERRIDE_SYNTAX
+
+COMMAND_HINTS = {
+    "export": "to export a run's latest checkpoint: trainshed convert store/runs/RUN DIR --to hf",
+}
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -53,7 +57,8 @@ class Parser(argparse.ArgumentParser):
             return
         valid = [str(choice) for choice in action.choices]
         name = "command" if isinstance(action, argparse._SubParsersAction) else "value"
-        reason = f"{value} is not a valid {name}; nearest valid: {', '.join(closest(str(value), valid))}"
+        hint = COMMAND_HINTS.get(value) if name == "command" else None
+        reason = f"{value} is not a valid {name}; {hint or _choices(difflib.get_close_matches(value, valid), valid)}"
         raise argparse.ArgumentError(None if name == "command" else action, reason)
 
     def _unknown(self, arguments: Sequence[str]) -> str:
@@ -64,25 +69,29 @@ class Parser(argparse.ArgumentParser):
             meant = f"; to override a key: --set {first}" if is_override else ""
             return f"unexpected argument {first}{meant}"
         option = first.partition("=")[0]
-        return f"there is no option {option}; nearest valid: {', '.join(self._nearest(option))}"
+        return f"there is no option {option}; {_choices(self._nearest(option), list(self._options()))}"
 
     def _nearest(self, option: str) -> list[str]:
-        """Options with a similar name, else those with a similar word in their help, else all."""
+        """Options with a similar name, else those with a similar word in their help."""
         word, options = option.strip("-"), self._options()
         names = {name.strip("-"): name for name in options}
         if close := difflib.get_close_matches(word, names):
             return [names[name] for name in close]
-        described = [
+        return [
             name
             for name, action in options.items()
             if difflib.get_close_matches(word, re.findall(r"[a-z]{4,}", (action.help or "").lower()), 1, 0.8)
         ]
-        return described or list(options)
 
     def _options(self) -> dict[str, argparse.Action]:
         """Actions by the long name of their option."""
         named = ((action.option_strings[-1], action) for action in self._actions if action.option_strings)
         return dict(named)
+
+
+def _choices(nearest: Sequence[str], valid: Sequence[str]) -> str:
+    """The nearest choices, or all if none is near."""
+    return f"nearest valid: {', '.join(nearest)}" if nearest else f"valid: {', '.join(valid)}"
 
 
 def override(text: str) -> str:

@@ -176,7 +176,7 @@ def test_bad_value_is_rejected_with_key_reason_and_choices(override, key, value,
 
 def test_message_is_one_line():
     assert str(rejection("tiny", ["train.precision=fp16"])) == (
-        "train.precision = fp16: is not one of the choices; nearest valid: float32, bf16, fp8"
+        "train.precision = fp16: is not one of the choices; nearest valid: bf16, fp8, float32"
     )
 
 

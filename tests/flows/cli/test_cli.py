@@ -270,10 +270,15 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["frobnicate"], "frobnicate is not a valid command; nearest valid: run, chain, "),
+        (["frobnicate"], "frobnicate is not a valid command; valid: run, chain, "),
+        (
+            ["export"],
+            "not a valid command; to export a run's latest checkpoint: trainshed convert store/runs/RUN DIR",
+        ),
         (["rnu", "tiny"], "nearest valid: run"),
         (["run", "tiny", "--overide", "a.b=c"], "usage: trainshed run [OPTIONS] PROFILE\n"),
         (["run", "tiny", "--overide", "a.b=c"], "no option --overide; nearest valid: --set\n"),
+        (["run", "tiny", "--frob"], "no option --frob; valid: --help, --set, "),
         (["run", "tiny", "--stroe", "s"], "no option --stroe; nearest valid: --store\n"),
         (["run", "tiny", "train.steps=5"], "to override a key: --set train.steps=5"),
         (["convert", "a", "b", "--to", "hff"], "hff is not a valid value; nearest valid: hf\n"),
@@ -286,6 +291,8 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         ),
         (["plan", "/"], "profile = /: is a folder"),
         (["plan", "tiny", "--set", "train.steps=["], "is not YAML"),
+        (["plan", "tiny", "--set", "cluster.device=gpu"], "nearest valid: cuda, "),
+        (["plan", "tiny", "--set", "data.sources.0.kind=file"], "nearest valid: files, "),
         (["plan", "tiny", "--set", "train.steps", "100"], "--set train.steps=100"),
         (["plan", "tinny", "--search"], "nearest valid: tiny"),
         (["run", "tiny", "--store", "ftpp://somewhere"], "store = ftpp://somewhere"),
