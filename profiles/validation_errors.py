@@ -121,8 +121,9 @@ def _translate(key: str, errors: list[dict[str, Any]], root: type[BaseModel]) ->
         return ProfileError(key, value if is_entry else None, reason)
     choices = [choice for member in errors for choice in _choices(member)]
     if choices:
-        wanted = SYNONYMS.get(str(value), str(value))
-        choices.sort(key=lambda choice: difflib.SequenceMatcher(None, wanted, choice).ratio(), reverse=True)
+        if isinstance(value, str):
+            wanted = SYNONYMS.get(value, value)
+            choices.sort(key=lambda each: difflib.SequenceMatcher(None, wanted, each).ratio(), reverse=True)
         also = "" if len(errors) == 1 else ", nor a whole number from 0"
         return ProfileError(key, _brief(value), f"is not one of the choices{also}", choices)
     if kind in LIMITS:
