@@ -1,4 +1,4 @@
-"""Uploads a run folder to a remote store: changed files, once a minute and at the end.
+"""Uploads a run folder to a remote store: changed files, when an attempt starts, once a minute and at the end.
 
 Checkpoints are excluded: training writes them to the store directly. A file that fails to upload is retried with the next
 sync; training neither waits for it nor fails.
@@ -23,6 +23,9 @@ from tasks.store.backends import Backend, FolderBackend, ObjectBackend
 log = logging.getLogger(__name__)
 
 INTERVAL = 60.0  # seconds
+POLL = 5.0  # seconds
+# Changes of these are uploaded at once: a machine that takes over the run must know them.
+DECISIONS = (run_files.ATTEMPT, run_files.RESUMED)
 LARGE = 8 << 20  # bytes; S3 has no append, so a larger file, such as a log after days, is uploaded less often
 LARGE_INTERVAL = 600.0  # seconds
 # Written to the store directly; a copy of an artifact; written only by a promotion (continual.py).
@@ -123,8 +126,18 @@ class RunSync:
             log.warning("%s: cannot sync with the store: %s; retrying", self._name, error)
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._interval):
-            self._try_upload(postpone_large=True)
+        due, seen = time.monotonic() + self._interval, None
+        while not self._stopped.wait(min(POLL, self._interval)):
+            decisions = [self._mtime(name) for name in DECISIONS]
+            if decisions != seen or time.monotonic() >= due:
+                self._try_upload(postpone_large=True)
+                due, seen = time.monotonic() + self._interval, decisions
+
+    def _mtime(self, name: str) -> int | None:
+        try:
+            return (self._folder / name).stat().st_mtime_ns
+        except OSError:
+            return None
 
     def __enter__(self) -> Self:
         if self._remote is not None:

@@ -39,6 +39,15 @@ def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, mo
     assert "runs/r: cannot sync with the store" in caplog.text
 
 
+def test_start_of_an_attempt_is_uploaded_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sync, "POLL", 0.05)
+    with s3.bucket(monkeypatch) as address:
+        backend = ObjectBackend(f"{address}/store")
+        with RunSync(tmp_path, backend, "runs/r", interval=3600):
+            (tmp_path / "attempt").write_text("1")
+            wait(lambda: backend.read("runs/r/attempt") == b"1", 60)
+
+
 def test_sync_of_a_local_store_does_nothing(tmp_path):
     with RunSync(tmp_path, None, "runs/r") as sync:
         sync.upload()
