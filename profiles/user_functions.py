@@ -45,7 +45,7 @@ def module_file(module: str) -> Path | None:
 
 
 def imported_files(path: Path) -> list[Path]:
-    """Modules in the file's folder that it imports, directly or through each other; found without running them."""
+    """Modules in the file's folder that it imports, directly or not; found without running them."""
     found, waiting = {path}, [path]
     while waiting:
         try:

@@ -300,7 +300,7 @@ def code_digest(*packages: str) -> str:
 
 
 def _function(name: str) -> list[Any]:
-    """A user function, `module:function`, with the hashes of its module's file and of those beside it that it imports."""
+    """A user function, `module:function`, with hashes of its file and of those beside it that it imports."""
     path = user_functions.module_file(name.partition(":")[0])
     if path is None:
         return [name, None]

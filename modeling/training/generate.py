@@ -82,7 +82,7 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, seeds: Tensor) -> Tensor:
-    """Sample one of the TOP_K most likely tokens of each row, with a seed (count) each: (count, v) -> (count)."""
+    """Sample one of each row's TOP_K likeliest tokens, with a seed (count) each: (count, v) -> (count)."""
     top, ids = logits.topk(min(TOP_K, logits.shape[-1]))
     probabilities = torch.softmax(top / TEMPERATURE, -1)
     choices = [

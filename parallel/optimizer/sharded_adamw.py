@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights and moments sharded over data × context: ZeRO-1 (arXiv 1910.02054).
+"""AdamW, float32 master weights and moments sharded over data × context: ZeRO-1 (arXiv 1910.02054).
 
 With `units`, matrices and their gradients are sharded too: FSDP (fsdp.py).
 

@@ -54,7 +54,7 @@ class TrainingStep(Step):
         return keys.training(context.run_folder.name, self.identity, context.profile.train)
 
     def find(self, context: Context, key: str) -> Artifact | None:
-        """As Step.find. Raises ProfileError for a request to resume a finished run, which would have no effect."""
+        """As Step.find. Raises ProfileError for a request to resume a finished run: it has no effect."""
         found = run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
         settings = context.profile.checkpoint
         request, default = (each.model_dump(include=set(REQUEST)) for each in (settings, Checkpoint()))

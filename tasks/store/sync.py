@@ -1,4 +1,4 @@
-"""Uploads a run folder to a remote store: changed files, when an attempt starts, once a minute and at the end.
+"""Uploads a run folder to a remote store: when an attempt starts, once a minute and at the end.
 
 Checkpoints are excluded: training writes them to the store directly. A file that fails to upload is retried with the next
 sync; training neither waits for it nor fails.

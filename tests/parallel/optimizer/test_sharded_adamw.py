@@ -286,7 +286,7 @@ def test_memory_matches_the_formula(pool, ranks, dtype, fixed):
 
 
 def test_weights_are_initialized_shard_by_shard(monkeypatch):
-    """With FSDP, a rank draws its shard, and has memory of one layer's weights; values equal those initialized at once."""
+    """With FSDP, a rank draws its shard and holds one layer at a time; values are those drawn at once."""
     planned, full, drawn, fill = Mesh(data=4, rank=1), [], [], Normal.fill
 
     def layers() -> nn.ModuleList:
