@@ -36,7 +36,8 @@ class Overview:
 
     def __init__(self, profile: Profile, folder: Path, flow_run: UUID | None = None) -> None:
         self._profile, self._folder, self._history = profile, folder, History(folder)
-        self._artifact = PrefectArtifact("markdown", KEY, "Progress, plan, incidents and paths", flow_run)
+        description = f"{profile.name}: progress, plan, incidents and paths"
+        self._artifact = PrefectArtifact("markdown", KEY, description, flow_run)
 
     def begin(self, plan: Plan, warnings: Sequence[str]) -> None:
         """Save the plan and the warnings in the run folder and show the page for the first time."""

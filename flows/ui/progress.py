@@ -57,8 +57,8 @@ class TrainingProgress:
         self._user_metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._logged_at = 0.0
-        self._bar = ProgressBar("training", "Training steps done")
-        self._table = PrefectArtifact("table", "last-steps", "The latest training steps")
+        self._bar = ProgressBar("training", f"{profile.name}: training steps done")
+        self._table = PrefectArtifact("table", "last-steps", f"{profile.name}: the latest training steps")
         self._overview = Overview(profile, folder)
         self._evaluated = 0  # last step whose evaluation was logged or found
         self._following = False  # whether rows are new, not those of an earlier process

@@ -32,7 +32,8 @@ class TokenizerStep(Step):
     name = "tokenizer"
 
     def title(self, profile: Profile) -> str:
-        return f"tokenizer from {profile.tokenizer.source}"
+        source = profile.tokenizer.source
+        return "tokenizer trained on the data" if source == "train" else f"tokenizer from {source}"
 
     def key(self, context: Context) -> str:
         """From the training text and vocabulary size, the commit of a hub revision, or a folder's contents."""
@@ -79,7 +80,9 @@ class TokenizerStep(Step):
         return context.store.artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        return f"{summary['vocabulary_size']:,} tokens, from {summary['source']}"
+        source = summary["source"]
+        made = "trained on the data" if source == "train" else f"from {source}"
+        return f"{summary['vocabulary_size']:,} tokens, {made}"
 
 
 def check_fits(profile: Profile, tokenizer: Artifact) -> None:
