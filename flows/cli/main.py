@@ -199,7 +199,9 @@ def _add_tools(commands: Any) -> None:
     _conversion(_command(commands, "convert", "SOURCE DESTINATION", about, example))
 
     about = "list the shipped profiles"
-    command = _command(commands, "profiles", "", about, "trainshed profiles --all")
+    command = _command(commands, "profiles", "[WORD]", about, "trainshed profiles llama3")
+    about = "list only profiles with WORD in their name"
+    command.add_argument("word", metavar="WORD", nargs="?", default="", help=about)
     command.add_argument(
         "--all", action="store_true", help="also list profiles that can be planned but not trained"
     )

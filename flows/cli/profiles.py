@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from difflib import get_close_matches
 from typing import Any
 
 from rich.console import Console
@@ -30,9 +31,11 @@ EXAMPLE = "llama3-8b"  # in the legend, if it has the status
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the profiles, smallest model first; plan-only ones only with `--all`."""
-    profiles = sorted(map(resolve.load, resolve.names()), key=lambda profile: profile.model.parameters)
+    """Print the profiles, smallest model first; plan-only ones with `--all`, or if no other one matches."""
+    profiles = sorted(map(resolve.load, _names(options.word)), key=lambda profile: profile.model.parameters)
     hidden = [] if options.all else [profile for profile in profiles if _plan_only(profile)]
+    if len(hidden) == len(profiles):
+        hidden = []
     profiles = [profile for profile in profiles if profile not in hidden]
     if options.json:
         print_json({profile.name: _describe(profile) for profile in profiles})
@@ -43,8 +46,21 @@ def run(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _names(word: str) -> list[str]:
+    """Names of profiles that contain a word. Raises ProfileError if there are none."""
+    names = resolve.names()
+    found = [name for name in names if word.lower() in name]
+    if not found:
+        words = {part for name in names for part in (name, *name.split("-"))}
+        nearest = get_close_matches(word.lower(), sorted(words))
+        raise ProfileError(
+            "WORD", word, "no profile has it in its name; `trainshed profiles` lists all", nearest
+        )
+    return found
+
+
 def _print(profiles: list[Profile]) -> None:
-    """Print the table; descriptions go at the end of the lines if all fit, else below them."""
+    """Print the legend and the table; descriptions go at the end of the lines if all fit, else below them."""
     statuses = list(map(_status, profiles))
     rows = [
         (profile.name, format_count(profile.model.parameters), cluster_summary(profile), status)
@@ -54,16 +70,6 @@ def _print(profiles: list[Profile]) -> None:
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)) for row in (titles, *rows)]
     console = Console(highlight=False)
-    beside = console.width >= len(lines[0]) + 2 + max(len(profile.description) for profile in profiles)
-    console.print(Text(lines[0], "dim"), soft_wrap=True)
-    for line, profile in zip(lines[1:], profiles, strict=True):
-        description = Text(profile.description, "dim")
-        if beside:
-            console.print(Text.assemble(line, "  ", description), soft_wrap=True)
-        else:
-            console.print(Text(line), soft_wrap=True)
-            console.print(Padding(description, (0, 0, 0, 2)))
-    console.print()
     meanings = {}
     for status in MEANINGS:
         names = [
@@ -78,6 +84,16 @@ def _print(profiles: list[Profile]) -> None:
         legend = Table(box=None, pad_edge=False, show_header=False)
         legend.add_row(Text(status.ljust(widths[-1])), Text(": ".join(parts), "dim"))
         console.print(legend)
+    console.print()
+    beside = console.width >= len(lines[0]) + 2 + max(len(profile.description) for profile in profiles)
+    console.print(Text(lines[0], "dim"), soft_wrap=True)
+    for line, profile in zip(lines[1:], profiles, strict=True):
+        description = Text(profile.description, "dim")
+        if beside:
+            console.print(Text.assemble(line, "  ", description), soft_wrap=True)
+        else:
+            console.print(Text(line), soft_wrap=True)
+            console.print(Padding(description, (0, 0, 0, 2)))
 
 
 def _describe(profile: Profile) -> dict[str, Any]:

@@ -252,6 +252,14 @@ def test_profiles_are_listed_with_their_descriptions(capsys):
     assert "Python" in listed["tiny"]["description"]
     assert (listed["tiny"]["parameters"], listed["tiny"]["status"]) == (2_735_424, "starts here")
     assert listed["llama3-70b"]["cluster"]["nodes"] == 8
+    assert main(["profiles", "Tiny-S", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"tiny-sft": listed["tiny-sft"]}
+    assert main(["profiles", "tiny"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("starts here")  # the legend
+    assert "llama" not in lines
+    assert main(["profiles", "gpt3-175b-trn1"]) == 0  # plan only
+    assert "gpt3-175b-trn1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words))
@@ -309,6 +317,8 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
             ["convert", "s3://nobodys/model", "out", "--to", "hf"],
             "SOURCE = s3://nobodys/model: no S3 credentials",
         ),
+        (["profiles", "lamma3"], "WORD = lamma3: no profile has it in its name"),
+        (["profiles", "lamma3"], "nearest valid: llama3"),
         (["compare", "nope"], "no such run in"),
         (["compare", "./nope"], "no such run in"),
         (["tensorboard", "--port", "99999"], "99999 is not an integer from 1 to 65535"),
