@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from tasks.fleet.digest import LATEST
 from tasks.fleet.goodput import CATEGORIES
 from tasks.fleet.runs import ACTIVE, Fleet, Node, RunView
 from tasks.reporting import html
@@ -22,7 +23,7 @@ COLUMNS = {  # heading: attributes; data-number: sorted by number, class=number:
     "progress": " data-number",
     "loss": " data-number",
     "tokens": " data-number class=number",
-    "tokens/s, of plan": " data-number class=number",
+    f"tokens/s (last {LATEST} steps)": " data-number class=number",
     "goodput": " data-number",
     "cost": " data-number class=number",
     "last change": " data-number class=number",
@@ -204,7 +205,7 @@ def _cost(run: RunView) -> tuple[str, str]:
     if run.cost is None:
         return "", ""
     parts = []
-    if run.final_cost is not None and run.state != "done":
+    if run.final_cost is not None and run.state != "finished":
         parts.append(f"{format_cost(run.final_cost)} in all")
     if run.planned_cost is not None:
         parts.append(f"plan {format_cost(run.planned_cost)}")

@@ -216,14 +216,14 @@ def _changed(entries: Mapping[str, Entry]) -> float:
 
 
 def _state(store: Store, digest: Digest, now: float) -> tuple[str, TimeUse]:
-    """State and time of a run. The lock is queried only if the run's files do not show that it is done."""
+    """State and time of a run. The lock is queried only if the run's files do not show that it is finished."""
     ended = time_use(digest.attempts, digest.events, digest.last)
     latest = max([*digest.attempts, *digest.events], key=lambda row: row["time"], default={}).get("event")
-    done = digest.last is not None and digest.steps is not None and digest.last["step"] >= digest.steps
+    finished = digest.last is not None and digest.steps is not None and digest.last["step"] >= digest.steps
     if REPLACED.search(digest.name):
         return "replaced", ended
-    if done and latest != "train failed":
-        return "done", ended
+    if finished and latest != "train failed":
+        return "finished", ended
     if activities.holder(store, "run", digest.name):
         use = time_use(digest.attempts, digest.events, digest.last, now)
         return "queued" if latest == SUBMITTED else "running", use

@@ -22,7 +22,7 @@ def test_the_page_and_the_artifact_show_all_runs(prefect_server, tmp_path, capsy
     assert page == str(tmp_path / "fleet.html")
     assert "Node n7 failed 3 times" in (tmp_path / "fleet.html").read_text()
     artifact = shown("all runs")["fleet"]
-    assert "| first | done | 9 of 9 |" in artifact
+    assert "| first | finished | 9 of 9 |" in artifact
     assert "- Node n7 failed 3 times" in artifact
     output = str(tmp_path / "page.html")
     assert main(["fleet", "--store", str(tmp_path), "--output", output, "--json"]) == 0

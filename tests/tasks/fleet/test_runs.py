@@ -58,7 +58,7 @@ def test_fleet_has_the_state_and_time_of_each_run_and_the_failures_of_nodes(stor
         fleet = read_fleet(store, now=1_800_001_000.0)  # of the simulated clock
     found = by_name(fleet)
     states = {
-        "done": "done",
+        "done": "finished",
         "done~1": "replaced",
         "failed": "stopped",
         "new": "preparing",
@@ -149,6 +149,6 @@ def test_runs_on_s3_are_read_without_a_local_copy(store, tmp_path, monkeypatch):
     with s3.bucket(monkeypatch) as uri:
         s3.fill(store.work_dir / "runs/done", "store/runs/done")
         (run,) = read_fleet(Store(f"{uri}/store", tmp_path / "elsewhere")).runs
-    assert (run.state, run.step) == ("done", 5000)
+    assert (run.state, run.step) == ("finished", 5000)
     assert run.digest.curve == expected.curve
     assert run.digest.validation_loss == 5.5
