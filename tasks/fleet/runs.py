@@ -37,7 +37,7 @@ class RunView:
     """One run as the page shows it."""
 
     digest: Digest
-    state: str  # running, queued, done, failed, stopped, preparing or replaced
+    state: str  # running, queued, finished, failed, stopped, preparing or replaced
     use: TimeUse
 
     @property
