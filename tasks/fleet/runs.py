@@ -216,7 +216,7 @@ def _changed(entries: Mapping[str, Entry]) -> float:
 
 
 def _state(store: Store, digest: Digest, now: float) -> tuple[str, TimeUse]:
-    """State and time of a run. The lock is queried only if the run's files do not show that it is finished."""
+    """State and time of a run; queries the lock only if its files do not show that it is finished."""
     ended = time_use(digest.attempts, digest.events, digest.last)
     latest = max([*digest.attempts, *digest.events], key=lambda row: row["time"], default={}).get("event")
     finished = digest.last is not None and digest.steps is not None and digest.last["step"] >= digest.steps
