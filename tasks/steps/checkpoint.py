@@ -72,7 +72,9 @@ class CheckpointStep(Step):
             try:
                 _warn_of_differences(formats.locate(source), profile.model)
                 record = convert(source, converted, options, name=init.from_, replace=True)
-            except ValueError as error:  # includes ProfileError, whose key is then that of `trainshed convert`
+            except (
+                ValueError
+            ) as error:  # includes ProfileError, whose key is then that of `trainshed convert`
                 source_error = isinstance(error, ProfileError) and error.key == "SOURCE"
                 reason = error.reason if source_error else str(error)
                 raise ProfileError("init.from", init.from_, reason) from error

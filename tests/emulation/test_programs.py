@@ -79,6 +79,9 @@ SETUP = {
     "parallel/optimizer/buckets.py:Bucket._norm_weights",
     "parallel/optimizer/replicas.py:_checksum_weights",
 }
+# Pipelines agree once, before their first pass, that their shapes are known.
+AGREEMENT = {"parallel/pipeline/runtime.py:LowMemoryStage._warmup_forward_vote"}
+RESUMED = ("tensor", "fsdp", "pipeline")
 FOUR_RANKS = {
     "tensor 4": ("parallel.tensor=4",),  # with replicated KV heads
     "tensor 2, pipeline 2": (*PIPELINE, "parallel.tensor=2"),
@@ -156,6 +159,8 @@ def runs(tmp_path_factory, datasets) -> dict[str, Path]:
     entries = {name: {"settings": settings, "calls": ["train"]} for name, settings in TWO_RANKS.items()}
     entries["data"]["calls"] = ["slow"]
     entries["tensor"]["calls"] = ["check_device", "train", "evaluate", "resume"]
+    for name in RESUMED[1:]:
+        entries[name]["calls"] = ["train", "evaluate", "resume"]
     entries |= {
         fault: {"settings": ("train.steps=2", *TWO_RANKS["tensor"]), "calls": ["train"], "fault": fault} for fault in FAULTS
     }  # fmt: skip
@@ -219,6 +224,7 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
         }
         assert set(outside) <= copies
         assert usage.BLOCKING_UPLOAD not in training(run, rank)
+        assert training(run, rank)[usage.HOST_READ] == {"parallel/device.py:Download.wait event": steps}
         call = calls(run, rank)[0]
         buckets = call["returned"]["buckets"]
         assert training(run, rank)[usage.PROGRAM]["parallel/optimizer/adamw.py:update"] == steps * buckets
@@ -334,19 +340,21 @@ def test_save_copies_each_shard_once(runs):
     assert not any("writer" in site and "copy" in site for site in waits)
 
 
-def test_resumed_run_has_bit_identical_losses(runs):
-    resumed = calls(runs["tensor"])[3]["returned"]
-    assert resumed == {str(step): loss for step, loss in micro.losses(runs["tensor"]).items()}
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_run_has_bit_identical_losses(name, runs):
+    (resumed,) = (call["returned"] for call in calls(runs[name]) if call["name"] == "resume")
+    assert resumed == {str(step): loss for step, loss in micro.losses(runs[name]).items()}
 
 
-def test_evaluation_and_sampling(runs):
-    result = json.loads((runs["tensor"] / "evaluation.json").read_text())
+@pytest.mark.parametrize("name", RESUMED)
+def test_evaluation_and_sampling(name, runs):
+    result = json.loads((runs[name] / "evaluation.json").read_text())
     assert result["step"] == STEPS
     assert 0 < result["validation_loss"] < 6
     assert [len(sample["text"]) for sample in result["samples"]] == [16, 16, 16]
-    used = calls(runs["tensor"])[2]["usage"]
+    (used,) = (call["usage"] for call in calls(runs[name]) if call["name"] == "evaluate")
     assert usage.DYNAMIC not in used
-    assert blocking_functions(used) <= SETUP
+    assert blocking_functions(used) <= SETUP | AGREEMENT
 
 
 def test_checks_of_check_device_pass(runs):
