@@ -6,8 +6,9 @@ Rows:
     training    a 1B Llama and layers of an 8B one (bf16, compiled, sequence 8192), compared with plain torch, Hugging Face and
                 torchtitan, and in FP8 with torchao; 1B also with deterministic kernels only
     kernels     attention, loss and AdamW, compared with the best libraries for each
-    two GPUs    FSDP compared with torch's FSDP2; TP with its matrix products in chunks, or fused with the collectives; ring
-                attention
+    ring        the blocks of one rank of ring attention, without communication, compared with one device's attention
+    two GPUs    FSDP compared with torch's FSDP2, TP with DTensor's, both sides compiled; TP fused with the collectives, and
+                without graphs with its matrix products in chunks; ring attention
 
 A row whose peer is not installed, or that needs more GPUs, is listed as not run. A second table compares figures with their
 targets: MFU at 1B, the speed of 8B at full depth, and the planner's step time, after a calibration, with the measured one. MFU
@@ -33,7 +34,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness.timing import make_parser, print_table
-from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, SMALL_HEADS
+from benchmarks.operators import kernels
+from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, RANKS, SMALL_HEADS
 from benchmarks.rows.checks import DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import (
     Comparison,
@@ -73,14 +75,14 @@ FP8 = {
     "title": "1B Llama, FP8, compiled",
 }
 LAYERS = replace(ONE, name="8b-layers", title="4 layers of 8B, bf16, compiled", workload="8b-layers")
-FSDP = {"against": "FSDP2", "peer": ("fsdp2",), "ours": ("--data-sharding", "fsdp"), "compiled": False}
+FSDP = {"against": "FSDP2, compiled", "peer": ("fsdp2",), "ours": ("--data-sharding", "fsdp")}
 TENSOR = ("--tensor", "2", "--sequence-parallel")
 TENSOR_ONE_CHUNK = (*TENSOR, "--overlap-chunks", "1")
 TENSOR_PARALLEL = replace(
     ONE,
     name="tensor",
     title="1B Llama, TP 2 with SP, compiled",
-    against="DTensor with SP, eager",
+    against="DTensor with SP, compiled",
     ours=TENSOR,
     peer=("dtensor", "--sequence-parallel"),
     target=1.35,
@@ -112,6 +114,11 @@ COMPARISONS: tuple[Comparison, ...] = (
         *("attention-fa", "attention, fw+bw", "flash-attn", "attention", "flash_attn", "8b"),
         requires="flash_attn",
     ),
+    KernelComparison("attention-cudnn", "attention, fw+bw", "cuDNN", "attention", "cudnn", "8b"),
+    KernelComparison(
+        *("attention-fa3", "attention, fw+bw", "FlashAttention-3", "attention", "flash_attn_interface", "8b"),
+        requires="flash_attn_interface",
+    ),
     KernelComparison("documents", DOCUMENTS, "torch's, as a batch", "documents", "torch", "8b"),
     KernelComparison(
         "documents-fa", DOCUMENTS, "flash-attn", "documents", "flash_attn", "8b", requires="flash_attn"
@@ -122,25 +129,34 @@ COMPARISONS: tuple[Comparison, ...] = (
         requires="liger_kernel",
     ),
     KernelComparison("adamw", "AdamW, 268M elements", "torch, fused", "adamw", "torch", "1b"),
-    replace(ONE, name="fsdp", title="1B Llama, FSDP over 2 GPUs, bf16", processes=2, **FSDP),
+    replace(ONE, name="fsdp", title="1B Llama, FSDP over 2 GPUs, compiled", processes=2, **FSDP),
     TENSOR_PARALLEL,
-    replace(TENSOR_PARALLEL, name="tensor-chunks", against="ours without chunks", **OURS_PLAIN),
+    replace(
+        TENSOR_PARALLEL,
+        name="tensor-chunks",
+        title="1B Llama, TP 2 with SP, eager",
+        against="ours without chunks",
+        compiled=False,  # graphs have one chunk
+        **OURS_PLAIN,
+    ),
     replace(
         TENSOR_PARALLEL,
         name="tensor-async",
-        title="1B Llama, TP 2 with SP, async",
+        title="1B Llama, TP 2 with SP, async, compiled",
         against="ours without",
         **{**OURS_PLAIN, "ours": (*TENSOR, "--async-tensor")},
     ),
     *(
         RingComparison(
-            f"ring-{tokens // 1024}k",
+            f"{name}-{tokens // 1024}k",
             tokens,
             target=0.92,
             precision="bf16",
             heads=LLAMA_8B_HEADS,
             device="cuda",
+            blocks=blocks,
         )
+        for name, blocks in (("ring-blocks", RANKS), ("ring", None))
         for tokens in (32768, 131072)
     ),
 )
@@ -240,6 +256,8 @@ def missing(comparison: Row, gpus: int) -> str | None:
         return f"{comparison.processes} GPUs"
     if comparison.device == "cpu" and "--async-tensor" in getattr(comparison, "ours", ()):
         return "CUDA devices"
+    if getattr(comparison, "peer", None) == "cudnn" and not kernels.has_cudnn(comparison.device):
+        return "a GPU with cuDNN's attention"
     if comparison.requires and find_spec(comparison.requires) is None:
         return f"the package {comparison.requires}"
     return None

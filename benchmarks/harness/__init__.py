@@ -1,4 +1,4 @@
-"""Code shared by the benchmarks: rounds, processes, the training workload, text, an S3 server.
+"""Code shared by the benchmarks: rounds, processes, the training workload, zigzag shards, text, S3.
 
 Start with `timing`: alternating rounds, median ratios, tables and command-line parsers. `processes` runs programs in their own
 processes and reads their measurements. `workload` defines the model, batches and loop of a training step; `training` trains a

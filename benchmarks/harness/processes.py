@@ -5,6 +5,7 @@ The last line that a module prints is its result, one JSON object with the field
 
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from parallel import device as devices
+
 TIMEOUT = 1800  # seconds
 GRACE = 20  # seconds between SIGTERM and SIGKILL, for torchrun to end its children
 
@@ -27,11 +30,16 @@ class ScriptError(RuntimeError):
 
 @dataclass(frozen=True)
 class Script:
-    """A module of `benchmarks` with its arguments, run by torchrun when it needs several processes."""
+    """A module of `benchmarks` with its arguments, run by torchrun when it needs several processes.
+
+    Attributes:
+        device: type of the device whose environment it gets, as a run does from its launcher.
+    """
 
     module: str
     arguments: tuple[str, ...] = ()
     processes: int = 1
+    device: str = "cpu"
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         launcher = ["-m"]
@@ -67,8 +75,9 @@ def run_script(script: Script, arguments: Sequence[str] = ()) -> str:
         ScriptError: it failed or took longer than TIMEOUT.
     """
     with tempfile.TemporaryFile("w+") as errors:
+        environment = {**os.environ, **dict(devices.KINDS[script.device].environment)}
         process = subprocess.Popen(
-            script.command(arguments), stdout=subprocess.PIPE, stderr=errors, text=True
+            script.command(arguments), env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         try:
             output, _ = process.communicate(timeout=TIMEOUT)

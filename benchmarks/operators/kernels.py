@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness.timing import make_parser
 from modeling.compilation.graph_cache import OPTIONS
@@ -84,6 +86,20 @@ def make_attention(side: str, sizes: Sizes, inputs: Inputs, documents: bool = Fa
         out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, enable_gqa=True)
         return out.transpose(0, 1).flatten(1, 2)[None]
 
+    def cudnn() -> Tensor:
+        grouped = _takes_cudnn(q, k, v)
+        k_, v_ = (
+            (k, v) if grouped else (x.repeat_interleave(sizes.heads // sizes.kv_heads, 1) for x in (k, v))
+        )
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k_, v_, is_causal=True, enable_gqa=grouped)
+
+    def flash_attention_3() -> Tensor:
+        from flash_attn_interface import flash_attn_func
+
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)  # some versions return lse too
+
     def flash_attn() -> Tensor:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -94,13 +110,26 @@ def make_attention(side: str, sizes: Sizes, inputs: Inputs, documents: bool = Fa
         out = flash_attn_varlen_func(*(x[0] for x in rows), bounds, bounds, length, length, causal=True)
         return out.transpose(0, 1)[None]
 
-    attend = {"ours": ours, "torch": plain, "flash_attn": flash_attn}[side]
+    sides = {"ours": ours, "torch": plain, "cudnn": cudnn}
+    attend = {**sides, "flash_attn": flash_attn, "flash_attn_interface": flash_attention_3}[side]
 
     def call() -> list[Tensor]:
         out = attend()
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
     return call
+
+
+def has_cudnn(kind: str) -> bool:
+    """Whether cuDNN's attention runs on this machine's devices of this type."""
+    if kind != "cuda" or not torch.cuda.is_available():
+        return False
+    return _takes_cudnn(*(torch.empty(1, 1, 128, 128, dtype=torch.bfloat16, device=kind) for _ in range(3)))
+
+
+def _takes_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN computes causal attention of these tensors, whose KV heads may be grouped."""
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, True))
 
 
 def make_documents(side: str, sizes: Sizes, inputs: Inputs) -> Call:
@@ -176,7 +205,7 @@ def make_adamw(side: str, sizes: Sizes, inputs: Inputs) -> Call:
 
 
 KERNELS: dict[str, tuple[Callable[[str, Sizes, Inputs], Call], tuple[str, ...]]] = {
-    "attention": (make_attention, ("ours", "torch", "flash_attn")),
+    "attention": (make_attention, ("ours", "torch", "cudnn", "flash_attn", "flash_attn_interface")),
     "documents": (make_documents, ("ours", "torch", "flash_attn")),
     "loss": (make_loss, ("ours", "torch", "liger_kernel")),
     "adamw": (make_adamw, ("ours", "torch")),

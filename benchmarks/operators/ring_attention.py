@@ -1,8 +1,12 @@
-"""Compare ring attention over two devices with the same attention on one.
+"""Compare ring attention over several devices, or one rank's part of it, with the same attention on one.
 
 Runs forward and backward of causal attention over one sequence. The processes of both sides stay alive and run alternately. The
 ideal ratio is 1.0, without communication and merging: on a CPU, two processes with one thread each take as long as one with two
-threads; two GPUs take half as long as one. Outputs and gradients must agree; otherwise the exit code is 1.
+threads; two GPUs take half as long as one. The single device is timed with the kernel of the ring's blocks and with torch's
+scaled_dot_product_attention, and the faster one counts. Outputs and gradients must agree; otherwise the exit code is 1.
+
+--blocks RANKS needs one device: it computes the blocks of the first of so many ranks, without communication. The ideal is the
+time of the full sequence, divided by RANKS.
 """
 
 import multiprocessing
@@ -11,22 +15,28 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.processes import ScriptError
 from benchmarks.harness.timing import alternate, make_parser
 from benchmarks.harness.workload import DTYPES
+from benchmarks.harness.zigzag import zigzag_merge, zigzag_split
+from modeling.kernel_errors import ring_share
 from parallel import device as devices
+from parallel.attention import kernels
 from parallel.attention.attention import attention
-from parallel.mesh import Mesh
-from tests.parallel.attention.reference import zigzag_merge, zigzag_split
+from parallel.device import Device
+from parallel.mesh import Axis, Mesh
 
 RANKS = 2
 TARGET = 0.85
@@ -61,18 +71,34 @@ class Workload:
 
 
 class Group:
-    """Processes that compute workloads together, each with its share of the sequence and its own device."""
+    """Processes that compute workloads together, each with its share of the sequence and its own device.
 
-    def __init__(self, ranks: int, threads: int, device: str = "cpu") -> None:
+    Args:
+        part: "ring"; "blocks": those of the first of `blocks` ranks, without communication; "full": attention on one device.
+        blocks: number of ranks, if the outputs of the first one are compared; 1: those of all.
+        share: of the measured seconds that counts.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        threads: int,
+        device: str = "cpu",
+        part: str = "ring",
+        blocks: int = 1,
+        share: float = 1,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self.share = share
         self.connections: list[Connection] = []
         for rank in range(ranks):
             connection, remote = context.Pipe()
-            arguments = remote, rank, ranks, threads, port, device
-            context.Process(target=_serve, args=arguments, daemon=True).start()
+            arguments = remote, rank, ranks, threads, port, device, part, blocks
+            with mock.patch.dict(os.environ, devices.KINDS[device].environment):
+                context.Process(target=_serve, args=arguments, daemon=True).start()
             self.connections.append(connection)
 
     def _request(self, result: str, workload: Workload) -> list:
@@ -84,21 +110,33 @@ class Group:
             raise ScriptError("ring_attention: a process exited; its error is on standard error") from None
 
     def outputs(self, workload: Workload) -> list[Tensor]:
-        """out, dq, dk, dv of the complete sequence; also warms up."""
+        """out, dq, dk, dv of the complete sequence, or out and dq of the first rank; also warms up."""
         shards = [[torch.from_numpy(x) for x in rank] for rank in self._request("outputs", workload)]
-        return [zigzag_merge(list(tensors), 2) for tensors in zip(*shards, strict=True)]
+        return [zigzag_merge(tensors, 2) for tensors in zip(*shards, strict=True)]
 
     def seconds(self, workload: Workload) -> float:
-        """Seconds of one forward and backward on the slowest rank."""
-        return max(self._request("seconds", workload))
+        """Seconds of one forward and backward on the slowest rank, times the share that counts."""
+        return self.share * max(self._request("seconds", workload))
 
 
-def make_sides(device: str) -> dict[str, Group]:
-    """Ours on RANKS devices and the peer on one; on a CPU both have the same number of threads."""
-    return {"ours": Group(RANKS, 1, device), "peer": Group(1, RANKS, device)}
+def make_sides(device: str, blocks: int | None = None) -> dict[str, Group]:
+    """Ours and the peer on one device; on a CPU, both have the same number of threads.
+
+    Args:
+        blocks: for the blocks of the first of so many ranks, instead of a ring of RANKS.
+    """
+    if blocks:
+        ours, peer = Group(1, 1, device, "blocks", blocks), Group(1, 1, device, "full", blocks, 1 / blocks)
+    else:
+        # With one device instead of RANKS, the ideal is the time divided by RANKS.
+        share = 1 if device == "cpu" else 1 / RANKS
+        ours, peer = Group(RANKS, 1, device), Group(1, RANKS, device, "full", share=share)
+    return {"ours": ours, "peer": peer}
 
 
-def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: int, kind: str) -> None:
+def _serve(
+    connection: Connection, rank: int, ranks: int, threads: int, port: int, kind: str, part: str, blocks: int
+) -> None:
     torch.set_num_threads(threads)
     device = devices.resolve(kind)
     local = device.set_current(rank)
@@ -106,31 +144,62 @@ def _serve(connection: Connection, rank: int, ranks: int, threads: int, port: in
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     device.start_process_group(local)
     axis = Mesh(context=ranks, supports_reduction=device.supports_reduction).context
-    # The kernel of the ring's blocks; by default, one GPU would choose among several.
-    kernel = None if ranks > 1 or kind == "cpu" else device.attention_kernel
-    prepared = None
+    prepared, calls = None, []
     while True:
         try:
             result, workload = connection.recv()
         except EOFError:
             return  # the parent has closed the connection
         if workload != prepared:  # long sequences take the host seconds
-            tensors = workload.tensors()
-            *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2).to(local) for x in tensors)
-            inputs, prepared = [x.requires_grad_() for x in inputs], workload
-            del tensors
-        dist.barrier()
-        device.synchronize()
-        begin = time.perf_counter()
-        out = attention(*inputs, axis, kernel=kernel)
-        gradients = torch.autograd.grad(out, inputs, grad)
-        device.synchronize()
-        seconds = time.perf_counter() - begin
+            if part == "blocks":
+                calls = [_blocks(workload, blocks, local)]
+            else:
+                calls = _attentions(workload, axis, device, local, part)
+            prepared = workload
+        seconds, outputs = [], []
+        for call in calls:
+            dist.barrier()
+            device.synchronize()
+            begin = time.perf_counter()
+            tensors = call()
+            device.synchronize()
+            seconds.append(time.perf_counter() - begin)
+            outputs = outputs or tensors
         if result == "seconds":
-            # With one device instead of RANKS, the ideal is the time divided by RANKS.
-            connection.send(seconds / (RANKS // ranks if kind != "cpu" else 1))
+            connection.send(min(seconds))
         else:
-            connection.send([x.detach().float().cpu().numpy() for x in (out, *gradients)])
+            if part == "full" and blocks > 1:
+                outputs = [zigzag_split(x, blocks, 0, 2) for x in outputs[:2]]
+            connection.send([x.detach().float().cpu().numpy() for x in outputs])
+
+
+Call = Callable[[], Sequence[Tensor]]  # returns the output and gradients
+
+
+def _attentions(workload: Workload, axis: Axis, device: Device, local: torch.device, part: str) -> list[Call]:
+    """Forward and backward of a rank's attention, with each of the kernels to choose from."""
+    *inputs, grad = (zigzag_split(x, axis.size, axis.rank, 2).to(local) for x in workload.tensors())
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def call(attend: Callable[..., Tensor]) -> Sequence[Tensor]:
+        out = attend(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    if part == "ring":
+        return [partial(call, partial(attention, axis=axis))]
+    own = partial(attention, kernel=kernels.default_kernel(inputs[0]))
+    library = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    # In float32, GPUs have no fused kernel with grouped KV heads, and the fallback holds all scores.
+    fused = device.synchronous or workload.precision != "float32"
+    return [partial(call, attend) for attend in (own, library)[: 1 + fused]]
+
+
+def _blocks(workload: Workload, ranks: int, local: torch.device) -> Call:
+    """What the first of these ranks computes, with the keys and values of all ranks on its device."""
+    q, k, v, grad = workload.tensors()
+    q, grad = (zigzag_split(x, ranks, 0, 2).to(local) for x in (q, grad))
+    keys, values = ([zigzag_split(x, ranks, rank, 2).to(local) for rank in range(ranks)] for x in (k, v))
+    return lambda: ring_share(0, q, keys, values, grad)[:2]
 
 
 def compare(
@@ -143,7 +212,9 @@ def compare(
     outputs = alternate(
         {side: lambda group=group: group.outputs(workload) for side, group in sides.items()}, 1, before_turn
     )
-    errors = list(map(relative_error, *(results[0] for results in outputs.values())))
+    errors = [
+        relative_error(*pair) for pair in zip(*(results[0] for results in outputs.values()), strict=True)
+    ]
     error = torch.tensor(errors).max().item()  # NaN if one is
     timed = {side: lambda group=group: group.seconds(workload) for side, group in sides.items()}
     return error, alternate(timed, rounds, before_turn)
@@ -159,17 +230,22 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--precision", choices=DTYPES, default="float32")
     parser.add_argument("--device", choices=sorted(devices.KINDS), default="cpu")
+    parser.add_argument(
+        "--blocks", type=int, metavar="RANKS", help="the blocks of the first of so many ranks"
+    )
     options = parser.parse_args()
-    sides = make_sides(options.device)
+    sides, ring = make_sides(options.device, options.blocks), f"ring of {RANKS}"
+    if options.blocks:
+        ring = f"blocks of 1 of {options.blocks} ranks"
     agree = True
     for tokens in options.tokens:
         heads = SMALL_HEADS if options.device == "cpu" else LLAMA_8B_HEADS
         error, seconds = compare(sides, Workload(tokens, options.precision, heads), options.rounds)
         agree &= error < TOLERANCES[options.precision]
-        ring, single = (statistics.median(seconds[side]) for side in sides)
+        ours, single = (statistics.median(seconds[side]) for side in sides)
         print(
-            f"{tokens} tokens, {options.precision}: ideal {single:.3f} s, ring of {RANKS} {ring:.3f} s, "
-            f"ratio {single / ring:.3f} of ideal (at least {TARGET}); largest relative difference {error:.1e}",
+            f"{tokens} tokens, {options.precision}: ideal {single:.3f} s, {ring} {ours:.3f} s, "
+            f"ratio {single / ours:.3f} of ideal (at least {TARGET}); largest relative difference {error:.1e}",
             flush=True,
         )
     return 0 if agree else 1

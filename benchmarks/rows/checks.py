@@ -103,7 +103,9 @@ class MarkedTests:
             command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider"]
             command += ["--junitxml", str(report), *self.paths]
             try:
-                ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+                environment = check_device.environment(self.device)
+                options = {"env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT}
+                ran = subprocess.run(command, cwd=ROOT, **options)
             except subprocess.TimeoutExpired:
                 return self._result("none finished", f"timed out after {TIMEOUT} s")
             if not report.exists():

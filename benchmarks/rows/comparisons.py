@@ -131,8 +131,8 @@ class TrainingComparison:
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
         module, *arguments = self.peer
         scripts = {
-            "ours": Script("training_steps.ours", self.ours, self.processes),
-            "peer": Script(f"training_steps.{module}", tuple(arguments), self.processes),
+            "ours": Script("training_steps.ours", self.ours, self.processes, self.device),
+            "peer": Script(f"training_steps.{module}", tuple(arguments), self.processes, self.device),
         }
         if self.bound_target:
             scripts["bound"] = Script("training_steps.bound")
@@ -176,7 +176,8 @@ class KernelComparison:
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
         sides = {"ours": "ours", "peer": self.peer}
         scripts = {
-            side: Script("operators.kernels", (self.kernel, argument)) for side, argument in sides.items()
+            side: Script("operators.kernels", (self.kernel, argument), device=self.device)
+            for side, argument in sides.items()
         }
         common = ["--sizes", self.sizes, "--device", self.device]
         common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
@@ -202,23 +203,34 @@ class RingComparison:
     """Ring attention over two devices against the ideal: half the time of the same attention on one.
 
     On a CPU, the two devices are processes with one thread each, and the single device is a process with two threads.
+
+    Attributes:
+        blocks: measure, on one device, the blocks of the first of so many ranks without communication; None: a ring of two.
     """
 
     name: str
     tokens: int
-    title: str = "ring attention, CP 2"
     target: float = ring_attention.TARGET
     precision: str = "float32"
     heads: ring_attention.Heads = ring_attention.SMALL_HEADS
     device: str = "cpu"
     requires: str | None = None
-    processes: int = ring_attention.RANKS
+    blocks: int | None = None
+
+    @property
+    def title(self) -> str:
+        return f"blocks of a rank of CP {self.blocks}" if self.blocks else "ring attention, CP 2"
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.blocks else ring_attention.RANKS
 
     @property
     def against(self) -> str:
-        one = "one process" if self.device == "cpu" else "one device, halved"
         tokens = f"{self.tokens // 1024}k" if self.tokens >= 1024 else self.tokens
-        return f"{one}, {tokens} tokens"
+        if self.device == "cpu" and not self.blocks:
+            return f"one process, {tokens} tokens"
+        return f"one device / {self.blocks or ring_attention.RANKS}, {tokens} tokens"
 
     def turns(self, schedule: Schedule) -> int:
         """Runs of both sides, and one more of each, which warms up and computes the outputs."""
@@ -226,7 +238,7 @@ class RingComparison:
 
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
         workload = ring_attention.Workload(self.tokens, self.precision, self.heads)
-        sides = ring_attention.make_sides(self.device)
+        sides = ring_attention.make_sides(self.device, self.blocks)
         difference, seconds = ring_attention.compare(sides, workload, schedule.rounds, before_turn)
         tolerance = ring_attention.TOLERANCES[workload.precision]
         common = (self.name, self.title, self.against, self.target, tolerance)

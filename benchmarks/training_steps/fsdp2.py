@@ -1,4 +1,4 @@
-"""torch's FSDP2 on each block and the model.
+"""torch's FSDP2 on each block and the model, eager or with compiled blocks and loss.
 
 Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.fsdp2`.
 """
@@ -25,11 +25,16 @@ def main() -> None:
     for block in model.model.layers:
         fully_shard(block, **sharding)
     fully_shard(model, reshard_after_forward=False, **sharding)
+    compute = cross_entropy
+    if options.graphs:
+        for block in model.model.layers:  # without the hooks that gather its weights
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        compute = torch.compile(cross_entropy, dynamic=False)
     optimizer = workload.adamw(model.parameters())
 
     def compute_loss(samples: Tensor) -> Tensor:
         local = samples.chunk(ranks)[rank].to(options.device)
-        return cross_entropy(model(local[:, :-1]), local[:, 1:])
+        return compute(model(local[:, :-1]), local[:, 1:])
 
     workload.measure_training(model, optimizer, compute_loss, options, workload.mean_over_ranks)
 

@@ -1,6 +1,7 @@
 """benchmarks.gpu rehearsed on CPU: rows run, kernels agree with libraries, missing peers are named."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.operators import kernels
+from benchmarks.harness import processes
+from benchmarks.operators import kernels, ring_attention
 from benchmarks.operators.ring_attention import relative_error
 from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import TOLERANCES, Result
@@ -21,15 +23,41 @@ from profiles import resolve
 
 def test_rehearsed_rows_run_and_agree():
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--rounds", "1", "--json"]
-    command += ["--only", "adamw", "ring-32k", "tensor-async", "8b-layers-fp8"]
+    command += ["--only", "adamw", "ring-32k", "ring-blocks-32k", "tensor-async", "8b-layers-fp8"]
+    command += ["attention-cudnn"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert {row["row"]: row["difference"] <= row["tolerance"] for row in found["rows"]} == {
         "adamw": True,
         "ring-32k": True,
+        "ring-blocks-32k": True,
     }
-    assert found["not_run"] == {"tensor-async": "CUDA devices", "8b-layers-fp8": "the package torchao"}
+    assert found["not_run"] == {
+        "attention-cudnn": "a GPU with cuDNN's attention",
+        "tensor-async": "CUDA devices",
+        "8b-layers-fp8": "the package torchao",
+    }
+
+
+def test_blocks_of_one_rank_agree_with_full_attention():
+    """On one device, without communication, for the first of several ranks."""
+    sides = ring_attention.make_sides("cpu", blocks=4)
+    error, seconds = ring_attention.compare(sides, ring_attention.Workload(256, "float32"), rounds=1)
+    assert error < TOLERANCES["float32"]
+    assert all(value > 0 for (value,) in seconds.values())
+
+
+def test_scripts_run_with_the_environment_of_a_run(monkeypatch):
+    started = []
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, env, **__: started.append(env) or fail())
+    with pytest.raises(RuntimeError, match="not started"):
+        processes.run_script(processes.Script("operators.kernels", ("attention", "ours"), device="cuda"))
+    assert started[0].items() >= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PATH": os.environ["PATH"]}.items()
+
+
+def fail():
+    raise RuntimeError("not started")
 
 
 @pytest.mark.parametrize("kernel", ["attention", "documents", "adamw"])
@@ -42,6 +70,7 @@ def test_kernels_agree_with_the_library(kernel):
 
 
 def test_rows_need_their_peer_and_gpus(monkeypatch):
+    monkeypatch.setattr(gpu.kernels, "has_cudnn", lambda kind: True)
     monkeypatch.setattr(gpu, "find_spec", lambda package: None if package == "torchao" else object())
     lacking = {row.name: gpu.missing(row, gpus=1) for row in gpu.COMPARISONS}
     two = ("fsdp", "tensor", "tensor-chunks", "tensor-async", "ring-32k", "ring-128k")

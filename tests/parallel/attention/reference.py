@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from parallel.attention import kernels
-from parallel.attention.ring import zigzag_positions
 
 
 def dense(q, k, v, sinks=None, causal=True, documents=None, scale=None, window=None):
@@ -78,18 +77,6 @@ class Case:
     def tolerance(self):
         """Allowed relative error norm for the dtype."""
         return {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1.5e-2}[self.dtype]
-
-
-def zigzag_split(x, size, rank, dim):
-    """The shard of x that a rank of the context axis holds: (..., s, ...) -> (..., s/c, ...)."""
-    return x.index_select(dim, zigzag_positions(x.shape[dim], size, rank).to(x.device))
-
-
-def zigzag_merge(shards, dim):
-    """Inverse of `zigzag_split`, from all ranks' shards in rank order."""
-    x = torch.cat(shards, dim)
-    positions = [zigzag_positions(x.shape[dim], len(shards), rank) for rank in range(len(shards))]
-    return x.index_select(dim, torch.cat(positions).argsort().to(x.device))
 
 
 def error(found, expected):

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import Function
 
+from benchmarks.harness.zigzag import zigzag_merge, zigzag_split
 from parallel import collectives
 from parallel.attention import kernels
 from parallel.attention.attention import attention
 from parallel.attention.ring import ring_attention, zigzag_positions
 from parallel.mesh import Mesh
-from tests.parallel.attention.reference import Case, error, zigzag_merge, zigzag_split
+from tests.parallel.attention.reference import Case, error
 from tests.pool import mesh
 
 SIZES = [1, 2, 4, 8]
