@@ -1,4 +1,4 @@
-"""Compare ring attention over several devices, or one rank's part of it, with the same attention on one.
+"""Compare ring attention over two devices, or one rank's blocks of it, with attention on one device.
 
 Runs forward and backward of causal attention over one sequence. The processes of both sides stay alive and run alternately. The
 ideal ratio is 1.0, without communication and merging: on a CPU, two processes with one thread each take as long as one with two

@@ -14,10 +14,18 @@ from torch import Tensor
 
 from modeling import check_device, exit_codes, kernel_errors
 from modeling.compilation import compilers
+from parallel import device
 from parallel.experts import grouped
 from parallel.layers import products
 from parallel.layers.products import Float8
 from profiles import resolve
+
+
+@pytest.fixture(autouse=True)
+def run_environment(monkeypatch):
+    """The variables that launchers set for a run on a GPU, which deterministic cuBLAS needs."""
+    for name, value in device.CUDA.environment:
+        monkeypatch.setenv(name, value)
 
 
 def test_checks_pass_on_a_cpu():
