@@ -186,7 +186,7 @@ class Results:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    router: list[float] = field(default_factory=list)  # statistics of every layer with experts (expert_load.py)
+    router: list[float] = field(default_factory=list)  # expert_load.take, summed over ranks
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
     boxes: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)  # of this rank
