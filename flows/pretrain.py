@@ -39,6 +39,7 @@ from modeling import run_files
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
 from profiles import resolve, state_files
+from profiles.check import with_value
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
@@ -128,6 +129,7 @@ def train_profile(
     with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened)) as runner:
         parent = find_parent(opened, fork) if fork else None
         if parent:
+            run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
             require_forkable(opened, parent, run)
             if not replace:
                 require_new_name(opened, parent, run.name)

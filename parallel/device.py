@@ -77,8 +77,8 @@ class Device:
     def choose_kernels(self, deterministic: bool, precision: str = "float32") -> None:
         """Let this process use deterministic kernels only, or the fastest ones.
 
-        In another precision than float32, the few float32 products, of routers, are of bf16 values. TF32 holds these exactly, on
-        tensor cores.
+        In another precision than float32, the few float32 products, those of routers, run in TF32 on tensor cores. It holds the
+        bf16 values of forward exactly, and rounds the gradients of the logits to 10 bits.
         """
         if self.nondeterministic:
             torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")

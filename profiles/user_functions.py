@@ -44,25 +44,31 @@ def module_file(module: str) -> Path | None:
     return Path(spec.origin) if spec.origin else None
 
 
-def imported_files(path: Path) -> list[Path]:
-    """Modules in the file's folder that it imports, directly or not; found without running them."""
+def imported_files(path: Path, root: Path) -> list[Path]:
+    """Modules below a folder that a file imports, directly or not; found without running them."""
     found, waiting = {path}, [path]
     while waiting:
         try:
             tree = ast.parse(waiting.pop().read_text())
         except (SyntaxError, UnicodeDecodeError):  # importing it fails anyway
             continue
-        for node in ast.walk(tree):
-            names = (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            )
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module] if node.module else names
-            files = {path.with_name(f"{name.partition('.')[0]}.py") for name in names} - found
-            files = {file for file in files if file.is_file()}
-            found |= files
-            waiting += files
+        for module in _imported_names(tree):
+            file = root.joinpath(*module.split("."))
+            for each in (file.with_suffix(".py"), file / "__init__.py"):
+                if each not in found and each.is_file():
+                    found.add(each)
+                    waiting.append(each)
     return sorted(found - {path})
+
+
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of the modules, or of objects in them, that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def check(profile: Profile) -> None:

@@ -67,6 +67,9 @@ COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
 PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_products")}
 
 
+SETTINGS = 2  # number of the settings with which inductor compiles for GPUs (modeling.compilation.compilers)
+
+
 def digest(value: Any) -> str:
     """Hash of a JSON value, independent of key order: 32 hex digits. Raises TypeError or ValueError."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -140,7 +143,8 @@ def graphs(profile: Profile) -> str:
     step = None
     if device.compiles_operators:  # everything else in a step is compiled too
         functions = [
-            [_function(name) for name in names if name] for names in ([train.loss], profile.evaluate.metrics)
+            [_function(name, helpers=True) for name in names if name]
+            for names in ([train.loss], profile.evaluate.metrics)
         ]
         settings = _without(SCHEDULE | {"seed"}, train_values(train))
         objective = profile.objective.model_dump(mode="json")
@@ -195,6 +199,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
         "devices": device.compiled_for(cluster.devices_per_node),
         "deterministic": device.nondeterministic and profile.train.deterministic,
         "threads": threads(profile),
+        **({"settings": SETTINGS} if cluster.device == "cuda" else {}),
         "versions": compiler_versions(),
     }
 
@@ -252,7 +257,10 @@ def training(run: str, identity: str, train: Train) -> str:
 
 def average(members: str, dataset: str, metrics: Sequence[str] = (), *, by_source: bool = False) -> str:
     """Key of an average: its checkpoints' digest, and the data and metric functions of its evaluation."""
-    functions: dict[str, Any] = {"metrics": [_function(name) for name in metrics], "by_source": by_source}
+    functions: dict[str, Any] = {
+        "metrics": [_function(name, helpers=True) for name in metrics],
+        "by_source": by_source,
+    }
     return digest({"step": "average", "members": members, "dataset": dataset, **functions})
 
 
@@ -260,7 +268,9 @@ def evaluation(
     run: str, identity: str, train: Train, metrics: Sequence[str] = (), *, by_source: bool = False
 ) -> str:
     """Key of a run's evaluation, with user metric functions and, if `by_source`, each data source's loss."""
-    functions: dict[str, Any] = {"metrics": [_function(name) for name in metrics]} if metrics else {}
+    functions: dict[str, Any] = (
+        {"metrics": [_function(name, helpers=True) for name in metrics]} if metrics else {}
+    )
     functions |= {"by_source": True} if by_source else {}
     return _of_run("evaluation", run, identity, train, **functions)
 
@@ -299,13 +309,21 @@ def code_digest(*packages: str) -> str:
     return total.hexdigest()[:32]
 
 
-def _function(name: str) -> list[Any]:
-    """A user function, `module:function`, with hashes of its file and of those beside it that it imports."""
-    path = user_functions.module_file(name.partition(":")[0])
+def _function(name: str, *, helpers: bool = False) -> list[Any]:
+    """A user function, `module:function`, with the hash of its file; `helpers`: also of those beside it that it imports.
+
+    A run's identity is without them: it is compared with those of earlier versions.
+    """
+    module = name.partition(":")[0]
+    path = user_functions.module_file(module)
     if path is None:
         return [name, None]
-    helpers = {file.name: file_digest(file) for file in user_functions.imported_files(path)}
-    return [name, file_digest(path), *([helpers] if helpers else [])]
+    found = {}
+    if helpers:
+        root = path.parents[module.count(".")]
+        files = user_functions.imported_files(path, root)
+        found = {file.relative_to(root).as_posix(): file_digest(file) for file in files}
+    return [name, file_digest(path), *([found] if found else [])]
 
 
 def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
         raise ProfileError("--average", None, reason)
     if "://" in options.destination:
         raise ProfileError("DESTINATION", options.destination, "is not a local folder")
-    run_folder = Path("store/runs", options.source.removeprefix(RUN))
-    if not Path(options.source).exists() and run_folder.is_dir():
+    if options.source.startswith(RUN):
+        run_folder = Path("store/runs", options.source.removeprefix(RUN))
         raise ProfileError("SOURCE", options.source, "is a run; name its folder", [str(run_folder)])
     destination = Path(options.destination).expanduser()
     conversion = options_from(options)
@@ -56,7 +56,10 @@ def run(options: argparse.Namespace) -> int:
             if options.verify:
                 compared, different = _compare(source, destination, conversion, converted=bool(options.to))
                 facts["equal"] = compared - len(different)
-    except ProfileError:
+    except ProfileError as error:
+        run_folder = Path("store/runs", options.source)
+        if error.key == "SOURCE" and not error.choices and run_folder.is_dir():
+            raise error.with_choices([str(run_folder)]) from None
         raise
     except NoCredentialsError:
         reason = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

@@ -29,7 +29,9 @@ def run(options: argparse.Namespace) -> int:
     path = Path(options.config).expanduser()
     model_config = None if options.model_config is None else Path(options.model_config).expanduser()
     imported = nxdt.import_config(path, model_config)
-    target = Path(options.out or f"{path.stem.removesuffix('_config')}.yaml")
+    target = Path(options.out or f"{path.stem.removesuffix('_config') or path.stem}.yaml")
+    if options.out is None and target.resolve() == path.resolve():
+        target = Path(f"{path.stem}_trainshed.yaml")
     if target.exists():
         raise ProfileError("OUT", str(target), "exists already; choose another file")
     profile = _write(imported, target)

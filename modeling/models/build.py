@@ -26,7 +26,7 @@ from parallel.optimizer.arithmetic import Arithmetic, Compile
 from parallel.optimizer.buckets import bucket_size
 from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
 from parallel.optimizer.grouping import WeightDecay
-from parallel.pipeline.schedules import choose_extra_forwards
+from parallel.pipeline.schedules import choose_extra_forwards, count_lanes
 from parallel.pipeline.stages import cut_layers
 from profiles import recompute
 from profiles.schema import Profile
@@ -59,7 +59,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         timeout=timeout,
         expert=parallel.expert,
         chunks=parallel.overlap_chunks or (None if by_size else 1),
-        pipeline_lanes=2 if parallel.schedule == "interleaved" else 1,
+        pipeline_lanes=count_lanes(parallel.pipeline) if parallel.schedule == "interleaved" else 1,
         shared_embedding=profile.model.tie_word_embeddings,
         graph_kernel=kernel if device.compiles_operators else None,
         # as on the device also where its plan is made without one

@@ -243,10 +243,9 @@ class TrainingRun:
     def _save_if_due(self, loss: float, validation_loss: float | None) -> None:
         finished = self.step == self.settings.steps
         save_on_stop = self._stopping and self.profile.checkpoint.on_stop
-        # While steps are skipped, weights do not change, and a rollback needs the checkpoint from before.
-        skipping = self.guard.skipped_in_a_row > 0
-        if not (finished or save_on_stop or (self.checkpoints.due(self.step) and not skipping)):
+        if not (finished or save_on_stop or self.checkpoints.due(self.step)):
             return
+        skipping = self.guard.skipped_in_a_row > 0  # a rollback would need the checkpoint from before
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.replicas.synchronize(self.step)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from parallel.layers.deferred import DeferredGradients
-from parallel.pipeline.schedules import one_forward_one_backward
+from parallel.pipeline.schedules import lane, one_forward_one_backward
 from parallel.torch_internals import Action, ComputationType, PipelineScheduleRuntime, RecvInfo
 
 SENDS_IN_FLIGHT = 2  # of one stage
@@ -110,7 +110,7 @@ class LowMemoryStage(PipelineStage):
     def _on_lane(self, edge: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Messages of an edge, by the number of its first stage, in the edge's process group."""
         for op in ops:
-            op.group = self._lanes[edge % len(self._lanes)]
+            op.group = self._lanes[lane(edge, self.group_size, len(self._lanes))]
         return ops
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -113,3 +113,14 @@ def check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:
             f"microbatches = {microbatches}: schedule {schedule!r} on pipeline = {ranks} does not support this number; "
             f"nearest valid: {', '.join(map(str, below + above))}"
         )
+
+
+def lane(edge: int, ranks: int, lanes: int) -> int:
+    """Lane of the edge after a stage: none of a rank's edges before a stage shares one with an edge after a stage."""
+    place = edge % ranks
+    return min(2 if ranks % 2 and place == ranks - 1 else place % 2, lanes - 1)
+
+
+def count_lanes(ranks: int) -> int:
+    """Number of lanes that `lane` needs for an interleaved pipeline."""
+    return 1 if ranks == 1 else 2 + ranks % 2

@@ -215,12 +215,20 @@ def execute(
                 raise TimeoutError(f"{job.name}: exceeded {timeout:.0f} s, stopped; log: {job.log_file}")
             time.sleep(POLL)
     except BaseException as error:
-        # Interrupted while it was being submitted, the job may be running already.
-        if not isinstance(error, Exception) and (handle := handle or launcher.find(job)):
-            saves = "; saving a last checkpoint may take a moment" if job.attempt_file else ""
-            log.warning("stopping %s%s", job.name, saves)
-            launcher.cancel(handle, grace)
+        if not isinstance(error, Exception):
+            try:
+                _stop(launcher, job, handle, grace)
+            except Exception as failure:  # must not replace the interruption
+                log.warning("%s could not be stopped: %r", job.name, failure)
         raise
+
+
+def _stop(launcher: Launcher, job: Job, handle: Handle | None, grace: float) -> None:
+    """Cancel a job; without a handle, it may be running if its submission was interrupted."""
+    if handle := handle or launcher.find(job):
+        saves = "; saving a last checkpoint may take a moment" if job.attempt_file else ""
+        log.warning("stopping %s%s", job.name, saves)
+        launcher.cancel(handle, grace)
 
 
 def _state(launcher: Launcher, handle: Handle) -> tuple[bool, JobFailed | None]:

@@ -23,7 +23,9 @@ def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mappi
     return [
         *_tokenizer(profile, tokenizer),
         *passes_warning(
-            profile, dataset.get("samples", 0) * profile.train.sequence_length or dataset["tokens"]
+            profile,
+            dataset.get("samples", 0) * profile.rows_per_sample * profile.train.sequence_length
+            or dataset["tokens"],
         ),
     ]
 

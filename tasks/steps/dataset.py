@@ -98,22 +98,22 @@ class DatasetStep(Step):
         if found is None:
             return None
         profile, plan, corpus = context.profile, self.plan(context), read_file(store, found)
-        if profile.evaluate.by_source and corpus.get("sources") != _sources(profile, plan):
-            return self._rebuild(context, key, "its sources were grouped or named otherwise")
+        if profile.evaluate.by_source and corpus.get("sources") not in (None, _sources(profile, plan)):
+            # Names and grouping of sources are not part of the key, and other runs use the corpus too.
+            names = ", ".join(source["name"] for source in corpus["sources"])
+            log.warning("the dataset was made with other sources: evaluate.by_source reports %s", names)
         for shard, entry in zip(plan.shards, corpus["train"], strict=True):
             if shard.format != "megatron":
                 continue
             with unchanged(shard):
                 recorded = {name: entry[name] for name in LOCATION & entry.keys()}
             if _location(shard) != recorded:
-                return self._rebuild(context, key, f"{shard.name} moved from {entry['path']}")
+                reason = f"{shard.name} moved from {entry['path']}"
+                log.info("%s: rebuilding the corpus", reason)
+                if store.artifacts.is_locked(self.kind, key):
+                    store.artifacts.quarantine(self.kind, key, reason)
+                return None
         return found
-
-    def _rebuild(self, context: Context, key: str, reason: str) -> None:
-        """Move the corpus of this key away, if this process may make it again."""
-        log.info("%s: rebuilding the corpus", reason)
-        if context.store.artifacts.is_locked(self.kind, key):
-            context.store.artifacts.quarantine(self.kind, key, reason)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Tokenize the shards that are missing and publish the corpus.

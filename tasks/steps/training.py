@@ -18,8 +18,7 @@ from modeling import run_files
 from modeling.supervision.time_account import record_attempt
 from parallel.checkpoint.locations import MARKER
 from profiles import state_files
-from profiles.errors import ProfileError
-from profiles.schema import Checkpoint, Profile
+from profiles.schema import Profile
 from tasks import failures, keys
 from tasks.launchers import JobFailed, create, execute
 from tasks.step import Context, Step
@@ -29,8 +28,6 @@ from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
-
-REQUEST = ("resume", "weights")  # keys of `checkpoint`; see modeling.training.recovery.resume.ResumeRequest
 
 
 @dataclass
@@ -54,19 +51,7 @@ class TrainingStep(Step):
         return keys.training(context.run_folder.name, self.identity, context.profile.train)
 
     def find(self, context: Context, key: str) -> Artifact | None:
-        """As Step.find. Raises ProfileError for a request to resume a finished run: it has no effect."""
-        found = run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
-        settings = context.profile.checkpoint
-        request, default = (each.model_dump(include=set(REQUEST)) for each in (settings, Checkpoint()))
-        if found is not None and request != default:
-            followed = state_files.read_json(context.run_folder / run_files.RESUMED) or {}
-            if followed.get("wish") != request:
-                name = context.run_folder.name
-                reason = f"run {name} is finished, so it does not resume; start another run from one of its checkpoints"
-                raise ProfileError(
-                    "checkpoint.resume", settings.resume, reason, [f"trainshed fork {name}@STEP NAME"]
-                )
-        return found
+        return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Train, or resume.

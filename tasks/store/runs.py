@@ -11,9 +11,9 @@ from typing import Any
 
 from modeling import run_files
 from modeling.training.learning_rate import same_until
-from profiles import resolve
+from profiles import resolve, state_files
 from profiles.errors import ProfileError, closest, format_value
-from profiles.schema import Profile, Train
+from profiles.schema import Checkpoint, Profile, Train
 from profiles.state_files import retried
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
@@ -23,6 +23,8 @@ from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
+
+RESUME = {"resume", "weights"}  # keys of `checkpoint` that request what to resume from
 
 
 class RunExists(ProfileError):
@@ -69,7 +71,7 @@ def open_run(
 
     Raises:
         RunExists: a run with different mathematics has the name.
-        ProfileError: that run still has an active job, or its profile cannot be read.
+        ProfileError: that run still has an active job, its profile cannot be read, or the request to resume it has no effect.
     """
     run = store.run_folder(profile.name)
     stored = run.stored_identity
@@ -88,7 +90,8 @@ def open_run(
         elif existing and (changed := _different_train(existing.train, profile.train, SCHEDULE)):
             _require_no_active_job(profile, existing, folder)  # it would continue with the old schedule
             log.info("run %s: the schedule of the remaining steps changes: %s", run.name, "; ".join(changed))
-        elif existing:
+        elif existing and stored == identity:
+            _reject_resume_of_finished(run, profile, folder)
             _warn_of_active_job(existing, profile, folder)
     folder = run.prepare(identity, parent)
     # In the store too: another machine compares them before it continues the run.
@@ -121,10 +124,26 @@ def _stored_profile(folder: Path) -> Profile | None:
 
 def _require_no_checkpoint(run: RunFolder) -> None:
     """Reject to continue a run without a readable profile: its learning rates could change unnoticed."""
-    if _latest(run):
-        where = run.path / run_files.PROFILE
-        reason = f"{where} cannot be read, so its learning rates cannot be compared; restore or correct it"
-        raise ProfileError("name", run.name, reason)
+    if not _latest(run):
+        return
+    where = run.path / run_files.PROFILE
+    try:
+        resolve.load(str(where))
+    except ProfileError as error:
+        reason = f"{where} cannot be read, so its learning rates cannot be compared; restore or correct it: {error}"
+        raise ProfileError("name", run.name, reason) from error
+
+
+def _reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) -> None:
+    """Reject a new request to resume a finished run: nothing would be trained."""
+    request, default = (each.model_dump(include=RESUME) for each in (profile.checkpoint, Checkpoint()))
+    if request == default or profile.train.steps is None or _latest(run) < profile.train.steps:
+        return
+    followed = state_files.read_json(folder / run_files.RESUMED) or {}
+    if followed.get("wish") != request:
+        reason = "the run is finished, so it does not resume; start another run from one of its checkpoints"
+        choice = f"trainshed fork {run.name}@STEP NAME"
+        raise ProfileError("checkpoint.resume", profile.checkpoint.resume, reason, [choice])
 
 
 def _latest(run: RunFolder) -> int:
@@ -227,6 +246,8 @@ def _require_no_active_job(profile: Profile, existing: Profile | None, folder: P
 
 def _warn_of_active_job(existing: Profile, profile: Profile, folder: Path) -> None:
     """Name the settings that an active job of the run, to which the flow attaches again, does not apply."""
+    if existing.cluster.launcher != profile.cluster.launcher:
+        return  # the other launcher's system may not exist here
     there, here = (each.model_dump(mode="json", exclude={"cluster"}) for each in (existing, profile))
     sections = [name for name in here if isinstance(here[name], dict)]
     changed = [
@@ -234,13 +255,14 @@ def _warn_of_active_job(existing: Profile, profile: Profile, folder: Path) -> No
         for name in sections
         for difference in _different_values(name, there[name], here[name], here[name])
     ]
-    for job, where in _active_jobs(existing, folder) if changed else ():
-        log.warning(
-            "the %s job is active as %s and keeps its settings: %s; end it to apply them",
-            job,
-            where,
-            "; ".join(changed),
-        )
+    if not changed:
+        return
+    message = "the %s job is active as %s and keeps its settings: %s; end it to apply them"
+    try:
+        for job, where in _active_jobs(existing, folder):
+            log.warning(message, job, where, "; ".join(changed))
+    except Exception as error:  # of any launcher; the job is found again before another is submitted
+        log.debug("cannot list the active jobs: %r", error)
 
 
 def _active_jobs(profile: Profile, folder: Path) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     stored = {name: _Stored.of(files) for name, files in files_by_run(store).items()}
     rows = [(run, stored.get(run.name, _Stored())) for run in found]
     if options.json:
-        print_json([{**run.to_json(), **asdict(files)} for run, files in rows])
+        print_json([{**run.to_json(), **asdict(files), "state": _state(run, files)} for run, files in rows])
     elif rows:
         _print(rows)
     else:
@@ -64,7 +64,7 @@ def _print(rows: Sequence[tuple[RunView, _Stored]]) -> None:
         digest = run.digest
         table.add_row(
             run.name,
-            run.state,
+            _state(run, files),
             _step(run, files),
             f"{digest.last['loss']:.4f}" if digest.last else "",
             *(values[index] for values in optional.values()),
@@ -76,6 +76,12 @@ def _print(rows: Sequence[tuple[RunView, _Stored]]) -> None:
     if not console.is_terminal:
         console.width = WIDTH
     console.print(table)
+
+
+def _state(run: RunView, files: _Stored) -> str:
+    """The run's state: it is finished once the checkpoint of its last step is saved."""
+    unsaved = run.state == "finished" and files.checkpoint < (run.digest.steps or 0)
+    return "stopped" if unsaved else run.state
 
 
 def _step(run: RunView, files: _Stored) -> str:

@@ -10,6 +10,7 @@ run was started, since its training would be lost.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -307,12 +308,7 @@ class Checkpoints:
         So a request is followed once: a retried attempt resumes from its own latest checkpoint.
         """
         self._check_fencing()
-        claim = f"{uuid4().hex} {node_name()}"
-        try:
-            checkpoint.claim(self.location, claim)
-            self._claim = claim
-        except Exception as error:  # of any storage; saves are retried, which may succeed later
-            log.warning(f"{self.location}: cannot be claimed by this attempt: {error!r}")
+        self._claim_location()
         for name in checkpoint.discard_incomplete(self.location):
             log.info(f"removed incomplete checkpoint {name}")
         saved = dict(checkpoint.complete_checkpoints(self.location))
@@ -331,6 +327,25 @@ class Checkpoints:
         if request == ResumeRequest() and checkpoint.quarantined(self.location):
             self._reject_without_intact_checkpoint()
         return Start(resumes=False, weights=weights)
+
+    def _claim_location(self) -> None:
+        """Let only this attempt write checkpoints from now on.
+
+        Raises:
+            StaleAttempt: a later attempt, from another machine, or another run of the name has claimed it before.
+        """
+        run = hashlib.sha256(self._run_identity.encode()).hexdigest()
+        found = json.loads(checkpoint.claimed_by(self.location) or "{}")
+        if found and (found["run"] != run or found["attempt"] > (self.attempt or found["attempt"])):
+            raise checkpoint.StaleAttempt(
+                f"{self.location}: claimed by {_describe(found)}; this attempt ends"
+            )
+        claim = {"run": run, "attempt": self.attempt or 0, "node": node_name(), "id": uuid4().hex}
+        try:
+            checkpoint.claim(self.location, json.dumps(claim))
+            self._claim = json.dumps(claim)
+        except Exception as error:  # of any storage; saves are retried, which may succeed later
+            log.warning(f"{self.location}: cannot be claimed by this attempt: {error!r}")
 
     def _read_markers(self, saved: dict[int, Location]) -> dict[int, float | None]:
         """Validation loss of each checkpoint, by step; one with a corrupted marker is moved to quarantine."""
@@ -398,7 +413,9 @@ class Checkpoints:
                 raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this attempt ends")
             raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
         if self._claim and (owner := checkpoint.claimed_by(self.location)) != self._claim:
-            reason = f"claimed by another attempt, {owner}" if owner else "moved or removed during training"
+            reason = (
+                f"claimed by {_describe(json.loads(owner))}" if owner else "moved or removed during training"
+            )
             raise checkpoint.StaleAttempt(f"{self.location}: {reason}; this attempt ends")
         if self.attempt is None:
             return
@@ -411,6 +428,10 @@ class Checkpoints:
         if int(text) != self.attempt:
             reason = f"attempt {int(text)} has taken over the run"
             raise checkpoint.StaleAttempt(f"attempt {self.attempt} ends: {reason}")
+
+
+def _describe(claim: dict[str, Any]) -> str:
+    return f"attempt {claim['attempt']} on {claim['node']}"
 
 
 def load_base(weights: Location | None, optimizer: ShardedAdamW) -> None:

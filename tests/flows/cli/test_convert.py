@@ -85,7 +85,7 @@ def test_a_single_file_is_a_source(capsys, tmp_path):
         ),
         (
             ["tiny", "--to", "hf"],
-            "SOURCE = tiny: is a run; name its folder; nearest valid: store/runs/tiny\n",
+            "it is not a repository's name; nearest valid: store/runs/tiny\n",
         ),
     ],
 )

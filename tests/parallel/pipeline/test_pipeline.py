@@ -20,6 +20,7 @@ from parallel import (
 )
 from parallel.layout import layout_of
 from parallel.pipeline.pipeline import Pipeline
+from parallel.pipeline.schedules import count_lanes
 from parallel.pipeline.stages import cut_layers
 from tests.pool import mesh
 
@@ -105,7 +106,7 @@ def distances(
     exact.backward(SCALE.double())
     gradients = {name: parameter.grad for name, parameter in dense.named_parameters()}
     found, calls = {}, Counter()
-    lanes = 2 if schedule == "interleaved" else 1
+    lanes = count_lanes(pipeline) if schedule == "interleaved" else 1
     with mesh(pipeline=pipeline, tensor=tensor, pipeline_lanes=lanes) as m:
         cut = cut_layers([1] * layers, pipeline, schedule, cuts)
         stages = {i: Net(m, cut[i], layers) for i in range(m.pipeline.rank, len(cut), pipeline)}

@@ -8,7 +8,9 @@ from parallel.pipeline.schedules import (
     bubble,
     check_microbatches,
     choose_extra_forwards,
+    count_lanes,
     in_flight,
+    lane,
     one_forward_one_backward,
     step_time,
 )
@@ -100,3 +102,16 @@ def test_slow_early_stage_runs_extra_forwards():
     assert choose_extra_forwards([2.5, 1.9], 4) == 1
     assert step_time([2.5, 1.9], 4, extra_forwards=1) < 0.92 * step_time([2.5, 1.9], 4, extra_forwards=0)
     assert choose_extra_forwards([1.9, 2.5], 4) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_edges_before_and_after_a_stage_have_different_lanes(ranks):
+    lanes = count_lanes(ranks)
+    used = [lane(edge, ranks, lanes) for edge in range(4 * ranks)]
+    assert {*used} == {*range(lanes)}
+    for rank in range(ranks):
+        after = {used[edge] for edge in range(rank, len(used), ranks)}
+        before = {used[edge] for edge in range(rank + ranks - 1, len(used), ranks)}
+        assert len(after) == len(before) == 1
+        assert after != before
+    assert {lane(edge, ranks, 1) for edge in range(ranks)} == {0}

@@ -228,14 +228,18 @@ def test_attempt_on_another_machine_ends_this_one(dataset, tmp_path):
 
     def take_over() -> None:
         until(lambda: checkpoint.claimed_by(shared))
-        checkpoint.claim(shared, "id node-2")
+        claim = json.loads(checkpoint.claimed_by(shared))
+        checkpoint.claim(shared, json.dumps({**claim, "attempt": 2, "node": "node-2"}))
 
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(take_over)
         where = ("--run-folder", run, "--dataset", dataset, "--checkpoints", shared)
         output = micro.run("training.train", *where, processes=0, code=1)
         taking.result()
-    assert f"StaleAttempt: {shared}: claimed by another attempt, id node-2" in output
+    assert f"StaleAttempt: {shared}: claimed by attempt 2 on node-2" in output
+    # Nor does an earlier attempt that starts later, for instance from a queue, take the run back.
+    output = micro.run("training.train", *where, "--attempt", 1, processes=0, code=1)
+    assert f"StaleAttempt: {shared}: claimed by attempt 2 on node-2; this attempt ends" in output
 
 
 STOPPING = """
