@@ -239,17 +239,19 @@ def test_the_code_digest_follows_any_file_of_a_package(tmp_path, monkeypatch):
     assert keys.code_digest("some_package") != before
 
 
-def test_user_function_follows_the_modules_beside_it(tmp_path, monkeypatch):
+def test_metrics_follow_the_modules_beside_them_and_identities_do_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text("from helper import scale\nimport torch\ndef loss(logits, targets): ...\n")
-    Path("helper.py").write_text("import deeper\n")
+    Path("package").mkdir()
+    Path("own.py").write_text("from package.helper import scale\nimport torch\n")
+    Path("package/helper.py").write_text("import deeper\n")
     Path("deeper.py").write_text("scale = 1\n")
     Path("unrelated.py").write_text("")
-    before = keys._function("own:loss")
+    evaluated, identity = keys._function("own:metric", helpers=True), keys._function("own:metric")
     Path("unrelated.py").write_text("x = 1")
-    assert keys._function("own:loss") == before
+    assert keys._function("own:metric", helpers=True) == evaluated
     Path("deeper.py").write_text("scale = 2\n")
-    assert keys._function("own:loss") != before
+    assert keys._function("own:metric", helpers=True) != evaluated
+    assert keys._function("own:metric") == identity
 
 
 def test_capacity_changes_the_key_of_reference_probabilities():

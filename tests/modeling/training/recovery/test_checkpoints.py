@@ -238,6 +238,7 @@ def test_attempt_on_another_machine_ends_this_one(dataset, tmp_path):
         taking.result()
     assert f"StaleAttempt: {shared}: claimed by attempt 2 on node-2" in output
     # Nor does an earlier attempt that starts later, for instance from a queue, take the run back.
+    (run / "attempt").write_text("1")
     output = micro.run("training.train", *where, "--attempt", 1, processes=0, code=1)
     assert f"StaleAttempt: {shared}: claimed by attempt 2 on node-2; this attempt ends" in output
 
