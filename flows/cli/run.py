@@ -81,7 +81,9 @@ def run_flow(
     work_dir = Path(relative(str(store.work_dir)))
     log_file = work_dir / "logs" / f"{name}.log"
     terminal = TerminalHandler(PipeTolerantConsole(stderr=options.json, highlight=False))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = _StopRequest()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,10 +94,11 @@ def run_flow(
             from prefect.exceptions import CancelledRun
 
             configure_logging(terminal, log_file)
+            stop.check()
             try:
                 result = start()
-            except CancelledRun as stop:
-                raise KeyboardInterrupt(f", {stop}") from None
+            except CancelledRun as cancelled:
+                raise KeyboardInterrupt(f", {cancelled}") from None
     except ProfileError:
         raise
     except (KeyboardInterrupt, Exception) as error:
@@ -107,6 +110,25 @@ def run_flow(
     else:
         show(terminal.console, result)
     return DONE
+
+
+class _StopRequest:
+    """Signal handler that raises KeyboardInterrupt, as Python's does, and remembers it.
+
+    The interpreter drops an exception that is raised inside a destructor or a callback.
+    """
+
+    def __init__(self) -> None:
+        self._requested = False
+
+    def __call__(self, *_: object) -> None:
+        self._requested = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if it was requested before."""
+        if self._requested:
+            raise KeyboardInterrupt
 
 
 def _report_failure(error: BaseException, log_file: Path) -> int:

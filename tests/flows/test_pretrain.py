@@ -273,8 +273,8 @@ def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
     capsys.readouterr()
     assert main(["runs", "--store", str(store)]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert re.search(r"child +done +8 of 8 +\d\.\d{4} .* micro@4$", lines["child"])
-    assert re.search(r"micro +done +6 of 6 ", lines["micro"])
+    assert re.search(r"child +finished +8 of 8 +\d\.\d{4} .* micro@4$", lines["child"])
+    assert re.search(r"micro +finished +6 of 6 ", lines["micro"])
 
 
 def test_run_keeps_its_locked_data_until_it_is_updated(pretrain, store, profile, tmp_path):

@@ -58,7 +58,7 @@ def distances(
     x, weight, targets = problem(tokens, width, vocabulary)
     expected = exact(x, weight, targets)
     with mesh(tensor=degree) as m, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallel.loss._fuses", lambda logits: gpu)
+        patch.setattr("parallel.loss.becomes_one_kernel", lambda logits: gpu)
         axis = m.tensor
         rows = -(-vocabulary // degree)
         options = {"first": torch.tensor(axis.rank * rows), "vocabulary": vocabulary}
@@ -111,7 +111,7 @@ def one_process(
     x, weight, targets = problem(tokens, width, vocabulary)
     ours, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallel.loss._fuses", lambda logits: gpu)
+        patch.setattr("parallel.loss.becomes_one_kernel", lambda logits: gpu)
         loss = linear_cross_entropy(ours, w, targets, ONE, first=FIRST, vocabulary=vocabulary, chunk=chunk)
     loss.backward()
     for mine, theirs in zip((loss.detach(), ours.grad, w.grad), exact(x, weight, targets), strict=True):

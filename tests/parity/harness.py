@@ -361,7 +361,7 @@ def differences(results: Results, reference: Results) -> list[str]:
         pairs = zip(getattr(results, kind), getattr(reference, kind), strict=True)
         for number, (found_value, exact) in enumerate(pairs):
             if not math.isclose(found_value, exact, rel_tol=tolerance):
-                found.append(f"{kind}, number {number}: {found_value} instead of {exact}")
+                found.append(f"{kind}, step {number}: {found_value} instead of {exact}")
     total_norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in reference.gradients.values()))
     # Where the exact gradient is zero, AdamW turns rounding errors into full-size steps; they do not change outputs.
     largest_distance = 2 * RATE * len(reference.losses)

@@ -412,13 +412,16 @@ class Checkpoints:
             if identity:
                 raise checkpoint.StaleAttempt(f"{self.run}: now belongs to another run; this attempt ends")
             raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
+        if self.attempt is not None:
+            self._check_attempt()
         if self._claim and (owner := checkpoint.claimed_by(self.location)) != self._claim:
             reason = (
                 f"claimed by {_describe(json.loads(owner))}" if owner else "moved or removed during training"
             )
             raise checkpoint.StaleAttempt(f"{self.location}: {reason}; this attempt ends")
-        if self.attempt is None:
-            return
+
+    def _check_attempt(self) -> None:
+        """Raise StaleAttempt if the run folder's attempt is not this one."""
         path = self.run / run_files.ATTEMPT
         text = state_files.read_text(path)
         if text is None:

@@ -5,6 +5,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from parallel import Axis, Mesh, ShardedAdamW, initialize
+from parallel.device import Download
 from parallel.experts import grouped, lora
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
@@ -56,14 +57,14 @@ def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation
 def host_reads_of_experts() -> tuple[int, int]:
     """Host copies in forward and backward of experts with biases on two ranks; repeats of unknown size."""
     copies, unknown = [], []
-    to_host, repeat = torch.Tensor.cpu, torch.Tensor.repeat_interleave
+    wait, repeat = Download.wait, torch.Tensor.repeat_interleave
 
     def counted(*arguments, **options):
         unknown.extend([1] if options.get("output_size") is None else [])
         return repeat(*arguments, **options)
 
     with mesh(data=2, expert=2) as m, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "cpu", lambda x: copies.append(1) or to_host(x))
+        patch.setattr(Download, "wait", lambda download: copies.append(1) or wait(download))
         patch.setattr(torch.Tensor, "repeat_interleave", counted)
         patch.setattr(grouped, "has_kernel", lambda parameters: True)  # as on GPUs
         given = inputs()
