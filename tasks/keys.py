@@ -310,9 +310,11 @@ def code_digest(*packages: str) -> str:
 
 
 def _function(name: str, *, helpers: bool = False) -> list[Any]:
-    """A user function, `module:function`, with the hash of its file; `helpers`: also of those beside it that it imports.
+    """A user function, `module:function`, with the hash of its file.
 
-    A run's identity is without them: it is compared with those of earlier versions.
+    Args:
+        helpers: also hash the files beside it that it imports. A run's identity does not: it is compared with those of
+            earlier versions.
     """
     module = name.partition(":")[0]
     path = user_functions.module_file(module)
