@@ -335,10 +335,11 @@ class Checkpoints:
             StaleAttempt: a later attempt, from another machine, or another run of the name has claimed it before.
         """
         run = hashlib.sha256(self._run_identity.encode()).hexdigest()
-        found = json.loads(checkpoint.claimed_by(self.location) or "{}")
+        owner = checkpoint.claimed_by(self.location)
+        found = state_files.parse(owner)  # None without a claim, or if it was cut off
         if found and (found["run"] != run or found["attempt"] > (self.attempt or found["attempt"])):
             raise checkpoint.StaleAttempt(
-                f"{self.location}: claimed by {_describe(found)}; this attempt ends"
+                f"{self.location}: claimed by {_describe(owner)}; this attempt ends"
             )
         claim = {"run": run, "attempt": self.attempt or 0, "node": node_name(), "id": uuid4().hex}
         try:
@@ -415,9 +416,7 @@ class Checkpoints:
         if self.attempt is not None:
             self._check_attempt()
         if self._claim and (owner := checkpoint.claimed_by(self.location)) != self._claim:
-            reason = (
-                f"claimed by {_describe(json.loads(owner))}" if owner else "moved or removed during training"
-            )
+            reason = f"claimed by {_describe(owner)}" if owner else "moved or removed during training"
             raise checkpoint.StaleAttempt(f"{self.location}: {reason}; this attempt ends")
 
     def _check_attempt(self) -> None:
@@ -433,8 +432,9 @@ class Checkpoints:
             raise checkpoint.StaleAttempt(f"attempt {self.attempt} ends: {reason}")
 
 
-def _describe(claim: dict[str, Any]) -> str:
-    return f"attempt {claim['attempt']} on {claim['node']}"
+def _describe(claim: str) -> str:
+    found = state_files.parse(claim)
+    return f"attempt {found['attempt']} on {found['node']}" if found else "another attempt"
 
 
 def load_base(weights: Location | None, optimizer: ShardedAdamW) -> None:

@@ -224,10 +224,12 @@ def test_moved_run_folder_is_not_recreated(dataset, tmp_path):
 def test_attempt_on_another_machine_ends_this_one(dataset, tmp_path):
     """Its run folder is a copy; only the checkpoints are shared."""
     shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "owner").write_text('{"run": "cut')  # by a crash
     run = micro.run_folder(tmp_path / "run", *ALONE, "checkpoint.every=1", "train.steps=5000")
 
     def take_over() -> None:
-        until(lambda: checkpoint.claimed_by(shared))
+        until(lambda: checkpoint.claimed_by(shared).endswith("}"))
         claim = json.loads(checkpoint.claimed_by(shared))
         checkpoint.claim(shared, json.dumps({**claim, "attempt": 2, "node": "node-2"}))
 
