@@ -44,32 +44,10 @@ asyncio.run(provide_database_interface().create_db())
 """
 SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_database", "prefect_ui"}
 """Fixtures that start servers, clusters or processes: `make test-fast` skips tests that use one."""
-SLOW_FILES = {
-    *("benchmarks/test_parallel", "emulation/test_programs", "flows/cli/test_cli", "flows/cli/test_profiles"),
-    "modeling/planning/test_planner",
-    *("modeling/supervision/test_watchdog", "modeling/test_check_device", "modeling/tracing/test_operators"),
-    *(
-        "modeling/tracing/test_trace",
-        "modeling/training/test_anomalies",
-        "modeling/training/test_checkpoints",
-    ),
-    *(
-        "modeling/training/test_train",
-        "profiles/test_training",
-        "tasks/launchers/test_local",
-        "tasks/launchers/test_conformance",
-    ),
-    *("tasks/store/test_fault_injection", "tasks/store/test_remote_store", "tasks/evaluation/test_held_out"),
-    *("tasks/steps/test_graphs", "tasks/steps/test_training"),
-    *("tasks/launchers/test_kubernetes", "tasks/tracking/test_tracking"),
-}
-"""Files that start processes themselves or take more than 20 s: `make test-fast` skips them too."""
-_LONGEST = (
-    *("slurm", "emulation", "docs", "flows", "browser", "benchmarks"),
-    *("parity", "profiles", "parallel", "modeling", "tasks"),
-)
+
+_LONGEST = ("slurm", "emulation", "docs", "flows", "browser", "benchmarks", "parity", "profiles")
 START_ORDER = {folder: position for position, folder in enumerate(_LONGEST)}
-"""Order in which folders start: those whose files take longest first."""
+"""Folders that start first, since their files take longest."""
 NO_SKIPS = os.environ.get("TRAINSHED_NO_SKIPS") == "1"
 
 
@@ -142,8 +120,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items):
     """Mark slow tests, and put the longest groups first so that workers finish together."""
     for item in items:
-        file = item.nodeid.partition(".py::")[0].removeprefix("tests/")
-        if SLOW_FIXTURES & set(item.fixturenames) or file in SLOW_FILES:
+        if SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker("slow")
     _skip_without_gpu([item for item in items if item.get_closest_marker("cuda")])
     items.sort(key=lambda item: START_ORDER.get(_folder(item.nodeid), len(START_ORDER)))

@@ -10,6 +10,8 @@ import pytest
 from benchmarks.harness.processes import Measurement, largest_difference
 from benchmarks.rows.comparisons import Result
 
+pytestmark = pytest.mark.slow
+
 
 def benchmark(*arguments):
     command = [sys.executable, "-m", "benchmarks.parallel", *arguments]

@@ -132,7 +132,7 @@ def test_model_of_the_page_equals_transformers_trains_and_is_exported(examples, 
     from flows.pretrain import pretrain
     from tests.flows.micro import exported, write_profile
     from tests.forked_jobs import forked_jobs
-    from tests.modeling.models.huggingface import assert_match
+    from tests.modeling.models.families.huggingface import assert_match
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
     assert_match(Qwen2ForCausalLM, Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))

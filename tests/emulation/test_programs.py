@@ -12,6 +12,8 @@ from tests.emulation.program import FAULTS, SLOW_SECONDS
 from tests.forked_jobs import run_forked
 from tests.modeling import micro
 
+pytestmark = pytest.mark.slow
+
 STEPS, PASSES = 3, 2  # of an evaluation
 STEPS_OF_TRAINING = ("train", "slow", "steps", "recorded steps")
 SETTINGS = (

@@ -20,6 +20,8 @@ from parallel.layers import products
 from parallel.layers.products import Float8
 from profiles import resolve
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def run_environment(monkeypatch):

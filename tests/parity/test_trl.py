@@ -43,7 +43,7 @@ from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
-from tests.modeling.models.huggingface import boxes, to_our_names
+from tests.modeling.models.families.huggingface import boxes, to_our_names
 
 S, TOLERANCE = 48, 1e-5
 SIZES = {

@@ -16,6 +16,8 @@ from profiles import resolve
 from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
 
+pytestmark = pytest.mark.slow
+
 STEPS, SEQUENCE, VOCABULARY = 3, 32, 301  # a vocabulary that no degree divides, as GPT-2's
 TOLERANCE = 1e-5
 # Degrees in proportion: 32 tensor ranks over 8 KV heads are 4 over 2, and 8 ranks are 2.

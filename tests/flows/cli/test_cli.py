@@ -18,6 +18,8 @@ from tests.flows.micro import settings, write_shadowing_modules
 from tests.tasks.reporting.run_folders import write_run
 from tests.tasks.source_files import write_pair
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = ("run", "branches", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
 
 

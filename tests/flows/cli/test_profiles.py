@@ -11,6 +11,8 @@ from profiles import resolve
 from tests.flows.micro import losses, settings, write_profile
 from tests.forked_jobs import forked_jobs
 
+pytestmark = pytest.mark.slow
+
 THROUGH_THE_COMMAND = "llama3-70b"  # by `trainshed run` and torchrun; the ranks of the others are forked
 SMALL = (
     *(

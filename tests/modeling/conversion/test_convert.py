@@ -44,7 +44,7 @@ from modeling.conversion.convert import Options, convert
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
-from tests.modeling.conversion import nxd_shards
+from tests.modeling.conversion.nxd import nxd_shards
 from tests.parallel.checkpoint.test_checkpoint import build, train_step
 from tests.parity.harness import Case
 

@@ -16,7 +16,7 @@ from modeling.conversion import formats, mxfp4
 from modeling.conversion.convert import Options, convert
 from modeling.models.families import model_class
 from parallel import Mesh
-from tests.modeling.models.huggingface import boxes
+from tests.modeling.models.families.huggingface import boxes
 
 HIDDEN, WIDTH, EXPERTS, LAYERS = 64, 96, 4, 2
 CONFIG = GptOssConfig(

@@ -24,6 +24,8 @@ from profiles.check import with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES
 
+pytestmark = pytest.mark.slow
+
 ZERO1 = ("parallel.data_sharding=zero1",)
 
 

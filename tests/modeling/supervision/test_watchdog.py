@@ -18,6 +18,8 @@ from modeling.supervision.timeouts import PHASES, STEP, Timeouts
 from tests.forkserver import forkserver
 from tests.slurm.conftest import until
 
+pytestmark = pytest.mark.slow
+
 HOME = Path(__file__).parents[3]
 # Three steps, which set the hang timeout; then rank 1 hangs and rank 0 waits for it.
 PROGRAM = """

@@ -12,6 +12,8 @@ from profiles.resolve import load
 from tests.modeling import micro
 from tests.modeling.tracing.test_trace import SPREAD, profile
 
+pytestmark = pytest.mark.slow
+
 
 def test_operators_are_counted_by_program(tmp_path):
     found = operators.count_operators(trace(profile(tmp_path)))

@@ -21,6 +21,8 @@ from parallel.attention import kernels
 from profiles.resolve import load
 from tests.modeling import micro
 
+pytestmark = pytest.mark.slow
+
 # every mesh axis: KV heads replicated on two ranks each, two stages, context 2
 SPREAD = (
     "model.num_attention_heads=8",

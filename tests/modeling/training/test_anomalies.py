@@ -15,6 +15,8 @@ from modeling.supervision.stragglers import WINDOW, Stragglers
 from modeling.training.anomalies import sample_number
 from tests.modeling import micro
 
+pytestmark = pytest.mark.slow
+
 STEPS, BATCH = 60, 4
 BAD = (33, 34, 35, 36)  # steps whose samples are random tokens
 SETTINGS = (

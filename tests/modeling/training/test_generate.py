@@ -9,7 +9,7 @@ from modeling.training import generate
 from modeling.training.trainer import Trainer
 from parallel import initialize
 from profiles.huggingface.config import to_config_json
-from tests.modeling.models.huggingface import as_stored, boxes
+from tests.modeling.models.families.huggingface import as_stored, boxes
 from tests.parity.harness import Case, batch
 
 

@@ -14,6 +14,8 @@ import pytest
 from tests.modeling import micro
 from tests.modeling.training.test_user_functions import shadow_packages
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:

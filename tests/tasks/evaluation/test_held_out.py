@@ -15,6 +15,8 @@ from tasks.step import Context
 from tasks.steps.training import TrainingStep
 from tasks.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 
 def run_folder(profile, store, name):
     folder = store.run_folder(name).prepare("identity")

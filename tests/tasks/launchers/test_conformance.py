@@ -6,6 +6,8 @@ from profiles import resolve
 from tasks.launchers import create
 from tasks.launchers.conformance import LauncherConformance
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ("cluster.launcher=kubernetes", "cluster.kubernetes={image: trainshed, claim: store, mount: /}")
 
 

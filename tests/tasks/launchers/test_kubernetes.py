@@ -10,6 +10,8 @@ from tasks.launchers import Job, create, execute
 from tasks.launchers.conformance import facts, wait
 from tests.tasks.launchers.test_conformance import SETTINGS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def launcher(cluster):

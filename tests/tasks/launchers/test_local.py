@@ -14,6 +14,8 @@ from tasks.launchers import Job, JobFailed, base, create, execute
 from tasks.launchers.local import MARKER, LocalLauncher
 from tasks.launchers.log_follower import LogFollower
 
+pytestmark = pytest.mark.slow
+
 RANKS = """
 import os, pathlib, signal, sys, time
 rank, folder = os.environ.get("RANK", "alone"), pathlib.Path(sys.argv[1])

@@ -14,7 +14,7 @@ from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import SourceError
 from tests import s3
 from tests.hub import Hub
-from tests.modeling.conversion import nxd_shards
+from tests.modeling.conversion.nxd import nxd_shards
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from profiles.errors import ProfileError
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
-from tests.modeling.conversion import nxd_shards
+from tests.modeling.conversion.nxd import nxd_shards
 
 HEADS = {"num_attention_heads": nxd_shards.HEADS, "num_key_value_heads": nxd_shards.KV_HEADS}
 MODEL = {

@@ -22,6 +22,8 @@ from tasks.store.store import Store
 from tests.forked_jobs import forked_jobs
 from tests.modeling import micro
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ("compile.enabled=true", "train.steps=6", "evaluate.every=3", "checkpoint.every=2")
 ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "evaluate.every=0")
 LOSS = "loss, evaluation"  # the program that is quickest to compile

@@ -13,6 +13,8 @@ from tasks.steps.training import LogForwarder, TrainingStep
 from tasks.store import runs
 from tests.tasks.evaluation.test_held_out import run_folder
 
+pytestmark = pytest.mark.slow
+
 
 def test_stopped_job_has_the_grace_period_to_save(tokenized):
     """The ranks are suspended, so they never save."""

@@ -17,6 +17,8 @@ from tests import faults, s3
 from tests.tasks.store.test_artifacts import FILES, publish
 from tests.unreliable import Proxy
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 100
 SHARE = 0.1  # of the operations fail
 STATE = {"profile.yaml": b"model: tiny\n", "metrics.jsonl": b'{"step": 1}\n' * 50, "graphs.json": b"{}"}

@@ -21,6 +21,8 @@ from tests import s3
 from tests.tasks.store.test_artifacts import FILES, publish
 from tests.unreliable import Proxy
 
+pytestmark = pytest.mark.slow
+
 SECRET = "a-secret-access-key-that-only-the-tests-know"
 LARGE = {"large.bin": os.urandom(12 << 20)}
 

@@ -18,6 +18,8 @@ from tasks.tracking import process
 from tasks.tracking.process import labels_of, tracking
 from tests.tasks.tracking import wandb_files
 
+pytestmark = pytest.mark.slow
+
 TAG = "loss/loss"
 
 

@@ -17,6 +17,8 @@ from tests import disk
 from tests.modeling import micro
 from tests.slurm.conftest import until
 
+pytestmark = pytest.mark.slow
+
 ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1")
 
 

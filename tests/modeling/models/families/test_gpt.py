@@ -8,7 +8,7 @@ from modeling.models.families.gpt import GPT
 from parallel import Mesh, initialize
 from parallel.random import sample_keys
 from profiles.sections.model import Model
-from tests.modeling.models.huggingface import assert_match
+from tests.modeling.models.families.huggingface import assert_match
 
 CASES = {
     "tied": {},

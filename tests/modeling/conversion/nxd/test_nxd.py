@@ -13,9 +13,9 @@ from modeling.conversion.convert import Options, convert
 from modeling.conversion.nxd import files as nxd_files
 from modeling.conversion.weights import Weights
 from profiles.errors import ProfileError
-from tests.modeling.conversion import nxd_shards
+from tests.modeling.conversion.nxd import nxd_shards
 
-FIXTURES = Path(__file__).parents[2] / "fixtures" / "nxd"
+FIXTURES = Path(__file__).parents[3] / "fixtures" / "nxd"
 CASES = sorted(path.name for path in FIXTURES.iterdir())
 TWO_STAGES = [range(2), range(2, 4)]
 ONE_STAGE = [range(4)]

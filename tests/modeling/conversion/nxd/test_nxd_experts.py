@@ -13,9 +13,9 @@ from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.nxd import experts as nxd_experts
-from tests.modeling.conversion import nxd_shards
-from tests.modeling.conversion.nxd_shards import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
-from tests.modeling.conversion.test_nxd import ONE_STAGE, TWO_STAGES, assert_equal
+from tests.modeling.conversion.nxd import nxd_shards
+from tests.modeling.conversion.nxd.nxd_shards import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
+from tests.modeling.conversion.nxd.test_nxd import ONE_STAGE, TWO_STAGES, assert_equal
 
 EXPERTS = 4
 MIXTRAL = {

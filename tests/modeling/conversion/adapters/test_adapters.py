@@ -11,8 +11,8 @@ from modeling.conversion.adapters.peft import PeftAdapters
 from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.convert import Options, convert
 from profiles.errors import ProfileError
-from tests.modeling.conversion import nxd_shards
-from tests.modeling.conversion.nxd_shards import LAYERS
+from tests.modeling.conversion.nxd import nxd_shards
+from tests.modeling.conversion.nxd.nxd_shards import LAYERS
 
 RANK, ALPHA = 3, 6
 FILE = "step_9/model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt"

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests.modeling.models.huggingface import assert_match
+from tests.modeling.models.families.huggingface import assert_match
 
 LLAMA3 = {
     "rope_type": "llama3",
