@@ -27,6 +27,8 @@ from typing import Any
 
 from benchmarks.harness.processes import training_ranks
 from benchmarks.harness.timing import make_parser
+from modeling import run_files
+from profiles import resolve
 from tests.flows.micro import settings, write_profile
 from tests.slurm.cluster import Cluster, missing
 
@@ -116,7 +118,9 @@ def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
     yield "node killed", run.recover(lambda: cluster.kill_node(victim))
     median = statistics.median(row["step_seconds"] for row in run.rows()[-100:])
     hang = run.recover(lambda: training_ranks(run.run_folder)[1].suspend(), detect=True)
-    yield "rank hung", {**hang, "limit": 5 * median + 30}
+    cluster_keys = resolve.load(str(run.run_folder / run_files.PROFILE)).cluster
+    limit = cluster_keys.hang_factor * median + cluster_keys.hang_seconds
+    yield "rank hung", {**hang, "limit": limit}
 
     run.wait_for(lambda: run.last_step() % INTERVAL > INTERVAL // 2)
     jobs = [job[0] for job in cluster.jobs()]

@@ -1,4 +1,4 @@
-"""Valid tensor degrees, microbatch counts, pipeline cuts and checkpointing modes.
+"""Valid tensor degrees, microbatch counts, pipeline cuts, checkpointing modes and sizes in FP8.
 
 Shared with profile validation, so it does not import torch.
 """
@@ -11,6 +11,8 @@ from itertools import pairwise
 
 RECOMPUTE_MODES = ("none", "selective", "full")
 """Modes of activation checkpointing, by increasing recomputation."""
+FP8_MULTIPLE = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}
+"""By FP8 recipe, the number of which each dim of a product's factors is a multiple."""
 
 
 def valid_tensor_degrees(heads: int, kv_heads: int) -> list[int]:

@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
         reason = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         raise ProfileError("SOURCE", options.source, reason) from None
     except ValueError as error:
-        print_stderr(f"trainshed: {error}")
+        named = any(str(folder) in str(error) for folder in (options.source, destination))
+        print_stderr(f"trainshed: {error}" if named else f"trainshed: SOURCE = {options.source}: {error}")
         return REJECTED
     except (OSError, RuntimeError) as error:
         print_stderr(f"trainshed: {error}")

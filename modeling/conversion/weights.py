@@ -63,10 +63,14 @@ class Weights:
         self.shapes = global_shapes(model)
         unknown = sorted(self.parts.keys() - self.shapes.keys())
         if unknown:
-            raise ValueError(f"tensors that the model does not have: {summarize(unknown)}")
+            raise ValueError(
+                f"tensors that the model does not have: {summarize(unknown)}; is the config this model's?"
+            )
         missing = [name for name in self.shapes if not self.parts.get(name)]
         if missing:
-            raise ValueError(f"tensors of the model are missing: {summarize(missing)}")
+            raise ValueError(
+                f"tensors of the model are missing: {summarize(missing)}; is the config this model's?"
+            )
         for name, shape in self.shapes.items():
             _check(name, shape, self.parts[name])
 

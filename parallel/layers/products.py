@@ -36,8 +36,6 @@ from parallel.host_products import multiply, uses_onednn
 from parallel.mesh import Axis
 from parallel.torch_internals import scaled_mm
 
-# By recipe, the number of which each dim of a factor is a multiple.
-MULTIPLE = {"tensorwise": 16, "rowwise": 16, "mxfp8": 32}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK = 32
 TINY = 1e-12  # smallest magnitude to derive a scale from, for rows of zeros
@@ -109,10 +107,10 @@ class _Linear(Function):
 
 @dataclass(frozen=True)
 class Float8(Products):
-    """The three products in FP8; every dim of the factors must be a multiple of MULTIPLE[recipe].
+    """The three products in FP8; every dim of the factors must be a multiple of FP8_MULTIPLE[recipe].
 
     Args:
-        recipe: one of MULTIPLE.
+        recipe: one of FP8_MULTIPLE.
         emulated: whether to multiply dequantized factors, on devices without FP8 products.
     """
 

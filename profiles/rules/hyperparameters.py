@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel.constraints import minimum_stages_per_rank
+from parallel.constraints import FP8_MULTIPLE, minimum_stages_per_rank
 from profiles.errors import ProfileError
 from profiles.recompute import AUTO
 from profiles.schema import Profile
@@ -34,7 +34,7 @@ def check_precision(profile: Profile) -> None:
         raise ProfileError(
             "train.precision", "fp8", reason, ["bf16", *(f"train.fp8_recipe={name}" for name in others)]
         )
-    of = 32 if train.fp8_recipe == "mxfp8" else 16
+    of = FP8_MULTIPLE[train.fp8_recipe]
     tensor, d = profile.parallel.tensor, model.head_dim
     tokens = profile.micro_batch_rows * train.sequence_length // profile.parallel.context
     sizes = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from modeling import run_files
 from profiles import resolve
-from profiles.errors import ProfileError, closest, format_value
+from profiles.errors import ProfileError, format_value
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart
@@ -24,6 +24,7 @@ from tasks.reporting.format import (
     format_step_time,
 )
 from tasks.reporting.history import History
+from tasks.store.runs import unknown_local_run
 from tasks.store.store import Store
 
 UNKNOWN = "–"
@@ -118,10 +119,7 @@ def _find_folder(store: Store, name: str) -> Path:
     folder = Path(name) if "/" in name else store.work_dir / "runs" / name
     if (folder / run_files.PROFILE).is_file():
         return folder
-    runs = folder.parent
-    known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
-    nearest = closest(name, known, 3)
-    raise ProfileError("run", name, f"no such run in {runs}", nearest)
+    raise unknown_local_run("run", name, folder.parent)
 
 
 def _load_run(folder: Path, history: History) -> dict[str, Any]:

@@ -298,7 +298,20 @@ def files_by_run(store: Store) -> dict[str, dict[str, int]]:
 def unknown_run(store: Store, key: str, name: str) -> ProfileError:
     """The error for a run that the store does not have, with the nearest names that it has."""
     names = [entry for entry in store.backend.entries("runs") if not entry.startswith(".")]
-    return ProfileError(key, name, f"there is no such run in {store.uri}", closest(name, names, 3))
+    return no_such_run(key, name, store.uri, names)
+
+
+def unknown_local_run(key: str, name: str, runs: Path) -> ProfileError:
+    """As `unknown_run`, for a folder of run folders on this machine."""
+    known = sorted(path.parent.name for path in runs.glob(f"*/{run_files.PROFILE}"))
+    return no_such_run(key, name, runs, known)
+
+
+def no_such_run(key: str, name: str, where: str | Path, known: Iterable[str]) -> ProfileError:
+    """The error for a run that is not there; `trainshed runs` lists those that are."""
+    return ProfileError(
+        key, name, f"no such run in {where}; `trainshed runs` lists them", closest(name, known, 3)
+    )
 
 
 def read_inputs(folder: Path) -> dict[str, str]:

@@ -170,7 +170,7 @@ def test_export_flow_exports_an_existing_run(series):
     _, store, _ = series
     folder = export("nightly", str(store))
     assert folder.endswith("nightly/export")
-    with pytest.raises(ValueError, match="run = nobody: there is no such run in"):
+    with pytest.raises(ValueError, match="run = nobody: no such run in"):
         export("nobody", str(store))
 
 
@@ -212,5 +212,5 @@ def test_series_on_s3_continues_on_any_machine(prefect_server, tmp_path, monkeyp
             assert (folder / "config.json").exists()
             assert "model.safetensors" in bucket.files(f"runs/{name}/export")
         assert not (tmp_path / "third/runs/nightly/standing.json").exists()
-        with pytest.raises(ValueError, match="run = nobody: there is no such run in s3://"):
+        with pytest.raises(ValueError, match="run = nobody: no such run in s3://"):
             export("nobody", store, str(tmp_path / "third"))

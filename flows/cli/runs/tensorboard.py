@@ -11,7 +11,9 @@ from pathlib import Path
 
 from flows.cli.exit_codes import DONE, FAILED
 from flows.ui.console import print_stderr
-from profiles.errors import ProfileError, closest
+from modeling import run_files
+from profiles.errors import ProfileError
+from tasks.store.runs import unknown_local_run
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,13 +47,11 @@ def log_folder(run: str | None, store: str) -> Path:
     if "://" in store:
         reason = "TensorBoard reads local run folders; give the profile's cluster.work_dir"
         raise ProfileError("store", store, reason)
-    known = sorted(path.parent.name for path in runs.glob("*/profile.yaml"))
     if run is None:
-        if not known:
+        if not any(runs.glob(f"*/{run_files.PROFILE}")):
             raise ProfileError("store", store, f"there are no runs in {runs}")
         return runs
     folder = Path(run) if "/" in run else runs / run
     if not folder.is_dir():
-        nearest = closest(run, known, 3)
-        raise ProfileError("run", run, f"no such run in {runs}", nearest)
+        raise unknown_local_run("run", run, runs)
     return folder

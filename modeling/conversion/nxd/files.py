@@ -244,7 +244,9 @@ def _check_vocabulary(rows: _LocalRows, model: Model, tensor: int) -> None:
     padding = rows.vocabulary * tensor - model.vocab_size
     if not 0 <= padding < PADDING * tensor:
         held = rows.vocabulary * tensor
-        raise ValueError(f"the shards hold {held} rows of the vocabulary; the model has {model.vocab_size}")
+        raise ValueError(
+            f"the shards hold {held} rows of the vocabulary, the model's config {model.vocab_size}; is it this model's?"
+        )
 
 
 def shard_files(

@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from parallel.layers.products import E4M3, MULTIPLE, Float8, Products, dequantize, quantize, swizzle
+from parallel.constraints import FP8_MULTIPLE
+from parallel.layers.products import E4M3, Float8, Products, dequantize, quantize, swizzle
 from tests.parity.harness import Case, run, train
 
 EXACT = Products()
@@ -27,7 +28,7 @@ def results(products, x, weight, grad):
     ]
 
 
-@pytest.mark.parametrize("recipe", MULTIPLE)
+@pytest.mark.parametrize("recipe", FP8_MULTIPLE)
 def test_emulated_products_approximate_exact_ones(recipe):
     for found, exact in zip(
         results(Float8(recipe, True), *factors()), results(EXACT, *factors()), strict=True
@@ -38,7 +39,7 @@ def test_emulated_products_approximate_exact_ones(recipe):
 def test_only_row_scales_preserve_small_rows():
     x, weight, _ = factors()
     exact = EXACT.forward(x, weight)
-    for recipe in MULTIPLE:
+    for recipe in FP8_MULTIPLE:
         errors = (Float8(recipe, True).forward(x, weight) - exact).norm(dim=1) / exact.norm(dim=1)
         assert (errors.max() < 0.1) == (recipe != "tensorwise")
 

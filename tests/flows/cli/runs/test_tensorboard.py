@@ -104,7 +104,7 @@ def test_unknown_run_is_rejected_with_existing_names(run, capsys, monkeypatch, t
     monkeypatch.chdir(tmp_path)
     assert main(["tensorboard", "frist"]) == 2
     assert capsys.readouterr().err == (
-        "trainshed: run = frist: no such run in store/runs; nearest valid: first\n"
+        "trainshed: run = frist: no such run in store/runs; `trainshed runs` lists them; nearest valid: first\n"
     )
 
 
