@@ -45,7 +45,7 @@ from tasks.steps.graphs import GraphsStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.steps.training import TrainingStep
 from tasks.store import activities, ledger, runs
-from tasks.store.store import Store
+from tasks.store.store import open_store
 
 
 @flow(name="continual", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
@@ -65,7 +65,7 @@ def continual(
     if run.fine_tunes:
         reason = "continual pretraining supports objective.kind pretrain without LoRA only"
         raise ProfileError("profile", profile, reason)
-    opened = Store(store, run.cluster.work_dir or "store")
+    opened = open_store(store, run.cluster.work_dir or "store")
     # If scheduled flow runs overlap, the later one waits for the lock, and then finds no new data.
     with activities.begin(opened, "continual", run.name):
         return _round(flow_context(run, opened))

@@ -42,7 +42,7 @@ from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
 from tasks.store.artifacts import Artifact
-from tasks.store.store import Store
+from tasks.store.store import Store, open_store
 from tasks.tracking.process import catch_up
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def evaluate(
     """
     name, step = _split(run)
     require_harness(list(tasks), include)
-    opened = Store(store, work_dir)
+    opened = open_store(store, work_dir)
     folder = runs.fetch(opened, name)
     profile, changed = _profile(folder, overrides)
     _require_checkpoint(opened, name, step, follow=follow)

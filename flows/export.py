@@ -17,7 +17,7 @@ from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.export import ExportStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
-from tasks.store.store import Store
+from tasks.store.store import open_store
 
 
 @flow(name="export", flow_run_name="{run}", **SHOW_FAILURE)
@@ -31,7 +31,7 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         work_dir: With a store on S3, the local folder of run folders, like cluster.work_dir of a profile; a run missing there is
             restored from the store.
     """
-    opened = Store(store, work_dir)
+    opened = open_store(store, work_dir)
     folder = runs.fetch(opened, run)
     with activities.begin(opened, "exporting", run):
         saved = opened.run_folder(run).checkpoint_steps()

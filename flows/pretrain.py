@@ -56,7 +56,7 @@ from tasks.steps.tokenizer import TokenizerStep, check_fits
 from tasks.steps.training import TrainingStep
 from tasks.store import activities, ledger, runs
 from tasks.store.artifacts import Artifact
-from tasks.store.store import Store
+from tasks.store.store import Store, open_store
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def train_profile(
         run: the resolved profile.
         command: the command line that it was resolved from.
     """
-    opened = Store(command.store, run.cluster.work_dir or "store")
+    opened = open_store(command.store, run.cluster.work_dir or "store")
     run = locate_runs(run, opened)
     with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened)) as runner:
         parent = find_parent(opened, fork) if fork else None

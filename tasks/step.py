@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from os import cpu_count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from modeling.cores import usable_cores
 from profiles.schema import Profile
 from tasks.inputs import Inputs, resolve
 from tasks.store.artifacts import Artifact
@@ -28,7 +28,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def map_in_threads(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -> Iterable[R]:
     """Call a function for each item on a thread per core; yields the results in order."""
-    with ThreadPoolExecutor(cpu_count()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         yield from pool.map(function, items)
 
 

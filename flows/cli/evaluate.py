@@ -13,13 +13,13 @@ from modeling import run_files
 from profiles import resolve
 from tasks.reporting.format import format_value
 from tasks.store import runs
-from tasks.store.store import Store
+from tasks.store.store import open_store
 
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate; print the metrics by step. Raises ProfileError for an unknown run, checkpoint or override."""
     name = options.run.partition("@")[0]
-    folder = runs.fetch(Store(options.store, options.work_dir), name)
+    folder = runs.fetch(open_store(options.store, options.work_dir), name)
     profile = resolve.load(str(folder / run_files.PROFILE), options.overrides, name)
 
     def start() -> list[dict[str, Any]]:

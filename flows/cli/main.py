@@ -9,6 +9,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 from flows.cli.arguments import HelpFormatter, Parser, integer, override
@@ -19,7 +20,8 @@ from profiles.errors import ProfileError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code; errors are printed in one line."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(given or ["--help"])
     try:
         code = importlib.import_module(options.module).run(options)
         sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's exit
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     root.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a screen has 24 lines
+    root.add_argument("--version", action="version", version=_version(), help=argparse.SUPPRESS)
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_training(commands)
     _add_experiments(commands)
@@ -60,6 +63,10 @@ def parser() -> argparse.ArgumentParser:
     _add_planning(commands)
     _add_tools(commands)
     return root
+
+
+def _version() -> str:
+    return f"trainshed {metadata.version('trainshed')}"
 
 
 def _add_training(commands: Any) -> None:

@@ -35,7 +35,7 @@ from profiles.schema import Profile
 from tasks.gate import GateMissed
 from tasks.reporting.format import format_perplexity
 from tasks.sources.shard import SOURCE_ERRORS
-from tasks.store.store import Store
+from tasks.store.store import open_store
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def run_flow(
     Raises:
         ProfileError: an invalid profile or store.
     """
-    store = Store(options.store, profile.cluster.work_dir or "store")  # rejects an unknown scheme
+    store = open_store(options.store, profile.cluster.work_dir or "store")  # rejects an unknown scheme
     work_dir = Path(relative(str(store.work_dir)))
     log_file = work_dir / "logs" / f"{name}.log"
     terminal = TerminalHandler(PipeTolerantConsole(stderr=options.json, highlight=False))

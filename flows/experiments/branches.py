@@ -33,7 +33,7 @@ from tasks.reporting import branches_page
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
-from tasks.store.store import Store
+from tasks.store.store import Store, open_store
 
 
 def load(file: str, store: Store | None = None) -> tuple[Branches, PlannedRun, list[PlannedRun], list[Plan]]:
@@ -61,7 +61,7 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
     """
     first = load_experiment(Branches, file)
     work_dir = resolve.load(first.target, first.overrides).cluster.work_dir
-    opened = Store(store, work_dir or "store")
+    opened = open_store(store, work_dir or "store")
     described, trunk, found, _ = load(file, opened)
     require_startable([trunk, *found])
     grown = pretrain(described.target, list(trunk.overrides), trunk.name, store)

@@ -28,7 +28,7 @@ from profiles.experiments.ladder import Ladder
 from profiles.experiments.load import load_experiment
 from tasks.experiments import forecasts, json_artifacts
 from tasks.reporting import ladder_page
-from tasks.store.store import Store
+from tasks.store.store import open_store
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     require_startable(rungs)
     for warning in warnings_of(goal, rungs):
         log.warning("warning: %s", warning)
-    opened = Store(store, goal.profile.cluster.work_dir or "store")
+    opened = open_store(store, goal.profile.cluster.work_dir or "store")
     results = run_side_by_side(described, rungs, store)
     losses = [result["validation_loss"] for result in results]
     metrics = [_metrics(rung, result) for rung, result in zip(rungs, results, strict=True)]

@@ -39,7 +39,7 @@ from tasks.steps.dataset import DatasetStep
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.backends import FolderBackend
-from tasks.store.store import Store
+from tasks.store.store import Store, open_store
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     """
     described, target, proxies, _ = load(file)
     require_startable([proxy.run for proxy in proxies])
-    opened = Store(store, target.profile.cluster.work_dir or "store")
+    opened = open_store(store, target.profile.cluster.work_dir or "store")
     results = run_side_by_side(described, [proxy.run for proxy in proxies], store)
     sources = training_sources(target.profile)
     natural = next(proxy for proxy in proxies if len(proxy.sources) == len(sources))  # the first of its group

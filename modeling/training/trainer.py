@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
+from modeling.cores import usable_cores
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
 from modeling.data.prefetch import Batch, read_batch
@@ -427,7 +428,7 @@ def timeouts_of(profile: Profile) -> Timeouts:
 
 
 def threads(profile: Profile) -> int:
-    """torch threads per process: `cluster.threads`, else this machine's cores divided among its processes."""
+    """torch threads per process: `cluster.threads`, else this node's usable cores divided among its processes."""
     if profile.cluster.threads:
         return profile.cluster.threads
-    return max(1, (os.cpu_count() or 1) // profile.cluster.devices_per_node)
+    return max(1, usable_cores() // profile.cluster.devices_per_node)

@@ -83,7 +83,8 @@ class Cluster(Section):
         None, min_length=1, description="local folder for runs if the store is on S3"
     )
     threads: Count | None = Field(
-        None, description="torch threads per process; null: the node's cores divided among its processes"
+        None,
+        description="torch threads per process; null: the node's usable cores divided among its processes",
     )
     retries: Natural = Field(
         2, description="retries after consecutive failures; a new checkpoint resets the count"

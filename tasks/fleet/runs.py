@@ -20,7 +20,7 @@ from profiles import state_files
 from tasks.fleet.digest import FILES, Digest, read_digest
 from tasks.fleet.goodput import CATEGORIES, STARTED, SUBMITTED, TimeUse, time_use
 from tasks.store import activities
-from tasks.store.backends import Backend, Entry, FolderBackend
+from tasks.store.backends import Backend, Entry
 from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
 
@@ -162,11 +162,11 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     now = time.time() if now is None else now
     path = store.local_cache / CACHE
     cached = _load(state_files.read(path))
-    local = FolderBackend(store.work_dir)
+    replicas = store.replicas
     with ThreadPoolExecutor(READERS) as pool:
-        entries = [*store.backend.entries("runs").items(), *local.entries("runs").items()]
+        entries = [entry for backend in replicas for entry in backend.entries("runs").items()]
         names = sorted({name for name, entry in entries if entry.is_folder})
-        read = pool.map(lambda name: _read(store, local, name, cached.get(name)), names)
+        read = pool.map(lambda name: _read(replicas, name, cached.get(name)), names)
         found = dict(zip(names, read, strict=True))
         states = list(pool.map(lambda name: _state(store, found[name][1], now), names))
     stamps_of = {name: stamps for name, (stamps, _) in found.items()}
@@ -197,14 +197,10 @@ def _load(data: bytes | None) -> dict[str, Cached]:
         return {}
 
 
-def _read(store: Store, local: FolderBackend, name: str, cached: Cached | None) -> Cached:
+def _read(replicas: Sequence[Backend], name: str, cached: Cached | None) -> Cached:
     """Stamps and digest of a run, from the copy that changed last: the remote store's or this machine's."""
-    backend: Backend = local
-    entries = local.entries(f"runs/{name}")
-    if store.is_remote:
-        remote = store.backend.entries(f"runs/{name}")
-        if _changed(remote) >= _changed(entries):
-            backend, entries = store.backend, remote
+    copies = [(backend, backend.entries(f"runs/{name}")) for backend in replicas]
+    backend, entries = max(copies, key=lambda copy: _changed(copy[1]))
     stamps = {file: f"{entries[file].size}.{entries[file].stamp}" for file in FILES if file in entries}
     if cached and cached[0] == stamps:
         return cached

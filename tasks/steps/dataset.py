@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from modeling.cores import usable_cores
 from modeling.data.indexed import token_dtype
 from modeling.data.records import rows_path
 from modeling.data.sample_order import LONGEST_PATTERN, quotas
@@ -206,7 +206,7 @@ class ShardJob:
         return [artifacts[key] for key in wanted]
 
     def _make(self, context: Context, missing: Sequence[int], count: int) -> None:
-        cores, store = os.cpu_count() or 1, context.store
+        cores, store = usable_cores(), context.store
 
         def fraction(done: int) -> float:
             return (count - len(missing) + done) / count

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import tarfile
@@ -27,6 +26,7 @@ import psutil
 
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import CACHE
+from modeling.cores import usable_cores
 from modeling.planning import planner
 from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
@@ -125,7 +125,7 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
 
 def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Compile the programs concurrently; returns entries in order. An exception stops all compiles."""
-    settings, cores = context.profile.compile, os.cpu_count() or 1
+    settings, cores = context.profile.compile, usable_cores()
     workers = min(len(programs), settings.processes or cores)
     share = MEMORY_FRACTION * psutil.virtual_memory().total / workers
     memory = int(settings.memory_gib * 2**30 if settings.memory_gib else share)

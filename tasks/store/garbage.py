@@ -49,7 +49,7 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
     found += artifacts
     found += [
         Garbage("staging", f"staging/{folder.name}", sum(store.files(f"staging/{folder.name}").values()))
-        for folder in abandoned_folders(store.work_dir / "staging")
+        for folder in (abandoned_folders(store.work_dir / "staging") if store.has_work_dir else ())
     ]
     folders = {"quarantine": "quarantine"} | ({} if notes else {"work": "scratch"})
     for folder, what in folders.items():

@@ -5,6 +5,7 @@
     <store>/locks/, staging/, work/        work in progress
     <store>/quarantine/                    replica.py: what was corrupted, with the reason
     <store>/notes/                         local cache, safe to delete
+    <store>/belongs-to                     the store whose files these are: this folder, or a remote one
 
 A remote store has a local folder of the same layout, `work_dir`: artifacts are made and cached there, and runs write to it.
 """
@@ -14,11 +15,41 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from profiles import state_files
 from profiles.errors import ProfileError
 from tasks.store import locks
 from tasks.store.artifacts import ArtifactStore
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
 from tasks.store.run_folder import RunFolder
+
+BELONGS_TO = "belongs-to"
+LOCAL = "."  # content of BELONGS_TO in a store that is a folder
+
+
+def open_store(uri: str, work_dir: str | Path = "store") -> Store:
+    """A store to write to; its local folder is recorded as this store's.
+
+    Raises ProfileError as `Store`, and if the local folder is another store's: two stores' runs would mix there.
+    """
+    store = Store(uri, work_dir)
+    folder, key = store.work_dir, "cluster.work_dir" if store.is_remote else "store"
+    owner = store.work_dir_owner
+    if owner == store.owner:
+        return store
+    if owner is not None and any((folder / name).is_dir() for name in ("artifacts", "runs")):
+        whose = "a store itself" if owner == LOCAL else f"the local folder of {owner}"
+        other = f"{work_dir}-{_short_name(uri)}" if store.is_remote else owner
+        raise ProfileError(key, str(folder), f"is {whose}, and cannot be {uri}'s too", [other])
+    try:
+        state_files.write(folder / BELONGS_TO, f"{store.owner}\n".encode())
+    except OSError as error:
+        raise ProfileError(key, str(folder), f"cannot be written: {error.strerror}") from error
+    return store
+
+
+def _short_name(uri: str) -> str:
+    """The last part of a store's location, for the name of a local folder."""
+    return uri.rstrip("/").rpartition("/")[2] or "remote"
 
 
 class Store:
@@ -41,6 +72,7 @@ class Store:
         self.backend: Backend = self._remote or self._local  # for small files that are not artifacts
         self.work_dir = self._local.root  # a folder on this machine
         self.local_cache = self._local.path("notes")  # safe to delete
+        self.owner = uri.rstrip("/") if self.is_remote else LOCAL
         self.artifacts = ArtifactStore(self._local, self._remote)
 
     def run_folder(self, name: str) -> RunFolder:
@@ -55,13 +87,32 @@ class Store:
         """The holder of a lock that is not an artifact's; None if it is free."""
         return locks.holder(self.backend, f"locks/{name}")
 
+    @property
+    def work_dir_owner(self) -> str | None:
+        """The store whose files the local folder has, by its `owner`; None if nothing was recorded."""
+        recorded = state_files.read(self.work_dir / BELONGS_TO)
+        return recorded.decode().strip() if recorded else None
+
+    @property
+    def has_work_dir(self) -> bool:
+        """Whether the local folder has files of this store, rather than another's or none."""
+        return not self.is_remote or self.work_dir_owner == self.owner
+
+    @property
+    def replicas(self) -> list[Backend]:
+        """Where files of this store are: the store, and the local folder of a remote one."""
+        return [self.backend, self._local] if self.is_remote and self.has_work_dir else [self.backend]
+
     def files(self, name: str) -> dict[str, int]:
         """Sizes in bytes of all files below a folder, also in the local copy, by relative path."""
-        return self._local.files(name) | self.backend.files(name)
+        found: dict[str, int] = {}
+        for backend in reversed(self.replicas):
+            found |= backend.files(name)
+        return found
 
     def remove(self, name: str) -> None:
         """Remove a file or folder by its path in the store, also from the local copy, if it exists."""
-        for backend in {self.backend, self._local}:
+        for backend in self.replicas:
             backend.remove(name)
 
     def scratch_folder(self, name: str) -> Path:

@@ -6,12 +6,12 @@ import argparse
 
 from flows.cli import run as run_command
 from tasks.fork import decay_overrides, find_parent, parent_profile
-from tasks.store.store import Store
+from tasks.store.store import open_store
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the flow of the new run. Raises ProfileError for an unknown run, step, name or setting."""
-    store = Store(options.store, options.work_dir)
+    store = open_store(options.store, options.work_dir)
     parent = find_parent(store, options.parent)
     options.profile = str(parent_profile(store, parent))
     if options.decay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import asdict
 
 from rich.console import Console
@@ -44,5 +45,8 @@ def run(options: argparse.Namespace) -> int:
     elif options.yes:
         console.print(f"removed {total}")
     else:
-        console.print(f"{total} can be removed: trainshed gc --yes")
+        store_option = "" if options.store == "./store" else f" --store {shlex.quote(options.store)}"
+        console.print(
+            f"{total} can be removed: trainshed gc{store_option} --yes", soft_wrap=True, markup=False
+        )
     return DONE
