@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json
+from flows.ui.console import print_json, waiting
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan, require_fit
 from modeling.planning.search import neighbours
@@ -37,8 +37,9 @@ BYTES_PER_TOKEN = 4  # of text, roughly
 
 def show_plan(profile: Profile, *, as_json: bool) -> int:
     """Print the plan of a valid profile. Raises ProfileError if it does not fit in the device's memory."""
-    profile = resolve_auto(profile)
-    planned = plan(profile)
+    with waiting(lambda: f"planning {profile.name}"):
+        profile = resolve_auto(profile)
+        planned = plan(profile)
     if as_json:
         print_json(planned.to_json())
     else:

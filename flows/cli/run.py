@@ -27,6 +27,7 @@ from flows.ui.console import (
     print_json,
     print_stderr,
     relative,
+    waiting,
 )
 from modeling.start import without_collection
 from profiles import resolve
@@ -159,13 +160,13 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def serve() -> Server:
-            if not (home / "prefect.db").exists():  # printed once
-                print_stderr(f"Prefect's database: {relative(str(home))} (or in PREFECT_HOME)")
             return stack.enter_context(shared_server(home, work_dir / "logs/server.log"))
+
+        new = not (home / "prefect.db").exists()
 
         # If possible before Prefect is imported, so that the import overlaps with the server's start.
         server = None if may_name_server(home) else serve()
-        with without_collection():
+        with without_collection(), waiting(lambda: "loading Prefect"):
             from prefect.logging.handlers import APILogWorker
             from prefect.settings import (
                 PREFECT_API_SSL_CERT_FILE,
@@ -182,7 +183,11 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
             yield
             return
         certificate = few_certificates(home)["PREFECT_API_SSL_CERT_FILE"]
-        settings = {PREFECT_API_URL: server.wait(), PREFECT_API_SSL_CERT_FILE: certificate}
+        with waiting(lambda: "starting Prefect's server"):
+            url = server.wait()
+        database = f", database in {relative(str(home))} (or in PREFECT_HOME)" if new else ""
+        print_stderr(f"Prefect UI during the run: {url.removesuffix('/api')}{database}")
+        settings = {PREFECT_API_URL: url, PREFECT_API_SSL_CERT_FILE: certificate}
         # No other client needs this run's heartbeats, and the last one delays the exit by up to a second.
         if server.started:
             settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None
@@ -196,9 +201,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
 def print_results(console: Console, result: dict[str, Any]) -> None:
     """Print the final metrics and the paths of the outputs."""
     console.print()
-    facts = {
-        "validation loss": f"{result['validation_loss']:.4f}",
-        "perplexity": format_perplexity(result["perplexity"]),
-        **{name: relative(result[key]) for name, key in OUTPUTS.items()},
-    }
-    print_facts(console, facts)
+    facts = {"validation loss": f"{result['validation_loss']:.4f}"}
+    if result["perplexity"] is not None:
+        facts["perplexity"] = format_perplexity(result["perplexity"])
+    print_facts(console, facts | {name: relative(result[key]) for name, key in OUTPUTS.items()})

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE, REJECTED
-from flows.ui.console import print_json, print_stderr
+from flows.ui.console import print_json, print_stderr, waiting
 from flows.ui.summaries import cluster_summary
 from modeling.planning import calibration
 from modeling.planning.planner import device_bytes, reserved_share
@@ -31,7 +31,8 @@ NUMBER = re.compile(r"\b\d+\b")
 
 def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_json: bool) -> int:
     """Print topologies that fit; returns REJECTED if none. `typed` names the profile on the command line."""
-    found, rejected = search(profile)
+    with waiting(lambda: f"searching topologies of {profile.name}"):
+        found, rejected = search(profile)
     if as_json:
         result = {"topologies": list(map(_describe, found)), "rejected": list(map(asdict, rejected))}
         result["reasons"] = explain(found, rejected) if found else []

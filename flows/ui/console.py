@@ -93,7 +93,8 @@ class TerminalHandler(logging.Handler):
         """The parts, the time since the last change if it is long, and a spinner if the fraction is unknown."""
         seconds, spins = time.monotonic() - self._changed_at, len(self._parts) == 1
         width = self.console.width - 2 * spins
-        parts = [*self._parts, f"for {format_age(seconds)}"] if seconds >= QUIET_SECONDS else self._parts
+        quiet = f"({format_duration(seconds)})" if spins else f"(last update {format_age(seconds)} ago)"
+        parts = [*self._parts, quiet] if seconds >= QUIET_SECONDS else self._parts
         text = Text(fit(parts, width), "cyan", no_wrap=True)
         text.truncate(width, overflow="ellipsis")
         if not spins:

@@ -185,19 +185,21 @@ def evaluate_into(output: Path, trainer: Trainer, samples: Samples | RecordSampl
     """
     evaluation = evaluate_split(trainer, samples)
     generated = generate_samples(trainer, samples)
+    # The loss of pairs is no cross-entropy of tokens.
+    perplexity = evaluation.perplexity if trainer.profile.rows_per_sample == 1 else None
     if trainer.leader:
         result = {
             "step": step,
             "validation_loss": evaluation.loss,
-            "perplexity": evaluation.perplexity,
+            "perplexity": perplexity,
             "tokens": evaluation.tokens,
             "metrics": {**evaluation.metrics, **evaluation.by_source},
             "samples": generated,
             **evaluation.graphs,
         }
         state_files.write(output, json.dumps(result, indent=1))
-        loss, perplexity = evaluation.loss, evaluation.perplexity
-        log.info(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.1f}")
+        suffix = "" if perplexity is None else f", perplexity {perplexity:.1f}"
+        log.info(f"step {step}: validation loss {evaluation.loss:.4f}{suffix}")
     return evaluation
 
 

@@ -34,7 +34,7 @@ class NotFinite(failures.FatalError):
 class EvaluationStep(Step):
     """Evaluates the run's latest checkpoint on the whole validation split.
 
-    The artifact's summary: step, validation_loss (nats per token), perplexity, tokens, metrics (the user's, by name), and
+    The artifact's summary: step, validation_loss (nats per token), perplexity (None for pairs), tokens, metrics (the user's, by name), and
     samples of generated text, as token ids.
     """
 
@@ -95,9 +95,11 @@ class EvaluationStep(Step):
         """Add files and summary entries to the artifact; for subclasses."""
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        loss, perplexity = summary["validation_loss"], summary["perplexity"]
-        metrics = [f", {name} {format_value(value)}" for name, value in summary.get("metrics", {}).items()]
-        return f"validation loss {loss:.4f}, perplexity {format_perplexity(perplexity)}{''.join(metrics)}"
+        values = [f"validation loss {summary['validation_loss']:.4f}"]
+        if summary["perplexity"] is not None:
+            values.append(f"perplexity {format_perplexity(summary['perplexity'])}")
+        values += [f"{name} {format_value(value)}" for name, value in summary.get("metrics", {}).items()]
+        return ", ".join(values)
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:

@@ -139,7 +139,9 @@ def _read_report(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
         results = {"parameters": report["plan"]["parameters"]}
-        results |= {name: report["evaluation"][name] for name in ("validation_loss", "perplexity")}
+        results["validation_loss"] = report["evaluation"]["validation_loss"]
+        if (perplexity := report["evaluation"]["perplexity"]) is not None:
+            results["perplexity"] = perplexity
         if not all(isinstance(value, int | float) for value in results.values()):
             raise ValueError("not a number")
     except (ValueError, LookupError, TypeError) as error:

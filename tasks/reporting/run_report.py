@@ -232,11 +232,16 @@ def _evaluation(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str
         rows = [
             (name.replace("_", " "), format_value(one[name]), format_value(other[name]))
             for name in other
-            if name in one
+            if name in one and other[name] is not None
         ]
         return html.table(("", "before", "after"), rows) + _evaluation(evaluation, {})
-    shown = {k.replace("_", " "): format_value(v) for k, v in evaluation.items() if k != "metrics"}
-    shown["perplexity"] = format_perplexity(evaluation["perplexity"])
+    shown = {
+        k.replace("_", " "): format_value(v)
+        for k, v in evaluation.items()
+        if k != "metrics" and v is not None
+    }
+    if "perplexity" in shown:
+        shown["perplexity"] = format_perplexity(evaluation["perplexity"])
     # Runs of earlier versions have no user metrics.
     user_metrics = {name: format_value(value) for name, value in evaluation.get("metrics", {}).items()}
     return html.properties(shown | user_metrics)

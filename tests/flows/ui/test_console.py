@@ -89,7 +89,7 @@ def test_work_of_unknown_length_shows_a_spinner_and_elapsed_time(shown, monkeypa
     assert record.getMessage() == "tracing the programs of the run"  # not "0%"
     monkeypatch.setattr(console, "QUIET_SECONDS", 0.0)
     seen = shown(record.progress, 80)
-    assert "⠋ tracing the programs of the run  for 0 s" in seen
+    assert "⠋ tracing the programs of the run  (0.0 s)" in seen
 
 
 def test_progress_is_throttled_and_other_records_are_not(monkeypatch):
