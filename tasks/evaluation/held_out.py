@@ -34,7 +34,7 @@ class NotFinite(failures.FatalError):
 class EvaluationStep(Step):
     """Evaluates the run's latest checkpoint on the whole validation split.
 
-    The artifact's summary: step, validation_loss (nats per token), perplexity (None for pairs), tokens, metrics (the user's, by name), and
+    The artifact's summary: step, validation_loss (nats per token), perplexity (None for pairs), tokens, metrics (by name), and
     samples of generated text, as token ids.
     """
 

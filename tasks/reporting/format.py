@@ -51,9 +51,9 @@ def format_step_time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)
 
 
-def format_perplexity(perplexity: float | None) -> str:
-    """1020.28 -> '1,020.3'; '–' for an objective without one."""
-    return "–" if perplexity is None else f"{perplexity:,.1f}"
+def format_perplexity(perplexity: float) -> str:
+    """1020.28 -> '1,020.3'."""
+    return f"{perplexity:,.1f}"
 
 
 def format_mesh(degrees: Mapping[str, int]) -> str:

@@ -74,7 +74,7 @@ def _key_figures(profile: Profile, facts: Mapping[str, Any]) -> dict[str, str]:
     measured = facts["measured"]
     shown = {
         "validation loss": f"{facts['evaluation']['validation_loss']:.4f}",
-        "perplexity": format_perplexity(facts["evaluation"]["perplexity"]),
+        **_perplexity(facts["evaluation"]),
         "parameters": format_count(facts["plan"]["parameters"]),
         "training tokens": format_count(measured["tokens"]),
         "training time": format_duration(measured["training_seconds"]),
@@ -85,6 +85,11 @@ def _key_figures(profile: Profile, facts: Mapping[str, Any]) -> dict[str, str]:
     if measured["mfu"]:
         shown["model FLOPs utilization"] = f"{measured['mfu']:.1%}"
     return shown
+
+
+def _perplexity(evaluation: Mapping[str, Any]) -> dict[str, str]:
+    value = evaluation["perplexity"]
+    return {} if value is None else {"perplexity": format_perplexity(value)}
 
 
 def _step(outcome: Mapping[str, Any]) -> str:
@@ -240,8 +245,7 @@ def _evaluation(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str
         for k, v in evaluation.items()
         if k != "metrics" and v is not None
     }
-    if "perplexity" in shown:
-        shown["perplexity"] = format_perplexity(evaluation["perplexity"])
+    shown |= _perplexity(evaluation)
     # Runs of earlier versions have no user metrics.
     user_metrics = {name: format_value(value) for name, value in evaluation.get("metrics", {}).items()}
     return html.properties(shown | user_metrics)
