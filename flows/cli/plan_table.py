@@ -205,8 +205,10 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
     if planned.tokens:
         flops += f", {planned.flops_per_token * planned.tokens:.3g} in total"
     rows = [("FLOPs", flops)]
-    if sent := ", ".join(f"{axis} {format_bytes(size)}" for axis, size in planned.sent.items() if size):
-        rows.append(("sent", f"{sent} per rank and step"))
+    if volumes := ", ".join(
+        f"{axis} {format_bytes(size)}" for axis, size in planned.communication.items() if size
+    ):
+        rows.append(("communication", f"{volumes} per rank and step"))
     if profile.parallel.pipeline > 1:
         rows.append(("bubble", f"{planned.bubble:.1%} of the step's compute time"))
     if planned.step_seconds is None:

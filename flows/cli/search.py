@@ -72,7 +72,7 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
     count = {0: "no topology fits", 1: "1 topology fits"}.get(len(found), several)
     console.print(Text.assemble((profile.name, "bold"), f" on {cluster_summary(profile)}: {count}"))
     if found:
-        speed = ("step time", "tokens/s", "MFU") if timed else ("sent per step",)
+        speed = ("step time", "tokens/s", "MFU") if timed else ("communication per step",)
         table = Table(box=None, pad_edge=False, header_style="dim")
         for column in ("", *map(AXES.get, _axes(profile)), "sharding", "recompute", *speed, "memory"):
             text = column in ("", "sharding", "recompute")
@@ -107,7 +107,7 @@ def _axes(profile: Profile) -> list[str]:
 
 def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
     planned = topology.plan
-    speed = (format_bytes(sum(planned.sent.values())),)
+    speed = (format_bytes(sum(planned.communication.values())),)
     if planned.step_seconds is not None:
         rate, mfu = f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}" if planned.mfu else ""
         speed = (format_step_time(planned.step_seconds), rate, mfu)

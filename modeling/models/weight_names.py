@@ -14,7 +14,7 @@ from torch import Tensor
 from profiles.sections.model import Model
 
 Index = tuple[int | slice, ...]
-Place = Callable[[Model, Sequence[int]], Index]
+Locate = Callable[[Model, Sequence[int]], Index]
 """Where a tensor lies in a larger one, from the model and the numbers in our tensor's name: of its layer, and of its expert."""
 
 
@@ -24,7 +24,7 @@ class HuggingFaceTensor:
 
     name: str  # of the Hugging Face tensor
     transposed: bool = False  # whether it is stored as (in, out)
-    place: Place | None = None
+    locate: Locate | None = None
     index: Index = ()  # of our tensor, if it is a part; slices have a start and a stop, or neither
 
     def read(self, stored: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def resolve_auto(profile: Profile, cache: CostCache | None = None) -> Profile:
 def _cost(planned: Plan) -> tuple[float, ...]:
     if planned.step_seconds is not None:
         return (planned.step_seconds,)
-    return max(stage.flops for stage in planned.stages), sum(planned.sent.values())
+    return max(stage.flops for stage in planned.stages), sum(planned.communication.values())
 
 
 def _choose_recompute(profile: Profile, cache: CostCache) -> Profile:

@@ -88,7 +88,7 @@ def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str,
     }
 
 
-def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
+def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
     """Bytes of gradients and weights that a rank sends per step: over its shard group, to its replicas.
 
     Gradients are reduce-scattered and weights all-gathered over the shards; FSDP does so for blocks in every microbatch, with
@@ -96,13 +96,15 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
     """
     train, keeps = profile.train, profile.parallel.keep_gathered
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
-    sent = {"data": 0, "replica": 0}
+    communication = {"data": 0, "replica": 0}
     passes = 3 if profile.scores_pairs_in_step else 2  # over frozen weights, per microbatch
     for bucket in buckets:
         if bucket.frozen:
             if not bucket.resident:
                 gathered = passes * profile.accumulation_steps if bucket.block and not keeps else 1
-                sent["data"] += bucket.size * gathered * weight * (bucket.shards - 1) // bucket.shards
+                communication["data"] += (
+                    bucket.size * gathered * weight * (bucket.shards - 1) // bucket.shards
+                )
             continue
         gathered = scattered = 1  # times per step
         if not bucket.resident and not keeps:
@@ -111,11 +113,11 @@ def sent_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, 
         if profile.copies_reference and not bucket.resident:  # for the reference model's forward pass
             gathered += scattered if bucket.block else 1
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
-        sent["data"] += exchanged * (bucket.shards - 1) // bucket.shards
-        sent["replica"] += (
+        communication["data"] += exchanged * (bucket.shards - 1) // bucket.shards
+        communication["replica"] += (
             2 * bucket.size * gradient // bucket.shards * (bucket.replicas - 1) // bucket.replicas
         )
-    return sent
+    return communication
 
 
 def microbatches_in_flight(profile: Profile, rank: int) -> float:

@@ -32,7 +32,7 @@ class Meter(TorchDispatchMode):
         peak: maximum of `live` so far.
         products: FLOPs of matrix products and attention by shape, recomputation and padding included.
         moved: bytes that all other operators read and write.
-        sent: bytes that this rank sends, by mesh axis.
+        communication: bytes that this rank sends, by mesh axis.
     """
 
     def __init__(self, existing: Iterable[Tensor], sizes: Mapping[str, int], kernel: Kernel | None) -> None:
@@ -40,7 +40,7 @@ class Meter(TorchDispatchMode):
         self.live = self.peak = 0
         self.products: Counter[Shape] = Counter()
         self.moved = 0
-        self.sent: Counter[str] = Counter()
+        self.communication: Counter[str] = Counter()
         self._sizes, self._kernel = sizes, kernel
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._counted: set[int] = set()
@@ -65,7 +65,7 @@ class Meter(TorchDispatchMode):
         if product:
             self.products[product[0]] += product[1]
         if volume:
-            self.sent[volume[0]] += volume[1]
+            self.communication[volume[0]] += volume[1]
         if not (product or volume or function.is_view):
             self.moved += tensor_bytes([*inputs]) + tensor_bytes(results)
         return results

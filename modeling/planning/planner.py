@@ -49,7 +49,7 @@ class StagePlan:
     bytes: dict[str, int]  # by kind
     flops: float  # of one rank in a step, recomputation and padding included
     rate: float | None  # its layers' FLOP/s; None if unknown
-    sent: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
+    communication: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
 
     @property
     def total(self) -> int:
@@ -71,7 +71,7 @@ class Plan:
     fits: bool  # whether the fullest rank, `host_bytes` included, leaves the reserve free
     flops_per_token: float  # of training, analytic (modeling/models/flops.py)
     tokens: int | None  # of the run; None if the data determines it
-    sent: dict[str, int]  # bytes that the busiest rank sends in a step, by mesh axis
+    communication: dict[str, int]  # bytes that the busiest rank sends in a step, by mesh axis
     # links between the ranks of each axis that communicates: "chip", "node" or "network"
     levels: dict[str, str]
     kv_replication: int  # tensor ranks that hold the same KV head
@@ -125,7 +125,9 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
     parallel, settings = profile.parallel, profile.train
     stages = _stages(profile, StageCosts(profile, cache))
     host, device, reserve = host_bytes(profile), device_bytes(profile), reserved_share(profile)
-    sent = {axis: max(stage.sent[axis] for stage in stages) for axis in stages[0].sent}
+    communication = {
+        axis: max(stage.communication[axis] for stage in stages) for axis in stages[0].communication
+    }
     step_tokens = profile.step_tokens
     parameters = sum(stage.parameters for stage in stages)
     model = profile.model
@@ -146,8 +148,8 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
         fits=fits(stages, host, device, reserve),
         flops_per_token=flops_per_token(profile),
         tokens=step_tokens * settings.steps if settings.steps else None,
-        sent=sent,
-        levels={axis: level(profile, axis) for axis, size in sent.items() if size},
+        communication=communication,
+        levels={axis: level(profile, axis) for axis, size in communication.items() if size},
         kv_replication=profile.kv_replication,
         **asdict(estimate(profile, stages, len(stages[0].layers))),
     )
@@ -240,7 +242,7 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
             bytes=held,
             flops=profile.accumulation_steps * sum(layer.flops for stage in stages for layer in stage),
             rate=layer_rate(profile, [layer for stage in stages for layer in stage]),
-            sent=_sent(profile, costs, stages, buckets),
+            communication=_communication_bytes(profile, costs, stages, buckets),
         )
 
     return tuple(plan_rank(rank) for rank in range(ranks))
@@ -253,7 +255,7 @@ def _parameters(profile: Profile, modules: Sequence[nn.Module], rank: int) -> in
     return sum(map(parameter_count, modules)) - (model.vocab_size * model.hidden_size if shared else 0)
 
 
-def _sent(
+def _communication_bytes(
     profile: Profile,
     costs: StageCosts,
     stages: Sequence[Sequence[LayerCosts]],
@@ -263,14 +265,14 @@ def _sent(
     count, parallel = profile.accumulation_steps, profile.parallel
     layers: Counter[str] = Counter()
     for layer in (layer for stage in stages for layer in stage):
-        layers.update(layer.sent)
+        layers.update(layer.communication)
     messages = 2 * len(stages) * count * costs.hidden_bytes if parallel.pipeline > 1 else 0
     return {
         "tensor": count * (layers["tensor"] + layers["kv_replica"]),
         "context": count * layers["context"],
         "expert": count * layers["expert"],
         "pipeline": messages,
-        **memory.sent_bytes(profile, buckets),
+        **memory.communication_bytes(profile, buckets),
     }
 
 

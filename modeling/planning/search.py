@@ -60,7 +60,10 @@ def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
         if not fitting:
             rejected.append(min((each for each in tried if isinstance(each, Rejected)), key=_needs))
     topologies.sort(
-        key=lambda found: (found.plan.step_seconds or sum(found.plan.sent.values()), found.plan.needs)
+        key=lambda found: (
+            found.plan.step_seconds or sum(found.plan.communication.values()),
+            found.plan.needs,
+        )
     )
     return topologies, rejected
 

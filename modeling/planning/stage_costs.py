@@ -39,7 +39,7 @@ class LayerCosts:
     # FLOPs of forward and backward by shape, including recomputation, padding and a reference model's forward
     products: Mapping[Shape, int]
     moved: int  # bytes that other operators read and write
-    sent: Mapping[str, int]  # bytes that the rank sends, by mesh axis
+    communication: Mapping[str, int]  # bytes that the rank sends, by mesh axis
 
     @property
     def flops(self) -> int:
@@ -139,7 +139,7 @@ class StageCosts:
             saved, forward_peak, meter.peak = meter.live, meter.peak, meter.live
             y.backward(torch.empty_like(y))
         return LayerCosts(
-            saved, forward_peak, meter.peak, dict(meter.products), meter.moved, dict(meter.sent)
+            saved, forward_peak, meter.peak, dict(meter.products), meter.moved, dict(meter.communication)
         )
 
     def _hidden_states(self) -> Tensor:

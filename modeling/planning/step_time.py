@@ -35,7 +35,7 @@ class RankCosts(Protocol):
 
     flops: float
     rate: float | None
-    sent: Mapping[str, int]
+    communication: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def layer_rate(profile: Profile, layers: Sequence[LayerCosts]) -> float | None:
 def layer_seconds(profile: Profile, layer: LayerCosts) -> float:
     """Estimated seconds of a microbatch in a layer; in an arbitrary unit if the device's speed is unknown."""
     seconds = layer.flops / (layer_rate(profile, [layer]) or 1.0)
-    for kind, sent in layer.sent.items():
+    for kind, size in layer.communication.items():
         speed = bandwidth(profile, "tensor" if kind == "kv_replica" else kind)
-        seconds += sent / speed if speed else 0.0
+        seconds += size / speed if speed else 0.0
     return seconds
 
 
@@ -87,12 +87,14 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
     parallel, train, cluster = profile.parallel, profile.train, profile.cluster
     idle = bubble(parallel.schedule, parallel.pipeline, profile.accumulation_steps, stages_per_rank)
     basis = calibration.basis(profile)
-    speeds = {axis: bandwidth(profile, axis) for rank in ranks for axis, size in rank.sent.items() if size}
+    speeds = {
+        axis: bandwidth(profile, axis) for rank in ranks for axis, size in rank.communication.items() if size
+    }
     if any(rank.rate is None for rank in ranks) or None in speeds.values() or is_too_short(profile):
         return Estimate(idle, basis)
 
     def seconds(rank: RankCosts, *axes: str) -> float:
-        return sum(rank.sent[axis] / speeds[axis] for axis in axes if rank.sent.get(axis))
+        return sum(rank.communication[axis] / speeds[axis] for axis in axes if rank.communication.get(axis))
 
     works = [rank.flops / rank.rate + seconds(rank, "tensor", "context", "expert") for rank in ranks]
     hidden = 0.0  # share of the work with which the exchange of weights and gradients overlaps

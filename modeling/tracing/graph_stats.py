@@ -1,6 +1,7 @@
 """Statistics of traced graphs: FLOPs, communication volume, memory, operators, identifying digest.
 
-FLOPs, sent  per operator as in modeling/planning/operator_costs.py
+FLOPs, communication
+             per operator as in modeling/planning/operator_costs.py
 peak         maximum bytes that a graph needs in addition to its inputs, in the graph's order
 saved        bytes that autograd saves from forward to backward, parameters excluded, shared memory counted once
 operators    number of calls by operator name without the overload: "aten.mm"
@@ -34,7 +35,7 @@ class GraphStats:
 
     nodes: int  # number of calls
     flops: int
-    sent: Mapping[str, int]  # bytes by mesh axis
+    communication: Mapping[str, int]  # bytes by mesh axis
     peak: int
     operators: Mapping[str, int]
 
@@ -83,13 +84,15 @@ def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[s
         for operator, arguments in _operator_call(node)
     ]
     volumes = [operator_volume(operator, arguments, sizes) for operator, arguments, _ in calls]
-    sent: Counter[str] = Counter()
+    communication: Counter[str] = Counter()
     for axis, size in filter(None, volumes):
-        sent[axis] += size
+        communication[axis] += size
     names = Counter(str(operator.overloadpacket) for operator, _, _ in calls)
     flops = sum(operator_flops(*call) for call in calls)
     flops += sum(masked_attention_flops(node.target, tree_map(_value, node.args)) for node in nodes)
-    return GraphStats(len(nodes), flops, dict(+sent), _peak(graph, consumed), dict(sorted(names.items())))
+    return GraphStats(
+        len(nodes), flops, dict(+communication), _peak(graph, consumed), dict(sorted(names.items()))
+    )
 
 
 def consumed_inputs(forward: GraphModule, backward: GraphModule) -> dict[str, int]:

@@ -117,7 +117,9 @@ def _rehearse_statistics(
     if found:
         tally = torch.zeros(model.num_experts + EXTRA, device=device)
         functions.add(tally, torch.zeros_like(tally))
-        load = functions.place([experts.tally.detach() for experts in found.values()], tuple(found), layers)
+        load = functions.to_table(
+            [experts.tally.detach() for experts in found.values()], tuple(found), layers
+        )
     counts = torch.zeros(2 + 3 * len(PROGRAMS) + mesh.size, device=device)
     statistics = functions.pack(number(), mesh.tensor.size, counts, load, torch.zeros(1, device=device))
     functions.join(statistics, number(), number(), number())
@@ -129,7 +131,7 @@ def _rehearse_statistics(
     if found and profile.train.balance == "global":
         loads = [experts.load for experts in found.values()]
         functions.clear(loads)
-        shares = functions.place(loads, tuple(found), layers, mesh.tensor.size)
+        shares = functions.to_table(loads, tuple(found), layers, mesh.tensor.size)
         functions.set_shares(loads, shares, tuple(found))
 
 

@@ -59,7 +59,7 @@ def take(trainer: Trainer) -> Tensor:
             counts[layer], experts.counted = experts.counted, None
     if not counts:
         return upload(torch.zeros(numbers(model)), trainer.torch_device)
-    return trainer.functions.place([*counts.values()], tuple(counts), model.num_hidden_layers)
+    return trainer.functions.to_table([*counts.values()], tuple(counts), model.num_hidden_layers)
 
 
 def read(sums: Sequence[float], layers: int) -> ExpertLoad | None:

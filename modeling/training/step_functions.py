@@ -34,7 +34,7 @@ class StepFunctions:
     multiply: Callable[[Tensor, Tensor], Tensor]
     pack: Callable[..., Tensor]
     join: Callable[..., Tensor]
-    place: Callable[..., Tensor]
+    to_table: Callable[..., Tensor]
     clear: Callable[[Sequence[Tensor]], None]
     set_shares: Callable[[Sequence[Tensor], Tensor, tuple[int, ...]], None]
     next_logits: Callable[..., Tensor]
@@ -113,7 +113,7 @@ def join(statistics: Tensor, *results: Tensor) -> Tensor:
     return torch.cat((statistics, torch.stack(results)))
 
 
-def place(rows: Sequence[Tensor], numbers: tuple[int, ...], count: int, degree: int = 1) -> Tensor:
+def to_table(rows: Sequence[Tensor], numbers: tuple[int, ...], count: int, degree: int = 1) -> Tensor:
     """Flat table of `count` rows: `rows` at their numbers divided by the tensor degree, zero elsewhere."""
     table = [torch.zeros_like(rows[0])] * count
     for number, row in zip(numbers, rows, strict=True):
@@ -168,7 +168,7 @@ def stack(sums: Sequence[Tensor]) -> Tensor:
 
 
 FUNCTIONS = (
-    *(shard, count_targets, result, add, multiply, pack, join, place, clear, set_shares, next_logits),
+    *(shard, count_targets, result, add, multiply, pack, join, to_table, clear, set_shares, next_logits),
     *(user_sums, stack),
     *(preference.split_targets, preference.log_probabilities, preference.score_pairs),
     *(preference.with_value, preference.concatenate),

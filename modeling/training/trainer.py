@@ -278,7 +278,7 @@ class Trainer:
         with counting_choices(self.experts.values()):
             self._run(nothing(self._zero), tokens, targets, masks)
         if loads:
-            counts = self.functions.place(loads, numbers, model.num_hidden_layers, self.mesh.tensor.size)
+            counts = self.functions.to_table(loads, numbers, model.num_hidden_layers, self.mesh.tensor.size)
         else:
             zeros = torch.zeros(model.num_hidden_layers * model.num_experts)
             counts = devices.upload(zeros, self.torch_device)

@@ -243,8 +243,8 @@ class RowParallelLinear(DeferrableLinear):
         if output is None and is_plain(self.products, self.axis):
             return linear(x, weight, self.bias)
         # Selective activation checkpointing saves the reduction's output, so the product's need not be.
-        reduces = self.axis.size > 1 and self.axis.supports_reduction
-        with recompute_products() if reduces else nullcontext():
+        reduced = self.axis.size > 1 and self.axis.supports_reduction
+        with recompute_products() if reduced else nullcontext():
             y = RowLinear.apply(x, weight, self.axis, self.sequence_parallel, self.products, output)
         return y if self.bias is None else y + self.bias
 

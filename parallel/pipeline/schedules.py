@@ -117,8 +117,8 @@ def check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:
 
 def lane(edge: int, ranks: int, lanes: int) -> int:
     """Lane of the edge after a stage: a rank's edges before and after its stages have different ones."""
-    place = edge % ranks
-    return min(2 if ranks % 2 and place == ranks - 1 else place % 2, lanes - 1)
+    position = edge % ranks
+    return min(2 if ranks % 2 and position == ranks - 1 else position % 2, lanes - 1)
 
 
 def count_lanes(ranks: int) -> int:

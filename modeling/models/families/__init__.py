@@ -34,5 +34,5 @@ def huggingface_tensor(model: Model, name: str) -> HuggingFaceTensor:
     if entry is None:
         raise ValueError(f"{name}: {model.architecture} has no tensor of this name")
     numbers = [int(number) for number in _NUMBER.findall(name)]
-    index = entry.place(model, numbers) if entry.place else ()
+    index = entry.locate(model, numbers) if entry.locate else ()
     return replace(entry, name=entry.name.format(*numbers), index=index)

@@ -46,7 +46,7 @@ WEIGHTS = {
     **{
         f"layers.{{}}.attention.qkv.{letter}.weight": HuggingFaceTensor(
             f"{_DBRX}.norm_attn_norm.attn.Wqkv.weight",
-            place=lambda model, _, part=part: (rows_of(part, model),),
+            locate=lambda model, _, part=part: (rows_of(part, model),),
         )
         for part, letter in enumerate("qkv")
     },
@@ -54,10 +54,10 @@ WEIGHTS = {
     "layers.{}.mlp_norm.weight": HuggingFaceTensor(f"{_DBRX}.norm_attn_norm.norm_2.weight"),
     "layers.{}.mlp.router.weight": HuggingFaceTensor(f"{_DBRX}.ffn.router.layer.weight"),
     "layers.{}.mlp.gate_up.{}.gate.weight": HuggingFaceTensor(
-        f"{_DBRX}.ffn.experts.mlp.w1", place=_expert_rows
+        f"{_DBRX}.ffn.experts.mlp.w1", locate=_expert_rows
     ),
     "layers.{}.mlp.gate_up.{}.up.weight": HuggingFaceTensor(
-        f"{_DBRX}.ffn.experts.mlp.v1", place=_expert_rows
+        f"{_DBRX}.ffn.experts.mlp.v1", locate=_expert_rows
     ),
     "layers.{}.mlp.down.{}.weight": HuggingFaceTensor(f"{_DBRX}.ffn.experts.mlp.w2", True, _expert_rows),
     "norm.weight": HuggingFaceTensor("transformer.norm_f.weight"),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from modeling.models.families import llama, mixtral
-from modeling.models.weight_names import HuggingFaceTensor, Index, Place
+from modeling.models.weight_names import HuggingFaceTensor, Index, Locate
 from parallel import Mesh, Normal
 from parallel.experts.router import Routing
 from parallel.layout import Layout, Section, parameter
@@ -37,14 +37,14 @@ class Block(mixtral.Block):
         return Routing(model.num_experts, model.num_experts_per_tok, bias=True)
 
 
-def _interleaved(half: int, dims: int) -> Place:
+def _interleaved(half: int, dims: int) -> Locate:
     """Every second column of an expert: gate in even columns, up in odd ones."""
 
-    def place(model: Model, numbers: Sequence[int]) -> Index:
+    def locate(model: Model, numbers: Sequence[int]) -> Index:
         columns = slice(half, 2 * model.expert_width, 2)
         return (numbers[1], *[slice(None)] * (dims - 1), columns)
 
-    return place
+    return locate
 
 
 _GPT_OSS = "model.layers.{}.mlp.experts"

@@ -75,14 +75,17 @@ def test_times_and_price_are_consistent():
 
 
 def test_communication_volume_follows_from_the_degrees():
-    sent = plan(resolve.load("llama3-70b-cp-trn1")).sent
-    assert all(sent[axis] > 0 for axis in ("tensor", "context", "pipeline", "data"))
-    sent = plan(resolve.load("tiny", ["parallel.tensor=1", "cluster.devices_per_node=1"])).sent
-    assert set(sent.values()) == {0}
+    communication = plan(resolve.load("llama3-70b-cp-trn1")).communication
+    assert all(communication[axis] > 0 for axis in ("tensor", "context", "pipeline", "data"))
+    communication = plan(
+        resolve.load("tiny", ["parallel.tensor=1", "cluster.devices_per_node=1"])
+    ).communication
+    assert set(communication.values()) == {0}
     # float32 gradients are reduce-scattered and bf16 weights all-gathered, half of each on two ranks.
     both = plan(resolve.load("tiny", ["parallel.tensor=1", "train.micro_batch_size=1"]))
     assert (
-        both.sent["data"] == both.stages[0].bytes["gradients"] // 2 + both.stages[0].bytes["parameters"] // 2
+        both.communication["data"]
+        == both.stages[0].bytes["gradients"] // 2 + both.stages[0].bytes["parameters"] // 2
     )
 
 
@@ -121,12 +124,12 @@ def test_lora_plans_gradients_of_updates_only_and_counts_the_flops_of_updated_ex
 
 def test_plan_for_gpus_gathers_keys_and_values_once_where_attention_has_masks():
     cut = ["parallel.context=4", "parallel.tensor=2"]
-    sent = [
-        plan(resolve.load("llama3-8b-h100", [*cut, f"train.document_masks={masks}"])).sent["context"]
+    communication = [
+        plan(resolve.load("llama3-8b-h100", [*cut, f"train.document_masks={masks}"])).communication["context"]
         for masks in ("true", "false")
     ]
     # Gathered forward and reduced backward, 2(c-1), in the place of a ring of keys, values and their gradients.
-    assert sent[0] < 0.6 * sent[1]
+    assert communication[0] < 0.6 * communication[1]
 
 
 def test_both_rows_of_a_preference_pair_count_as_tokens():

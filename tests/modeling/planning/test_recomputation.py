@@ -35,7 +35,7 @@ def ranks(draw):
 
 
 def cost(layer):
-    return layer.sent["context"], layer.moved
+    return layer.communication["context"], layer.moved
 
 
 def total(stages, mix):

@@ -196,7 +196,7 @@ def test_communication_volume_follows_from_the_degrees(tmp_path):
     found = trace(profile(tmp_path, "train.micro_batch_size=1"))
     forward = next(p for p in found.programs if p.name == "block, evaluation").graphs[0]
     # Sequence parallelism over 2: two gathers and two scatters of 32 tokens x 32 features x 4 bytes, half of each sent.
-    assert forward.sent == {"tensor": 4 * 32 * 32 * 4 // 2}
+    assert forward.communication == {"tensor": 4 * 32 * 32 * 4 // 2}
 
 
 def test_backward_graph_gathers_inputs_again_instead_of_saving_them(tmp_path):
