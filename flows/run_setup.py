@@ -160,12 +160,12 @@ def open_run(
     origin = f"{parent.run}@{parent.step}" if parent else None
     with (
         alerts(profile, context.store.run_folder(profile.name)) as alerting,
-        tracking(profile, folder, labels_of(profile, source, origin)) as outcome,
+        tracking(profile, folder, labels_of(profile, source, origin)) as final_state,
     ):
         runner.context = replace_fields(runner.context, watch=alerting.update)
         yield overview
         if profile.tracking.trackers:
-            outcome.files += results(context.store, folder, parent)
+            final_state.files += results(context.store, folder, parent)
 
 
 def with_training_progress(context: Context) -> Context:

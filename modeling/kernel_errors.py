@@ -59,7 +59,7 @@ NO_FP8 = "set train.precision=bf16"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelCheck:
     """A kernel on the shapes of a profile."""
 
     name: str
@@ -81,7 +81,7 @@ class Kernel:
         return f"{self.name} of {self.shape}: {measured}, {limits}; {self.remedy}", False
 
 
-def kernels_of(profile: Profile) -> list[Kernel]:
+def kernels_of(profile: Profile) -> list[KernelCheck]:
     """The kernels that training with this profile uses."""
     model, tensor = profile.model, profile.parallel.tensor
     queries, kv, s, d = _attention_sizes(profile)
@@ -91,14 +91,16 @@ def kernels_of(profile: Profile) -> list[Kernel]:
     ring, others = _uses_ring(profile)
     found = []
     if others:
-        found.append(Kernel("attention", f"{heads}, {s} tokens", partial(attention_errors, profile)))
+        found.append(KernelCheck("attention", f"{heads}, {s} tokens", partial(attention_errors, profile)))
     if ring:
         length = _ring_tokens(profile)
         shape = f"{heads}, {length} tokens of each of 2 ranks"
-        found.append(Kernel("ring attention", shape, partial(ring_errors, profile)))
+        found.append(KernelCheck("ring attention", shape, partial(ring_errors, profile)))
     found += [
-        Kernel("loss", f"{tokens} × {model.hidden_size} by {rows} tokens", partial(loss_errors, profile)),
-        Kernel("update", f"{shard} elements", partial(update_errors, profile)),
+        KernelCheck(
+            "loss", f"{tokens} × {model.hidden_size} by {rows} tokens", partial(loss_errors, profile)
+        ),
+        KernelCheck("update", f"{shard} elements", partial(update_errors, profile)),
     ]
     layer = next(filter(model.has_experts, range(model.num_hidden_layers)), None)
     if layer is not None:
@@ -255,7 +257,7 @@ def _programs(profile: Profile, device: torch.device) -> tuple[LossPrograms, Upd
     return stage.loss_programs, Arithmetic(function_compiler(kind.type, lambda _: compiler.compile)).update
 
 
-def _experts(profile: Profile, layer: MixtureOfExperts) -> Kernel:
+def _experts(profile: Profile, layer: MixtureOfExperts) -> KernelCheck:
     """The kernel for the products of a rank's experts; `layer` is on the meta device."""
     hidden, tokens = profile.model.hidden_size, _tokens(profile)
     count, _, width = _expert_shapes(layer, hidden)["down"]
@@ -263,7 +265,7 @@ def _experts(profile: Profile, layer: MixtureOfExperts) -> Kernel:
     shape = f"{count} experts of {hidden} × {width}, {rows} rows"
     shape += ", of the last expert none" if count > 1 else ""
     remedy = OTHER_EXPERTS if layer.options.capacity_factor is None else UPDATE_SOFTWARE
-    return Kernel("experts", shape, partial(expert_errors, layer, hidden, tokens), remedy)
+    return KernelCheck("experts", shape, partial(expert_errors, layer, hidden, tokens), remedy)
 
 
 def _expert_shapes(layer: MixtureOfExperts, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -364,7 +366,7 @@ def _plain_experts(values: dict[str, Tensor], indices: Tensor, activation: str) 
     return y
 
 
-def _fp8_products(profile: Profile) -> list[Kernel]:
+def _fp8_products(profile: Profile) -> list[KernelCheck]:
     """The FP8 products for each shape of a layer's matrices; none in other precisions."""
     if profile.train.precision != "fp8":
         return []
@@ -376,7 +378,7 @@ def _fp8_products(profile: Profile) -> list[Kernel]:
     ]
     tokens = _tokens(profile)
     return [
-        Kernel(
+        KernelCheck(
             f"FP8 {outputs} × {inputs}",
             f"{tokens} × {inputs} by {inputs} × {outputs}, fp8_recipe {profile.train.fp8_recipe}",
             partial(fp8_errors, profile, inputs, outputs),

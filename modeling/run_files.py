@@ -5,6 +5,9 @@ Training and the flow write them, everything else reads them. docs/caching.md ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 IDENTITY = "run.json"  # identity of the run, and its parent if it was forked
 LOCKFILE = "lock.json"  # what the profile's references resolve to
 INPUTS = "inputs.json"  # identity, and the keys of tokenizer, dataset and initial weights
@@ -32,3 +35,8 @@ ALERTS = "alerts.json"  # the alerts that were emitted
 TRACKERS = "trackers"  # folder of what each tracker was sent
 STANDING = "standing.json"  # of a continual series: the model promoted last
 REJECTED = "rejected.json"  # of a continual round: why it was not promoted
+
+
+def followed_request(record: Mapping[str, Any]) -> Any:
+    """The request in the contents of RESUMED; older runs call it "wish". None if there is none."""
+    return record.get("request", record.get("wish"))

@@ -22,7 +22,7 @@ from profiles import user_functions
 from profiles.errors import ProfileError
 from profiles.rules import data_sources, hyperparameters, launchers, objectives, trackers
 from profiles.schema import Profile
-from profiles.sections.base import LARGEST
+from profiles.sections.base import MAX_SIZE
 from profiles.sections.model import neighbours
 
 Rule = Callable[[Profile], None]  # raises ProfileError
@@ -443,7 +443,7 @@ def _nearest(profile: Profile, key: str, rules: Sequence[Rule]) -> list[int]:
     }.get(key, 1)
     multiple = value // step
     below = range(multiple - (value % step == 0), max(0, multiple - SEARCH_STEPS), -1)
-    above = range(multiple + 1, min(multiple + SEARCH_STEPS, LARGEST // step + 1))
+    above = range(multiple + 1, min(multiple + SEARCH_STEPS, MAX_SIZE // step + 1))
     found = (
         next((n * step for n in direction if passes(with_value(profile, key, n * step), rules)), None)
         for direction in (below, above)

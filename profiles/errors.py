@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-LONGEST_VALUE = 80  # characters
+MAX_VALUE_LENGTH = 80  # characters
 OVERRIDE_SYNTAX = "is not of the form KEY.PATH=VALUE, without spaces; for instance --set train.steps=100"
 
 
@@ -56,7 +56,7 @@ class ProfileError(ValueError):
         return ProfileError(self.key, self.value, self.reason, self.choices, others)
 
 
-def format_value(value: Any, longest: int | None = LONGEST_VALUE) -> str:
+def format_value(value: Any, longest: int | None = MAX_VALUE_LENGTH) -> str:
     """A value as in YAML, on one line, cut in its middle to `longest` characters if that is given."""
     if isinstance(value, bool):
         return str(value).lower()

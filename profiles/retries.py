@@ -20,7 +20,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # seconds before each retry; four minutes
-LONGEST = 600.0  # seconds; limit of a wait, even if the server asks for more
+MAX_WAIT = 600.0  # seconds; limit of a wait, even if the server asks for more
 TIMEOUT, EARLY, THROTTLED, SERVER_ERROR = 408, 425, 429, 500  # HTTP status codes; the last one and above
 # Exceptions of httpx, aiohttp and botocore for a connection that failed; by name, since none of them must be installed.
 NETWORK_ERRORS = {
@@ -108,7 +108,7 @@ def _retry_after(headers: Any) -> float:
             seconds = 0.0
     elif window := re.search(r"\br\s*=\s*0\b.*?\bt\s*=\s*(\d+)", str(headers.get("RateLimit") or "")):
         seconds = float(window[1])
-    return min(max(seconds, 0.0), LONGEST)
+    return min(max(seconds, 0.0), MAX_WAIT)
 
 
 def map_in_threads(function: Callable[[T], R], values: Sequence[T], threads: int) -> list[R]:

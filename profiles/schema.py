@@ -28,7 +28,7 @@ from profiles.sections.base import (
 from profiles.sections.cluster import Cluster
 from profiles.sections.data import Data, Source, Tokenizer
 from profiles.sections.model import Model
-from profiles.sections.objective import Lora, Objective
+from profiles.sections.objective import Lora, Objective, rows_per_sample
 from profiles.sections.tracking import Tracking
 
 __all__ = [
@@ -384,7 +384,7 @@ class Profile(Section):
     @property
     def rows_per_sample(self) -> int:
         """Sequences per sample: two for a preference pair, else one."""
-        return 2 if self.objective.kind in ("dpo", "orpo") else 1
+        return rows_per_sample(self.objective.kind)
 
     @property
     def answers_per_row(self) -> int:

@@ -17,7 +17,7 @@ from flows.ui.console import print_json, print_stderr, waiting
 from flows.ui.summaries import cluster_summary
 from modeling.planning import calibration
 from modeling.planning.planner import device_bytes, reserved_share
-from modeling.planning.search import Rejected, Topology, explain, search
+from modeling.planning.search import RejectedDegrees, Topology, explain, search
 from profiles.check import get_value
 from profiles.errors import format_value
 from profiles.recompute import modes_of
@@ -43,7 +43,7 @@ def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_js
             print(f"\nto plan the first: {_command(profile, typed, overrides, found[0])}")
     if found:
         return DONE
-    too_large = any(family.needs for family in rejected)
+    too_large = any(each.needs for each in rejected)
     advice = "use more nodes or devices with more memory" if too_large else "change the batch or add nodes"
     cluster = f"{cluster_summary(profile)} of {format_bytes(device_bytes(profile))}"
     print_stderr(f"trainshed: no topology of {profile.name} fits {cluster}; {advice}")
@@ -64,7 +64,7 @@ def _describe(topology: Topology) -> dict[str, object]:
     }
 
 
-def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejected]) -> None:
+def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[RejectedDegrees]) -> None:
     console = Console(highlight=False)
     timed = all(topology.plan.step_seconds is not None for topology in found)
     order = "fastest first" if timed else "least communication first"
@@ -87,8 +87,8 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
         console.print(
             f"\nrejected, for {1 - reserved_share(profile):.0%} of {format_bytes(device_bytes(profile))} a device:"
         )
-    for reason, families in _reasons(rejected):
-        console.print(Padding(Text(f"{reason}: {families}"), (0, 0, 0, 2)))
+    for reason, degrees in _reasons(rejected):
+        console.print(Padding(Text(f"{reason}: {degrees}"), (0, 0, 0, 2)))
 
 
 def _command(profile: Profile, typed: str, overrides: Sequence[str], topology: Topology) -> str:
@@ -131,32 +131,32 @@ def _sharding(topology: Topology) -> str:
     return topology.overrides["parallel.data_sharding"] + (f" {degree}" if degree else "") + kept
 
 
-def _reasons(rejected: Sequence[Rejected]) -> list[tuple[str, str]]:
-    """Each broken rule, with the range of every number in it, and the families that break it."""
-    rules: dict[str, list[Rejected]] = {}
-    for family in rejected:
-        rules.setdefault(NUMBER.sub("#", family.reason), []).append(family)
-    return [(_reason(families), _degrees(families)) for families in rules.values()]
+def _reasons(rejected: Sequence[RejectedDegrees]) -> list[tuple[str, str]]:
+    """Each broken rule, with the range of every number in it, and the degrees that break it."""
+    rules: dict[str, list[RejectedDegrees]] = {}
+    for each in rejected:
+        rules.setdefault(NUMBER.sub("#", each.reason), []).append(each)
+    return [(_reason(broken), _degrees(broken)) for broken in rules.values()]
 
 
-def _reason(families: Sequence[Rejected]) -> str:
-    if families[0].reason == "memory":
+def _reason(rejected: Sequence[RejectedDegrees]) -> str:
+    if rejected[0].reason == "memory":
         return "out of memory, even with full recomputation"
-    numbers = (map(int, NUMBER.findall(family.reason)) for family in families)
+    numbers = (map(int, NUMBER.findall(each.reason)) for each in rejected)
     ranges = map(_range, zip(*numbers, strict=True))
-    return NUMBER.sub(lambda _: next(ranges), families[0].reason)
+    return NUMBER.sub(lambda _: next(ranges), rejected[0].reason)
 
 
-def _degrees(families: Sequence[Rejected]) -> str:
+def _degrees(rejected: Sequence[RejectedDegrees]) -> str:
     """'tensor 1, pipeline 1 to 64 (38.3 GiB or more); tensor 2, …'."""
     texts = []
-    for tensor in dict.fromkeys(family.degrees["tensor"] for family in families):
-        same_tensor = [family for family in families if family.degrees["tensor"] == tensor]
+    for tensor in dict.fromkeys(each.degrees["tensor"] for each in rejected):
+        same_tensor = [each for each in rejected if each.degrees["tensor"] == tensor]
         text = f"tensor {tensor}"
-        pipelines = [family.degrees["pipeline"] for family in same_tensor if "pipeline" in family.degrees]
+        pipelines = [each.degrees["pipeline"] for each in same_tensor if "pipeline" in each.degrees]
         if pipelines:
             text += f", pipeline {_range(pipelines)}"
-        if needs := [family.needs for family in same_tensor if family.needs is not None]:
+        if needs := [each.needs for each in same_tensor if each.needs is not None]:
             text += f" ({format_bytes(min(needs))} or more)"
         texts.append(text)
     return "; ".join(texts)

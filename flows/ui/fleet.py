@@ -26,13 +26,13 @@ def markdown(fleet: Fleet, page: str) -> str:
 
 
 def _cells(run: RunView) -> list[str]:
-    digest, speed, goodput = run.digest, run.speed_of_plan, run.use.goodput
+    summary, speed, goodput = run.summary, run.speed_of_plan, run.use.goodput
     left = run.seconds_left if run.state in ("running", "queued") else None
-    loss = digest.last["loss"] if digest.last else None
+    loss = summary.last["loss"] if summary.last else None
     return [
         escape(run.name),
         run.state,
-        f"{run.step:,} of {digest.steps:,}" if digest.steps else f"{run.step:,}",
+        f"{run.step:,} of {summary.steps:,}" if summary.steps else f"{run.step:,}",
         f"{loss:.4f}" if loss is not None else "",
         f"{speed:.0%}" if speed else "",
         f"{goodput:.0%}" if goodput else "",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from modeling.conversion import block_scales, mxfp4, torch_files
-from modeling.conversion.tensor_files import Entry, PreallocatedFile
+from modeling.conversion.tensor_files import PreallocatedFile, TensorEntry
 from modeling.conversion.torch_files import LazyTensor, stamp
 from modeling.conversion.weights import Part, Weights, global_shapes, read_mapped
 from modeling.models import families
@@ -163,11 +163,13 @@ def _tensor(path: Path, name: str) -> Tensor:
     return _open(path, stamp(path)).get_tensor(name)
 
 
-def entries(weights: Weights) -> Iterator[Entry]:
+def entries(weights: Weights) -> Iterator[TensorEntry]:
     """The Hugging Face tensors of a model, each assembled from ours when it is written."""
     for key, sources in _sources(weights.model, weights.shapes).items():
         shape = _stored_shape(sources, weights.shapes)
-        yield Entry(key, shape, weights.dtype_of(sources[0][0]), partial(_rows, weights, sources, shape))
+        yield TensorEntry(
+            key, shape, weights.dtype_of(sources[0][0]), partial(_rows, weights, sources, shape)
+        )
 
 
 def _rows(
@@ -198,7 +200,7 @@ def _rows(
 
 def files(weights: Weights) -> list[SafetensorsFile]:
     """The files to write: one, or numbered shards of at most SHARD_BYTES."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     for entry in entries(weights):
         size = sum(each.nbytes for each in shards[-1])
         if shards[-1] and size + entry.nbytes > SHARD_BYTES:

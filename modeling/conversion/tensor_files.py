@@ -25,7 +25,7 @@ READ = 1 << 22  # bytes hashed at a time
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor to write."""
 
     # name, shape, dtype: in the file
@@ -67,7 +67,7 @@ class File(ABC):
 class PreallocatedFile(File):
     """A file that is created at its full size and then filled; subclasses define its format."""
 
-    def __init__(self, name: str, entries: list[Entry]) -> None:
+    def __init__(self, name: str, entries: list[TensorEntry]) -> None:
         self.name, self.entries = name, entries
         self.nbytes = sum(entry.nbytes for entry in entries)
 
@@ -79,7 +79,7 @@ class PreallocatedFile(File):
         starts = self.prepare(path)
         with path.open("r+b", buffering=0) as file, ThreadPoolExecutor(SLICES) as pool:
 
-            def fill(rows: tuple[Entry, int, int]) -> int:
+            def fill(rows: tuple[TensorEntry, int, int]) -> int:
                 entry, low, high = rows
                 begin = offset = starts[entry.name] + low * entry.row_bytes
                 for tensor in entry.rows(low, high):
@@ -93,7 +93,7 @@ class PreallocatedFile(File):
                 hasher.advance(begin)
             return None, hasher.finish()
 
-    def _slices(self, limit: int, starts: Mapping[str, int]) -> Iterator[tuple[Entry, int, int]]:
+    def _slices(self, limit: int, starts: Mapping[str, int]) -> Iterator[tuple[TensorEntry, int, int]]:
         for entry in sorted(self.entries, key=lambda entry: starts[entry.name]):
             rows = max(1, limit // entry.row_bytes)
             for low in range(0, entry.row_count, rows):

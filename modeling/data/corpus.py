@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from modeling.data.indexed import IndexedError, data_path, map_index, map_tokens, read_header
-from modeling.data.sample_order import Mixture, WindowOrder, stream_seed
+from modeling.data.sample_order import MixtureSchedule, WindowOrder, stream_seed
 from modeling.data.shard_cache import ShardCache
 
 OPEN_SHARDS = 64  # local shards kept mapped; each has two file descriptors, and processes commonly get 1024
@@ -259,7 +259,7 @@ class Samples:
             # a phase that begins with sample 0 replaces the corpus's
             phases = [phase for phase in phases if phase[0] < first]
             phases.append((first, [weights.get(stream.source, 0.0) for stream in corpus.streams]))
-        self._mixture = Mixture(phases)
+        self._mixture = MixtureSchedule(phases)
         self._orders = []
         for i, stream in enumerate(corpus.streams):
             n = (stream.tokens - 1) // s

@@ -20,7 +20,7 @@ import numpy as np
 
 ROUNDS = 6
 # In samples; weights with a larger common denominator are rounded to multiples of its inverse.
-LONGEST_PATTERN = 1 << 20
+MAX_PATTERN_LENGTH = 1 << 20
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -42,7 +42,7 @@ def quotas(weights: Sequence[float]) -> list[int]:
     """Samples of each stream in the pattern for these weights; 0 for a weight too small to be drawn."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
-    length = min(math.lcm(*(share.denominator for share in shares)), LONGEST_PATTERN)
+    length = min(math.lcm(*(share.denominator for share in shares)), MAX_PATTERN_LENGTH)
     result = [math.floor(share * length) for share in shares]
     # Largest remainder method: distribute what rounding down left over.
     by_remainder = sorted(range(len(shares)), key=lambda i: result[i] - shares[i] * length)
@@ -55,7 +55,7 @@ def blend(weights: Sequence[float]) -> Pattern:
     """The pattern for weights of any sum. Raises ValueError if a stream would never be drawn."""
     counts = quotas(weights)
     if 0 in counts:
-        reason = f"less than one of {LONGEST_PATTERN:,} samples: weights {[*weights]}"
+        reason = f"less than one of {MAX_PATTERN_LENGTH:,} samples: weights {[*weights]}"
         raise ValueError(f"stream {counts.index(0)} has {reason}")
     times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     streams = np.repeat(np.arange(len(counts)), counts)
@@ -64,7 +64,7 @@ def blend(weights: Sequence[float]) -> Pattern:
     return Pattern(streams[order], ranks[order], np.array(counts))
 
 
-class Mixture:
+class MixtureSchedule:
     """The stream of each sample when weights change at given samples; a pure function of its number.
 
     Every phase has its own pattern, and each stream continues where the previous phase left it, so that no window is repeated

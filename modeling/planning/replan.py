@@ -42,7 +42,7 @@ def replan(profile: Profile, accelerator: str) -> dict[str, Any]:
         if found:
             return cluster | found[0].overrides
     reason = next(
-        (family.reason for family in rejected if family.reason != "memory"), "no topology fits its memory"
+        (each.reason for each in rejected if each.reason != "memory"), "no topology fits its memory"
     )
     raise ProfileError("--hardware", accelerator, f"{reason}, on {fewest} to {nodes} nodes")
 

@@ -1,10 +1,10 @@
 """Topology search: feasible topologies of a cluster, fastest first, and why others are rejected.
 
-A family is a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a pipeline degree
-that divides the remaining ranks, a context degree for long sequences, an expert degree for models with experts, and a sharding
-over the data and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and replicates
-across nodes. Each family uses the least recomputation that fits, and keeps gathered weights where that is faster. Nodes, devices,
-batch sizes, sequence length and schedule are those of the profile.
+Combinations of degrees: a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a
+pipeline degree that divides the remaining ranks, a context degree for long sequences, an expert degree for models with experts,
+and a sharding over the data and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and
+replicates across nodes. Each uses the least recomputation that fits, and keeps gathered weights where that is faster. Nodes,
+devices, batch sizes, sequence length and schedule are those of the profile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedDegrees:
     """Degrees without a usable topology for any sharding."""
 
     degrees: dict[str, int]
@@ -45,20 +45,20 @@ class Rejected:
     needs: int | None = None  # least bytes that the fullest rank needs, if memory is the reason
 
 
-def search(profile: Profile) -> tuple[list[Topology], list[Rejected]]:
-    """The best topology of each family that fits, fastest first, and the rejected families.
+def search(profile: Profile) -> tuple[list[Topology], list[RejectedDegrees]]:
+    """The best topology of each combination that fits, fastest first, and the rejected degrees.
 
     On devices of unknown speed, topologies are ordered by communication volume.
     """
     cache: CostCache = {}
     topologies: list[Topology] = []
-    rejected: list[Rejected] = []
+    rejected: list[RejectedDegrees] = []
     for degrees in _degrees(profile):
         tried = [_best(profile, degrees, sharding, cache) for sharding in _shardings(profile, degrees)]
         fitting = [each for each in tried if isinstance(each, Topology)]
         topologies += fitting
         if not fitting:
-            rejected.append(min((each for each in tried if isinstance(each, Rejected)), key=_needs))
+            rejected.append(min((each for each in tried if isinstance(each, RejectedDegrees)), key=_needs))
     topologies.sort(
         key=lambda found: (
             found.plan.step_seconds or sum(found.plan.communication.values()),
@@ -79,7 +79,7 @@ def neighbours(profile: Profile) -> list[Topology]:
     return [each for each in tried if isinstance(each, Topology)]
 
 
-def _needs(rejected: Rejected) -> float:
+def _needs(rejected: RejectedDegrees) -> float:
     return math.inf if rejected.needs is None else rejected.needs
 
 
@@ -108,18 +108,18 @@ def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
             allowed = profile.train.sequence_length // context >= LONG
             allowed |= context in (1, profile.parallel.context)
             if allowed and world % (tensor * pipeline * context) == 0:
-                family = {"tensor": tensor, "pipeline": pipeline, "context": context}
+                combined = {"tensor": tensor, "pipeline": pipeline, "context": context}
                 if model.num_experts is None:
-                    yield family
+                    yield combined
                     continue
                 for expert in _divisors(math.gcd(model.num_experts, world // (tensor * pipeline))):
-                    yield {**family, "expert": expert}
+                    yield {**combined, "expert": expert}
 
 
 def _best(
     profile: Profile, degrees: dict[str, int], sharding: dict[str, Any], cache: CostCache
-) -> Topology | Rejected:
-    """The family's topology with the least recomputation that fits, or why there is none."""
+) -> Topology | RejectedDegrees:
+    """The combination's topology with the least recomputation that fits, or why there is none."""
     rule, needs = "", None
     for mode in ("none", "auto"):
         overrides = {f"parallel.{key}": value for key, value in (degrees | sharding).items()}
@@ -139,10 +139,10 @@ def _best(
             overrides["parallel.keep_gathered"] = candidate.parallel.keep_gathered
             return Topology(overrides, planned)
         needs = planned.needs
-    return Rejected(degrees, rule if needs is None else "memory", needs)
+    return RejectedDegrees(degrees, rule if needs is None else "memory", needs)
 
 
-def explain(found: Sequence[Topology], rejected: Sequence[Rejected]) -> list[str]:
+def explain(found: Sequence[Topology], rejected: Sequence[RejectedDegrees]) -> list[str]:
     """Clauses on why the first topology is the best: its groups' links, and how alternatives compare."""
     best, *others = found
     mesh, levels, sharding = best.plan.mesh, best.plan.levels, best.overrides["parallel.data_sharding"]

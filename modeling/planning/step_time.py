@@ -26,7 +26,7 @@ from parallel.pipeline.schedules import bubble
 from profiles.schema import Profile
 
 # Seconds of a step at the devices' peak. Shorter steps are dominated by kernel launches and latencies, which are not modelled.
-SHORTEST = 0.01
+MIN_SECONDS = 0.01
 DAY = 24 * 3600
 
 
@@ -126,7 +126,7 @@ def is_too_short(profile: Profile) -> bool:
     """Whether model and batch are too small to estimate a step's time from FLOPs and bytes."""
     peak = device_of(profile).peak(profile.train.precision)
     flops = flops_per_token(profile) * profile.step_tokens
-    return peak is not None and flops / (peak * profile.world_size) < SHORTEST
+    return peak is not None and flops / (peak * profile.world_size) < MIN_SECONDS
 
 
 def _assumptions(

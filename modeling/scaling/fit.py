@@ -26,7 +26,7 @@ import numpy as np
 
 from modeling.scaling.law import Law
 
-LEAST_RUNGS = 5  # with fewer, the fit would have no residuals
+MIN_RUNGS = 5  # with fewer, the fit would have no residuals
 NOISE = 0.003  # least relative noise of one run's loss, about the difference between seeds
 HUBER = 1.0  # residuals beyond this multiple of s count linearly
 PRIOR, SPREAD = 0.35, 0.2  # mean and standard deviation of the exponents' prior
@@ -79,15 +79,15 @@ def fit(observations: Sequence[Observation], seed: int = 0, draws: int = DRAWS) 
     """Fit the law to finished runs. Deterministic in the seed.
 
     Raises:
-        ValueError: fewer than `LEAST_RUNGS` runs, or fewer than 3 different sizes or lengths, or a loss that is not positive.
+        ValueError: fewer than `MIN_RUNGS` runs, or fewer than 3 different sizes or lengths, or a loss that is not positive.
     """
     points = list(observations)
     n, d, losses = (
         np.array([getattr(point, name) for point in points], float) for name in ("n", "d", "loss")
     )
-    if len(points) < LEAST_RUNGS:
+    if len(points) < MIN_RUNGS:
         raise ValueError(
-            f"{len(points)} rungs are too few for 5 coefficients; add rungs, at least {LEAST_RUNGS} in all"
+            f"{len(points)} rungs are too few for 5 coefficients; add rungs, at least {MIN_RUNGS} in all"
         )
     for name, values in (("sizes", n), ("numbers of tokens", d)):
         if len(set(values)) < 3:

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from modeling.scaling.fit import LEAST_RUNGS, NOISE, Fit, Observation, fit
+from modeling.scaling.fit import MIN_RUNGS, NOISE, Fit, Observation, fit
 
 SHARE = 0.9  # probability of the intervals
 LENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the target's tokens for which losses are forecast
 BUDGETS = (1.0, 10.0)  # multiples of the target's compute for which the best size is computed
 BACKTEST_DRAWS = 100
-LEAST_BEYOND = 0.5  # logarithm of compute: a rung that is hardly larger tells little about an extrapolation
+MIN_BEYOND = 0.5  # logarithm of compute: a rung that is hardly larger tells little about an extrapolation
 
 
 def forecast(observations: Sequence[Observation], n: float, d: float, seed: int = 0) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def backtest(
     Returns None if too few would remain, or if the remaining ones cannot be fitted.
     """
     ordered = sorted(observations, key=lambda point: point.flops)
-    count = min(max(1, len(ordered) // 4), len(ordered) - LEAST_RUNGS)
+    count = min(max(1, len(ordered) // 4), len(ordered) - MIN_RUNGS)
     if count < 1:
         return None
     try:
@@ -114,8 +114,7 @@ def drift_of(observations: Sequence[Observation], tested: Sequence[dict[str, Any
     left_out = {(row["n"], row["d"]) for row in tested}
     largest = max(point.flops for point in observations if (point.n, point.d) not in left_out)
     errors = [
-        math.log(row["forecast"] / row["loss"])
-        / max(LEAST_BEYOND, math.log(6 * row["n"] * row["d"] / largest))
+        math.log(row["forecast"] / row["loss"]) / max(MIN_BEYOND, math.log(6 * row["n"] * row["d"] / largest))
         for row in tested
     ]
     return math.sqrt(sum(error**2 for error in errors) / len(errors))

@@ -2,7 +2,7 @@
 
 A metric that falls with compute is fitted directly, and a share that rises, such as accuracy, by its distance from 1. Most
 metrics of small runs follow no such law, or do not change yet. So a forecast is made only if the backtest supports it: the
-largest rungs must be forecast from the others within `LARGEST_ERROR`, and the fitted effect of size and length must exceed the
+largest rungs must be forecast from the others within `MAX_ERROR`, and the fitted effect of size and length must exceed the
 noise of a run.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 from modeling.scaling.fit import Observation, fit
 from modeling.scaling.forecast import SHARE, backtest, drift_of
 
-LARGEST_ERROR = 0.02  # relative error of the backtest
+MAX_ERROR = 0.02  # relative error of the backtest
 CLEAR = 3.0  # range that the rungs' fitted values must span, as a multiple of a run's noise
 DRAWS = 100
-LEAST = 1e-3  # least fitted value: a share that is closer to its limit has saturated
+MIN_VALUE = 1e-3  # least fitted value: a share that is closer to its limit has saturated
 
 
 def forecast_metrics(
@@ -52,7 +52,7 @@ def _forecast(
     """Forecast of one metric. Raises ValueError if no fit supports it."""
     rises = _rises(rungs, values)
     falling = 1 - values if rises else values
-    if falling.min() < LEAST:
+    if falling.min() < MIN_VALUE:
         raise ValueError("is not positive in every rung, or has reached its end")
     points = [Observation(rung.n, rung.d, float(value)) for rung, value in zip(rungs, falling, strict=True)]
     tested = backtest(points, seed, draws=1)  # without intervals
@@ -62,10 +62,8 @@ def _forecast(
         )
     errors = [math.log(row["forecast"] / row["loss"]) for row in tested]
     error = math.sqrt(sum(each**2 for each in errors) / len(errors))
-    if error > LARGEST_ERROR:
-        raise ValueError(
-            f"misses the largest rungs by {error:.1%} in the backtest, above {LARGEST_ERROR:.0%}"
-        )
+    if error > MAX_ERROR:
+        raise ValueError(f"misses the largest rungs by {error:.1%} in the backtest, above {MAX_ERROR:.0%}")
     first = fit(points, seed, draws=1)
     levels = np.log(first.law.loss(*np.array([(point.n, point.d) for point in points]).T))
     if np.ptp(levels) < CLEAR * first.noise:

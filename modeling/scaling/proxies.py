@@ -21,7 +21,7 @@ from profiles.rules import data_sources
 from profiles.schema import Profile
 
 PROXIES_PER_SOURCE = 4
-LEAST = 0.1  # default of minimum_weight, as a share of equal weights
+MIN_SHARE = 0.1  # default of minimum_weight, as a share of equal weights
 DIGITS = 4  # decimals of sampled weights
 
 
@@ -70,10 +70,10 @@ def training_sources(profile: Profile) -> list[str]:
 
 def least_weight(mixture: Mixture, k: int) -> float:
     """The least weight of each of k sources. Raises ProfileError if their sum would exceed 1."""
-    least = mixture.minimum_weight or LEAST / k
+    least = mixture.minimum_weight or MIN_SHARE / k
     if least * k >= 1:
         raise ProfileError(
-            "minimum_weight", least, f"leaves nothing to vary among {k} sources", [f"{LEAST / k:.3g}"]
+            "minimum_weight", least, f"leaves nothing to vary among {k} sources", [f"{MIN_SHARE / k:.3g}"]
         )
     return least
 

@@ -25,7 +25,7 @@ FACTOR = 1.5
 MARGIN = 0.02  # seconds; smaller differences are noise
 WINDOW = 20
 QUIET_STEPS = 200  # between warnings
-LONGEST_NAME = 64  # characters
+MAX_NAME_LENGTH = 64  # characters
 
 
 class Stragglers:
@@ -61,7 +61,7 @@ def node_name() -> str:
 
 def node_names(mesh: Mesh) -> list[str]:
     """Name of each rank's node; a collective over all ranks."""
-    name = node_name()[:LONGEST_NAME]
+    name = node_name()[:MAX_NAME_LENGTH]
     if mesh.host is None:
         return [name]
     names: list[str | None] = [None] * mesh.size

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-MINIMUM_STEPS = 3  # needed for a median step time
+MIN_STEPS = 3  # needed for a median step time
 STEP = "step"
 COMPILE = "compile"
 PHASES = {  # seconds

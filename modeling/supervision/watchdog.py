@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Self
 from modeling.exit_codes import HANG_MESSAGE, HUNG
 from modeling.supervision.heartbeat import Heartbeat
 from modeling.supervision.stragglers import node_name
-from modeling.supervision.timeouts import COMPILE, MINIMUM_STEPS, STEP, Timeouts
+from modeling.supervision.timeouts import COMPILE, MIN_STEPS, STEP, Timeouts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -81,7 +81,7 @@ class Watchdog:
 
     @property
     def _timed_phase(self) -> str:
-        compiling = self._phase == STEP and len(self._step_seconds) < MINIMUM_STEPS
+        compiling = self._phase == STEP and len(self._step_seconds) < MIN_STEPS
         return COMPILE if compiling else self._phase
 
     @property

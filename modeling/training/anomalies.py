@@ -22,7 +22,7 @@ from torch import Tensor
 from profiles.schema import Train
 
 WINDOW = 50
-MINIMUM_LOSSES = 10  # good losses needed before one can be called a spike
+MIN_LOSSES = 10  # good losses needed before one can be called a spike
 
 Ranges = list[tuple[int, int]]
 Functions = tuple[Callable[..., Tensor], Callable[..., None]]
@@ -105,7 +105,7 @@ def decide(loss: Tensor, window: Tensor, count: Tensor, factor: float | None) ->
     if factor is None:
         return bad
     spike = loss > factor * _median(window, count.clamp(max=WINDOW))
-    return bad | (spike & (count >= MINIMUM_LOSSES))
+    return bad | (spike & (count >= MIN_LOSSES))
 
 
 def record(loss: Tensor, skipped: Tensor, window: Tensor, count: Tensor, slots: Tensor) -> None:

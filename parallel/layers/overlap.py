@@ -26,9 +26,9 @@ from parallel.mesh import Axis
 
 Product = Callable[[Tensor], Tensor]
 
-MOST_CHUNKS = 4
-SMALLEST_ROWS = 2048  # of a chunk's product, so that its tiles fill the device
-SMALLEST_BYTES = 8 << 20  # of a chunk's collective, so that latency is a small part of its duration
+MAX_CHUNKS = 4
+MIN_ROWS = 2048  # of a chunk's product, so that its tiles fill the device
+MIN_BYTES = 8 << 20  # of a chunk's collective, so that latency is a small part of its duration
 
 
 def count_chunks(rows: int, row_bytes: int, axis: Axis) -> int:
@@ -39,7 +39,7 @@ def count_chunks(rows: int, row_bytes: int, axis: Axis) -> int:
     """
     most = axis.chunks
     if most is None:
-        most = min(MOST_CHUNKS, rows // SMALLEST_ROWS, rows * row_bytes // SMALLEST_BYTES)
+        most = min(MAX_CHUNKS, rows // MIN_ROWS, rows * row_bytes // MIN_BYTES)
     local = rows // axis.size
     return next((count for count in range(most, 1, -1) if local % count == 0), 1)
 

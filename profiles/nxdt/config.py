@@ -17,7 +17,7 @@ from profiles import yaml_text
 from profiles.errors import ProfileError
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-MAXIMUM_DEPTH = 20  # nested references
+MAX_DEPTH = 20  # nested references
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _resolve(key: str, value: Any, flat: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
         return [_resolve(key, entry, flat) for entry in value]
     given = value
-    for _ in range(MAXIMUM_DEPTH):
+    for _ in range(MAX_DEPTH):
         if not isinstance(value, str) or (found := REFERENCE.search(value)) is None:
             return value
         referenced = _lookup(key, found[1], flat)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-LARGEST = 2**24  # tensor dimension; products of two fit 64-bit integers
-Size = Annotated[int, Field(ge=1, le=LARGEST)]
+MAX_SIZE = 2**24  # tensor dimension; products of two fit 64-bit integers
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Wide = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Rate = Annotated[float, Field(ge=0)]

@@ -56,6 +56,11 @@ class Objective(Section):
     )
 
 
+def rows_per_sample(kind: str | None) -> int:
+    """Sequences per sample of an objective of this `kind`: two for a preference pair, else one."""
+    return 2 if kind in ("dpo", "orpo") else 1
+
+
 class Lora(Section):
     """LoRA (arXiv 2106.09685): train low-rank updates of some weights and freeze the others."""
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
-from tasks.fleet.digest import LATEST
 from tasks.fleet.goodput import CATEGORIES
+from tasks.fleet.run_summary import LATEST
 from tasks.fleet.runs import ACTIVE, Fleet, Node, RunView
 from tasks.reporting import html
 from tasks.reporting.chart import sparkline, stacked_bar
@@ -76,7 +76,7 @@ def key_figures(fleet: Fleet) -> dict[str, str]:
     """Totals of all runs, by name."""
     use = fleet.use
     total = sum(use.values())
-    held = sum(run.use.held * (run.digest.node_count or 1) for run in fleet.runs)
+    held = sum(run.use.held * (run.summary.node_count or 1) for run in fleet.runs)
     figures = {
         "runs": f"{len(fleet.runs):,}",
         "active": f"{sum(run.state in ACTIVE for run in fleet.runs):,}",
@@ -141,16 +141,16 @@ def _table(fleet: Fleet) -> str:
 
 
 def _row(run: RunView, now: float) -> str:
-    digest, goodput, speed = run.digest, run.use.goodput, run.speed_of_plan
-    loss = digest.last["loss"] if digest.last else None
-    measured = digest.tokens_per_second
+    summary, goodput, speed = run.summary, run.use.goodput, run.speed_of_plan
+    loss = summary.last["loss"] if summary.last else None
+    measured = summary.tokens_per_second
     cells = [
-        _cell(run.name, escape(run.name), f"from {digest.parent}" if digest.parent else ""),
+        _cell(run.name, escape(run.name), f"from {summary.parent}" if summary.parent else ""),
         _cell(run.state, f'<span class="state {run.state}">{run.state}</span>'),
-        _cell(run.step / digest.steps if digest.steps else 0, _progress(run), _progress_text(run)),
+        _cell(run.step / summary.steps if summary.steps else 0, _progress(run), _progress_text(run)),
         _cell(
             loss if loss is not None else 1e9,
-            sparkline(digest.curve, label=f"training loss of {run.name}"),
+            sparkline(summary.curve, label=f"training loss of {run.name}"),
             _loss_text(run, loss),
         ),
         _cell(run.tokens or 0, format_count(run.tokens) if run.tokens else "", number=True),
@@ -168,7 +168,9 @@ def _row(run: RunView, now: float) -> str:
         ),
         _cell(run.cost or 0, *_cost(run), number=True),
         _cell(
-            -digest.changed, f"{format_age(now - digest.changed)} ago" if digest.changed else "", number=True
+            -summary.changed,
+            f"{format_age(now - summary.changed)} ago" if summary.changed else "",
+            number=True,
         ),
     ]
     text = escape(f"{run.name} {run.state}".lower())
@@ -183,19 +185,19 @@ def _cell(value: object, shown: str, note: str = "", *, number: bool = False, lo
 
 
 def _progress(run: RunView) -> str:
-    steps = run.digest.steps
+    steps = run.summary.steps
     return f'<progress max="{steps}" value="{run.step}"></progress>' if steps else ""
 
 
 def _progress_text(run: RunView) -> str:
-    steps = run.digest.steps
+    steps = run.summary.steps
     text = f"{run.step:,} of {steps:,}" if steps else f"{run.step:,}"
     left = run.seconds_left if run.state in ACTIVE else None
     return f"{text}, {format_duration(left)} left" if left else text
 
 
 def _loss_text(run: RunView, loss: float | None) -> str:
-    validation = run.digest.validation_loss
+    validation = run.summary.validation_loss
     shown = {"": loss, "validation ": validation}
     return ", ".join(f"{name}{value:.4f}" for name, value in shown.items() if value is not None)
 

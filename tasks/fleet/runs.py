@@ -1,6 +1,6 @@
 """All runs of a store: reads those that changed since the last read; computes time, speed and cost.
 
-Digests are cached in the store's local cache, each with the stamps of the files that it was read from. A run without a changed
+Summaries are cached in the store's local cache, each with the stamps of the files that it was read from. A run without a changed
 file costs one listing of its folder.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 import orjson
 
 from profiles import state_files
-from tasks.fleet.digest import FILES, Digest, read_digest
 from tasks.fleet.goodput import CATEGORIES, STARTED, SUBMITTED, TimeUse, time_use
+from tasks.fleet.run_summary import FILES, RunSummary, read_summary
 from tasks.store import activities
-from tasks.store.backends import Backend, Entry
+from tasks.store.backends import Backend, FileInfo
 from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
 
@@ -36,27 +36,27 @@ ACTIVE = ("running", "queued")
 class RunView:
     """One run as the page shows it."""
 
-    digest: Digest
+    summary: RunSummary
     state: str  # running, queued, finished, failed, stopped, preparing or replaced
     use: TimeUse
 
     @property
     def name(self) -> str:
-        return self.digest.name
+        return self.summary.name
 
     @property
     def step(self) -> int:
-        return self.digest.last["step"] if self.digest.last else 0
+        return self.summary.last["step"] if self.summary.last else 0
 
     @property
     def tokens(self) -> int | None:
         """Tokens of the trained steps; None if the batch size is unknown."""
-        return self.step * self.digest.step_tokens if self.digest.step_tokens else None
+        return self.step * self.summary.step_tokens if self.summary.step_tokens else None
 
     @property
     def speed_of_plan(self) -> float | None:
         """Tokens per second of the latest steps relative to the plan."""
-        planned, measured = self.digest.planned.get("tokens_per_second"), self.digest.tokens_per_second
+        planned, measured = self.summary.planned.get("tokens_per_second"), self.summary.tokens_per_second
         return measured / planned if planned and measured else None
 
     @property
@@ -80,37 +80,37 @@ class RunView:
     @property
     def planned_cost(self) -> float | None:
         """Cost of all steps at the planned step time, without starts or failures; None without price or plan."""
-        digest, hourly = self.digest, self._hourly
-        seconds = digest.planned.get("step_seconds")
-        if seconds is None or hourly is None or digest.steps is None:
+        summary, hourly = self.summary, self._hourly
+        seconds = summary.planned.get("step_seconds")
+        if seconds is None or hourly is None or summary.steps is None:
             return None
-        return digest.steps * seconds / 3600 * hourly
+        return summary.steps * seconds / 3600 * hourly
 
     @property
     def _hourly(self) -> float | None:
-        price, count = self.digest.node_price, self.digest.node_count
+        price, count = self.summary.node_price, self.summary.node_count
         return None if price is None else price * (count or 1)
 
     def _left(self, share: float | None) -> float | None:
-        if self.digest.steps is None:
+        if self.summary.steps is None:
             return None
-        steps = max(0, self.digest.steps - self.step)
+        steps = max(0, self.summary.steps - self.step)
         if steps == 0:
             return 0.0
-        return steps * self.digest.step_seconds / share if share and self.digest.step_seconds else None
+        return steps * self.summary.step_seconds / share if share and self.summary.step_seconds else None
 
     def to_json(self) -> dict[str, Any]:
         """Name, state, progress, speed, time by category and cost."""
-        digest = self.digest
+        summary = self.summary
         return {
             "name": self.name,
             "state": self.state,
             "step": self.step,
-            "steps": digest.steps,
-            "loss": digest.last["loss"] if digest.last else None,
-            "validation_loss": digest.validation_loss,
+            "steps": summary.steps,
+            "loss": summary.last["loss"] if summary.last else None,
+            "validation_loss": summary.validation_loss,
             "tokens": self.tokens,
-            "tokens_per_second": digest.tokens_per_second,
+            "tokens_per_second": summary.tokens_per_second,
             "speed_of_plan": self.speed_of_plan,
             "goodput": self.use.goodput,
             "seconds": {name: round(seconds, 3) for name, seconds in self.use.seconds.items()},
@@ -118,8 +118,8 @@ class RunView:
             "cost": self.cost,
             "final_cost": self.final_cost,
             "planned_cost": self.planned_cost,
-            "parent": digest.parent,
-            "changed": digest.changed,
+            "parent": summary.parent,
+            "changed": summary.changed,
         }
 
 
@@ -149,7 +149,7 @@ class Fleet:
         totals = dict.fromkeys(CATEGORIES, 0.0)
         for run in self.runs:
             for name, seconds in run.use.seconds.items():
-                totals[name] += seconds * (run.digest.node_count or 1)
+                totals[name] += seconds * (run.summary.node_count or 1)
         return totals
 
     @property
@@ -158,7 +158,7 @@ class Fleet:
 
 
 def read_fleet(store: Store, now: float | None = None) -> Fleet:
-    """Read all runs of a store; the digests of runs that did not change come from the local cache."""
+    """Read all runs of a store; the summaries of runs that did not change come from the local cache."""
     now = time.time() if now is None else now
     path = store.local_cache / CACHE
     cached = _load(state_files.read(path))
@@ -171,61 +171,63 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
         states = list(pool.map(lambda name: _state(store, found[name][1], now), names))
     stamps_of = {name: stamps for name, (stamps, _) in found.items()}
     if stamps_of != {name: stamps for name, (stamps, _) in cached.items()}:
-        contents = {name: [stamps, vars(digest)] for name, (stamps, digest) in found.items()}
+        contents = {name: [stamps, vars(summary)] for name, (stamps, summary) in found.items()}
         state_files.write(path, orjson.dumps({"version": VERSION, "runs": contents}), durable=False)
     runs = [RunView(found[name][1], *state) for name, state in zip(names, states, strict=True)]
-    runs.sort(key=lambda run: (run.state not in ACTIVE, -run.digest.changed))
+    runs.sort(key=lambda run: (run.state not in ACTIVE, -run.summary.changed))
     return Fleet(store.uri, now, runs, nodes_of(runs))
 
 
-Cached = tuple[dict[str, str], Digest]  # stamps of files, and what was read from them
+Cached = tuple[dict[str, str], RunSummary]  # stamps of files, and what was read from them
 
 
 def _load(data: bytes | None) -> dict[str, Cached]:
-    """The cached digests; none if the cache is corrupted or of another version."""
-    known = {each.name for each in fields(Digest)}
+    """The cached summaries; none if the cache is corrupted or of another version."""
+    known = {each.name for each in fields(RunSummary)}
     try:
         contents = orjson.loads(data or b"{}")
         if contents.get("version") != VERSION:
             return {}
         return {
-            name: (stamps, Digest(**digest))
-            for name, (stamps, digest) in contents["runs"].items()
-            if digest.keys() == known
+            name: (stamps, RunSummary(**summary))
+            for name, (stamps, summary) in contents["runs"].items()
+            if summary.keys() == known
         }
     except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError):
         return {}
 
 
 def _read(replicas: Sequence[Backend], name: str, cached: Cached | None) -> Cached:
-    """Stamps and digest of a run, from the copy that changed last: the remote store's or this machine's."""
+    """Stamps and summary of a run, from the copy that changed last: the remote store's or this machine's."""
     copies = [(backend, backend.entries(f"runs/{name}")) for backend in replicas]
     backend, entries = max(copies, key=lambda copy: _changed(copy[1]))
     stamps = {file: f"{entries[file].size}.{entries[file].stamp}" for file in FILES if file in entries}
     if cached and cached[0] == stamps:
         return cached
-    return stamps, read_digest(backend, name, entries)
+    return stamps, read_summary(backend, name, entries)
 
 
-def _changed(entries: Mapping[str, Entry]) -> float:
+def _changed(entries: Mapping[str, FileInfo]) -> float:
     return max((entry.modified for file, entry in entries.items() if file in FILES), default=0.0)
 
 
-def _state(store: Store, digest: Digest, now: float) -> tuple[str, TimeUse]:
+def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse]:
     """State and time of a run; queries the lock only if its files do not show that it is finished."""
-    ended = time_use(digest.attempts, digest.events, digest.last)
-    latest = max([*digest.attempts, *digest.events], key=lambda row: row["time"], default={}).get("event")
-    finished = digest.last is not None and digest.steps is not None and digest.last["step"] >= digest.steps
-    if REPLACED.search(digest.name):
+    ended = time_use(summary.attempts, summary.events, summary.last)
+    latest = max([*summary.attempts, *summary.events], key=lambda row: row["time"], default={}).get("event")
+    finished = (
+        summary.last is not None and summary.steps is not None and summary.last["step"] >= summary.steps
+    )
+    if REPLACED.search(summary.name):
         return "replaced", ended
     if finished and latest != "train failed":
         return "finished", ended
-    if activities.holder(store, "run", digest.name):
-        use = time_use(digest.attempts, digest.events, digest.last, now)
+    if activities.holder(store, "run", summary.name):
+        use = time_use(summary.attempts, summary.events, summary.last, now)
         return "queued" if latest == SUBMITTED else "running", use
     if latest == "train failed":
         return "failed", ended
-    begun = digest.last is not None or latest == STARTED or bool(digest.attempts)
+    begun = summary.last is not None or latest == STARTED or bool(summary.attempts)
     return "stopped" if begun else "preparing", ended
 
 
@@ -234,8 +236,8 @@ def nodes_of(runs: Sequence[RunView]) -> list[Node]:
     failures: dict[str, list[tuple[float, str]]] = defaultdict(list)
     stragglers: dict[str, list[float]] = defaultdict(list)
     for run in runs:
-        for row in run.digest.events:
-            if (node := _node_of(row, run.digest.attempts)) is None:
+        for row in run.summary.events:
+            if (node := _node_of(row, run.summary.attempts)) is None:
                 continue
             if row["event"] == "straggler":
                 stragglers[node].append(row["time"])

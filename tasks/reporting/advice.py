@@ -9,7 +9,7 @@ from profiles.schema import Profile
 from tasks.reporting.format import format_number
 
 # Up to 4 epochs repeated tokens are worth almost as much as new ones; after that their value decays (arXiv 2305.16264).
-MAXIMUM_PASSES = 4
+MAX_PASSES = 4
 RISE = 0.02  # above the lowest validation loss, as a share of it; less is noise
 
 
@@ -42,11 +42,11 @@ def _tokenizer(profile: Profile, summary: Mapping[str, Any]) -> Iterator[str]:
 def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
     """A warning if the run reads this many tokens of training data too often; else nothing."""
     passes = training_tokens(profile) / tokens
-    if round(passes) > MAXIMUM_PASSES:  # the last batch of an epoch is filled up
-        steps = MAXIMUM_PASSES * profile.train.steps / passes
+    if round(passes) > MAX_PASSES:  # the last batch of an epoch is filled up
+        steps = MAX_PASSES * profile.train.steps / passes
         yield (
             f"{profile.train.steps:,} steps read the data about {format_number(passes)} times, and beyond "
-            f"{MAXIMUM_PASSES} times repeated text is worth less and less; add data, or train at most "
+            f"{MAX_PASSES} times repeated text is worth less and less; add data, or train at most "
             f"{format_number(int(steps))} steps"
         )
 

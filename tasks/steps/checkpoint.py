@@ -38,7 +38,7 @@ class CheckpointStep(Step):
     name = "checkpoint"
 
     def title(self, profile: Profile) -> str:
-        return f"weights from {profile.init.from_}"
+        return f"checkpoint from {profile.init.from_}"
 
     def skip_reason(self, profile: Profile) -> str | None:
         return "from scratch" if profile.init.from_ is None else None

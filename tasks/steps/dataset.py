@@ -18,7 +18,7 @@ from typing import Any
 from modeling.cores import usable_cores
 from modeling.data.indexed import token_dtype
 from modeling.data.records import rows_path
-from modeling.data.sample_order import LONGEST_PATTERN, quotas
+from modeling.data.sample_order import MAX_PATTERN_LENGTH, quotas
 from profiles import check
 from profiles.errors import ProfileError
 from profiles.rules import data_sources
@@ -364,8 +364,10 @@ def _require_shares(profile: Profile) -> None:
         counts = quotas([weight for _, weight in weighted]) if weighted else []
         if 0 in counts:
             key, weight = weighted[counts.index(0)]
-            least = (sum(other for _, other in weighted) - weight) / (LONGEST_PATTERN - 1)
-            reason = f"is less than one of {LONGEST_PATTERN:,} samples, so the source would never be sampled"
+            least = (sum(other for _, other in weighted) - weight) / (MAX_PATTERN_LENGTH - 1)
+            reason = (
+                f"is less than one of {MAX_PATTERN_LENGTH:,} samples, so the source would never be sampled"
+            )
             raise ProfileError(key, weight, reason, [float(f"{1.01 * least:.2g}")])
 
 

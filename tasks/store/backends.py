@@ -48,7 +48,7 @@ def checked_path(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileInfo:
     """A file or folder in a listing."""
 
     size: int
@@ -83,7 +83,7 @@ class Backend(Protocol):
     def files(self, name: str) -> dict[str, int]:
         """Sizes in bytes of all files below a folder, by relative path; empty only if there are none."""
 
-    def entries(self, name: str) -> dict[str, Entry]:
+    def entries(self, name: str) -> dict[str, FileInfo]:
         """What is directly in a folder, by name; empty if it does not exist. Costs one listing."""
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -142,14 +142,14 @@ class FolderBackend:
                     sizes[file] = status.st_size
         return sizes
 
-    def entries(self, name: str) -> dict[str, Entry]:
+    def entries(self, name: str) -> dict[str, FileInfo]:
         found = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for entry in retried(lambda: _scan(self.path(name))):
                 with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                     status = entry.stat()
                     stamp = f"{status.st_ino}.{status.st_mtime_ns}" if stat.S_ISREG(status.st_mode) else ""
-                    found[entry.name] = Entry(status.st_size, stamp, status.st_mtime)
+                    found[entry.name] = FileInfo(status.st_size, stamp, status.st_mtime)
         return found
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -225,7 +225,7 @@ class ObjectBackend:
         found = self._retried(name, lambda: self._filesystem.find(root, detail=True))
         return {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
 
-    def entries(self, name: str) -> dict[str, Entry]:
+    def entries(self, name: str) -> dict[str, FileInfo]:
         try:
             listed = self._retried(name, lambda: self._filesystem.ls(self._path(name), detail=True))
         except FileNotFoundError:
@@ -234,11 +234,11 @@ class ObjectBackend:
         for info in listed:
             file = info["name"].rstrip("/").rpartition("/")[2]
             if info["type"] == "directory":
-                found[file] = Entry(0, "")
+                found[file] = FileInfo(0, "")
                 continue
             moment = next((info[key] for key in MODIFIED if info.get(key)), 0.0)
             modified = moment.timestamp() if isinstance(moment, datetime) else float(moment)
-            found[file] = Entry(info["size"], str(info.get("ETag") or modified or info["size"]), modified)
+            found[file] = FileInfo(info["size"], str(info.get("ETag") or modified or info["size"]), modified)
         return found
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:

@@ -20,7 +20,7 @@ SHARDS = "shards.json"  # in a dataset artifact: keys of its shards, in order
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One run's entry."""
 
     run: str
@@ -30,28 +30,30 @@ class Entry:
     shards: tuple[str, ...]  # their keys
 
 
-def record(store: Store, run: str, identity: str, dataset: Artifact, parent: str | None = None) -> Entry:
+def record(
+    store: Store, run: str, identity: str, dataset: Artifact, parent: str | None = None
+) -> LedgerEntry:
     """Record that a run is trained on a dataset; idempotent."""
     path = store.artifacts.path(dataset, with_required=False) / SHARDS
     shards = json.loads(retried(path.read_text))
-    entry = Entry(run, identity, parent, dataset.key, tuple(shards))
+    entry = LedgerEntry(run, identity, parent, dataset.key, tuple(shards))
     store.backend.write(_name(identity), json.dumps(asdict(entry)).encode())
     return entry
 
 
-def find(store: Store, identity: str) -> Entry | None:
+def find(store: Store, identity: str) -> LedgerEntry | None:
     """A run's entry; None if there is none. Raises ValueError if the file is not a ledger entry."""
     data = store.backend.read(_name(identity))
     if data is None:
         return None
     try:
         value = json.loads(data)
-        return Entry(**{**value, "shards": tuple(value["shards"])})
+        return LedgerEntry(**{**value, "shards": tuple(value["shards"])})
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{store.backend.location(_name(identity))}: not a ledger entry: {error}") from error
 
 
-def lineage(store: Store, identity: str | None) -> Iterator[Entry]:
+def lineage(store: Store, identity: str | None) -> Iterator[LedgerEntry]:
     """A run's entry, then its ancestors'. Raises ValueError at a cycle or missing entry (unknown data)."""
     visited: set[str] = set()
     while identity is not None:

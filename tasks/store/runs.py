@@ -140,7 +140,7 @@ def _reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) -
     if request == default or profile.train.steps is None or _latest(run) < profile.train.steps:
         return
     followed = state_files.read_json(folder / run_files.RESUMED) or {}
-    if followed.get("wish") != request:
+    if run_files.followed_request(followed) != request:
         reason = "the run is finished, so it does not resume; start another run from one of its checkpoints"
         choice = f"trainshed fork {run.name}@STEP NAME"
         raise ProfileError("checkpoint.resume", profile.checkpoint.resume, reason, [choice])

@@ -31,7 +31,7 @@ class DatasetPlan:
     # For each shard, the digest of the indices of the documents to drop from it as duplicates; "" if there are none.
     drops: tuple[str, ...] = ()
     duplicates: str | None = None  # key of the artifact that lists those indices
-    records: Mapping[str, Any] | None = None  # examples.Options as a mapping; None: texts, not records
+    records: Mapping[str, Any] | None = None  # examples.RecordOptions as a mapping; None: texts, not records
 
     @classmethod
     def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> DatasetPlan:

@@ -33,7 +33,7 @@ class UnusableRecord(ValueError):
 
 
 @dataclass(frozen=True)
-class Options:
+class RecordOptions:
     """How records become examples; the keys of a profile's `objective`, as a plan carries them."""
 
     kind: str
@@ -63,7 +63,7 @@ class Examples:
     """
 
     folder: Path
-    options: Options
+    options: RecordOptions
     bos: list[int]
     eos: list[int]
 

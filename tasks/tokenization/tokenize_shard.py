@@ -25,7 +25,7 @@ from tasks.store.store import Store
 from tasks.tokenization import engines
 from tasks.tokenization.chat_templates import TemplateFailed
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
-from tasks.tokenization.examples import Examples, Options, UnusableRecord
+from tasks.tokenization.examples import Examples, RecordOptions, UnusableRecord
 
 BATCH_CHARACTERS = 1 << 20  # keeps an engine busy at constant memory
 REPORT_SECONDS = 1.0
@@ -107,7 +107,7 @@ def _tokenize_records(
         [summary[name]] if given else []
         for name, given in (("bos", plan.prepend_bos), ("eos", plan.append_eos))
     )
-    examples = Examples(store.artifacts.path(plan.tokenizer), Options(**plan.records), bos, eos)
+    examples = Examples(store.artifacts.path(plan.tokenizer), RecordOptions(**plan.records), bos, eos)
     train, validation = (
         IndexedDatasetBuilder(folder / split, RECORD_DTYPE) for split in ("train", "validation")
     )

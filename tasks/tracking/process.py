@@ -1,4 +1,4 @@
-"""The flow's side of trackers: starts their processes and sends them the run's final state.
+"""The flow's side of trackers: starts their processes and sends them the run's final_state state.
 
 Nothing here waits for a tracker during the run. At its end, all trackers together have FINISH_SECONDS to send what is left, then
 they are killed. Only the first error of each tracker is logged.
@@ -35,7 +35,7 @@ QUIET = {"DO_NOT_TRACK": "1", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_
 
 
 @dataclass
-class Outcome:
+class FinalState:
     """Final state of a run, and the files to attach to it."""
 
     state: str = "finished"
@@ -43,28 +43,28 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Iterator[Outcome]:
-    """Send the run to the profile's trackers during the block, which may add files to the outcome."""
-    outcome = Outcome(files=[(folder / run_files.PROFILE, "profile")])
+def tracking(profile: Profile, folder: Path, labels: Mapping[str, str]) -> Iterator[FinalState]:
+    """Send the run to the profile's trackers during the block, which may add files to the final state."""
+    final_state = FinalState(files=[(folder / run_files.PROFILE, "profile")])
     processes = [TrackerProcess(name, profile, folder, labels) for name in profile.tracking.trackers]
     try:
-        yield outcome
+        yield final_state
     except Exception:
-        outcome.state = "failed"
+        final_state.state = "failed"
         raise
     except BaseException:
-        outcome.state = "stopped"
+        final_state.state = "stopped"
         raise
     finally:
-        _finish(processes, outcome)
+        _finish(processes, final_state)
 
 
 def catch_up(folder: Path) -> None:
     """Send late evaluations of a run that has ended to the trackers that followed it."""
     profile = load(str(folder / run_files.PROFILE))
     if profile.tracking.trackers and (folder / run_files.TRACKERS).is_dir():
-        with tracking(profile, folder, labels_of(profile, profile.name, None)) as outcome:
-            outcome.state = "finished" if (folder / run_files.REPORT).exists() else "stopped"
+        with tracking(profile, folder, labels_of(profile, profile.name, None)) as final_state:
+            final_state.state = "finished" if (folder / run_files.REPORT).exists() else "stopped"
 
 
 class TrackerProcess:
@@ -94,7 +94,7 @@ class TrackerProcess:
                     stderr=output,
                     env={**QUIET, **environment, **SAFE_PATH},
                     text=True,
-                    start_new_session=True,  # Ctrl-C reaches the flow only, which then sends the final state
+                    start_new_session=True,  # Ctrl-C reaches the flow only, which then sends the final_state state
                 )
             self._send(first)
         except OSError as error:
@@ -102,11 +102,11 @@ class TrackerProcess:
             return
         threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True).start()
 
-    def end(self, outcome: Outcome) -> None:
-        """Send the final state of the run."""
-        files = [(str(path.absolute()), kind) for path, kind in outcome.files]
+    def end(self, final_state: FinalState) -> None:
+        """Send the final_state state of the run."""
+        files = [(str(path.absolute()), kind) for path, kind in final_state.files]
         with contextlib.suppress(OSError):  # the process has ended already
-            self._send(json.dumps({"state": outcome.state, "files": files}))
+            self._send(json.dumps({"state": final_state.state, "files": files}))
 
     def wait(self, deadline: float) -> None:
         """Wait for the process until `deadline` (time.monotonic), then kill it."""
@@ -144,10 +144,10 @@ class TrackerProcess:
             log.warning("tracker %s: %s; %s", self.name, reason, advice)
 
 
-def _finish(processes: Sequence[TrackerProcess], outcome: Outcome) -> None:
+def _finish(processes: Sequence[TrackerProcess], final_state: FinalState) -> None:
     try:
         for process in processes:
-            process.end(outcome)
+            process.end(final_state)
         deadline = time.monotonic() + FINISH_SECONDS
         for process in processes:
             process.wait(deadline)

@@ -264,8 +264,8 @@ def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
     ]
     files = {"profile": "profile.yaml"}, {"report": "report.html"}, {"comparison": "compare.html"}
     assert tracked[-4:] == [*files, {"state": "finished"}]
-    told = json.loads((store / "runs/child/alerts.json").read_text())
-    assert (told["checkpoint"], told["steps"]) == (8, 8)  # flows/alerts emitted all of the run
+    alerts = json.loads((store / "runs/child/alerts.json").read_text())
+    assert (alerts["checkpoint"], alerts["steps"]) == (8, 8)  # flows/alerts emitted all of the run
     child = losses(store / "runs/child")
     assert [child[step] for step in (1, 2, 3, 4)] == [before[step] for step in (1, 2, 3, 4)]
     assert child[6] != before[6]

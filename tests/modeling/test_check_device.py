@@ -76,7 +76,7 @@ BIASED = ("tiny-moe", GPT_OSS)
 ADAPTED = ("tiny-moe", (*GPT_OSS, "lora.rank=4", "lora.targets=[gate_up,down]"))
 
 
-def kernel(name: str, case: tuple[str, tuple[str, ...]]) -> kernel_errors.Kernel:
+def kernel(name: str, case: tuple[str, tuple[str, ...]]) -> kernel_errors.KernelCheck:
     """A profile's kernel whose name begins with `name`."""
     profile = resolve.load(case[0], list(case[1]))
     return next(each for each in kernel_errors.kernels_of(profile) if each.name.startswith(name))

@@ -91,7 +91,7 @@ def test_preempted_job_saves_and_resumes_once_nodes_are_free(cluster, lab, undis
     other: list[str] = []
 
     def preempt():
-        told = cluster.command(
+        identifier = cluster.command(
             "sbatch",
             "--parsable",
             "-N4",
@@ -103,7 +103,7 @@ def test_preempted_job_saves_and_resumes_once_nodes_are_free(cluster, lab, undis
             "--wrap",
             "sleep 3",
         )
-        other.append(told.strip())
+        other.append(identifier.strip())
 
     run.at_step(INTERRUPTED_AT, preempt)
     run.train()

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modeling.conversion.tensor_files import Entry
+from modeling.conversion.tensor_files import TensorEntry
 from modeling.conversion.torch_files import LazyTensor
 from modeling.conversion.weights import Part, Weights
 from profiles.sections.model import Model
@@ -90,7 +90,7 @@ def _read(
     return (own.t() if transposed else own)[index]
 
 
-def entries(weights: Weights, layer: int, prefix: str, rank: int, tensor: int) -> Iterator[Entry]:
+def entries(weights: Weights, layer: int, prefix: str, rank: int, tensor: int) -> Iterator[TensorEntry]:
     """The two tensors of a layer's experts in a tensor rank's file, whose names begin with `prefix`."""
     model = weights.model
     experts, h, f = model.num_experts or 0, model.hidden_size, model.expert_width // tensor
@@ -98,7 +98,7 @@ def entries(weights: Weights, layer: int, prefix: str, rank: int, tensor: int) -
         ours = f"layers.{layer}.mlp.{'gate_up' if name == 'gate_up_proj' else 'down'}"
         rows = partial(_gate_up_rows if name == "gate_up_proj" else _down_rows, weights, ours, rank * f, f)
         dtype = weights.dtype_of(f"layers.{layer}.mlp.down.0.weight")
-        yield Entry(f"{prefix}.expert_mlps.mlp_op.{name}.weight", shape, dtype, rows, leading=2)
+        yield TensorEntry(f"{prefix}.expert_mlps.mlp_op.{name}.weight", shape, dtype, rows, leading=2)
 
 
 def _gate_up_rows(

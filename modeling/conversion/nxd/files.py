@@ -35,7 +35,7 @@ from modeling.conversion.nxd.layout import (
     stage_keys,
     stage_layers,
 )
-from modeling.conversion.tensor_files import Entry, PreallocatedFile
+from modeling.conversion.tensor_files import PreallocatedFile, TensorEntry
 from modeling.conversion.torch_files import LazyTensor
 from modeling.conversion.weights import Part, Weights, read_mapped
 from parallel.layout import Box
@@ -286,17 +286,17 @@ def shard_files(
     ]
 
 
-def _entry(weights: Weights, split: TensorSplit, key: str, rank: int) -> Entry:
+def _entry(weights: Weights, split: TensorSplit, key: str, rank: int) -> TensorEntry:
     """A tensor of a rank's file; a tied head is written from the embedding."""
     shape, boxes = split.boxes(key, rank)
     if key == "lm_head.weight" and weights.model.tie_word_embeddings:
         boxes = [replace(box, name="embedding.weight") for box in boxes]
     weight = split.sections(key)[0].weight
     dtype = weights.dtype_of(weight if weight in weights.shapes else "embedding.weight")
-    return Entry(key, shape, dtype, partial(_rows, weights, boxes))
+    return TensorEntry(key, shape, dtype, partial(_rows, weights, boxes))
 
 
-def _expert_entries(weights: Weights, layer: int, rank: int, tensor: int) -> Iterator[Entry]:
+def _expert_entries(weights: Weights, layer: int, rank: int, tensor: int) -> Iterator[TensorEntry]:
     model = weights.model
     if model.num_experts is not None:
         prefix = f"{layer_prefix(model, layer)}.{mlp_prefix(model)}"

@@ -52,7 +52,7 @@ class Split(Enum):
 
 
 @dataclass(frozen=True)
-class Section:
+class NxDSection:
     """A part of an NxD tensor: this rank's shard of one of our weights."""
 
     weight: str  # our name; in the tables below a template with {} for the layer's number
@@ -60,22 +60,22 @@ class Section:
 
 
 _QKV = {
-    letter: Section(f"layers.{{}}.attention.qkv.{letter}.weight", split)
+    letter: NxDSection(f"layers.{{}}.attention.qkv.{letter}.weight", split)
     for letter, split in {"q": Split.Q_HEADS, "k": Split.KV_HEADS, "v": Split.KV_HEADS}.items()
 }
-_OUTPUT = Section("layers.{}.attention.output.weight", Split.Q_COLUMNS)
-_GATE = Section("layers.{}.mlp.gate_up.gate.weight", Split.ROWS)
-_UP = Section("layers.{}.mlp.gate_up.up.weight", Split.ROWS)
-_DOWN = Section("layers.{}.mlp.down.weight", Split.COLUMNS)
-_ATTENTION_NORM = Section("layers.{}.attention_norm.weight", Split.REPLICATED)
-_MLP_NORM = Section("layers.{}.mlp_norm.weight", Split.REPLICATED)
-_ROUTER = Section("layers.{}.mlp.router.weight", Split.REPLICATED)
-_EMBEDDING = Section("embedding.weight", Split.VOCABULARY)
-_NORM = Section("norm.weight", Split.REPLICATED)
-_HEAD = Section("head.weight", Split.VOCABULARY)
+_OUTPUT = NxDSection("layers.{}.attention.output.weight", Split.Q_COLUMNS)
+_GATE = NxDSection("layers.{}.mlp.gate_up.gate.weight", Split.ROWS)
+_UP = NxDSection("layers.{}.mlp.gate_up.up.weight", Split.ROWS)
+_DOWN = NxDSection("layers.{}.mlp.down.weight", Split.COLUMNS)
+_ATTENTION_NORM = NxDSection("layers.{}.attention_norm.weight", Split.REPLICATED)
+_MLP_NORM = NxDSection("layers.{}.mlp_norm.weight", Split.REPLICATED)
+_ROUTER = NxDSection("layers.{}.mlp.router.weight", Split.REPLICATED)
+_EMBEDDING = NxDSection("embedding.weight", Split.VOCABULARY)
+_NORM = NxDSection("norm.weight", Split.REPLICATED)
+_HEAD = NxDSection("head.weight", Split.VOCABULARY)
 
 _LAYER = "model.layers.{}"
-NAMES: dict[str, tuple[Section, ...]] = {
+NAMES: dict[str, tuple[NxDSection, ...]] = {
     "model.embed_tokens.weight": (_EMBEDDING,),
     f"{_LAYER}.input_layernorm.weight": (_ATTENTION_NORM,),
     **{
@@ -93,7 +93,7 @@ NAMES: dict[str, tuple[Section, ...]] = {
     f"{_LAYER}.mlp.router.linear_router.weight": (_ROUTER,),
 }
 _BLOCK = "transformer.blocks.{}"
-DBRX: dict[str, tuple[Section, ...]] = {
+DBRX: dict[str, tuple[NxDSection, ...]] = {
     "transformer.wte.weight": (_EMBEDDING,),
     f"{_BLOCK}.norm_attn_norm.norm_1.weight": (_ATTENTION_NORM,),
     **{
@@ -107,7 +107,7 @@ DBRX: dict[str, tuple[Section, ...]] = {
     "transformer.norm_f.weight": (_NORM,),
 }
 _ENCODER = "language_model.encoder.layers.{}"
-MEGATRON: dict[str, tuple[Section, ...]] = {
+MEGATRON: dict[str, tuple[NxDSection, ...]] = {
     "language_model.embedding.word_embeddings.weight": (_EMBEDDING,),
     f"{_ENCODER}.input_layernorm.weight": (_ATTENTION_NORM,),
     f"{_ENCODER}.self_attention.query.weight": (_QKV["q"],),
@@ -138,7 +138,7 @@ class TensorSplit:
         """Number of ranks that hold the same KV head: m."""
         return max(1, self.tensor // self.model.num_key_value_heads)
 
-    def sections(self, key: str) -> list[Section]:
+    def sections(self, key: str) -> list[NxDSection]:
         """The sections of the NxD tensor `key` in stacking order. Raises ValueError if it is unknown."""
         layer = _NUMBER.search(key)
         template = _NUMBER.sub("{}", key)
@@ -146,7 +146,7 @@ class TensorSplit:
         if found is None:
             raise ValueError(f"{key}: not a tensor of an NxD model that is supported")
         number = layer.group() if layer else ""
-        return [Section(section.weight.format(number), section.split) for section in found]
+        return [NxDSection(section.weight.format(number), section.split) for section in found]
 
     def shape(self, weight: str) -> tuple[int, ...]:
         """The global shape of one of our weights."""

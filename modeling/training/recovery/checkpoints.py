@@ -316,7 +316,7 @@ class Checkpoints:
         request = ResumeRequest(settings.resume, settings.weights)
         if request != ResumeRequest():
             followed = self._read_followed()
-            if followed.get("wish") != asdict(request):
+            if run_files.followed_request(followed) != asdict(request):
                 saved, weights = self._follow(request, saved, weights)
             else:
                 weights = followed["weights"] or weights
@@ -382,7 +382,7 @@ class Checkpoints:
             if request.weights and step is not None:
                 weights = checkpoint.join(aside, f"step_{step}")
         source = str(weights) if request.weights and weights else None
-        state_files.write(self._followed_path, json.dumps({"wish": asdict(request), "weights": source}))
+        state_files.write(self._followed_path, json.dumps({"request": asdict(request), "weights": source}))
         return {s: at for s, at in saved.items() if s <= last_kept}, weights
 
     @property

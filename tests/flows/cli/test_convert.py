@@ -18,9 +18,9 @@ SOURCE, CONFIG = str(CASE / "nxd"), ("--config", str(CASE / "hf"), "--nxd-layout
 def test_convert_and_verify(capsys, caplog, tmp_path):
     target = str(tmp_path / "model")
     assert main(["convert", SOURCE, target, "--to", "hf", *CONFIG, "--verify", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["equal"] == told["tensors"] == 39
-    assert list(told["files"]) == ["model.safetensors"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["equal"] == output["tensors"] == 39
+    assert list(output["files"]) == ["model.safetensors"]
     assert main(["convert", target, str(CASE / "hf"), "--verify"]) == 0
     assert "all 39 tensors are equal" in capsys.readouterr().out
     assert main(["convert", SOURCE, target, "--to", "hf", *CONFIG]) == 0  # done before
@@ -41,9 +41,9 @@ def test_a_difference_is_found_and_named(capsys, tmp_path):
     expected = f"{name}: maximum difference 1, relative 0.944; 1 of 6,144 elements differ\n"
     assert capsys.readouterr().err.endswith(f"1 of 39 tensors differ\n{expected}")
     assert main(["convert", str(shards), str(CASE / "hf"), "--verify", *CONFIG, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["equal"] == 38
-    assert [line.partition(":")[0] for line in told["differ"]] == [name]
+    output = json.loads(capsys.readouterr().out)
+    assert output["equal"] == 38
+    assert [line.partition(":")[0] for line in output["differ"]] == [name]
 
 
 def test_differences_are_listed_largest_first_and_the_rest_is_counted(capsys, tmp_path):

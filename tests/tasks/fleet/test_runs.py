@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tasks.fleet import digest, runs
+from tasks.fleet import run_summary, runs
 from tasks.fleet.page import render, warning_texts
 from tasks.fleet.runs import read_fleet
 from tasks.store.store import Store
@@ -88,9 +88,9 @@ def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
 
     def reader(backend, name, entries):
         read.append(name)
-        return digest.read_digest(backend, name, entries)
+        return run_summary.read_summary(backend, name, entries)
 
-    monkeypatch.setattr(runs, "read_digest", reader)
+    monkeypatch.setattr(runs, "read_summary", reader)
     second = read_fleet(store, now=first.time)
     assert not read
     assert [run.to_json() for run in second.runs] == [run.to_json() for run in first.runs]
@@ -123,8 +123,8 @@ def test_page_is_well_formed_and_escapes_names_of_nodes(store):
 
 def write_long(store, monkeypatch):
     """Give the finished run more rows than one request reads; its last evaluation is far before its end."""
-    monkeypatch.setattr(digest, "WHOLE", 0)
-    monkeypatch.setattr(digest, "TAIL", 4000)
+    monkeypatch.setattr(run_summary, "WHOLE", 0)
+    monkeypatch.setattr(run_summary, "TAIL", 4000)
     rows = [{"step": step, "loss": 10 - step / 1000, "step_seconds": 2.0} for step in range(1, 5001)]
     rows.insert(-60, {"step": 4940, "validation_loss": 5.5})
     path = store.work_dir / "runs/done/metrics.jsonl"
@@ -134,8 +134,8 @@ def write_long(store, monkeypatch):
 def test_a_long_curve_is_read_at_a_few_offsets(store, monkeypatch):
     """The sampled curve follows that of all rows."""
     write_long(store, monkeypatch)
-    found = by_name(read_fleet(store))["done"].digest
-    assert len(found.curve) == digest.POINTS
+    found = by_name(read_fleet(store))["done"].summary
+    assert len(found.curve) == run_summary.POINTS
     assert all(loss == pytest.approx(10 - step / 1000) for step, loss in found.curve)
     assert found.curve[0][0] < 100
     assert found.curve[-1][0] > 4900
@@ -143,12 +143,12 @@ def test_a_long_curve_is_read_at_a_few_offsets(store, monkeypatch):
 
 
 def test_runs_on_s3_are_read_without_a_local_copy(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(digest, "POINTS", 4)
+    monkeypatch.setattr(run_summary, "POINTS", 4)
     write_long(store, monkeypatch)
-    expected = by_name(read_fleet(store))["done"].digest
+    expected = by_name(read_fleet(store))["done"].summary
     with s3.bucket(monkeypatch) as uri:
         s3.fill(store.work_dir / "runs/done", "store/runs/done")
         (run,) = read_fleet(Store(f"{uri}/store", tmp_path / "elsewhere")).runs
     assert (run.state, run.step) == ("finished", 5000)
-    assert run.digest.curve == expected.curve
-    assert run.digest.validation_loss == 5.5
+    assert run.summary.curve == expected.curve
+    assert run.summary.validation_loss == 5.5

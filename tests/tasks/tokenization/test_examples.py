@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from profiles.errors import ProfileError
 from tasks.tokenization import chat_templates
 from tasks.tokenization.chat_templates import TemplateFailed
-from tasks.tokenization.examples import Examples, Options, UnusableRecord
+from tasks.tokenization.examples import Examples, RecordOptions, UnusableRecord
 
 EOS = "<|im_end|>"
 OWN = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{{ m.content }}\n{% endgeneration %}{% else %}U:{{ m.content }}\n{% endif %}{% endfor %}"  # noqa: E501
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 def examples(folder, kind="sft", template="chatml", length=200, too_long="truncate", **options):
     template = template and chat_templates.named(template)
     prompts = {"maximum_prompt_length": None, "truncation": "keep_end", **options}
-    return Examples(folder, Options(kind, template, length, too_long, **prompts), [], [257])
+    return Examples(folder, RecordOptions(kind, template, length, too_long, **prompts), [], [257])
 
 
 def parts(folder, sequence):

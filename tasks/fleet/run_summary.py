@@ -1,7 +1,7 @@
-"""Digest of one run, at a cost that does not depend on the run's length.
+"""Summary of one run, at a cost that does not depend on the run's length.
 
 The last row of metrics.jsonl has the totals of the run, and rows are in the order of their steps, so the loss curve is read at
-POINTS equally spaced offsets of the file. Everything else is in small files. A digest is cached as JSON until one of its files
+POINTS equally spaced offsets of the file. Everything else is in small files. A summary is cached as JSON until one of its files
 changes (runs.py).
 """
 
@@ -19,9 +19,10 @@ import orjson
 import yaml
 
 from modeling import run_files
+from profiles.sections.objective import rows_per_sample
 from tasks.fleet.goodput import FAILURES
 from tasks.launchers.log_follower import is_event
-from tasks.store.backends import Backend, Entry
+from tasks.store.backends import Backend, FileInfo
 
 FILES = (
     run_files.METRICS,
@@ -45,7 +46,7 @@ Row = dict[str, Any]
 
 
 @dataclass
-class Digest:
+class RunSummary:
     """Summary of a run's files."""
 
     name: str
@@ -65,46 +66,46 @@ class Digest:
     changed: float = 0.0  # seconds since 1970
 
 
-def read_digest(backend: Backend, name: str, entries: Mapping[str, Entry]) -> Digest:
+def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -> RunSummary:
     """Read the run of this name; `entries` are the files of its folder by name."""
     reader = _Reader(backend, f"runs/{name}", entries)
-    digest = Digest(
+    summary = RunSummary(
         name, changed=max((entries[file].modified for file in FILES if file in entries), default=0.0)
     )
-    digest.attempts = list(reader.rows(run_files.ATTEMPTS))
+    summary.attempts = list(reader.rows(run_files.ATTEMPTS))
     events = reader.rows(run_files.EVENTS, EVENT_BYTES)
     kept = (*FAILURES, "straggler")
-    digest.events = [
+    summary.events = [
         {key: row.get(key) for key in ("event", "time", "reason")}
         for row in events
         if row.get("event") in kept
     ]
     plan = reader.json(run_files.PLAN)
-    digest.planned = {key: plan.get(key) for key in PLANNED}
+    summary.planned = {key: plan.get(key) for key in PLANNED}
     if parent := reader.json(run_files.IDENTITY).get("parent"):
-        digest.parent = f"{parent['run']}@{parent['step']}"
-    _add_size(digest, reader)
-    _add_metrics(digest, reader)
-    return digest
+        summary.parent = f"{parent['run']}@{parent['step']}"
+    _add_size(summary, reader)
+    _add_metrics(summary, reader)
+    return summary
 
 
-def _add_size(digest: Digest, reader: _Reader) -> None:
+def _add_size(summary: RunSummary, reader: _Reader) -> None:
     """Steps, tokens and nodes: of the latest start, or of the profile if the run has not started."""
-    started = next((row for row in reversed(digest.attempts) if "step_tokens" in row), None)
+    started = next((row for row in reversed(summary.attempts) if "step_tokens" in row), None)
     if started:
-        digest.steps, digest.step_tokens = started["steps"], started["step_tokens"]
-        digest.node_count, digest.node_price = started["node_count"], started["node_price"]
+        summary.steps, summary.step_tokens = started["steps"], started["step_tokens"]
+        summary.node_count, summary.node_price = started["node_count"], started["node_price"]
         return
     profile = yaml.load(reader.read(run_files.PROFILE) or b"", LOADER) or {}
     train, cluster = profile.get("train", {}), profile.get("cluster", {})
-    digest.steps = train.get("steps")
+    summary.steps = train.get("steps")
     if "global_batch_size" in train and "sequence_length" in train:
-        pairs = profile.get("objective", {}).get("kind") in ("dpo", "orpo")
-        digest.step_tokens = train["global_batch_size"] * train["sequence_length"] * (1 + pairs)
-    digest.node_count, digest.node_price = cluster.get("nodes", 1), cluster.get("node_price")
+        rows = train["global_batch_size"] * rows_per_sample(profile.get("objective", {}).get("kind"))
+        summary.step_tokens = rows * train["sequence_length"]
+    summary.node_count, summary.node_price = cluster.get("nodes", 1), cluster.get("node_price")
 
 
-def _add_metrics(digest: Digest, reader: _Reader) -> None:
+def _add_metrics(summary: RunSummary, reader: _Reader) -> None:
     size = reader.size(run_files.METRICS)
     if not size:
         return
@@ -120,12 +121,12 @@ def _add_metrics(digest: Digest, reader: _Reader) -> None:
     trained = [row for row in _rows(lines[-LATEST:]) if "loss" in row]
     if trained:
         last = trained[-1].items()
-        digest.last = {key: value for key, value in last if key in LAST_KEYS or key.endswith("_seconds")}
-        digest.step_seconds = _median(trained, "step_seconds")
-        digest.tokens_per_second = _median(trained, "tokens_per_second")
+        summary.last = {key: value for key, value in last if key in LAST_KEYS or key.endswith("_seconds")}
+        summary.step_seconds = _median(trained, "step_seconds")
+        summary.tokens_per_second = _median(trained, "tokens_per_second")
     evaluated = _rows(line for line in reversed(lines) if b'"validation_loss"' in line)
-    digest.validation_loss = next((row["validation_loss"] for row in evaluated), None)
-    digest.curve = curve(rows)
+    summary.validation_loss = next((row["validation_loss"] for row in evaluated), None)
+    summary.curve = curve(rows)
 
 
 def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
@@ -167,7 +168,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[Row]:
 class _Reader:
     """Files of one run."""
 
-    def __init__(self, backend: Backend, prefix: str, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, backend: Backend, prefix: str, entries: Mapping[str, FileInfo]) -> None:
         self._backend, self._prefix, self._entries = backend, prefix, entries
 
     def size(self, file: str) -> int:
