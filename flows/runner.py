@@ -37,7 +37,7 @@ from modeling import run_files
 from modeling.training.metrics import record_event
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from tasks.failures import FatalError
+from tasks.failures import RESTARTING, FatalError
 from tasks.launchers import JobFailed
 from tasks.reporting.format import format_duration
 from tasks.reporting.outcome import Outcome
@@ -213,7 +213,7 @@ class Runner:
             self._record(call.step.name, "tried again", state)
             if decide is None:  # `may_retry` logs its own decisions
                 log.warning("%s failed: %s", call.step.name, _reason(state))
-                log.warning("restarting %s, attempt %d of %d", call.step.name, call.retries + 1, RETRIES + 1)
+                log.warning(RESTARTING, call.step.name, call.retries + 1, RETRIES + 1)
             return True
 
         return {

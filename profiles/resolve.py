@@ -10,7 +10,6 @@ org/name@revision, whose config.json is fetched.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 from profiles import yaml_text
 from profiles.check import check, check_start
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError
-from profiles.huggingface.config import from_config_json
+from profiles.huggingface.config import read_config_json
 from profiles.huggingface.hub import REPOSITORY, config_json
 from profiles.schema import Profile
 from profiles.sections.model import canonical
@@ -199,20 +198,7 @@ def _with_config(model: Mapping[str, Any]) -> dict[str, Any]:
     path = Path(config).expanduser()
     if not path.exists() and _is_repository(config):
         path = config_json(config, "model.config")
-    elif path.is_dir():
-        path /= "config.json"
-    try:
-        values = json.loads(path.read_text())
-        if not isinstance(values, dict):
-            raise ValueError("it is not a JSON object")
-    except FileNotFoundError:
-        raise ProfileError("model.config", config, f"there is no file {path}") from None
-    except (ValueError, OSError) as error:
-        raise ProfileError("model.config", config, f"cannot be read: {error}") from error
-    try:
-        return from_config_json(values) | model
-    except ProfileError as error:
-        raise ProfileError("model.config", config, f"cannot be used: {error}") from error
+    return read_config_json(path, "model.config", config) | model
 
 
 def _canonical(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,9 +28,10 @@ def search_path() -> list[str]:
     return [*(entry for entry in sys.path if entry not in ("", folder)), folder]
 
 
-def is_reserved(module: str) -> bool:
-    """Whether a module's name is taken by one of Trainshed's packages."""
-    return module.partition(".")[0] in PACKAGES
+def reject_reserved(module: str) -> None:
+    """Raise ValueError if a module's name is taken by one of Trainshed's packages."""
+    if module.partition(".")[0] in PACKAGES:
+        raise ValueError(f"{module} is a module of Trainshed; rename the file")
 
 
 def module_file(module: str) -> Path | None:
@@ -76,8 +77,10 @@ def check(profile: Profile) -> None:
     metrics: set[str] = set(RESERVED_METRICS)
     for key, name in _named_functions(profile):
         module, _, function = name.partition(":")
-        if is_reserved(module):
-            raise ProfileError(key, name, f"{module} is a module of Trainshed; rename the file")
+        try:
+            reject_reserved(module)
+        except ValueError as error:
+            raise ProfileError(key, name, str(error)) from None
         path = module_file(module)
         if path is None:
             raise ProfileError(key, name, f"there is no module {module} in {Path.cwd()} or on Python's path")

@@ -24,6 +24,7 @@ REASON = re.compile(
 )
 HUNG = "a rank hung"  # start of a hang's cause
 STORAGE_FAILURES = ("LoadFailed", "SaveGivenUp", "StaleAttempt")  # retried, with their reason as the cause
+RESTARTING = "restarting %s, attempt %d of %d"  # log message before a retry
 
 
 class FatalError(JobFailed):

@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from unittest import mock
 
 from tasks.launchers.base import START, TORCHRUN
 from tests.forkserver import forkserver
+from tests.ports import free_port
 
 
 @contextlib.contextmanager
@@ -62,9 +62,7 @@ class ForkedJob:
 
     def __init__(self, command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> None:
         ranks, program, arguments = _parse(command)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._processes = []
         self._failure = 0  # exit code of the first rank that failed
         for rank in range(max(1, ranks)):

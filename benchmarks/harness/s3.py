@@ -1,7 +1,6 @@
 """S3 server for benchmarks: moto in its own process, on loopback."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,13 +9,13 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.ports import free_port
+
 
 @contextmanager
 def s3_server() -> Iterator[None]:
     """An S3 server on loopback, configured for s3fs by environment variables."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     os.environ.update(AWS_ENDPOINT_URL=url, AWS_ACCESS_KEY_ID="k", AWS_SECRET_ACCESS_KEY="k")
     os.environ.update(AWS_DEFAULT_REGION="us-east-1")

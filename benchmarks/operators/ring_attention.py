@@ -11,7 +11,6 @@ time of the full sequence, divided by RANKS.
 
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -37,6 +36,7 @@ from parallel.attention import kernels
 from parallel.attention.attention import attention
 from parallel.device import Device
 from parallel.mesh import Axis, Mesh
+from tests.ports import free_port
 
 RANKS = 2
 TARGET = 0.85
@@ -89,9 +89,7 @@ class Group:
         share: float = 1,
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.share = share
         self.connections: list[Connection] = []
         for rank in range(ranks):

@@ -19,6 +19,7 @@ from profiles.check import RUN
 from profiles.errors import ProfileError
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights
+from tasks.store.backends import NO_CREDENTIALS
 
 LISTED = 20  # tensors that differ
 
@@ -62,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
             raise error.with_choices([str(run_folder)]) from None
         raise
     except NoCredentialsError:
-        reason = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        raise ProfileError("SOURCE", options.source, reason) from None
+        raise ProfileError("SOURCE", options.source, NO_CREDENTIALS) from None
     except ValueError as error:
         named = any(str(folder) in str(error) for folder in (options.source, destination))
         print_stderr(f"trainshed: {error}" if named else f"trainshed: SOURCE = {options.source}: {error}")

@@ -5,13 +5,12 @@ Readers are imported when needed, because torch.distributed.checkpoint takes a s
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
-from profiles.huggingface.config import from_config_json
+from profiles.huggingface.config import read_config_json
 from profiles.sections.model import Model
 
 if TYPE_CHECKING:
@@ -58,7 +57,10 @@ def read(
         return nxd_files.read(shards, model, layout, adapters)
     if files := huggingface.weight_files(source):
         if model is None:
-            model = read_config(source if source.is_dir() else source.parent, "SOURCE")
+            folder = source if source.is_dir() else source.parent
+            if not (folder / "config.json").exists():
+                raise ProfileError("--config", None, f"is required: {folder} has no config.json")
+            model = read_config(folder, "SOURCE")
         return huggingface.read(files, model)
     reason = "is not a checkpoint: no safetensors or .bin, no NxD shards, no complete Trainshed checkpoint"
     raise ProfileError("SOURCE", str(source), reason if source.exists() else "does not exist")
@@ -70,13 +72,8 @@ def read_config(path: Path, option: str = "--config") -> Model:
     Raises:
         ProfileError: the file, specified on the command line by `option`, is missing or not supported.
     """
-    path = path / "config.json" if path.is_dir() else path
+    values = read_config_json(path, option)
     try:
-        config = json.loads(path.read_text())
-        if not isinstance(config, dict):
-            raise ValueError("it is not a JSON object")
-        return Model(**from_config_json(config))
-    except FileNotFoundError:
-        raise ProfileError("--config", None, f"is required: {path} does not exist") from None
+        return Model(**values)
     except ValueError as error:
         raise ProfileError(option, str(path), f"cannot be used: {error}") from error

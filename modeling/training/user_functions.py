@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from profiles.user_functions import is_reserved, search_path
+from profiles.user_functions import reject_reserved, search_path
 
 UserFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -31,8 +31,10 @@ UserFunction = Callable[[Tensor, Tensor], Tensor]
 def load(name: str) -> UserFunction:
     """Import the function `module:function`. Raises ValueError if it does not exist."""
     module, _, function = name.partition(":")
-    if is_reserved(module):
-        raise ValueError(f"{name}: {module} is a module of Trainshed; rename the file")
+    try:
+        reject_reserved(module)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     sys.path[:] = search_path()
     try:
         loaded = getattr(importlib.import_module(module), function)

@@ -7,7 +7,9 @@ prediction modules are left out: num_nextn_predict_layers is not read, and writt
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
@@ -43,6 +45,31 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+
+
+def read_config_json(path: Path, key: str, value: str | None = None) -> dict[str, Any]:
+    """`Model` fields from a config.json, given as the file or its folder.
+
+    Args:
+        key: profile key or option that names it, with `value`; None: the path.
+
+    Raises:
+        ProfileError: the file is missing, cannot be read, or describes a model that is not supported.
+    """
+    value = str(path) if value is None else value
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+    except FileNotFoundError:
+        raise ProfileError(key, value, f"there is no file {path}") from None
+    except (ValueError, OSError) as error:
+        raise ProfileError(key, value, f"cannot be read: {error}") from error
+    try:
+        return from_config_json(config)
+    except ProfileError as error:
+        raise ProfileError(key, value, f"cannot be used: {error}") from error
 
 
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:

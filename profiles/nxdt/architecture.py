@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from profiles.errors import ProfileError, format_value
-from profiles.huggingface.config import from_config_json
+from profiles.errors import format_value
+from profiles.huggingface.config import read_config_json
 from profiles.nxdt import experts, published
 from profiles.nxdt.published import Published
 from profiles.nxdt.rules import is_hugging_face
@@ -71,7 +70,7 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
         path = path / "config.json" if path.is_dir() else path
     model = None
     if path is not None and (config is not None or path.is_file()):
-        base = read_config(path, "--config" if config else "model.model_config")
+        base = read_config_json(path, "--config" if config else "model.model_config")
         found.translate("model.model_config", _section(base), f"from {path}")
         for name in set(NUMBERS) - set(OVERRIDES):
             found.report(f"model.{name}", Effect.HARMLESS, "NxD Training reads it from the config.json")
@@ -116,22 +115,6 @@ def _published(found: Translation, named: str | None) -> Published | None:
         note += "; but not " + ", ".join(f"{name} {format_value(numbers[name])}" for name in match.different)
     found.translate("model.model_config", {}, f"{note}; --config FILE to use another", Effect.TO_DO)
     return match.published
-
-
-def read_config(path: Path, key: str) -> dict[str, Any]:
-    """The fields of a config.json, under our names. Raises ProfileError."""
-    try:
-        values = json.loads(path.read_text())
-        if not isinstance(values, Mapping):
-            raise ValueError("it is not a JSON object")
-    except FileNotFoundError:
-        raise ProfileError(key, str(path), "there is no such file") from None
-    except (ValueError, OSError) as error:
-        raise ProfileError(key, str(path), f"cannot be read: {error}") from error
-    try:
-        return from_config_json(values)
-    except ProfileError as error:
-        raise ProfileError(key, str(path), f"cannot be used: {error}") from error
 
 
 def _section(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from profiles.huggingface.config import read_config_json
 from profiles.nxdt import architecture, published
 from profiles.nxdt.published import Published
 from profiles.nxdt.rules import is_hugging_face
@@ -99,7 +100,7 @@ def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Eff
     if found.has("model.vocab_size"):
         return found.number("model.vocab_size", 0), "as stated", sure
     if config is not None:
-        return architecture.read_config(config, "--config")["vocab_size"], f"of {config}", sure
+        return read_config_json(config, "--config")["vocab_size"], f"of {config}", sure
     files = found.path("data.tokenizer.vocab_file"), found.path(TYPE) or found.path("data.tokenizer")
     for file in files:
         if file and (size := _count(Path(file))):

@@ -126,7 +126,7 @@ class RetryBudget:
         if self._failures > self._retries:
             return False
         start = f"from step {latest:,}" if latest else "from the beginning"
-        log.warning("restarting %s, attempt %d of %d", start, self._failures + 1, self._retries + 1)
+        log.warning(failures.RESTARTING, start, self._failures + 1, self._retries + 1)
         return True
 
     def _latest_checkpoint(self) -> int | None:

@@ -30,6 +30,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MODIFIED = ("LastModified", "mtime", "created", "updated")  # modification time in fsspec's listings
 T = TypeVar("T")
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+NO_CREDENTIALS = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
 
 def checked_name(name: str) -> str:
@@ -369,8 +370,7 @@ class ObjectBackend:
             raise
         except Exception as error:
             if type(error).__name__ == "NoCredentialsError" and not self._reached:
-                reason = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-                raise ProfileError("store", self._uri, reason) from None
+                raise ProfileError("store", self._uri, NO_CREDENTIALS) from None
             raise OSError(f"{self.location(name)}: {error}") from error
 
     def _path(self, name: str) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 
 from flows.server.shared_server import wait_healthy
 from tests.flows.conftest import command, profile  # noqa: F401
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,7 @@ def prefect_ui(prefect_database, tmp_path_factory):
     """Address of a Prefect server with its UI and an empty database."""
     folder = tmp_path_factory.mktemp("prefect-ui")
     shutil.copy(prefect_database, folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     environment = {**os.environ, "PREFECT_HOME": str(folder), "PREFECT_API_URL": f"{address}/api"}
     with (folder / "server.log").open("wb") as output:

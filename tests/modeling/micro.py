@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.records import RECORD_DTYPE, pack_rows, rows_path, write_rows
 from profiles.resolve import dump, load
 from tests.forked_jobs import run_forked
+from tests.ports import free_port
 
 VOCABULARY = 160
 PROFILE = """
@@ -92,9 +92,7 @@ def start(program: str, *arguments: object, processes: int = 2) -> subprocess.Po
     """Start `python -m modeling.<program>` with piped output, under torchrun unless `processes` is 0."""
     command = [sys.executable, "-m", f"modeling.{program}", *map(str, arguments)]
     if processes:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         command[1:2] = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
         command[5:5] = ["--master-addr", "127.0.0.1", "--master-port", port, "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

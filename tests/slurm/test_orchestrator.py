@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from flows.server.shared_server import wait_healthy
 from tests.flows.cli.test_up import ask
 from tests.flows.micro import losses, settings, wait_for_step
+from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
 from tests.slurm.conftest import SLURM, ranks, register, until, worker
 
@@ -31,9 +31,7 @@ class Server:
 
     def __init__(self, folder: Path, database: Path) -> None:
         shutil.copy(database, folder)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = str(probe.getsockname()[1])
+        self._port = str(free_port())
         self._folder, self.api = folder, f"http://127.0.0.1:{self._port}/api"
 
     def start(self) -> None:

@@ -3,7 +3,6 @@
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.flows.micro import settings
+from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
 
 PASSWORD = "team:planted-password-3f9c"
@@ -28,12 +28,6 @@ SLURM = (
     *("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=2", "cluster.devices_per_node=1"),
     *("parallel.tensor=2", "train.steps=4", "checkpoint.every=2", "evaluate.every=0"),
 )
-
-
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,7 @@ def database(tmp_path_factory):
     folder.mkdir()
     shutil.chown(folder, user)
 
-    number = port()
+    number = free_port()
 
     def run(program: str, *arguments: str, typed: str | None = None) -> None:
         """Run as user postgres, whom Debian admits by socket; prompts read `typed`, as there is no terminal."""
@@ -110,7 +104,7 @@ def database(tmp_path_factory):
 @pytest.fixture(scope="module")
 def team_server(database, tmp_path_factory):
     """API address of a Prefect server with that database, started as in docs/clusters.md."""
-    number = port()
+    number = free_port()
     log = tmp_path_factory.mktemp("server") / "server.log"
     environment = {
         **os.environ,

@@ -21,24 +21,23 @@ from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.check import PLANNED_ONLY
 from tests.flows.micro import LONGER, final_state, losses, wait_for_step, write_shadowing_modules
+from tests.ports import free_port
 
 
 @pytest.fixture
-def up(command, free_port, tmp_path):
+def up(command, port, tmp_path):
     """The running command and its API's address, in a folder with modules that would shadow ours."""
     write_shadowing_modules(tmp_path)
     # Prefect schedules runs once a minute by default.
-    started = command("up", "--port", str(free_port), PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="5")
+    started = command("up", "--port", str(port), PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="5")
     line = started.process.stderr.readline()
-    assert line == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
-    return started, f"http://127.0.0.1:{free_port}/api"
+    assert line == f"Prefect's UI: http://127.0.0.1:{port}\n"
+    return started, f"http://127.0.0.1:{port}/api"
 
 
 @pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def port():
+    return free_port()
 
 
 def ask(address: str, body: dict | list | None = None, method: str = "POST") -> list | dict | None:
@@ -63,16 +62,16 @@ def only(flow_run: str) -> dict:
 
 
 @pytest.fixture
-def plain_server(free_port, prefect_home, tmp_path):
+def plain_server(port, prefect_home, tmp_path):
     """API address of an empty Prefect server, started by hand."""
     with (tmp_path / "server.log").open("wb") as output:
         server = subprocess.Popen(
-            [sys.executable, *("-m", "prefect", "server", "start", "--port", str(free_port))],
+            [sys.executable, *("-m", "prefect", "server", "start", "--port", str(port))],
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-    api = f"http://127.0.0.1:{free_port}/api"
+    api = f"http://127.0.0.1:{port}/api"
     assert wait_healthy(api, lambda: server.poll() is None)
     yield api
     server.terminate()
@@ -80,15 +79,15 @@ def plain_server(free_port, prefect_home, tmp_path):
 
 
 def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_run(
-    command, plain_server, free_port, profile, tmp_path
+    command, plain_server, port, profile, tmp_path
 ):
     write_shadowing_modules(tmp_path)
     api = plain_server
-    started = command("up", "--port", str(free_port))
+    started = command("up", "--port", str(port))
     line = started.process.stderr.readline()
     assert "without the work pool trainshed" in line
     assert "an online worker" in line
-    assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{free_port}\n"
+    assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{port}\n"
     assert ask(f"{api}/automations/filter")
     found = ask(f"{api}/deployments/filter")
     deployments = {each["name"]: each for each in found if "pretrain" in each["tags"]}
@@ -136,7 +135,7 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
     assert json.loads(artifacts["last-steps"]["data"])[0]["step"] == "6"
 
     # A second `up` finds nothing to do; a second run is interrupted while it trains.
-    code, _, err = command("up", "--port", str(free_port)).result()
+    code, _, err = command("up", "--port", str(port)).result()
     assert (code, "already running" in err) == (0, True)
     (worker,) = ask(f"{api}/work_pools/trainshed/workers/filter")
     assert worker["status"] == "ONLINE"
@@ -221,13 +220,13 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert started.left_behind() == []
 
 
-def test_taken_port_is_an_error(command, free_port):
+def test_taken_port_is_an_error(command, port):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        code, _, err = command("up", "--port", str(free_port)).result()
+        code, _, err = command("up", "--port", str(port)).result()
     assert code == 1
-    assert f"port {free_port} is taken" in err
+    assert f"port {port} is taken" in err
 
 
 @pytest.fixture(scope="module")

@@ -288,7 +288,7 @@ def test_config_json_decides_the_model(tmp_path):
             2e4,
         )
         assert (model["intermediate_size"], model["vocab_size"], model["norm_eps"]) == (128, 300, 1e-4)
-    with pytest.raises(ProfileError, match=r"--config = .*nope.json: there is no such file"):
+    with pytest.raises(ProfileError, match=r"--config = .*nope.json: there is no file"):
         nxdt.import_config(write(tmp_path, "hf_llama_7B"), tmp_path / "nope.json")
 
 

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ import psutil
 import yaml
 
 from tasks.launchers.manifests import PORT
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 KINDS = {"jobs": "Job", "services": "Service", "secrets": "Secret"}
@@ -49,7 +49,7 @@ class Pod:
 
     def _start(self) -> subprocess.Popen:
         (container,) = self.spec["containers"]
-        port = self.cluster.ports.setdefault(self.job["metadata"]["name"], _free_port())
+        port = self.cluster.ports.setdefault(self.job["metadata"]["name"], free_port())
         names = {f"{self.spec['subdomain']}-{each}.{self.spec['subdomain']}" for each in range(8)}
         command = []
         for part in container["command"]:
@@ -266,12 +266,6 @@ class Cluster:
                 pass
 
         return Handler
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _matches(document: dict, selector: str) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from flows.cli.main import main
 from modeling.training.metrics import MetricsWriter
+from tests.ports import free_port
 
 ROW = {
     "loss": 5.0,
@@ -56,9 +57,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def wait_for(address: str, timeout: float = 60):
