@@ -108,10 +108,10 @@ class Run:
 def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
     """Inject all faults; yields recovery figures, then whether steps and losses match a fault-free run."""
     write_profile(folder)
-    reference = Run(folder, "calm")
+    reference = Run(folder, "reference")
     if reference.start().wait(900) != 0:
         raise RuntimeError(reference.log.read_text()[-3000:])
-    run = Run(folder, "stormy")
+    run = Run(folder, "faulty")
     process = run.start()
     yield "process killed", run.recover(lambda: training_ranks(run.run_folder)[1].kill())
     victim = cluster.command("scontrol", "show", "hostnames", cluster.jobs("RUNNING")[0][3]).split()[1]

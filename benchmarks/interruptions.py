@@ -108,16 +108,16 @@ def run_chains(
         (folder / name).mkdir()
         return Chain(folder / name, f"s3://bucket/{name}" if remote else str(folder / name / "store"))
 
-    calm = chain("calm")
-    longest = calm.finish()
-    expected = calm.results()
+    reference = chain("reference")
+    longest = reference.finish()
+    expected = reference.results()
     for number in range(chains):
-        chance, stormy = random.Random(seed + number), chain(f"chain-{number}")
-        while len(stormy.faults) < faults:
-            if stormy.interrupt(chance, longest):
+        chance, faulty = random.Random(seed + number), chain(f"chain-{number}")
+        while len(faulty.faults) < faults:
+            if faulty.interrupt(chance, longest):
                 break
-        stormy.finish()
-        yield stormy, stormy.results() == expected
+        faulty.finish()
+        yield faulty, faulty.results() == expected
 
 
 def main() -> int:

@@ -343,11 +343,11 @@ def _is_news(record: logging.LogRecord) -> bool:
     **DELAYS,
 )
 def map_item(function: Callable[[T], R], item: T, name: str) -> R:
-    """Process one item of a step, as a task of its own."""
+    """Process one item of a step, as a separate task."""
     return function(item)
 
 
 def _map(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -> Iterable[R]:
-    """Run a function for each item as a task of its own, which Prefect shows and retries."""
+    """Run a function for each item as a separate task, which Prefect shows and retries."""
     for future in map_item.map(unmapped(function), list(items), list(names)):
         yield future.result()

@@ -36,7 +36,7 @@ class Device:
     supports_reduction: bool
     # whether FSDP's collectives are operators of compiled blocks, which the compiler schedules (optimizer/fsdp.py)
     gathers_in_graph: bool = False
-    # whether collectives run concurrently with kernels, on a stream of their own, so that splitting a product into chunks hides
+    # whether collectives run concurrently with kernels, on a separate stream, so that splitting a product into chunks hides
     # part of them (layers/overlap.py); not on devices whose compiler schedules both
     concurrent_collectives: bool = False
     attention_kernel: str = "math"  # name of the default attention kernel (attention/kernels.py)

@@ -11,7 +11,7 @@ tensor axis unfolded to (kv shard, kv replica):
 
 Global shapes are unpadded. Where the shards do not divide a size, every shard is ceil(size / shards) long and the last ones are
 partly padding, which exists in local tensors only. Initialization, gradient norms, ZeRO-1, checkpoints, conversion and the
-planner all read shards as `Box`es and have no sharding rules of their own.
+planner all read shards as `Box`es and define no sharding rules.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200", "b200"), "neuron": ("trn1", 
 TRN1 = "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30"
 PLANNED_ONLY = {"trn1": (TRN1, ["trn2", "trn3"])}
 BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
-# sbatch options that the launcher sets itself or that have a profile key of their own.
+# sbatch options that the launcher sets itself or that have a profile key.
 LAUNCHER_OPTIONS = {
     *("array", "chdir", "comment", "dependency", "error", "export", "input", "job-name", "no-requeue"),
     *("ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "requeue", "signal", "wait", "wrap"),

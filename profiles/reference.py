@@ -31,7 +31,7 @@ overrides one key. `trainshed profiles` lists the shipped profiles:
 
 ```
 profile                   parameters    nodes × devices  status
-tiny                      2.74 million  1 × 2 cpu        starts here
+tiny                      2.74 million  1 × 2 cpu        runs here
   Llama with 2.7 million parameters on the Python documentation, two CPU processes on this machine
 …
 llama3-70b                70.6 billion  8 × 64 trn2      submits to Slurm

@@ -40,7 +40,7 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         cause = "the loss diverged and no rollbacks are left; fork the run from an earlier step with a lower train.learning_rate"
         return _as(FatalError, failure, cause)
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
-        cause = f"{HUNG}; the stacks of all ranks are in the folder stacks next to the log"
+        cause = f"{HUNG}; the stacks of all ranks are in logs/stacks of the run folder"
         return _as(JobFailed, failure, cause)
     if reasons and reasons[-1][0] in STORAGE_FAILURES:
         return _as(JobFailed, failure, reasons[-1][1])
@@ -66,7 +66,7 @@ def _advice(profile: Profile) -> str:
     """Profile changes that need less memory, according to the planner."""
     current = planner.plan(profile).needs
     changes = [
-        f"{change} (planned {planned.needs / 2**30:.1f} GiB a device instead of {current / 2**30:.1f})"
+        f"{change} (planned {planned.needs / 2**30:.1f} GiB per device instead of {current / 2**30:.1f})"
         for change, planned in planner.lighter(profile, lambda other: other.needs < current).items()
     ]
     return f"try {' or '.join(changes)}" if changes else "try more devices, or a smaller model"

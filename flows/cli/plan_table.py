@@ -187,8 +187,8 @@ def _verdict(planned: Plan) -> Text:
     memory = format_bytes(planned.device_bytes)
     if planned.fits:
         spare = format_bytes(planned.device_bytes - planned.needs)
-        return Text(f"fits in {memory} a device, {spare} to spare", "green")
-    return Text(f"does not fit in {memory} a device with the reserve of {planned.reserve:.0%}", "red")
+        return Text(f"fits in {memory} per device, {spare} to spare", "green")
+    return Text(f"does not fit in {memory} per device with the reserve of {planned.reserve:.0%}", "red")
 
 
 def _parameters(profile: Profile, planned: Plan) -> str:
@@ -201,7 +201,7 @@ def _parameters(profile: Profile, planned: Plan) -> str:
 
 
 def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
-    flops = f"{planned.flops_per_token:.3g} a token"
+    flops = f"{planned.flops_per_token:.3g} per token"
     if planned.tokens:
         flops += f", {planned.flops_per_token * planned.tokens:.3g} in total"
     rows = [("FLOPs", flops)]
@@ -215,11 +215,11 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
         unknown = f"unknown for {profile.cluster.device}"
         return [*rows, ("time", "too small to estimate" if is_too_short(profile) else unknown)]
     speed = f"{planned.tokens_per_second:,.0f} tokens/s" + (f", MFU {planned.mfu:.0%}" if planned.mfu else "")
-    rows.append(("speed", f"{format_step_time(planned.step_seconds)} a step, {speed}"))
+    rows.append(("speed", f"{format_step_time(planned.step_seconds)} per step, {speed}"))
     if planned.days is not None:
         total = f"{in_days(planned.days)}, {planned.node_hours:,.0f} node-hours"
         if planned.price is not None:
-            total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} a node-hour"
+            total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} per node-hour"
         rows.append(("total", total))
     rows.append(("nearby", _nearby(profile, planned.step_seconds)))
     return [*rows, ("assuming", "\n".join((planned.basis, *planned.assumptions)))]

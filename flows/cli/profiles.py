@@ -20,7 +20,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.reporting.format import format_count
 
-STARTS, SUBMITS, ELSEWHERE, PLAN_ONLY = "starts here", "submits to Slurm", "on its cluster", "plan only"
+STARTS, SUBMITS, ELSEWHERE, PLAN_ONLY = "runs here", "submits to Slurm", "on its cluster", "plan only"
 MEANINGS = {
     STARTS: "`trainshed run {name}` trains on this machine",
     SUBMITS: "`trainshed run {name}` submits a job with sbatch",

@@ -85,7 +85,7 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
             console.print(Text(f"first because {'; '.join(explain(found, rejected))}"))
     if rejected:
         console.print(
-            f"\nrejected, for {1 - reserved_share(profile):.0%} of {format_bytes(device_bytes(profile))} a device:"
+            f"\nrejected (limit: {1 - reserved_share(profile):.0%} of {format_bytes(device_bytes(profile))} per device):"
         )
     for reason, degrees in _reasons(rejected):
         console.print(Padding(Text(f"{reason}: {degrees}"), (0, 0, 0, 2)))

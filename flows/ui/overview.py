@@ -120,7 +120,7 @@ def _training(profile: Profile, history: History, *, ended: bool) -> str:
     if speed and step_seconds:
         seconds = None if ended else seconds_left(history.recent, steps)
         left = "" if seconds is None else f", {format_duration(seconds)} left"
-        parts.append(f"{speed:,.0f} tokens/s, {format_step_time(step_seconds)} a step{left}")
+        parts.append(f"{speed:,.0f} tokens/s, {format_step_time(step_seconds)} per step{left}")
     return "\n\n".join(parts)
 
 

@@ -16,10 +16,10 @@ def plan_summary(planned: Plan) -> str:
     """Parameters, mesh, the fullest rank's memory and, if known, the step time of a plan, in one line."""
     parts = [
         f"{format_count(planned.parameters)} parameters on {format_mesh(planned.mesh)}",
-        f"{format_bytes(planned.needs)} of {format_bytes(planned.device_bytes)} a device",
+        f"{format_bytes(planned.needs)} of {format_bytes(planned.device_bytes)} per device",
     ]
     if planned.step_seconds:
-        parts.append(f"about {format_step_time(planned.step_seconds)} a step")
+        parts.append(f"about {format_step_time(planned.step_seconds)} per step")
     return ", ".join(parts)
 
 

@@ -163,7 +163,7 @@ def require_fit(profile: Profile, planned: Plan) -> None:
     kinds = planned.stages[planned.fullest].bytes | process
     parts = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in kinds.items())
     reason = (
-        f"stage {planned.fullest} needs {planned.needs / 2**30:.1f} GiB a device ({parts}), "
+        f"stage {planned.fullest} needs {planned.needs / 2**30:.1f} GiB per device ({parts}), "
         f"which has {planned.device_bytes / 2**30:.1f} GiB and must keep {planned.reserve:.0%} free"
     )
     choices = lighter(profile, lambda other: other.fits and other.needs < planned.needs)

@@ -139,7 +139,7 @@ def _assumptions(
     )
     exchange = "do not"
     if profile.parallel.data_sharding == "fsdp":
-        exchange = "overlap with it as long as it lasts"
+        exchange = "overlap with compute, up to its duration"
     return (
         f"layers at {ranks[0].rate / 1e12:.3g} TFLOP/s per device{share}",
         *([f"communication per device: {links}"] if links else []),

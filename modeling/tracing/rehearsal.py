@@ -1,7 +1,7 @@
-"""Rehearsal: calls everything that steps, evaluations and sampling compute outside the model.
+"""Rehearsal: run every program outside the model once, to trace and compile it ahead of time.
 
-On tensors of the run's shapes, for devices that compile each operator at its first use, so that all of it is traced and compiled
-ahead of time.
+Covers what steps, evaluations and sampling compute, on tensors of the run's shapes, for devices that compile each operator at its
+first use.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Pairs:
     def losses(
         self, stage: LanguageModel, x: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, int]:
-        """Losses of tokens (2b, s/c), targets, which are answers, their numbers, rows, answers per row."""
+        """Losses (2b, s/c) of the counted tokens, what `split_targets` returns, and the answers per row."""
         orpo = self.settings.kind == "orpo"
         wanted, answer, numbers, rows = self.functions.split_targets(targets, self.tokens, orpo)
         width = 1 if numbers is None else self.answers

@@ -97,7 +97,7 @@ class Trainer:
         experts: this rank's mixtures of experts by layer number.
         first, last: whether this rank has the first stage, the last stage.
         positions: (s/c) positions of this context rank in a sample.
-        reference_model: the copy of the initial weights that rates pairs; None unless the profile needs one.
+        reference_model: the frozen reference model for DPO; None unless the profile needs one.
         user_loss: the user's `train.loss`; None for cross-entropy.
     """
 

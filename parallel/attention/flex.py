@@ -6,7 +6,7 @@ allow, and applies the formula in those that are not fully visible. KV heads are
 is read on the host, whatever the number of documents. Sinks (sinks.py) scale the result by the kernel's log-sum-exp.
 
 Over a context axis K and V are all-gathered instead of sent around a ring (arXiv 2407.21783, section 3.3.2): each block of a
-ring would need a mask of its own. Bytes that a rank sends, with B the bytes of its K and V: B(c-1) in forward, as many in
+ring would need a separate mask. Bytes that a rank sends, with B the bytes of its K and V: B(c-1) in forward, as many in
 backward. The gathered K and V, cB, are saved for backward unless the layer is checkpointed.
 
 Called eagerly, torch's operator materializes all scores. So devices that use it by default compile it even then; a CPU, where

@@ -3,7 +3,7 @@
 Same formulas as activations.py, of products without their biases: a kernel reads each element once, adds the bias of the row's
 expert and computes in float32, where operators one by one would read and write (rows, f) a dozen times in backward. How many rows
 there are depends on the data, so the kernels cannot be part of a graph that is compiled ahead: Triton compiles each at its first
-call and keeps it in a cache of its own.
+call and keeps it in Triton's cache.
 
 A program computes one row. Import only where Triton is installed, as with torch's CUDA builds.
 """

@@ -1,6 +1,6 @@
 """Tied weights: sum the gradients of a weight's two uses with a compiled program.
 
-Autograd would sum them with an operator of its own, which a device that compiles each operator would have to compile. Here the
+Autograd would sum them with a separate operator, which a device that compiles each operator would have to compile. Here the
 gradient that comes first in backward is kept, and a hook on the weight adds it to the other one.
 """
 

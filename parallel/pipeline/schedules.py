@@ -116,7 +116,7 @@ def check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:
 
 
 def lane(edge: int, ranks: int, lanes: int) -> int:
-    """Lane of the edge after a stage: a rank's edges before and after its stages have different ones."""
+    """Process group, by index, for messages between stage `edge` and the next; a rank's two neighbours differ."""
     position = edge % ranks
     return min(2 if ranks % 2 and position == ranks - 1 else position % 2, lanes - 1)
 

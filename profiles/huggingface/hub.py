@@ -76,7 +76,7 @@ def hub_errors(key: str, repository: str, revision: str | None) -> Iterator[None
     try:
         yield
     except OfflineModeIsEnabled:
-        reason = "the hub cannot be asked: HF_HUB_OFFLINE is set; unset it, or use local files"
+        reason = "cannot query the hub: HF_HUB_OFFLINE is set; unset it, or use local files"
         raise ProfileError(key, repository, reason) from None
     except GatedRepoError:  # subclass of RepositoryNotFoundError
         reason = "is gated: accept its terms on the hub, and set HF_TOKEN to a token of that account"

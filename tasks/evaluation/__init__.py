@@ -1,5 +1,5 @@
 """Evaluation of finished runs by held-out loss, and of any checkpoint also by language-model tasks.
 
 Start with `held_out.py`, the evaluate step of the main flow. `checkpoints.py` evaluates single checkpoints of a run that may
-still train, `harness.py` runs lm-evaluation-harness in a process of its own, and `results.py` keeps what they found by step.
+still train, `harness.py` runs lm-evaluation-harness in a separate process, and `results.py` stores results by step.
 """

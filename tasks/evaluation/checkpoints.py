@@ -184,7 +184,7 @@ def require_harness(tasks: list[str], include: str) -> None:
 
 
 def require_tasks(tasks: Iterable[str], include: Path | None) -> None:
-    """Raise ProfileError for a task that lm-eval does not have; takes seconds, in a process of its own."""
+    """Raise ProfileError for a task that lm-eval does not have; takes seconds, in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, RESULT)
         command = [sys.executable, "-P", "-m", "tasks.evaluation.harness", "--output", str(output)]

@@ -18,7 +18,7 @@ from modeling.training.metrics import tag
 from tasks.launchers.log_follower import LogFollower, is_metrics
 from tasks.store.store import Store
 
-TENSORBOARD = "tensorboard/evaluations"  # a separate folder: training owns the files of its own
+TENSORBOARD = "tensorboard/evaluations"  # separate from the folder that training writes
 
 
 def record(store: Store, run: str, step: int, metrics: Mapping[str, float]) -> bool:

@@ -1,7 +1,7 @@
 """Local launcher: torchrun (or plain Python) in its own session, logging into the job's folder.
 
 - Jobs write to files: a child that inherits the flow's stdout would make a Prefect worker take a dead flow for a running one.
-- torchrun starts each rank in a session of its own, so no process group contains the whole job. Every process of a job carries
+- torchrun starts each rank in a separate session, so no process group contains the whole job. Every process of a job carries
   its identifier in the environment variable MARKER, by which it is found and killed even if torchrun died.
 """
 

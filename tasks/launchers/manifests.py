@@ -19,7 +19,7 @@ from profiles.sections.cluster import Cluster
 from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import RANK_PREFIX
 
-PORT = 29500  # of the rendezvous; every Pod has an address of its own
+PORT = 29500  # of the rendezvous; every Pod has a separate address
 JOB_LABEL, SIGNATURE, LOG_START = "trainshed/job", "trainshed/signature", "trainshed/log-start"
 KEPT_SECONDS = 86400  # that a Job is kept after its end
 # $1 is the log, $2 the index in a job array (else empty), the rest the command.

@@ -156,7 +156,7 @@ def _budgets(forecast: Mapping[str, Any]) -> list[str]:
         low, high = last["gain_interval"]
         parts.append(
             html.paragraph(
-                f"Ten times more compute buys {last['gain']:.4f} nats per token ({low:.4f} to {high:.4f})."
+                f"Ten times the compute lowers the loss by {last['gain']:.4f} nats per token ({low:.4f} to {high:.4f})."
             )
         )
     return parts

@@ -141,7 +141,7 @@ class _Finder:
             if self._kind(info, follow=False) == "directory":
                 yield from self._below(path)
             elif self._kind(info) == "directory":
-                reason = "is a link to a folder; name that folder as a source of its own"
+                reason = "is a link to a folder; add that folder as a separate source"
                 raise ProfileError(self._key, shown(path), reason)
             else:
                 yield self._regular(path, info)

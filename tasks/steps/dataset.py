@@ -1,6 +1,6 @@
 """Dataset step: tokenizes text shards into Megatron's indexed format and joins them into a corpus.
 
-Each shard is an artifact of its own ("tokens"), so a new file in a growing source tokenizes only itself. The "dataset" artifact
+Each shard is a separate artifact ("tokens"), so a new file in a growing source tokenizes only itself. The "dataset" artifact
 holds corpus.json, which lists the shards, and report.json, which counts each source's records. A document is held out for
 validation by its own hash, so adding data never changes the split of earlier documents.
 """

@@ -3,7 +3,7 @@
     modeling.tracing.trace    profile -> the distinct programs, by digest                 one process
     modeling.tracing.compile  program -> its part of the compiler's cache                 a process each, several at a time
 
-Needs only the profile, so it runs beside the tokenizer and dataset steps. Each program is an artifact of its own, keyed by its
+Needs only the profile, so it runs beside the tokenizer and dataset steps. Each program is a separate artifact, keyed by its
 graphs and its compiler: runs that differ elsewhere share it, concurrent flows compile it once, and a retry compiles only what
 failed. The run's artifact packs the caches of all its programs into one file.
 """

@@ -46,7 +46,7 @@ def run_job(profile: Profile, job: Job, output: Path) -> None:
     """Run a job that writes a file. Raises JobFailed, FatalError or TimeoutError."""
     forwarder = LogForwarder(job.log_file)
     launcher = create(profile.cluster.launcher, profile.cluster)
-    # A cluster's queue may take any time, and it has time limits of its own.
+    # A cluster's queue may take any time, and it enforces its time limits itself.
     timeout = TIMEOUT if profile.cluster.launcher == "local" else None
     try:
         execute(launcher, job, forwarder.forward, timeout=timeout, grace=0)  # there is nothing to save

@@ -46,4 +46,4 @@ class ReferenceStep(Step):
         return store.artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        return f"pairs rated by {summary['source']}"
+        return f"reference log-probabilities from {summary['source']}"

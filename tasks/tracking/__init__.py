@@ -1,6 +1,6 @@
 """Experiment trackers beside TensorBoard: W&B, MLflow, Trackio or a class of the user's own.
 
 Start with `protocol`, what a tracker implements. `process` is the flow's side: it starts `worker` once for each tracker, a
-process of its own that follows metrics.jsonl and calls the tracker. `wandb`, `mlflow` and `trackio` are imported nowhere else.
+separate process that follows metrics.jsonl and calls the tracker. `wandb`, `mlflow` and `trackio` are imported nowhere else.
 Of Trainshed, imports the folders below it in tasks, modeling's metrics and `profiles`.
 """

@@ -30,7 +30,7 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
-# Trackers send no telemetry of their own.
+# Disable the telemetry of the trackers' vendors.
 QUIET = {"DO_NOT_TRACK": "1", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 

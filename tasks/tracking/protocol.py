@@ -1,6 +1,6 @@
 """The `Tracker` protocol, implemented here or in a user's own module, named as `module:Class`.
 
-A tracker is created without arguments, in a process of its own with the user's working folder, and used by one thread. It may
+A tracker is created without arguments, in a separate process with the user's working folder, and used by one thread. It may
 block or fail: training does not wait for it. A call that raises is retried with the same rows until it succeeds or the run ends.
 """
 

@@ -33,7 +33,7 @@ class TrackioTracker:
         self._run.log(dict(metrics), step=step)
 
     def flush(self) -> None:
-        pass  # Trackio sends in a thread of its own
+        pass  # Trackio sends in a separate thread
 
     def artifact(self, path: Path, kind: str) -> None:
         import trackio

@@ -40,7 +40,7 @@ class WandbTracker:
         self._run.log({"step": step, **metrics})
 
     def flush(self) -> None:
-        pass  # W&B sends in a process of its own
+        pass  # W&B sends in a separate process
 
     def artifact(self, path: Path, kind: str) -> None:
         import wandb

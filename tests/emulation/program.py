@@ -160,7 +160,7 @@ def check_devices(run: Path, dataset: Path) -> object:
 
     def start_once(
         self: device.Device, *arguments: Any, **options: Any
-    ) -> None:  # each check has processes of its own
+    ) -> None:  # each check starts separate processes
         if not dist.is_initialized():
             start(self, *arguments, **options)
 

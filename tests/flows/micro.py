@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 PROFILE = {
-    "description": "as small as it gets",
+    "description": "smallest profile that the flow can train",
     "extends": "tiny",
     "model": {
         "hidden_size": 32,
@@ -75,7 +75,7 @@ def write_shadowing_modules(folder: Path) -> None:
 
 
 class Command:
-    """`trainshed` in a process of its own, with access to all processes that it started."""
+    """`trainshed` in a separate process, with access to all processes that it started."""
 
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.mark = uuid.uuid4().hex

@@ -64,7 +64,7 @@ def _print_result(console: Console, result: dict[str, Any]) -> None:
         )
     for row in result["budgets"][1:]:
         if "gain" in row:
-            facts["ten times more"] = f"compute buys {row['gain']:.4f} nats per token"
+            facts["10x compute"] = f"{-row['gain']:+.4f} nats per token"
     facts["page"] = relative(result["page"])
     console.print()
     print_facts(console, facts)

@@ -128,7 +128,7 @@ def test_cpu_plan_includes_process_memory(capsys):
     *parts, total = map(float, re.findall(r"\d+\.\d\d", row))
     assert total == pytest.approx(sum(parts), abs=0.05)
     assert parts[-1] > 300
-    whole, left = re.search(r"fits in ([\d.]+) GiB a device, ([\d.]+) GiB to spare", verdict).groups()
+    whole, left = re.search(r"fits in ([\d.]+) GiB per device, ([\d.]+) GiB to spare", verdict).groups()
     assert float(whole) - float(left) == pytest.approx(total / 1024, abs=0.1)
 
 
@@ -200,7 +200,7 @@ def test_search_prints_each_reason_once_and_device_memory(capsys, monkeypatch):
     text = " ".join(out.split())
     for reason in ("does not divide it", "ranks does not support", "is more than the model's"):
         assert text.count(reason) == 1
-    assert "GiB a device" in out
+    assert "GiB per device" in out
     assert len(out.splitlines()) <= 28
 
 
@@ -209,7 +209,7 @@ def test_search_without_result_prints_available_and_needed_memory(capsys):
     assert main(["plan", "llama3-70b-h200", "--search", *settings(*large)]) == 2
     out, err = capsys.readouterr()
     assert "no topology fits" in out
-    assert "131 GiB a device" in out
+    assert "131 GiB per device" in out
     assert re.search(r"tensor 1, pipeline 1 to 2\s+\(\d+\s+GiB or more\)", out)
     assert "131 GiB" in err
 
@@ -222,7 +222,7 @@ def test_plan_only_profiles_are_marked_in_plan_and_list(capsys, monkeypatch, tmp
     listed = json.loads(capsys.readouterr().out)
     for name, entry in listed.items():
         trn1 = entry["cluster"]["device"] == "trn1"
-        expected = "starts here" if name.startswith("tiny") else "plan only" if trn1 else "submits to Slurm"
+        expected = "runs here" if name.startswith("tiny") else "plan only" if trn1 else "submits to Slurm"
         assert entry["status"] == expected, name
         assert trn1 == ("native PyTorch does not train" in entry["reason"])
     for columns in (80, 120, 200):
@@ -232,7 +232,7 @@ def test_plan_only_profiles_are_marked_in_plan_and_list(capsys, monkeypatch, tmp
         assert max(map(len, out.splitlines())) <= columns
         text = " ".join(out.split())
         assert all(entry["description"] in text for entry in listed.values())
-        assert "starts here `trainshed run tiny` trains on this machine" in text
+        assert "runs here `trainshed run tiny` trains on this machine" in text
         assert "submits to Slurm `trainshed run llama3-8b` submits a job with sbatch" in text
         assert re.search("plan only `trainshed plan .*` works, .*: cluster.accelerator = trn1: native", text)
         assert main(["profiles"]) == 0
@@ -252,13 +252,13 @@ def test_profiles_are_listed_with_their_descriptions(capsys):
     assert main(["profiles", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert "Python" in listed["tiny"]["description"]
-    assert (listed["tiny"]["parameters"], listed["tiny"]["status"]) == (2_735_424, "starts here")
+    assert (listed["tiny"]["parameters"], listed["tiny"]["status"]) == (2_735_424, "runs here")
     assert listed["llama3-70b"]["cluster"]["nodes"] == 8
     assert main(["profiles", "Tiny-S", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"tiny-sft": listed["tiny-sft"]}
     assert main(["profiles", "tiny"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("starts here")  # the legend
+    assert lines[0].startswith("runs here")  # the legend
     assert "llama" not in lines
     assert main(["profiles", "gpt3-175b-trn1"]) == 0  # plan only
     assert "gpt3-175b-trn1" in capsys.readouterr().out

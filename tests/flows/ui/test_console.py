@@ -71,9 +71,9 @@ def test_a_rising_validation_loss_is_warned_about_once(tmp_path, monkeypatch, ca
 
 
 def test_step_notes_wrap_between_words_with_a_hanging_indent(shown):
-    seen = shown(["plan", "done", "2.74 million parameters, 11.8 GiB a device"], 30, indent=12)
+    seen = shown(["plan", "done", "2.74 million parameters, 11.8 GiB per device"], 30, indent=12)
     assert (
-        seen == "plan  done  2.74 million\n" + " " * 12 + "parameters, 11.8\n" + " " * 12 + "GiB a device\n"
+        seen == "plan  done  2.74 million\n" + " " * 12 + "parameters, 11.8\n" + " " * 12 + "GiB per device\n"
     )
 
 

@@ -184,7 +184,7 @@ def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
     profile = resolve.load("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"])
     planned = plan(profile)
     assert not planned.fits
-    with pytest.raises(ProfileError, match=r"stage 0 needs \d+\.\d GiB a device .*, which has 16\.0 GiB"):
+    with pytest.raises(ProfileError, match=r"stage 0 needs \d+\.\d GiB per device .*, which has 16\.0 GiB"):
         require_fit(profile, planned)
 
 
@@ -226,7 +226,9 @@ def test_cpu_plan_includes_the_process_itself():
     assert planned.host_bytes > 300 << 20
     assert planned.needs == planned.stages[0].total + planned.host_bytes
     tight = replace(planned, device_bytes=planned.needs, fits=False)
-    with pytest.raises(ProfileError, match=r"needs 0\.5 GiB a device \(.*process 0\.4\), which has 0\.5 GiB"):
+    with pytest.raises(
+        ProfileError, match=r"needs 0\.5 GiB per device \(.*process 0\.4\), which has 0\.5 GiB"
+    ):
         require_fit(resolve.load("tiny"), tight)
     assert plan(resolve.load("llama3-8b")).host_bytes == 0
 
