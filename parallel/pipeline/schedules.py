@@ -116,7 +116,7 @@ def check_microbatches(schedule: str, ranks: int, microbatches: int) -> None:
 
 
 def lane(edge: int, ranks: int, lanes: int) -> int:
-    """Process group, by index, for messages between stage `edge` and the next; a rank's two neighbours differ."""
+    """Process group, by index, of messages between stage `edge` and the next."""
     position = edge % ranks
     return min(2 if ranks % 2 and position == ranks - 1 else position % 2, lanes - 1)
 

@@ -143,7 +143,7 @@ COLLECTED = (
         ((SKIPPED[0],), 3, "1 passed", "pytest: exit code 3"),
     ],
 )
-def test_outcome_of_gpu_tests(cases, code, counted, failure):
+def test_gpu_tests_pass_only_if_some_ran_and_none_failed(cases, code, counted, failure):
     proof = MarkedTests()._outcome([ElementTree.fromstring(case) for case in cases], code)
     assert (proof.counted, proof.failure) == (counted, failure)
 

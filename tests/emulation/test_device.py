@@ -187,7 +187,7 @@ def found(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_device_rejects(name, found):
+def test_device_rejects_what_accelerators_do_not_support(name, found):
     assert all(REJECTED[name][1] in rank[name] for rank in found), found
 
 

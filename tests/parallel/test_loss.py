@@ -139,7 +139,7 @@ def gradients() -> bool:
         return check(fused, *matrices) and check(sharded, *matrices) and check(from_logits, (4, 6))
 
 
-def test_gradcheck(pool):
+def test_gradients_match_finite_differences(pool):
     assert all(pool.run(gradients, 2))
 
 

@@ -19,7 +19,7 @@ def keys(*samples: int, seed: int = 1234, layer: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
-def test_drop_rate_and_scale(rate):
+def test_dropout_drops_at_its_rate_and_keeps_the_expectation(rate):
     kept = dropout(torch.ones(1024, 512), keys(0, 1, 2, 3), rate)
     assert kept[kept > 0].unique().tolist() == pytest.approx([1 / (1 - rate)])
     deviation = (rate * (1 - rate)) ** 0.5

@@ -25,7 +25,7 @@ WIDTH = 200  # of a piped table
 def run(options: argparse.Namespace) -> int:
     """Print the runs, the latest first. Raises ProfileError for an invalid store."""
     store = Store(options.store)
-    found = sorted(read_fleet(store).runs, key=lambda run: -run.digest.changed)
+    found = sorted(read_fleet(store).runs, key=lambda run: -run.summary.changed)
     stored = {name: _Stored.of(files) for name, files in files_by_run(store).items()}
     rows = [(run, stored.get(run.name, _Stored())) for run in found]
     if options.json:
@@ -61,16 +61,16 @@ def _print(rows: Sequence[tuple[RunView, _Stored]]) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("parent", no_wrap=True)
     for index, (run, files) in enumerate(rows):
-        digest = run.digest
+        summary = run.summary
         table.add_row(
             run.name,
             _state(run, files),
             _step(run, files),
-            f"{digest.last['loss']:.4f}" if digest.last else "",
+            f"{summary.last['loss']:.4f}" if summary.last else "",
             *(values[index] for values in optional.values()),
-            format_age(time.time() - digest.changed) if digest.changed else "",
+            format_age(time.time() - summary.changed) if summary.changed else "",
             format_bytes(files.bytes),
-            digest.parent or "",
+            summary.parent or "",
         )
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -80,14 +80,14 @@ def _print(rows: Sequence[tuple[RunView, _Stored]]) -> None:
 
 def _state(run: RunView, files: _Stored) -> str:
     """The run's state: it is finished once the checkpoint of its last step is saved."""
-    unsaved = run.state == "finished" and files.checkpoint < (run.digest.steps or 0)
+    unsaved = run.state == "finished" and files.checkpoint < (run.summary.steps or 0)
     return "stopped" if unsaved else run.state
 
 
 def _step(run: RunView, files: _Stored) -> str:
     """Step of the latest checkpoint, from which the run would resume; while running, of its latest loss."""
     step = max(run.step, files.checkpoint) if run.state in ACTIVE else files.checkpoint
-    return f"{step:,} of {run.digest.steps:,}" if run.digest.steps else f"{step:,}"
+    return f"{step:,} of {run.summary.steps:,}" if run.summary.steps else f"{step:,}"
 
 
 _OPTIONAL: dict[str, Callable[[RunView], str]] = {

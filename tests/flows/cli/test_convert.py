@@ -15,7 +15,7 @@ CASE = Path(__file__).parents[2] / "fixtures" / "nxd" / "gqa-tp4-pp2-kv2"
 SOURCE, CONFIG = str(CASE / "nxd"), ("--config", str(CASE / "hf"), "--nxd-layout", "trn1")
 
 
-def test_convert_and_verify(capsys, caplog, tmp_path):
+def test_converted_checkpoint_equals_its_source(capsys, caplog, tmp_path):
     target = str(tmp_path / "model")
     assert main(["convert", SOURCE, target, "--to", "hf", *CONFIG, "--verify", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)

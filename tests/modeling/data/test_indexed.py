@@ -52,7 +52,7 @@ def test_foreign_pair_is_read(tmp_path, code, letter):
 
 
 @pytest.mark.parametrize("documents", [DOCUMENTS, [], [[]]])
-def test_round_trip(tmp_path, documents):
+def test_written_documents_are_read_back(tmp_path, documents):
     write(tmp_path / "a", documents)
     assert [s.tolist() for s in read_sequences(tmp_path / "a")] == documents
     index, tokens = open_indexed(tmp_path / "a")

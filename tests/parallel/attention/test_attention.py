@@ -130,7 +130,7 @@ def test_ignoring_a_document_boundary_exceeds_tolerance():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("documents", "window"), [(None, None), ((3, 1, 5), None), (None, 4)])
-def test_gradcheck(kernel, documents, window):
+def test_gradients_match_finite_differences(kernel, documents, window):
     case = Case(n=2, k=1, s=9, d=3, dtype=torch.float64, documents=documents, window=window, sinks=True)
     inputs = [x.requires_grad_() for x in (*case.tensors()[:3], *case.sink_scores())]
     options = {"documents": case.document_indices(), "window": window, "kernel": kernel}

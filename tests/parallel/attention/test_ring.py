@@ -197,7 +197,7 @@ def gradcheck(case):
 
 
 @pytest.mark.parametrize("documents", [None, (3, 5)])
-def test_gradcheck(pool, documents):
+def test_gradients_match_finite_differences(pool, documents):
     case = Case(1, 2, 1, 8, 2, documents=documents, dtype=torch.float64)
     assert all(pool.run(gradcheck, 4, case=case))
 

@@ -113,7 +113,7 @@ def gradients(sequence: bool) -> bool:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["full sequences", "sequence parallel"])
-def test_gradcheck(pool, sequence):
+def test_gradients_match_finite_differences(pool, sequence):
     assert all(pool.run(gradients, 4, sequence=sequence))
 
 

@@ -195,7 +195,7 @@ def gradients(sequence: bool) -> bool:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["full sequences", "sequence parallel"])
-def test_gradcheck(pool, sequence):
+def test_gradients_match_finite_differences(pool, sequence):
     assert all(pool.run(gradients, 2, sequence=sequence))
 
 

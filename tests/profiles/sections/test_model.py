@@ -98,7 +98,7 @@ def test_defaults_follow_the_architecture():
 
 
 @pytest.mark.parametrize("name", ["rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"])
-def test_norm_eps_aliases(name):
+def test_aliases_of_norm_eps_set_it(name):
     values = {key: value for key, value in LLAMA.items() if key != "norm_eps"}
     assert Model(**values, **{name: 3e-6}).norm_eps == 3e-6
     assert resolve.load("tiny", [f"model.{name}=3e-6"]).model.norm_eps == 3e-6

@@ -215,7 +215,7 @@ def test_only_regular_files_with_readable_names_are_read(tmp_path):
     for make, path, message in (
         (os.mkfifo, pipe, r"c\.jsonl: is not a regular file"),
         (lambda path: path.symlink_to("nowhere"), link, r"d\.jsonl: is a link to a file that does not exist"),
-        (lambda path: path.symlink_to("../elsewhere"), link, r"d\.jsonl: is a link to a folder; name that"),
+        (lambda path: path.symlink_to("../elsewhere"), link, r"d\.jsonl: is a link to a folder; add that"),
         (lambda path: open(path, "w").close(), name, r"e\\xff\.jsonl: has a name that is not UTF-8"),
     ):
         make(path)

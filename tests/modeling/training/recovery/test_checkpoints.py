@@ -62,7 +62,7 @@ def test_async_saves_keep_losses_and_retention(dataset, tmp_path):
     assert set(marker["versions"]) == {"python", "torch", "trainshed"}
 
 
-def test_retained_checkpoints():
+def test_latest_and_best_checkpoints_and_milestones_are_retained():
     saved = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5}
     assert retained(saved, 2, 0) == {20, 40, 50}
     assert retained(saved, 1, 30) == {20, 30, 50}
