@@ -1,4 +1,5 @@
 """Larger sections of a profile.
 
-`profiles/schema.py` has the other sections and the complete profile. Start with `model.py`.
+`profiles/schema.py` has the other sections and the complete profile. Start with `model.py`. Imports only
+`profiles.errors`.
 """
