@@ -209,7 +209,9 @@ def accuracy(logits, targets):
 
 
 @pytest.mark.parametrize("topology", [("parallel.tensor=2",), ("parallel.tensor=1", "parallel.pipeline=2")])
-def test_user_loss_is_trained_and_user_metrics_are_recorded(undisturbed, dataset, tmp_path, monkeypatch, topology):
+def test_user_loss_is_trained_and_user_metrics_are_recorded(
+    undisturbed, dataset, tmp_path, monkeypatch, topology
+):
     """Doubled cross-entropy and clipping norm train identically, so every loss shows whether it was used."""
     (tmp_path / "own.py").write_text(OWN)
     shadow_packages(tmp_path)
