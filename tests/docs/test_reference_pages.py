@@ -78,7 +78,7 @@ def test_benchmarks_page_lists_every_program_with_a_valid_command():
 
 def test_deployments_page_lists_every_deployment_with_its_parameters():
     listed = {}
-    for names, _, parameters in rows_of(DOCS / "watching.md", "### Deployments"):
+    for names, _, parameters in rows_of(DOCS / "prefect.md", "## Deployments"):
         found = set(re.findall(r"`(\w+)`", parameters))
         listed |= dict.fromkeys(re.findall(r"`([^`]+)`", names), found)
     profiles = set(resolve.names())
