@@ -1,7 +1,8 @@
 """Cache keys: a hash of everything that determines a step's result, and of nothing else.
 
-Keys are made of contents and parameters, never of paths, names or times. An input that is another step's artifact is
-represented by that artifact's key.
+Keys are made of contents and parameters, never of paths or times. An input that is another step's artifact is represented by
+that artifact's key. Only the keys of training, evaluation and export contain a name, the run's, because their artifacts refer to
+files in its folder.
 """
 
 from __future__ import annotations
