@@ -51,8 +51,12 @@ trainshed: parallel.tensor = 3: does not divide 8 query heads; nearest valid: 2
 
 The run folder has the resolved profile, `profile.yaml`.
 
+In the tables, `required` keys have no default, and `derived` ones a default that follows from other keys.
+
 This page is generated from the schema: `python -m profiles.reference > docs/profiles.md`.
 """
+
+NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}  # of types in YAML
 
 
 def page() -> str:
@@ -93,21 +97,25 @@ def _type_name(annotation: typing.Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_name(argument) for argument in arguments)
     if origin in (list, tuple):
-        entries = " and ".join(_type_name(argument) for argument in arguments if argument is not Ellipsis)
-        return f"list of {entries}"
-    names = {str: "string", int: "integer", float: "number", bool: "true or false", type(None): "null"}
-    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+        entry = _type_name(arguments[0])
+        entries = f"{entry}s" if entry in NAMES.values() else entry
+        is_pair = origin is tuple and len(arguments) == 2 and arguments[1] is not Ellipsis
+        return f"two {entries}" if is_pair else f"list of {entries}"
+    return NAMES.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
 def _default(field: FieldInfo) -> str:
+    """The default value; "derived" from other keys if only the description says how."""
+    if field.default is PydanticUndefined and field.default_factory is None:
+        return "derived" if "(default: " in (field.description or "") else "required"
     if field.default is PydanticUndefined:
-        return "" if field.default_factory is None else "empty"
+        return "empty"
     if field.default is None:
         return "null"
     if isinstance(field.default, Section):
-        return ""
+        return "its keys' defaults"
     value = list(field.default) if isinstance(field.default, tuple) else field.default
-    return f"`{format_value(value)}`" if value != "" else ""
+    return f"`{format_value(value)}`" if value != "" else "empty"
 
 
 def _cell(text: str) -> str:
