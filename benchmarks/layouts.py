@@ -1,13 +1,17 @@
-"""Plan and trace profiles at full size: cluster, layout, memory, graphs, step time as Markdown table.
+"""Plan and trace profiles at full size: cluster, layout, memory, graphs, step time as Markdown tables.
 
 Without names, every profile that supported hardware can start is planned and traced. Memory and step time are the planner's;
 `traced` is the memory with the activations of the traced graphs instead; `graphs` is the number of graphs that are compiled ahead
 of time for all ranks (modeling/tracing/trace.py). Each row takes 2 to 30 s of CPU time and is printed when it is complete.
 
+There is one table for each model, with the heading of docs/layouts.md.
+
 Exit codes: 0; 1 if a plan does not fit its device or needs less memory than its trace.
 """
 
+import re
 import sys
+from itertools import groupby
 
 from benchmarks.harness.timing import make_parser
 from flows.ui.summaries import cluster_summary
@@ -60,21 +64,29 @@ def row(profile: Profile) -> tuple[tuple[str, ...], bool]:
 
 
 def startable() -> list[Profile]:
-    """The shipped profiles that supported hardware can start, smallest model first."""
+    """The shipped profiles that supported hardware can start, by model, smallest first."""
     profiles = map(resolve.load, resolve.names())
     chosen = [profile for profile in profiles if profile.cluster.accelerator not in PLANNED_ONLY]
-    return sorted(chosen, key=lambda profile: profile.model.parameters)
+    chosen.sort(key=lambda profile: profile.model.parameters)
+    models = list(dict.fromkeys(map(model_of, chosen)))
+    return sorted(chosen, key=lambda profile: models.index(model_of(profile)))
+
+
+def model_of(profile: Profile) -> str:
+    """The profile's name without size, objective and hardware: `llama3` of `llama3-8b-dpo`."""
+    return re.split(r"-(?:\d|h\d+$|sft|dpo|orpo|lora|moe)", profile.name)[0]
 
 
 def main(names: list[str]) -> int:
     profiles = [resolve.load(name) for name in names] or startable()
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * 4}{'---:|' * 4}", flush=True)
     fitting = True
-    for profile in profiles:
-        resolve.check(profile)
-        cells, fits = row(profile)
-        print(f"| {' | '.join(cells)} |", flush=True)
-        fitting &= fits
+    for model, group in groupby(profiles, model_of):
+        print(f"\n## {model}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * 4}{'---:|' * 4}", flush=True)
+        for profile in group:
+            resolve.check(profile)
+            cells, fits = row(profile)
+            print(f"| {' | '.join(cells)} |", flush=True)
+            fitting &= fits
     return 0 if fitting else 1
 
 

@@ -56,7 +56,13 @@ In the tables, `required` keys have no default, and `derived` ones a default tha
 This page is generated from the schema: `python -m profiles.reference > docs/profiles.md`.
 """
 
-NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}  # of types in YAML
+NAMES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}  # of types in YAML
 
 
 def page() -> str:

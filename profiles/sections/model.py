@@ -83,7 +83,9 @@ class Model(Section):
     tie_word_embeddings: bool = Field(
         description="share the embedding with the output projection (default: true for gpt)"
     )
-    attention_bias: bool = Field(description="biases in the attention projections (default: true for gpt and gpt_oss)")
+    attention_bias: bool = Field(
+        description="biases in the attention projections (default: true for gpt and gpt_oss)"
+    )
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
     hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")

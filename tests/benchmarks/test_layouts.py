@@ -9,9 +9,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 
 
 def cells_of(lines: list[str]) -> dict[str, list[str]]:
-    """Cells of a table's rows, by the first."""
+    """Cells of the rows of all tables, by the first."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    return {row[0]: row for row in rows[1:]}
+    return {row[0]: row for row in rows if row != list(layouts.COLUMNS)}
 
 
 DOCUMENTED = cells_of(PAGE.read_text().splitlines())
@@ -35,6 +35,8 @@ def test_profiles_are_planned_and_traced(capsys):
 def test_documented_layouts_are_those_of_the_profiles():
     """Plans are compared too, except on a CPU, whose memory is that of this machine."""
     profiles = layouts.startable()
+    headings = [line.removeprefix("## ") for line in PAGE.read_text().splitlines() if line.startswith("## ")]
+    assert headings == list(dict.fromkeys(map(layouts.model_of, profiles)))
     assert [tuple(row[:4]) for row in DOCUMENTED.values()] == list(map(layouts.describe, profiles))
     for profile in profiles:
         if profile.cluster.device != "cpu":
