@@ -93,7 +93,7 @@ def check_memory_bandwidth(kind: str) -> Result:
 
 
 def check_kernels(kind: str, profile: Profile | None = None) -> Result:
-    """The kernels that training with a profile uses, called as in training, on the profile's shapes."""
+    """Compare the kernels that a profile trains with, on its shapes, with float32 on the CPU."""
     device, local = _device(kind)
     profile = profile or _profile(kind, "bf16", 1)
     device.choose_kernels(profile.train.deterministic)

@@ -228,7 +228,14 @@ def differentiable(forward: Collective, backward: Collective) -> Collective:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Send shard i of x (n·p, ...) to rank i, return what each sent; ValueError as for `reduce_scatter`."""
+    """Exchange shards: send shard i of x to rank i, and concatenate the shards that all ranks sent here.
+
+    Raises:
+        ValueError: the first dim is not a multiple of the number of ranks.
+
+    Shapes:
+        x (n·p, ...) -> (n·p, ...), on n ranks.
+    """
     if axis.size == 1:
         return x
     check_divisible("all_to_all", x, axis)

@@ -75,7 +75,9 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rounded_up(rows: int, others: int) -> int:
-    """Round `rows` up, by at most a sixteenth or 7 rows, to one of 16 sizes between powers of two.
+    """Pad a number of rows to one of 16 sizes per power of two, so that few distinct products are compiled.
+
+    Adds at most a sixteenth of the rows, or 7.
 
     Args:
         others: product of the matrix product's other two sizes; one that is too small for oneDNN keeps its number of rows.

@@ -112,7 +112,10 @@ def _retry_after(headers: Any) -> float:
 
 
 def map_in_threads(function: Callable[[T], R], values: Sequence[T], threads: int) -> list[R]:
-    """Map a function that uses the network, in order; interrupting this thread ends waits for retries."""
+    """Map a function that uses the network on `threads` threads; returns the results in order.
+
+    If this thread is interrupted, the others stop waiting for their retries.
+    """
     stop = threading.Event()
 
     def call_stoppable(value: T) -> R:

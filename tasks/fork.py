@@ -47,7 +47,7 @@ def parent_profile(store: Store, parent: Parent) -> Path:
 
 
 def decay_overrides(store: Store, parent: Parent, steps: int) -> list[str]:
-    """`decay_settings` of a parent in the store."""
+    """Overrides for a fork that decays the learning rate of a parent in the store to 0 in `steps` steps."""
     train = resolve.load(str(parent_profile(store, parent))).train
     return decay_settings(train, parent.run, parent.step, steps, key="--decay")
 

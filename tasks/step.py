@@ -27,7 +27,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def map_in_threads(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -> Iterable[R]:
-    """Call a function for each item on a thread per core; yields the results in order."""
+    """Map a function over items on one thread per core; yields the results in order of the items."""
     with ThreadPoolExecutor(usable_cores()) as pool:
         yield from pool.map(function, items)
 

@@ -91,7 +91,7 @@ class Compiler(ABC):
 
 
 class Inductor(Compiler):
-    """inductor.
+    """Compile graphs with torch's inductor: C++ on CPUs, Triton on GPUs.
 
     Args:
         async_tensor: whether to merge all-gathers and reduce-scatters over the tensor axis with the matrix products beside them,

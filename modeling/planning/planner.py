@@ -59,7 +59,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Resources that a run needs."""
+    """Memory, communication, step time and cost of a run, computed without devices."""
 
     parameters: int  # of the model
     active_parameters: int  # those that one token uses: fewer only in a model with experts

@@ -27,7 +27,7 @@ DIGITS = 4  # decimals of sampled weights
 
 @dataclass(frozen=True)
 class Proxy:
-    """A run of a mixture.
+    """A small run with given weights of its sources, from whose losses a mixture is proposed.
 
     Attributes:
         sources: the training sources of its group.

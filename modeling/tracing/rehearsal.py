@@ -38,7 +38,7 @@ def rehearse(
     hidden: Tensor,
     compile: Compile,
 ) -> None:
-    """Call what a rank computes besides a stage's forward and backward passes.
+    """Run what a rank computes outside a stage's forward and backward passes, so that all of it is compiled.
 
     Args:
         model: the stage.

@@ -94,7 +94,7 @@ def result(count: Tensor, sums: Tensor) -> Tensor:
 
 
 def add(total: Tensor, loss: Tensor) -> Tensor:
-    """Sum of losses so far."""
+    """Add the losses of a microbatch to the sum of the earlier ones."""
     return total + loss
 
 

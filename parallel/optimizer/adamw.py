@@ -26,7 +26,7 @@ Update = Callable[[Tensor, Tensor, Tensor, Tensor, Scalars, Tensor], None]
 
 @dataclass(frozen=True)
 class AdamW:
-    """Hyperparameters."""
+    """Hyperparameters of AdamW, except the learning rate and weight decay, which vary."""
 
     betas: tuple[float, float]
     epsilon: float

@@ -97,7 +97,7 @@ def in_flight(
 
 
 def bubble(schedule: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> float:
-    """Idle time of a rank over its busy time, with even stages and F = I = W."""
+    """Pipeline bubble: a rank's idle time ÷ its busy time, for equal stages and F = I = W."""
     return (
         (ranks - 1) / microbatches / {"1f1b": 1, "interleaved": stages_per_rank, "zero_bubble": 3}[schedule]
     )

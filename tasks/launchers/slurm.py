@@ -60,6 +60,12 @@ class _Watch:
 
 
 class SlurmLauncher:
+    """Runs jobs as Slurm batch jobs, and finds running ones by name.
+
+    Args:
+        cluster: the profile's section, with partition, time limit and further sbatch options.
+    """
+
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._watches: dict[str, _Watch] = {}  # by job identifier

@@ -39,7 +39,9 @@ class EngineMismatch(RuntimeError):
 
 
 class Engine(Protocol):
-    name: str
+    """Converts texts to token ids, the same as those of `tokenizers`."""
+
+    name: str  # in logs and reports
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Encode complete texts, without adding special tokens.

@@ -29,6 +29,8 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
+    """Receives a run's metrics and files, and sends them to an experiment tracker."""
+
     def start(self, run: TrackedRun) -> str:
         """Open the run, or resume it; returns the identifier with which a later process resumes it."""
 

@@ -54,7 +54,7 @@ class SaveGivenUp(RuntimeError):
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from."""
+    """Which weights and state training starts from: its own checkpoint, initial weights, or the seed."""
 
     resumes: bool  # whether it resumes from its own latest checkpoint
     # otherwise the checkpoint with its initial weights; None: initialize from the seed
