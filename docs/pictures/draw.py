@@ -62,19 +62,22 @@ class Drawing:
 
 
 def mesh() -> Drawing:
-    """Ranks of pipeline 2 x data 2 x context 1 x tensor 4."""
-    drawing = Drawing(640, 190, "Sixteen ranks on the mesh")
-    drawing.write(190, 14, "data 0", "strong")
-    drawing.write(480, 14, "data 1", "strong")
+    """Ranks of pipeline 2 x data 2 x context 2 x tensor 2."""
+    drawing = Drawing(640, 212, "Sixteen ranks on the mesh")
+    for data in range(2):
+        drawing.write(190 + 290 * data, 14, f"data {data}", "strong")
+        for context in range(2):
+            drawing.write(128 + 290 * data + 138 * context, 38, f"context {context}", "small")
     for rank in range(16):
-        coordinates = Mesh(pipeline=2, data=2, tensor=4, rank=rank).coordinates()
-        x, y = 70 + 290 * coordinates["data"] + 60 * coordinates["tensor"], 30 + 74 * coordinates["pipeline"]
+        coordinates = Mesh(pipeline=2, data=2, context=2, tensor=2, rank=rank).coordinates()
+        x = 70 + 290 * coordinates["data"] + 138 * coordinates["context"] + 60 * coordinates["tensor"]
+        y = 54 + 74 * coordinates["pipeline"]
         drawing.box(x, y, 56, 44, f"c{coordinates['tensor']}", str(rank))
         if coordinates["tensor"] == 0:
-            drawing.box(x - 5, y - 5, 246, 54, "frame")
-    drawing.write(6, 52, "stage 0", "left strong")
-    drawing.write(6, 126, "stage 1", "left strong")
-    drawing.write(320, 176, "each frame is a tensor group: neighbouring ranks on one node", "small")
+            drawing.box(x - 5, y - 5, 126, 54, "frame")
+    drawing.write(6, 76, "stage 0", "left strong")
+    drawing.write(6, 150, "stage 1", "left strong")
+    drawing.write(320, 198, "each frame is a tensor group: neighbouring ranks on one node", "small")
     return drawing
 
 
@@ -207,7 +210,7 @@ def zero1() -> Drawing:
     drawing.write(220, 186, "reduce-scatter,", "small")
     drawing.write(220, 200, "during backward", "small")
     drawing.write(580, 186, "all-gather,", "small")
-    drawing.write(580, 200, "bucket by bucket", "small")
+    drawing.write(580, 200, "during the next forward", "small")
     return drawing
 
 

@@ -114,7 +114,7 @@ def _training(profile: Profile, history: History, *, ended: bool) -> str:
     done = last["step"] >= steps
     step = f"All {steps:,} steps are done" if done else f"Step {last['step']:,} of {steps:,}"
     parts = [f"## {step}, loss {last['loss']:.4f}"]
-    if curve := svg_data_uri(history.loss_series(profile), x_label="step"):
+    if curve := svg_data_uri(history.loss_series(profile), x_label="step", y_label="loss"):
         parts.append(f"![Loss by step, now {last['loss']:.4f}]({curve})")
     speed, step_seconds = history.median("tokens_per_second"), history.median("step_seconds")
     if speed and step_seconds:

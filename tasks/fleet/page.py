@@ -131,8 +131,10 @@ def _time(fleet: Fleet) -> list[str]:
 
 
 def _table(fleet: Fleet) -> str:
-    head = "".join(f"<th{attributes}>{escape(name)}</th>" for name, attributes in COLUMNS.items())
-    body = "".join(_row(run, fleet.time) for run in fleet.runs)
+    priced = any(run.cost is not None for run in fleet.runs)
+    names = [name for name in COLUMNS if priced or name != "cost"]
+    head = "".join(f"<th{COLUMNS[name]}>{escape(name)}</th>" for name in names)
+    body = "".join(_row(run, fleet.time, priced) for run in fleet.runs)
     return (
         '<input class="filter" type="search" placeholder="filter by name and state" aria-label="filter">'
         f'<div class="scroll"><table class="grid runs"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -140,7 +142,8 @@ def _table(fleet: Fleet) -> str:
     )
 
 
-def _row(run: RunView, now: float) -> str:
+def _row(run: RunView, now: float, priced: bool) -> str:
+    """The row of a run; `priced`: with the column of costs."""
     summary, goodput, speed = run.summary, run.use.goodput, run.speed_of_plan
     loss = summary.last["loss"] if summary.last else None
     measured = summary.tokens_per_second
@@ -166,7 +169,7 @@ def _row(run: RunView, now: float) -> str:
             stacked_bar(run.use.seconds),
             f"{goodput:.0%} of {format_duration(run.use.total)}" if goodput else "",
         ),
-        _cell(run.cost or 0, *_cost(run), number=True),
+        *([_cell(run.cost or 0, *_cost(run), number=True)] if priced else []),
         _cell(
             -summary.changed,
             f"{format_age(now - summary.changed)} ago" if summary.changed else "",

@@ -34,22 +34,38 @@ class Series:
     joined: bool = True
 
 
-def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, from_zero: bool = False) -> str:
-    """HTML of a chart of all series that have finite points; `from_zero` starts the y axis at 0."""
+def line_chart(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = False,
+    x_exponents: bool = False,
+) -> str:
+    """HTML of a chart of all series that have finite points.
+
+    Args:
+        from_zero: start the y axis at 0.
+        x_exponents: the x values are base-10 logarithms; ticks are powers of ten.
+    """
     shown = _finite(series)
     if not shown:
         return "<p>No data.</p>"
     frame = Frame.enclosing(shown, from_zero=from_zero)
+    if x_exponents:
+        frame = replace(frame, x_ticks=integer_ticks(frame.x_ticks[0], frame.x_ticks[-1]))
+    x_ticks = [f"10<sup>{tick:g}</sup>" if x_exponents else f"{tick:,g}" for tick in frame.x_ticks]
     legend = "".join(
         f'<span class="{line.style}{"" if line.joined else " points"}">{escape(line.label)}</span>'
         for line in shown
     )
     return (
         f'<figure class="chart"><figcaption>{legend}</figcaption>'
+        f'<div class="y-label">{escape(y_label)}</div>'
         f'<div class="y">{"".join(f"<span>{tick:,g}</span>" for tick in reversed(frame.y_ticks))}</div>'
         f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(y_label)} by {escape(x_label)}">{frame.svg_paths(shown)}</svg>'
-        f'<div class="x">{"".join(f"<span>{tick:,g}</span>" for tick in frame.x_ticks)}</div>'
+        f'<div class="x">{"".join(f"<span><b>{tick}</b></span>" for tick in x_ticks)}</div>'
         f'<div class="label">{escape(x_label)}</div></figure>'
     )
 
@@ -78,16 +94,16 @@ def stacked_bar(parts: Mapping[str, float]) -> str:
     return f'<span class="stack">{spans}</span>'
 
 
-def svg_data_uri(series: Sequence[Series], *, x_label: str) -> str:
+def svg_data_uri(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
     """Data URI of the chart as SVG (about 10 kB), for viewers that only show images; "" without points."""
     shown = _finite(series, MAX_POINTS // 2)
     if not shown:
         return ""
     frame = Frame.enclosing(shown)
-    left, top = 70.0, 46.0
+    left, top = 90.0, 46.0
     text = f'font-family="system-ui, sans-serif" font-size="17" fill="{MUTED}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 100:.0f} {HEIGHT + 110:.0f}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + left + 30:.0f} {HEIGHT + 110:.0f}">',
         "<style>path{fill:none;vector-effect:non-scaling-stroke;stroke-linejoin:round}"
         f".grid{{stroke:{MUTED};stroke-opacity:.35;stroke-width:1}}.line{{stroke-width:2}}"
         ".dots{stroke-width:9;stroke-linecap:round}"
@@ -107,8 +123,13 @@ def svg_data_uri(series: Sequence[Series], *, x_label: str) -> str:
         x = left + index / (len(frame.x_ticks) - 1) * WIDTH
         position = f'x="{x:.0f}" y="{top + HEIGHT + 26:.0f}"'
         parts.append(f'<text {position} text-anchor="middle" {text}>{tick:,g}</text>')
-    label = f'<text x="{left + WIDTH / 2:.0f}" y="{top + HEIGHT + 52:.0f}" text-anchor="middle" {text}>'
-    svg = "".join([*parts, f"{label}{escape(x_label)}</text></svg>"])
+    middle = top + HEIGHT / 2
+    for caption, position in (
+        (x_label, f'x="{left + WIDTH / 2:.0f}" y="{top + HEIGHT + 52:.0f}"'),
+        (y_label, f'x="20" y="{middle:.0f}" transform="rotate(-90 20 {middle:.0f})"'),
+    ):
+        parts.append(f'<text {position} text-anchor="middle" {text}>{escape(caption)}</text>')
+    svg = "".join([*parts, "</svg>"])
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
@@ -167,6 +188,14 @@ def ticks(low: float, high: float) -> list[float]:
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def integer_ticks(low: float, high: float) -> list[float]:
+    """Consecutive integers, or every second, fifth ... one, from at most `low` to at least `high`."""
+    marks = ticks(low, high)
+    step = max(1, round(marks[1] - marks[0]))
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [float(index * step) for index in range(first, max(last, first + 1) + 1)]
 
 
 def downsample(points: Points, limit: int = MAX_POINTS) -> Points:

@@ -19,7 +19,7 @@ from tasks.reporting.format import validation_name
 SMOOTHING = 10  # points on each side that a smoothed value averages
 RECENT = 10  # steps that the time left is estimated from
 OF_SOURCE = "validation_loss/"  # prefix of the metrics of data sources
-CURVES = ("loss", "tokens_per_second", "memory_bytes")
+CURVES = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "memory_bytes")
 MEDIANS = (
     *("step_seconds", "tokens_per_second", "mfu"),
     *("data_wait_seconds", "forward_backward_seconds", "optimizer_seconds", "communication_seconds"),
@@ -168,7 +168,14 @@ def seconds_left(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:
-    """Centered moving average, without the points at both ends whose window would be shorter."""
-    width = 2 * SMOOTHING + 1
-    windows = (points[start : start + width] for start in range(len(points) - width + 1))
-    return [(window[SMOOTHING][0], sum(value for _, value in window) / width) for window in windows]
+    """Centered moving average over SMOOTHING points on each side, fewer at the ends.
+
+    Near the start, where a loss falls steeply, the window is shorter on both sides, so that the average is not below the curve.
+    Near the end it is shorter on the right only, so that it does not follow the last, noisy points.
+    """
+    averages = []
+    for index, (x, _) in enumerate(points):
+        reach = min(SMOOTHING, index)
+        window = points[index - reach : index + reach + 1]
+        averages.append((x, sum(value for _, value in window) / len(window)))
+    return averages

@@ -63,7 +63,7 @@ def describe_law(law: Law) -> str:
 
 
 def _chart(forecast: Mapping[str, Any]) -> str:
-    """Losses by log10 of the training FLOPs: measured, fitted, forecast, and the interval's ends."""
+    """Losses by training FLOPs: measured, fitted, forecast, and the interval's ends."""
     law, rungs, target = Law(**forecast["law"]), forecast["rungs"], forecast["target"]
     ordered = sorted(rungs, key=lambda rung: rung["flops"])
     lowest, highest = np.log10(ordered[0]["flops"]), np.log10(forecast["flops"])
@@ -80,7 +80,7 @@ def _chart(forecast: Mapping[str, Any]) -> str:
             "forecast with its interval", "training", [(end, low), (end, forecast["loss"]), (end, high)], True
         ),
     ]
-    return line_chart(lines, x_label="log10 of training FLOPs", y_label="held-out loss")
+    return line_chart(lines, x_label="training FLOPs", y_label="held-out loss", x_exponents=True)
 
 
 def _rungs(forecast: Mapping[str, Any]) -> str:

@@ -99,7 +99,9 @@ def _chart(proposal: Mapping[str, Any]) -> str:
         if name in measured:
             point = [(1.0, measured[name])]
             lines.append(Series(f"{named(name)}, measured", style, point, dots=True, joined=False))
-    return line_chart(lines, x_label="0: natural, 1: proposed", y_label="held-out loss")
+    return line_chart(
+        lines, x_label="from the natural (0) to the proposed mixture (1)", y_label="held-out loss"
+    )
 
 
 def _outcome(proposal: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -47,6 +48,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Warnings", *(html.paragraph(f"{text}.") for text in facts["warnings"])),
             html.section("Steps", f'<ol class="dag">{steps}</ol>'),
             html.section("Loss", line_chart(history.loss_series(profile), x_label="step", y_label="loss")),
+            html.section("Learning rate and gradient norm", *_optimization(history)),
             html.section("Validation loss by data source", *_sources(history)),
             html.section("Evaluations of checkpoints", *_checkpoints(facts.get("evaluations", []))),
             html.section("Throughput and memory", *_throughput(history)),
@@ -104,6 +106,17 @@ def _step(outcome: Mapping[str, Any]) -> str:
         f'<li class="{escape(how)}"><b>{escape(outcome["step"])}</b>'
         f"<small>{escape(how)}{timing}</small>{note}</li>"
     )
+
+
+def _optimization(history: History) -> list[str]:
+    """Charts of the learning rate and of the gradient norm."""
+    lines = [
+        Series("learning rate", "smooth", history.curve("learning_rate")),
+        Series("gradient norm", "training", history.curve("gradient_norm")),
+    ]
+    lines = [line for line in lines if line.points]
+    charts = [line_chart([line], x_label="step", y_label=line.label, from_zero=True) for line in lines]
+    return [html.columns(*charts)] if charts else []
 
 
 def _sources(history: History) -> list[str]:
@@ -264,7 +277,8 @@ def _samples(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _sample(sample: Mapping[str, str]) -> str:
-    prompt, text = escape(sample["prompt"]), escape(sample["text"].rstrip())
+    """A prompt and its continuation, in which several empty lines are shown as one."""
+    prompt, text = escape(sample["prompt"]), escape(re.sub(r"\n{3,}", "\n\n", sample["text"].rstrip()))
     return f'<blockquote><span class="quiet">{prompt}</span>{text}</blockquote>'
 
 

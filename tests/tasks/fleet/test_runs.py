@@ -121,6 +121,14 @@ def test_page_is_well_formed_and_escapes_names_of_nodes(store):
     assert "<b>" in text
 
 
+def test_page_has_costs_only_if_a_run_has_a_price(tmp_path):
+    simulated(tmp_path, "free", until=5)
+    store = Store(str(tmp_path))
+    assert ">cost<" not in render(read_fleet(store))
+    simulated(tmp_path, "paid", until=5, node_price=3600.0)
+    assert ">cost<" in render(read_fleet(store))
+
+
 def write_long(store, monkeypatch):
     """Give the finished run more rows than one request reads; its last evaluation is far before its end."""
     monkeypatch.setattr(run_summary, "WHOLE", 0)

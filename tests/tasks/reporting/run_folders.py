@@ -48,7 +48,7 @@ def write_run(folder, *overrides, losses=100):
     rows = [
         {"step": step, "loss": 8.3 - step / 100, "step_seconds": 0.5, "tokens_per_second": 4096.0}
         | {"forward_backward_seconds": 0.3, "optimizer_seconds": 0.1, "memory_bytes": 3 << 28}
-        | {"skipped": step == 7}
+        | {"skipped": step == 7, "learning_rate": 3e-3, "gradient_norm": 1 / step}
         for step in range(1, losses + 1)
     ]
     rows += [{"step": 50, "validation_loss": 7.0}, {"step": 100, "validation_loss": 7.35}]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tasks.reporting.chart import MAX_POINTS, Series, downsample, line_chart, ticks
+from tasks.reporting.chart import MAX_POINTS, Series, downsample, integer_ticks, line_chart, ticks
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,26 @@ def test_points_that_are_not_joined_have_no_line_and_a_dot_in_the_legend():
     assert 'class="line' not in chart
     assert '<span class="training points">measured</span>' in chart
     assert chart.count("h0") == 2
+
+
+def test_exponents_have_powers_of_ten_as_ticks_and_both_axes_a_label():
+    chart = line_chart(
+        [Series("law", "smooth", [(11.2, 6.0), (12.9, 5.0)])],
+        x_label="training FLOPs",
+        y_label="held-out loss",
+        x_exponents=True,
+    )
+    assert re.findall(r"10<sup>(\d+)</sup>", chart) == ["11", "12", "13"]
+    assert '<div class="y-label">held-out loss</div>' in chart
+    assert '<div class="label">training FLOPs</div>' in chart
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [(11, 13, [11, 12, 13]), (11.2, 11.4, [11, 12]), (3, 22, [0, 5, 10, 15, 20, 25])],
+)
+def test_integer_ticks_enclose_the_range(low, high, marks):
+    assert integer_ticks(low, high) == marks
 
 
 def test_chart_without_points_has_a_placeholder():

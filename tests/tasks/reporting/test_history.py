@@ -56,13 +56,16 @@ def test_only_new_rows_are_read_until_a_resume_drops_some(tmp_path):
     assert [step for step, _ in history.curve("loss")] == list(range(1, 41))
 
 
-def test_smoothed_curve_ends_where_its_window_does():
-    """A shorter window at the end would follow the last, noisy points."""
+def test_smoothed_curve_has_every_step_and_does_not_follow_the_last_points():
     noisy = [(step, 1.0 if step < 60 else 9.0) for step in range(1, 61)]
     smooth = moving_average(noisy)
-    assert [step for step, _ in smooth] == list(range(1 + SMOOTHING, 61 - SMOOTHING))
-    assert max(value for _, value in smooth) == pytest.approx(1 + 8 / 21)
-    assert moving_average(noisy[:20]) == []
+    assert [step for step, _ in smooth] == list(range(1, 61))
+    assert max(value for _, value in smooth) == pytest.approx(1 + 8 / (SMOOTHING + 1))
+
+
+def test_smoothed_curve_starts_at_the_first_loss_and_follows_a_steep_start():
+    falling = [(step, 10.0 - step) for step in range(60)]
+    assert moving_average(falling)[:50] == pytest.approx(falling[:50])
 
 
 def test_time_left_is_at_the_pace_of_the_latest_steps(tmp_path):

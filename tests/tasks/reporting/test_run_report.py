@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from tasks.reporting import run_report
 from tasks.store.store import Store
 from tests.tasks.reporting.run_folders import WellFormed, write_report, write_run
 
@@ -44,7 +45,7 @@ def test_report_is_well_formed_and_complete(page):
         "the tokenizer has 583 tokens instead of 4,096",
         "the validation loss rose by 5%, from 7.0000 at step 50 to 7.3500 at step 100",
         *("validation loss on 4 batches", "Evaluation on the whole validation split", "7.4000"),
-        "memory of rank 0, MiB",
+        *("memory of rank 0, MiB", "learning rate", "gradient norm"),
         *("2027-01-15", "loss is <nan>", "Skipped steps: 1.", "To be or <b>not</b>"),
     )
     for part in expected:
@@ -74,6 +75,10 @@ def test_run_without_export_has_samples_and_no_loading_code(tmp_path):
 
     shutil.rmtree(tmp_path / "store/artifacts")  # as for a run folder copied out of its store
     assert "Samples" not in write_report(folder).read_text()
+
+
+def test_empty_lines_of_a_sample_are_shown_as_one():
+    assert run_report._sample({"prompt": "a\n\n\n", "text": "b\n\n\n\nc\n\n"}).endswith("b\n\nc</blockquote>")
 
 
 def test_user_text_is_escaped(page):
