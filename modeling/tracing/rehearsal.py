@@ -38,7 +38,7 @@ def rehearse(
     hidden: Tensor,
     compile: Compile,
 ) -> None:
-    """Run what a rank computes outside a stage's forward and backward passes, so that all of it is compiled.
+    """Run what a rank computes outside a stage's forward and backward passes, so that it is compiled.
 
     Args:
         model: the stage.

@@ -122,7 +122,7 @@ def test_page_is_well_formed_and_escapes_names_of_nodes(store):
 
 
 def test_page_has_costs_only_if_a_run_has_a_price(tmp_path):
-    simulated(tmp_path, "free", until=5)
+    simulated(tmp_path, "free", until=5, node_price=None)
     store = Store(str(tmp_path))
     assert ">cost<" not in render(read_fleet(store))
     simulated(tmp_path, "paid", until=5, node_price=3600.0)
