@@ -75,7 +75,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rounded_up(rows: int, others: int) -> int:
-    """Round a number of rows up to one of 16 sizes per power of two, so that few shapes are compiled.
+    """Round a number of rows up to one of 16 sizes per power of two, so that oneDNN needs few kernels.
 
     Adds at most a sixteenth of the rows, or 7.
 
