@@ -72,6 +72,7 @@ def read_config(path: Path, option: str = "--config") -> Model:
     Raises:
         ProfileError: the file, specified on the command line by `option`, is missing or not supported.
     """
+    path = path / "config.json" if path.is_dir() else path
     values = read_config_json(path, option)
     try:
         return Model(**values)

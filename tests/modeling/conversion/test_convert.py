@@ -300,7 +300,7 @@ def test_corrupted_file_is_named(name, llama):
 
 def test_invalid_config_beside_the_weights_is_reported_for_the_source(llama):
     (llama / "config.json").write_text("{")
-    with pytest.raises(ProfileError, match=r"SOURCE = .*config\.json: cannot be used"):
+    with pytest.raises(ProfileError, match=r"SOURCE = .*config\.json: cannot be read"):
         formats.read(llama, None, None)
 
 
