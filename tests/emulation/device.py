@@ -27,6 +27,8 @@ TYPE = "neuron"
 CPU = torch.device("cpu")
 CPU_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 aten = torch.ops.aten
+LOOKUPS = ("index_select", "gather", "scatter", "scatter_add", "index_add", "embedding", "cat", "stack")
+"""Operators that reject even a single number on the host."""
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 _libraries: list[torch.library.Library] = []  # registrations last as long as these
 _copies: list[tuple[Tensor, Tensor]] = []  # to the host and not complete: (copied, destination)
@@ -118,7 +120,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         record_operator(name)
     device_tensors = [x for x in flat if on_device(x)]
     for x in flat:
-        if isinstance(x, Tensor) and not on_device(x) and device_tensors and x.dim():
+        if isinstance(x, Tensor) and not on_device(x) and device_tensors and (x.dim() or name in LOOKUPS):
             raise Rejected(
                 f"{op}: a tensor of shape {tuple(x.shape)} on {x.device} among those on the device"
             )
@@ -208,6 +210,7 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
                 record(usage.BLOCKING_UPLOAD, str(source.dtype))
         host_alias(target).copy_(copied)
     elif non_blocking and _is_page_locked(target):
+        record(usage.DOWNLOAD)
         _copies.append((copied.clone(), target))
         fill_garbage(target)
     else:

@@ -57,6 +57,9 @@ class Pending(Work):
     synchronize = wait
 
 
+uneven = False  # whether all-to-alls may be uneven
+
+
 class Group(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -141,7 +144,7 @@ class Group(dist.ProcessGroup):
     def alltoall_base(
         self, out: Tensor, own: Tensor, sizes: list[int], own_sizes: list[int], opts: Any = None
     ) -> Work:
-        if len({*sizes, *own_sizes} - {0}) > 1:
+        if not uneven and len({*sizes, *own_sizes} - {0}) > 1:
             raise Rejected(f"alltoall_base from {call_site()}: uneven: {sizes}, {own_sizes}")
         return self._run("alltoall_base", (out, own), sizes, own_sizes, opts or dist.AllToAllOptions())
 

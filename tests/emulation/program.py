@@ -4,6 +4,8 @@ JOB is a JSON file: [{run, dataset, calls, fault, kernel}, ...]. Each entry is a
 this job; its calls are made in order, in one process group, but "trace" by rank 0 alone and without one. Each rank writes what
 each call returned, what it did on the device, and the settings that the device had read, to RUN/calls_RANK.json. A `fault` breaks
 the program on purpose. No attention kernel is installed for the device, unless `kernel` is "bounds": then one that takes bounds.
+With `gpu`, the program is told that the device runs operators as a GPU does, so that it takes the paths for GPUs: blocks are
+compiled and the rest is not, attention is a ring, FSDP gathers in hooks, and experts without a capacity exchange rows unevenly.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +51,12 @@ from tests.parallel.attention.reference import Bounds
 
 FORWARD_BACKWARD = Trainer.forward_backward
 SLOW_SECONDS = 1000.0
+GPU = {
+    "compiles_operators": False,
+    "gathers_in_graph": False,
+    "concurrent_collectives": True,
+    "attention_kernel": "math",
+}
 # With kernels that the check's own profile lacks: experts of static shapes, and products in FP8.
 KERNEL_PROFILES = {
     "tiny-moe": ["train.capacity_factor=1.25"],
@@ -254,6 +263,16 @@ def resize_storage(flat: torch.Tensor, size: int) -> None:
         host_alias(flat).fill_(torch.nan)
 
 
+@contextmanager
+def as_gpu() -> Iterator[None]:
+    """The program takes its paths for GPUs in the block."""
+    with (
+        mock.patch.dict(device.KINDS, neuron=replace(device.KINDS["neuron"], **GPU)),
+        mock.patch.object(process_group, "uneven", True),
+    ):
+        yield
+
+
 def main(arguments: list[str]) -> int:
     install()
     # Backends in Python cannot resize a storage; memory that would be freed becomes NaN.
@@ -270,7 +289,8 @@ def main(arguments: list[str]) -> int:
                 continue
             if name not in ("check_device", "trace") and not dist.is_initialized():
                 device.NEURON.start_process_group(device.NEURON.set_current())
-            made.append(call(name, run, dataset, entry.get("fault")))
+            with as_gpu() if entry.get("gpu") else nullcontext():
+                made.append(call(name, run, dataset, entry.get("fault")))
         (run / f"calls_{os.environ['RANK']}.json").write_text(json.dumps(made))
     dist.destroy_process_group()
     return 0

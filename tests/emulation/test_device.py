@@ -50,6 +50,10 @@ REJECTED: dict[str, tuple[Callable[[], object], str]] = {
     "float64 copied": (lambda: torch.ones(2, dtype=torch.float64).to(NEURON), "float64 on the device"),
     "an operand on the host": (lambda: ones(2) + torch.ones(2), "on the same device"),
     "an index on the host": (lambda: ones(2)[torch.tensor([0])], "a tensor of shape (1,) on cpu"),
+    "a single index on the host": (
+        lambda: ones(2).index_select(0, torch.tensor(0)),
+        "a tensor of shape () on cpu",
+    ),
     "a generator of the host": (
         lambda: torch.rand(2, device=NEURON, generator=torch.Generator()),
         "a generator on cpu",

@@ -96,6 +96,13 @@ SHARDED_TWICE = (
     "train.recompute=selective",
     "train.micro_batch_size=1",
 )
+# On the paths for GPUs; the number of waits of a step.
+GPU = {
+    "gpu, ring": ("parallel.tensor=1", "parallel.context=2", MASKED),
+    "gpu, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
+    "gpu, experts": (*EXPERTS, "parallel.tensor=1", "parallel.expert=2"),
+    "gpu, compiled": ("parallel.tensor=2", "compile.enabled=true"),
+}
 COMPILE = ("compile.enabled=true", "evaluate.every=0", "checkpoint.every=0")
 
 
@@ -141,9 +148,9 @@ def training(run: Path, rank: int = 0) -> dict[str, dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory, datasets) -> dict[tuple[str, ...], dict[int, float]]:
-    """Losses on one process of the CPU, by the settings that change them."""
-    losses = {}
+def cpu_runs(tmp_path_factory, datasets) -> dict[tuple[str, ...], Path]:
+    """Runs of one process on the CPU, by the settings that change their losses; the first is evaluated."""
+    runs = {}
     for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, SFT, DPO, (MASKED,))):
         run = micro.run_folder(
             tmp_path_factory.mktemp(f"cpu{number}"), *SETTINGS, *settings, "parallel.tensor=1", "cluster.devices_per_node=1"
@@ -151,14 +158,32 @@ def expected(tmp_path_factory, datasets) -> dict[tuple[str, ...], dict[int, floa
         dataset = datasets[objective(settings)]
         reference = ["--reference", dataset] if settings == DPO else []
         micro.run("training.train", "--run-folder", run, "--dataset", dataset, *reference, processes=0)
-        losses[settings] = micro.losses(run)
-    return losses
+        runs[settings] = run
+    evaluation = (
+        "--run-folder",
+        runs[()],
+        "--dataset",
+        datasets[()],
+        "--output",
+        runs[()] / "evaluation.json",
+    )
+    micro.run("training.evaluate", *evaluation, processes=0)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def expected(cpu_runs) -> dict[tuple[str, ...], dict[int, float]]:
+    """Losses on one process of the CPU, by the settings that change them."""
+    return {settings: micro.losses(run) for settings, run in cpu_runs.items()}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, datasets) -> dict[str, Path]:
     """Finished runs: each topology of two ranks, one resumed and evaluated; and one run for each fault."""
     entries = {name: {"settings": settings, "calls": ["train"]} for name, settings in TWO_RANKS.items()}
+    entries |= {
+        name: {"settings": settings, "calls": ["train"], "gpu": True} for name, settings in GPU.items()
+    }
     entries["data"]["calls"] = ["slow"]
     entries["tensor"]["calls"] = ["check_device", "train", "evaluate", "resume"]
     for name in RESUMED[1:]:
@@ -205,9 +230,9 @@ def objective(settings: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(setting for setting in settings if setting.startswith("objective."))
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", [*TWO_RANKS, *GPU])
 def test_losses_are_those_of_the_cpu(name, runs, expected):
-    losses = expected[mathematics(TWO_RANKS[name])]
+    losses = expected[mathematics((TWO_RANKS | GPU)[name])]
     assert micro.losses(runs[name]) == pytest.approx(losses, rel=1e-5)
 
 
@@ -259,6 +284,11 @@ def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_progr
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_losses_on_four_ranks_are_those_of_the_cpu(name, larger_runs, expected):
     assert micro.losses(larger_runs[name]) == pytest.approx(expected[()], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_step_waits_on_paths_for_gpus(name, runs):
+    print(training(runs[name])[usage.HOST_READ], training(runs[name]).get(usage.DYNAMIC))
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -337,6 +367,8 @@ def test_threads_that_use_the_device_choose_it_first(runs):
 
 def test_save_copies_each_shard_once(runs):
     """A copy of each state of each bucket, and one wait for all of them."""
+    copies = training(runs["data"])[usage.DOWNLOAD]
+    print(copies)
     waits = training(runs["data"])[usage.HOST_READ]
     assert waits["parallel/checkpoint/saver.py:Saver._copy device"] == 2
     assert not any("writer" in site and "copy" in site for site in waits)
@@ -349,10 +381,10 @@ def test_resumed_run_has_bit_identical_losses(name, runs):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_evaluation_and_sampling_are_static_and_do_not_block(name, runs):
-    result = json.loads((runs[name] / "evaluation.json").read_text())
-    assert result["step"] == STEPS
-    assert 0 < result["validation_loss"] < 6
+def test_evaluation_is_that_of_the_cpu_and_static_and_does_not_block(name, runs, cpu_runs):
+    result, cpu = (json.loads((run / "evaluation.json").read_text()) for run in (runs[name], cpu_runs[()]))
+    assert result["step"] == cpu["step"] == STEPS
+    assert result["validation_loss"] == pytest.approx(cpu["validation_loss"], rel=1e-5)
     assert [len(sample["text"]) for sample in result["samples"]] == [16, 16, 16]
     (used,) = (call["usage"] for call in calls(runs[name]) if call["name"] == "evaluate")
     assert usage.DYNAMIC not in used

@@ -17,6 +17,7 @@ EMULATION = f"{ROOT}{os.sep}tests{os.sep}emulation{os.sep}"
 HOST_READ = "host waits for the device"  # a value read, a blocking copy to the host, a synchronize
 BLOCKING_UPLOAD = "copy that blocks"  # to the device: the call waits, or the memory is not page-locked
 UPLOAD = "copy to the device"
+DOWNLOAD = "copy to the host"  # that the host does not wait for
 DYNAMIC = "shape depends on data"
 EAGER = "operator outside compiled programs"
 PROGRAM = "compiled program"
