@@ -6,7 +6,10 @@ import os
 
 
 def usable_cores() -> int:
-    """Cores in this process's affinity mask, which Slurm and containers restrict; all cores where there is no mask."""
+    """Number of cores in this process's affinity mask, which Slurm and containers restrict.
+
+    On systems without such masks, all cores.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -428,7 +428,7 @@ def timeouts_of(profile: Profile) -> Timeouts:
 
 
 def threads(profile: Profile) -> int:
-    """torch threads per process: `cluster.threads`, else this node's usable cores divided among its processes."""
+    """torch threads per process: `cluster.threads`, else its share of the node's usable cores."""
     if profile.cluster.threads:
         return profile.cluster.threads
     return max(1, usable_cores() // profile.cluster.devices_per_node)
