@@ -3,6 +3,8 @@
 An artifact is written in a staging folder and renamed into place, so readers never see a partial one; what a killed process
 left is removed by the next publisher. Every `find` verifies names and sizes of all files, and contents up to HASH_LIMIT. In
 a store on S3, artifacts are published to a local folder of the same layout, then uploaded, manifest last; `path` downloads.
+A local copy is uploaded again only after an interrupted upload, which `uploads/<kind>-<key>` records: any other copy that the
+store lacks was removed from the store, or is in its quarantine.
 
 A file that cannot be read is an error, never a missing file. A corrupted artifact counts as missing. It is moved to quarantine
 only by a process that replaces it: one that holds its lock, publishes it or downloads it.
@@ -170,8 +172,10 @@ class ArtifactStore:
             manifest = Manifest.of_folder(folder, kind, key, summary or {}, requires, seconds)
             FolderBackend(folder).write(MANIFEST, manifest.to_bytes())
             self._check_lock(kind, key)
-            self._move_into_place(folder, kind, key)
-        self._upload(kind, key)
+            if self._remote:
+                self._publish_remotely(self._remote, folder, kind, key, manifest)
+            else:
+                self._move_into_place(folder, kind, key)
 
     @contextmanager
     def lock(self, kind: str, key: str, watch: Callable[[], None] = lambda: None) -> Iterator[locks.Lock]:
@@ -195,6 +199,7 @@ class ArtifactStore:
     def quarantine(self, kind: str, key: str, reason: object) -> None:
         """Quarantine an artifact whose files are intact but contents invalid. Call within its `lock`."""
         with self._primary.changing(kind, key):
+            self._folder.remove(_upload_record(kind, key))
             self._primary.quarantine(kind, key, reason)
 
     def list_files(self) -> dict[tuple[str, str], dict[str, int]]:
@@ -297,30 +302,45 @@ class ArtifactStore:
                     reason = "another artifact than the store's" if present else "a folder without files"
                     self._local.quarantine(kind, key, reason)
 
-    def _upload(self, kind: str, key: str) -> None:
-        """Upload a local artifact, manifest last, unless the store is local or has it."""
-        if self._objects is None or self._remote is None:
-            return
-        with self._remote.changing(kind, key) as lock:
-            if self._remote.verify_or_quarantine(kind, key, HashBudget(0)):
+    def _publish_remotely(
+        self, remote: Replica, folder: Path, kind: str, key: str, manifest: Manifest
+    ) -> None:
+        """Replace the local copy by a finished folder and upload it, unless the store has the artifact."""
+        with remote.changing(kind, key) as lock:
+            if remote.verify_or_quarantine(kind, key, HashBudget(0)):
+                log.info("%s %s was published by another process first; keeping its files", kind, key)
                 return
-            path = artifact_path(kind, key)
-            data = self._local.manifest_bytes(kind, key)
-            if data is None:
-                raise FileNotFoundError(f"{self._folder.path(path)}: was removed before it was uploaded")
-            names = [file.name for file in Manifest.from_bytes(data, kind, key).files]
-            self._objects.upload(self._folder.path(path), names, path)
+            self._folder.write(_upload_record(kind, key), manifest.to_bytes())
+            self._move_into_place(folder, kind, key, manifest)
+            self._upload(lock, kind, key, manifest)
+
+    def _upload(self, lock: locks.Lock, kind: str, key: str, manifest: Manifest) -> None:
+        """Upload a local artifact, manifest last. The caller holds the remote `changing` lock."""
+        path = artifact_path(kind, key)
+        self._objects.upload(self._folder.path(path), [file.name for file in manifest.files], path)
+        try:
             lock.check()
             self._check_lock(kind, key)
-            self._objects.write(f"{path}/{MANIFEST}", data)
+        except locks.LockLost:
+            self._folder.remove(_upload_record(kind, key))
+            raise
+        self._objects.write(f"{path}/{MANIFEST}", manifest.to_bytes())
+        self._folder.remove(_upload_record(kind, key))
 
     def _restore_upload(self, kind: str, key: str) -> Manifest | None:
-        """Upload the complete local copy of an artifact that the remote store lacks (interrupted upload)."""
-        manifest = self._verify_local(kind, key) if self._remote else None
-        if manifest:
-            log.info("%s %s is missing in the store; uploading the local copy", kind, key)
-            self._upload(kind, key)
-        return manifest
+        """Repeat the interrupted upload of an artifact that the remote store lacks."""
+        record = _upload_record(kind, key)
+        if self._remote is None or self._folder.read(record) is None:
+            return None
+        with self._remote.changing(kind, key) as lock:
+            found = self._remote.verify_or_quarantine(kind, key, HashBudget(0))
+            manifest = None if found else self._verify_local(kind, key)
+            if manifest and manifest.to_bytes() == self._folder.read(record):
+                log.info("%s %s is missing in the store; uploading the local copy", kind, key)
+                self._upload(lock, kind, key, manifest)
+                return manifest
+            self._folder.remove(record)
+            return found
 
     def _verify_local(self, kind: str, key: str) -> Manifest | None:
         """Manifest of this machine's copy of an artifact; None if that is missing or corrupted."""
@@ -363,3 +383,8 @@ class ArtifactStore:
             self._objects.download(path, list(files), folder, lambda name: files[name].verify(folder))
             FolderBackend(folder).write(MANIFEST, data)
             self._move_into_place(folder, kind, key, manifest)
+
+
+def _upload_record(kind: str, key: str) -> str:
+    """Name in the local folder of the record of an unfinished upload: the artifact's manifest."""
+    return f"uploads/{kind}-{key}"

@@ -3,6 +3,7 @@
     <store>/artifacts/<kind>/<key>/        artifacts.py
     <store>/runs/<run>/                    run_folder.py
     <store>/locks/, staging/, work/        work in progress
+    <store>/uploads/                       artifacts.py: records of unfinished uploads
     <store>/quarantine/                    replica.py: what was corrupted, with the reason
     <store>/notes/                         local cache, safe to delete
     <store>/belongs-to                     the store whose files these are: this folder, or a remote one

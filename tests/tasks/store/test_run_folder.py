@@ -112,6 +112,32 @@ def test_a_corrupted_checkpoint_goes_to_quarantine_under_the_lock_only(store):
     assert (folder.parents[3] / "quarantine/training-t1-1/points-to.json").exists()
 
 
+def test_a_checkpoint_that_was_trained_again_replaces_the_copies_of_its_artifact(tmp_path):
+    fsspec.filesystem("memory").store.clear()
+    here, there = (Store("memory://bucket/store", tmp_path / machine) for machine in ("here", "there"))
+    here.run_folder("tiny").prepare("one")
+
+    def train(store, name: str):
+        store.backend.write(f"runs/tiny/checkpoints/step_4/{name}.distcp", name.encode())
+        store.backend.write("runs/tiny/checkpoints/step_4/complete.json", b"{}")
+        return run_artifacts.publish(store, "training", "t1", "tiny", "checkpoints/step_4", {})
+
+    with here.artifacts.lock("training", "t1"):
+        train(here, "first")
+    assert run_artifacts.find(there, "training", "t1", "tiny")
+    here.backend.remove("runs/tiny/checkpoints/step_4")
+    with here.artifacts.lock("training", "t1"):
+        assert run_artifacts.find(here, "training", "t1", "tiny") is None
+        assert there.artifacts.find("training", "t1") is None  # its copy is not uploaded meanwhile
+        made = train(here, "second")
+    for store in (here, there):
+        with store.artifacts.lock("training", "t1"):
+            assert run_artifacts.find(store, "training", "t1", "tiny") == made
+    assert here.run_folder("tiny").checkpoint_steps() == [4]
+    here.artifacts.remove("training", "t1")
+    assert here.artifacts.find("training", "t1") is None
+
+
 def test_an_interrupted_restore_leaves_no_truncated_files(remote, monkeypatch):
     here, there = remote("here"), remote("there")
     folder = here.run_folder("tiny").prepare("one")
