@@ -7,6 +7,7 @@ the complete file.
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import re
@@ -121,3 +122,16 @@ def inject_objects(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
     for name in ("find", "cat_file", "get_file", "pipe_file", "put_file", "cp_file", "rm_file"):
         wrap(name)
+
+
+def lock_as_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make flock fail as over NFS: without a descriptor for reading if shared, or for writing if exclusive."""
+    flock = fcntl.flock
+
+    def checked(file: Any, operation: int) -> None:
+        wrong = os.O_WRONLY if operation & fcntl.LOCK_SH else os.O_RDONLY
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == wrong:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", checked)

@@ -30,6 +30,7 @@ from typing import IO, Any
 
 from flows.server.secrets import without_tokens
 from modeling.start import without_collection
+from profiles import file_locks
 from profiles.errors import ProfileError
 
 START_TIMEOUT = 120.0  # seconds
@@ -54,16 +55,13 @@ class Registration:
             reason = f"cannot keep Prefect's database: {error.strerror}; set it to a folder on a local disk"
             raise ProfileError("PREFECT_HOME", str(home), reason) from error
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the lock of the home for a block."""
-        with (self.home / "server.lock").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return file_locks.locked(self.home / "server.lock")
 
     def register(self, port: int) -> IO[bytes]:
         """Record the server of this home; returns a locked file for the server to inherit."""
-        alive = self._file(port, "alive").open("ab")
+        alive = self._file(port, "alive").open(file_locks.MODE)
         fcntl.flock(alive, fcntl.LOCK_EX)
         partial = self.home / "server.partial"
         partial.write_text(json.dumps({"port": port, "host": platform.node()}))
@@ -75,7 +73,7 @@ class Registration:
         server = self._read()
         if server is None or not self.is_alive(server["port"]):
             return None
-        users = self._file(server["port"], "users").open("ab")
+        users = self._file(server["port"], "users").open(file_locks.MODE)
         fcntl.flock(users, fcntl.LOCK_SH)
         return server["port"], users
 

@@ -11,7 +11,6 @@ read: a mapped file occupies disk space even when unlinked. So readers release a
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import os
 import time
@@ -19,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from profiles.file_locks import locked
 
 SUFFIXES = (".bin", ".idx")
 PARALLEL_DOWNLOADS = 4
@@ -63,7 +64,7 @@ class ShardCache:
             wait([prefetch])  # if it failed, the download below is the retry
         uri, prefix = self._locate(path)
         while True:
-            with _locked(_lock_file(prefix), fcntl.LOCK_SH):
+            with locked(_lock_file(prefix), shared=True):
                 if _is_complete(prefix):
                     os.utime(_reservation(prefix))  # marks it as used
                     yield prefix
@@ -83,7 +84,7 @@ class ShardCache:
         return uri, self._folder / hashlib.sha256(name.encode()).hexdigest()[:32]
 
     def _fetch(self, uri: str, prefix: Path) -> None:
-        with _locked(_lock_file(prefix)):
+        with locked(_lock_file(prefix)):
             if _is_complete(prefix):
                 os.utime(_reservation(prefix))
             else:
@@ -99,7 +100,7 @@ class ShardCache:
                 f"data.cache_gigabytes: {uri} has {size:,} bytes, the cache holds {self._limit:,}; raise the limit"
             )
         _remove(prefix)  # leftovers of a killed process, which must not reserve space while this one waits
-        with _locked(self._folder / "room.lock"):  # one process at a time, so that the free space is known
+        with locked(self._folder / "room.lock"):  # one process at a time, so that the free space is known
             while not self._evict(size):
                 time.sleep(POLL)
             with _reservation(prefix).open("wb") as file:
@@ -119,7 +120,7 @@ class ShardCache:
         for prefix in sorted(states, key=lambda prefix: states[prefix].st_mtime_ns):
             if used + needed <= self._limit:
                 break
-            with suppress(BlockingIOError), _locked(_lock_file(prefix), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with suppress(BlockingIOError), locked(_lock_file(prefix), wait=False):
                 _remove(prefix)
                 used -= states[prefix].st_size
         return used + needed <= self._limit
@@ -154,11 +155,3 @@ def _remove(prefix: Path) -> None:
         for file in prefix.with_suffix(suffix), prefix.with_suffix(f"{suffix}.partial"):
             file.unlink(missing_ok=True)
     _reservation(prefix).unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path, mode: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold a file lock, released if the process dies; with LOCK_NB, raises BlockingIOError if it is held."""
-    with path.open("a") as file:
-        fcntl.flock(file, mode)
-        yield

@@ -6,13 +6,14 @@ import sys
 import psutil
 import pytest
 
-from flows.server.shared_server import Server
+from flows.server.shared_server import Registration, Server
+from tests import faults
 from tests.flows.cli.test_up import ask
 
 USER = """
 import sys, time
 from pathlib import Path
-from flows.server.shared_server import Server
+from flows.server.shared_server import Registration, Server
 server = Server(Path(sys.argv[1]), Path(sys.argv[2]))
 print(server.wait(), flush=True)
 time.sleep(600)
@@ -62,3 +63,14 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
     assert [flow["name"] for flow in ask(f"{third.wait()}/flows/filter")] == ["remembered"]
     third.leave()
     assert servers() == []
+
+
+def test_registration_locks_also_over_nfs(tmp_path, monkeypatch):
+    faults.lock_as_nfs(monkeypatch)
+    registration = Registration(tmp_path)
+    with registration.locked(), registration.register(4200):
+        port, users = registration.join()
+    with users:
+        assert port == 4200
+        assert registration.is_used(port)
+    assert not registration.is_used(port)
