@@ -10,6 +10,7 @@ new data the flow run ends at once, in a state named after the reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +83,7 @@ def _round(context: Context) -> State[Any]:
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data; one that was judged and not promoted looks for new data.
     over = series.is_rejected(store, name)
-    with activities.begin(store, "run", name) as lock, Runner(context) as runner:
+    with activities.begin(store, "run", name) as lock, Runner(context) as runner, ExitStack() as stack:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)
@@ -91,7 +92,7 @@ def _round(context: Context) -> State[Any]:
         runner.record_use(dataset)
 
         base = runs.fetch(store, current.run)
-        weights = series.latest_checkpoint(store, current)
+        weights = stack.enter_context(series.latest_checkpoint(store, current))
         run = series.with_steps(profile, dataset)
         run = run.model_copy(update={"name": name})
         runner.context = replace(runner.context, profile=run)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,10 +67,10 @@ def is_rejected(store: Store, name: str) -> bool:
     return store.run_folder(name).read(run_files.REJECTED) is not None
 
 
-def latest_checkpoint(store: Store, promoted: Promoted) -> Path:
-    """Local folder of the promoted model's latest checkpoint."""
+def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManager[Path]:
+    """Local folder of the promoted model's latest checkpoint, for a block; see RunFolder.local_checkpoint."""
     run = store.run_folder(promoted.run)
-    return run.download(f"checkpoints/step_{run.checkpoint_steps()[-1]}")
+    return run.local_checkpoint(f"checkpoints/step_{run.checkpoint_steps()[-1]}", keep_on_error=True)
 
 
 def new_data(store: Store, promoted: Promoted, corpus: Artifact, sequence_length: int) -> Artifact | None:

@@ -7,6 +7,7 @@ branches gives part of the gain of an ensemble (model soups, arXiv 2203.05482).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,13 @@ class AverageStep(EvaluationStep):
         store, scratch = context.store, f"average-{key[:16]}"
         runs = [store.run_folder(run) for run, _ in self.members]
         parts = [f"checkpoints/step_{step}" for _, step in self.members]
-        self.checkpoints = [run.download(part) for run, part in zip(runs, parts, strict=True)]
-        try:
+        with ExitStack() as stack:
+            self.checkpoints = [
+                stack.enter_context(run.local_checkpoint(part)) for run, part in zip(runs, parts, strict=True)
+            ]
+            stack.callback(store.remove_scratch_folder, scratch)
             self._convert("trainshed", store.scratch_folder(scratch) / "step_0")
             return super().make(context, key)
-        finally:
-            store.remove_scratch_folder(scratch)
-            for run, part in zip(runs, parts, strict=True):
-                run.evict(part)
 
     def adapt_job(self, job: Job, context: Context, key: str) -> Job:
         folder = context.store.scratch_folder(f"average-{key[:16]}")

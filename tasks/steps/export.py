@@ -67,17 +67,16 @@ def write_model(
     from modeling.conversion.journal import RECORD
 
     store, run = context.store, context.store.run_folder(context.run_folder.name)
-    local = run.download(checkpoint)
-    if weights and context.profile.lora.rank:
-        base = store.artifacts.path(weights)
-        convert(base, folder, Options("hf", adapters=local), replace=True)
-        if reason := missing_format(context.profile.model, context.profile.lora.targets):
-            context.progress(f"no {ADAPTER}: {reason}; the model has the updates merged", None)
+    with run.local_checkpoint(checkpoint) as local:
+        if weights and context.profile.lora.rank:
+            base = store.artifacts.path(weights)
+            convert(base, folder, Options("hf", adapters=local), replace=True)
+            if reason := missing_format(context.profile.model, context.profile.lora.targets):
+                context.progress(f"no {ADAPTER}: {reason}; the model has the updates merged", None)
+            else:
+                peft.write(TrainedAdapters(local), folder / ADAPTER)
         else:
-            peft.write(TrainedAdapters(local), folder / ADAPTER)
-    else:
-        convert(local, folder, Options("hf"), replace=True)
-    run.evict(checkpoint)
+            convert(local, folder, Options("hf"), replace=True)
     copy_tokenizer(store, tokenizer, folder)
     (folder / RECORD).unlink()
 

@@ -6,13 +6,14 @@ The folder is local. If the store is remote, checkpoints are written there direc
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -22,6 +23,7 @@ from modeling import run_files
 from parallel.checkpoint import locations
 from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.file_locks import locked
 from profiles.state_files import retried
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
 from tasks.store.staging import staging_folder
@@ -143,19 +145,41 @@ class RunFolder:
         """Path or URI of a part of the run."""
         return self._backend(part).location(f"{self._prefix}/{part}")
 
-    def download(self, part: str) -> Path:
-        """Local folder of a part of the run, downloaded if the store is remote and this machine has none."""
-        folder = self.path / part
-        if self._remote and not self._local.exists(f"{self._prefix}/{part}"):
-            self._fetch(self._remote, part, self.files(part))
-        return folder
+    @contextmanager
+    def local_checkpoint(self, part: str, *, keep_on_error: bool = False) -> Iterator[Path]:
+        """Local folder of a complete checkpoint during the block, downloaded if the store is remote.
 
-    def evict(self, part: str) -> None:
-        """Remove the local copy of a part kept only in the remote store; no effect on other parts."""
-        if self.is_remote(part):
-            shutil.rmtree(self.path / part, ignore_errors=True)
-            with suppress(OSError):  # other copies are in use
-                (self.path / part).parent.rmdir()
+        The download is a scratch folder, named after the digest of the marker: a checkpoint that is written again is downloaded
+        again. Processes share it, and the last one removes it.
+
+        Args:
+            part: the checkpoint's path in the run folder.
+            keep_on_error: keep the download if the block raises, for a job that may still be running.
+
+        Raises:
+            FileNotFoundError: the checkpoint is not complete, or was removed.
+            OSError: it cannot be read, or was replaced while it was downloaded.
+        """
+        if not (remote := self._remote):
+            yield self.path / part
+            return
+        marker = self.read(f"{part}/{locations.MARKER}")
+        if marker is None:
+            reason = "is not a complete checkpoint; choose another one"
+            raise FileNotFoundError(f"{self.location(part)}: {reason}")
+        scratch = f"work/checkpoint-{hashlib.sha256(marker).hexdigest()[:16]}"
+        copy = f"{scratch}/{Path(part).name}"
+        lock = self._local.path(f"{scratch}/lock")
+        retried(lambda: lock.parent.mkdir(parents=True, exist_ok=True))
+        keep = keep_on_error
+        try:
+            with self._downloaded(remote, part, marker, copy, lock):
+                yield self._local.path(copy)
+            keep = False
+        finally:
+            if not keep:
+                with suppress(BlockingIOError), locked(lock, wait=False):
+                    self._local.remove(copy)
 
     def copy_checkpoint(self, step: int, target: RunFolder) -> None:
         """Copy a complete checkpoint into another run of the store, its marker last."""
@@ -205,9 +229,30 @@ class RunFolder:
             self._fetch(remote, "", sizes)
             log.info("run %s: downloaded from %s to resume here", self.name, remote.location(self._prefix))
 
-    def _fetch(self, remote: ObjectBackend, part: str, sizes: Mapping[str, int]) -> None:
-        """Download files of a part of the run, which appears here complete or not at all."""
+    @contextmanager
+    def _downloaded(
+        self, remote: ObjectBackend, part: str, marker: bytes, copy: str, lock: Path
+    ) -> Iterator[None]:
+        """Hold a checkpoint's copy, downloaded if needed, so that no other process removes it during the block."""
+        while True:
+            with locked(lock, shared=True):
+                if self._local.read(f"{copy}/{locations.MARKER}") == marker:
+                    yield
+                    return
+            with locked(lock):
+                if self._local.read(f"{copy}/{locations.MARKER}") != marker:
+                    self._local.remove(copy)
+                    self._fetch(remote, part, self.files(part), copy)
+                if self._local.read(f"{copy}/{locations.MARKER}") != marker:
+                    reason = "was replaced while it was downloaded; try again"
+                    raise OSError(errno.ESTALE, reason, self.location(part))
+
+    def _fetch(
+        self, remote: ObjectBackend, part: str, sizes: Mapping[str, int], target: str | None = None
+    ) -> None:
+        """Download files of a part of the run, which appears here, or as `target`, complete or not at all."""
         name = f"{self._prefix}/{part}".rstrip("/")
+        target = target or name
         with staging_folder(self._local.path("staging"), f"run-{self.name}") as folder:
 
             def check(file: str) -> None:
@@ -217,11 +262,11 @@ class RunFolder:
 
             remote.download(name, list(sizes), folder, check)
             # Keep local files that the store lacks, such as those of an interrupted start.
-            for file in self._local.files(name).keys() - sizes.keys():
+            for file in self._local.files(target).keys() - sizes.keys():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                _link(self._local.path(f"{name}/{file}"), folder / file)
-            self._local.remove(name)
-            self._local.move(str(folder), name)
+                _link(self._local.path(f"{target}/{file}"), folder / file)
+            self._local.remove(target)
+            self._local.move(str(folder), target)
 
     def _free_name(self) -> str:
         """The first `<name>~N` that neither the store nor this machine has."""

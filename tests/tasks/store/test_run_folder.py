@@ -9,6 +9,7 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from tasks.store import run_artifacts
 from tasks.store.backends import ObjectBackend
+from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tests import faults
 
@@ -138,6 +139,46 @@ def test_a_checkpoint_that_was_trained_again_replaces_the_copies_of_its_artifact
     assert here.artifacts.find("training", "t1") is None
 
 
+def test_a_checkpoint_is_downloaded_as_it_is_now_and_removed_by_its_last_user(tmp_path, monkeypatch):
+    fsspec.filesystem("memory").store.clear()
+    store = Store("memory://bucket/store", tmp_path)
+    run, part = store.run_folder("tiny"), "checkpoints/step_4"
+
+    def save(name: str) -> None:
+        store.backend.remove(f"runs/tiny/{part}")
+        store.backend.write(f"runs/tiny/{part}/{name}.distcp", name.encode())
+        store.backend.write(f"runs/tiny/{part}/complete.json", name.encode())
+
+    def copies() -> list[str]:
+        return [path.name for path in tmp_path.rglob("*.distcp")]
+
+    def interrupt(**options: bool) -> None:
+        with pytest.raises(KeyboardInterrupt), run.local_checkpoint(part, **options):
+            raise KeyboardInterrupt
+
+    with pytest.raises(FileNotFoundError, match="tiny/checkpoints/step_4: is not a complete"):
+        interrupt()
+    save("first")
+    interrupt(keep_on_error=True)  # such as a process that is killed
+    assert copies() == ["first.distcp"]
+    save("second")
+    with run.local_checkpoint(part) as copy:
+        assert copy.name == "step_4"
+        assert [path.name for path in sorted(copy.iterdir())] == ["complete.json", "second.distcp"]
+        interrupt()
+        assert (copy / "second.distcp").read_text() == "second"
+    assert copies() == ["first.distcp"]
+
+    files = RunFolder.files
+    monkeypatch.setattr(RunFolder, "files", lambda *arguments: (save("third"), files(*arguments))[1])
+    with (
+        pytest.raises(OSError, match="replaced while it was downloaded; try again"),
+        run.local_checkpoint(part),
+    ):
+        pass
+    assert copies() == ["first.distcp"]
+
+
 def test_an_interrupted_restore_leaves_no_truncated_files(remote, monkeypatch):
     here, there = remote("here"), remote("there")
     folder = here.run_folder("tiny").prepare("one")
@@ -163,7 +204,13 @@ def test_an_interrupted_restore_leaves_no_truncated_files(remote, monkeypatch):
 
 def test_names_of_a_bucket_cannot_leave_the_run_folder(tmp_path):
     run = Store("memory://bucket/store", tmp_path).run_folder("tiny")
-    fsspec.filesystem("memory").pipe_file("/bucket/store/runs/tiny/logs/../../../escaped", b"escaped")
-    with pytest.raises(ValueError, match=r"'\.\./\.\./\.\./escaped' is not the name of a file"):
-        run.download("logs")
+    for name in ("complete.json", "../../../escaped"):
+        fsspec.filesystem("memory").pipe_file(
+            f"/bucket/store/runs/tiny/checkpoints/step_4/{name}", b"escaped"
+        )
+    with (
+        pytest.raises(ValueError, match=r"'\.\./\.\./\.\./escaped' is not the name of a file"),
+        run.local_checkpoint("checkpoints/step_4"),
+    ):
+        pass
     assert not list(tmp_path.rglob("escaped"))
