@@ -48,12 +48,19 @@ R = TypeVar("R")
 _thread = threading.local()  # `stop`: the event that ends the waits of a thread of `map_in_threads`
 
 
-def call(function: Callable[[], T], what: str, delays: Sequence[float] = DELAYS) -> T:
+def call(
+    function: Callable[[], T],
+    what: str,
+    delays: Sequence[float] = DELAYS,
+    permanent: tuple[type[Exception], ...] | None = None,
+) -> T:
     """The result of a function, retried while its errors are temporary.
 
     Args:
         what: prefix of the log lines and of the error's message.
         delays: seconds to wait before each retry, on average.
+        permanent: errors that are not retried unless their cause is temporary, while all others are; None: only errors that are
+            known to be temporary (`seconds_to_wait`) are retried.
 
     Raises:
         ConnectionError: every attempt failed with a temporary error.
@@ -64,12 +71,12 @@ def call(function: Callable[[], T], what: str, delays: Sequence[float] = DELAYS)
             return function()
         except Exception as error:
             least = seconds_to_wait(error)
-            if least is None:
+            if least is None and (permanent is None or isinstance(error, permanent)):
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
             if delay is None:
                 raise ConnectionError(f"{what}: {reason}") from error
-            seconds = least + delay * random.uniform(0.5, 1.5)
+            seconds = (least or 0.0) + delay * random.uniform(0.5, 1.5)
             log.warning("%s: %s; retrying in %.0f s", what, reason, seconds)
             sleep(seconds)
     raise AssertionError("unreachable")

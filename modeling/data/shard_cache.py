@@ -19,10 +19,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from profiles import retries
 from profiles.file_locks import locked
 
 SUFFIXES = (".bin", ".idx")
 PARALLEL_DOWNLOADS = 4
+# Seconds before each retry of a download, 20 minutes in total: less than the phase `data` may take.
+RETRY_DELAYS = (*retries.DELAYS, *[60.0] * 16)
+PERMANENT = (FileNotFoundError, ValueError, ImportError)  # errors that are not retried
 POLL = 0.01  # seconds between attempts to evict, while every shard is being read or downloaded
 
 
@@ -56,12 +60,13 @@ class ShardCache:
         """Yield a pinned shard's local prefix, downloaded if needed; do not map its files beyond the block.
 
         Raises:
-            OSError: the download failed.
+            FileNotFoundError: there is no such shard.
+            ConnectionError: the download failed, and all retries (RETRY_DELAYS).
             ValueError: the shard alone is larger than the cache.
         """
         prefetch = self._prefetches.pop(path, None)
         if prefetch is not None and not prefetch.cancel():  # a shard that is still queued is fetched below
-            wait([prefetch])  # if it failed, the download below is the retry
+            wait([prefetch])  # if it failed, it is retried below
         uri, prefix = self._locate(path)
         while True:
             with locked(_lock_file(prefix), shared=True):
@@ -69,7 +74,8 @@ class ShardCache:
                     os.utime(_reservation(prefix))  # marks it as used
                     yield prefix
                     return
-            self._fetch(uri, prefix)
+            what = f"{uri}: cannot be downloaded"
+            retries.call(lambda: self._fetch(uri, prefix), what, RETRY_DELAYS, PERMANENT)
 
     def prefetch(self, paths: Iterable[str]) -> None:
         """Download these shards in the background, roughly in this order."""
