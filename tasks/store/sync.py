@@ -1,7 +1,7 @@
 """Uploads a run folder to a remote store: when an attempt starts, once a minute and at the end.
 
-Checkpoints are excluded: training writes them to the store directly. A file that fails to upload is retried with the next
-sync; training neither waits for it nor fails.
+Checkpoints are excluded: training writes them to the store directly, and the metrics up to each of them. A file that fails to
+upload is retried with the next sync; training neither waits for it nor fails.
 
 Newer data in the store is never overwritten: nothing is uploaded if the store has files of a later training attempt (from
 another machine), and a log or metrics file does not replace a longer copy of the same attempt. A new attempt does replace

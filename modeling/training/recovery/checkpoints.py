@@ -35,6 +35,7 @@ from modeling.training.recovery.resume import (
     check_same_model,
     reject_beyond_last_step,
 )
+from modeling.training.recovery.row_upload import RowUpload
 from modeling.training.trainer import Trainer
 from parallel import Mesh, ShardedAdamW
 from parallel.checkpoint import checkpoint
@@ -79,6 +80,7 @@ class Checkpoints:
         self._saver = checkpoint.Saver(
             optimizer, asynchronous=self.profile.checkpoint.async_, fencing_check=self._check_fencing
         )
+        self._rows = RowUpload(run, location) if self.leader else None
         self._saved: dict[int, float | None] = {}  # validation loss of each complete checkpoint; leader only
         self._run_identity = run_identity(run)
         self._step = 0  # step of the current or latest save
@@ -237,6 +239,8 @@ class Checkpoints:
         if self._saver.pending:
             self._finish()
         self._saver.close()
+        if self._rows:
+            self._rows.close()
 
     def _begin(
         self, step: int, validation_loss: float | None, state: dict[str, Any]
@@ -255,12 +259,16 @@ class Checkpoints:
         }
         try:
             self._saver.begin(self._path(step), marker)
+            if self._rows:
+                self._rows.begin()
         except checkpoint.SaveFailed as error:
             return self._record_failure(error)
         return None
 
     def _finish(self) -> checkpoint.SaveFailed | None:
         """Complete the pending save; returns the error if it failed."""
+        if self._rows:
+            self._rows.wait()  # the rows up to a complete checkpoint are in the store
         try:
             self._saver.finish()
         except checkpoint.SaveFailed as error:

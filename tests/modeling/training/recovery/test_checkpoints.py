@@ -45,17 +45,21 @@ def steps(run: Path, folder: str = "checkpoints") -> list[int]:
     return sorted(int(p.parent.name.removeprefix("step_")) for p in (run / folder).glob("*/complete.json"))
 
 
-def test_async_saves_keep_losses_and_retention(dataset, tmp_path):
+def test_async_saves_keep_losses_and_retention_and_upload_metrics_first(dataset, tmp_path):
     train(tmp_path / "plain", dataset)
     saved = ("checkpoint.async=true", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=5")
-    run = tmp_path / "async"
-    train(run, dataset, *saved, "evaluate.every=3")
+    run, store = tmp_path / "async", tmp_path / "store"
+    where = ("--checkpoints", f"file://{store}/checkpoints")
+    train(run, dataset, *saved, "evaluate.every=3", arguments=where)
     losses = {
         line["step"]: line["validation_loss"] for line in micro.metrics(run) if "validation_loss" in line
     }
-    assert steps(run) == sorted({5, 10, 11, 12, min(losses, key=losses.get)})
+    assert steps(store) == sorted({5, 10, 11, 12, min(losses, key=losses.get)})
     assert micro.losses(run) == micro.losses(tmp_path / "plain")
-    marker = json.loads((run / "checkpoints/step_12/complete.json").read_text())
+    marker_file, uploaded = store / "checkpoints/step_12/complete.json", store / "metrics.jsonl"
+    assert uploaded.read_text() == (run / "metrics.jsonl").read_text()
+    assert uploaded.stat().st_mtime_ns < marker_file.stat().st_mtime_ns
+    marker = json.loads(marker_file.read_text())
     assert marker["consumed_samples"] == 48
     assert marker["validation_loss"] == losses[12]
     assert marker["profile"]["train"]["seed"] == 1234
