@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from parallel.checkpoint.credentials import renew_credentials
 from profiles import retries
 from profiles.file_locks import locked
 
@@ -100,6 +101,7 @@ class ShardCache:
         from fsspec.core import url_to_fs
 
         remote, path = url_to_fs(uri, **({"anon": True} if uri in self.anonymous else {}))
+        renew_credentials(remote)
         size = sum(remote.info(f"{path}{suffix}")["size"] for suffix in SUFFIXES)
         if size > self._limit:
             raise ValueError(

@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from parallel.checkpoint.credentials import renew_credentials
+
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
@@ -215,6 +217,7 @@ def filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
 
     # A cached listing would hide what other processes write.
     files, root = url_to_fs(str(location), use_listings_cache=False)
+    renew_credentials(files)
     return files, root.rstrip("/")
 
 

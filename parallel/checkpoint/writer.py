@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import skip_data
 
 from parallel.checkpoint.checksums import SUFFIX, ChecksumFileSystem, FileDescription, describe
+from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import Location, is_local, name_of
 from parallel.layout import GlobalBox
 from parallel.torch_internals import FakeTensorMode, FsspecWriter, StorageInfo, StoragePrefix
@@ -43,6 +44,7 @@ class Writer(FsspecWriter):
         super().__init__(str(checkpoint))
         self.fs = ChecksumFileSystem()
         self.fs.init_path(self.path)
+        renew_credentials(self.fs.fs)
         self.sync_files = is_local(self.fs.fs)  # putting an object is durable by itself
         self.save_id = save_id
 

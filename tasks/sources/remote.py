@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from parallel.checkpoint.credentials import renew_credentials
 from profiles import retries
 
 BLOCK = 1 << 23  # bytes per request to a remote file
@@ -23,7 +24,12 @@ def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
         FileNotFoundError: there is no such file.
         ConnectionError: all requests failed.
     """
-    return retries.call(function, f"{filesystem.unstrip_protocol(path)}: cannot be read")
+
+    def renewed() -> T:
+        renew_credentials(filesystem)
+        return function()
+
+    return retries.call(renewed, f"{filesystem.unstrip_protocol(path)}: cannot be read")
 
 
 def info(filesystem: Any, path: str) -> dict[str, Any] | None:

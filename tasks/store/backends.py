@@ -18,12 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 from uuid import uuid4
 
+from parallel.checkpoint.credentials import renew_credentials
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.state_files import retried
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 PARALLEL_DOWNLOADS = 8
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -196,11 +200,16 @@ class ObjectBackend:
 
         try:
             # Listings are not cached: other processes write to the same prefix.
-            self._filesystem, self._root = url_to_fs(uri.rstrip("/"), use_listings_cache=False)
+            self._client, self._root = url_to_fs(uri.rstrip("/"), use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise ProfileError("store", uri, str(error)) from error
         self._uri = uri.rstrip("/")
         self._reached = False  # whether a request has succeeded
+
+    @property
+    def _filesystem(self) -> AbstractFileSystem:
+        renew_credentials(self._client)
+        return self._client
 
     def location(self, name: str) -> str:
         return f"{self._uri}/{name}"
