@@ -138,7 +138,9 @@ def train_profile(
                 runs.check_name(opened, run)
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
-        resolve_inputs(runner, None if update else read_lockfile(opened, run.name, parent))
+        lockfile = None if update else read_lockfile(opened, run.name, parent)
+        # A fork keeps the weights that its parent's checkpoint was trained from.
+        resolve_inputs(runner, lockfile, keep_exports=parent is not None)
         write_lockfile(runner.context)
         converting = runner.start(CheckpointStep())
         tokenizer = runner.run(TokenizerStep())

@@ -97,8 +97,12 @@ def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> byte
     )
 
 
-def resolve_inputs(runner: Runner, lockfile: bytes | None) -> None:
-    """Resolve the run's inputs as a task, reusing what a lockfile pins; later steps use the result."""
+def resolve_inputs(runner: Runner, lockfile: bytes | None, *, keep_exports: bool = False) -> None:
+    """Resolve the run's inputs as a task, reusing what a lockfile pins; later steps use the result.
+
+    Args:
+        keep_exports: also reuse pins of runs' exports.
+    """
     context = runner.context
     progress = progress_reporter("inputs", "Progress of resolve")
 
@@ -108,6 +112,8 @@ def resolve_inputs(runner: Runner, lockfile: bytes | None) -> None:
             if lockfile
             else None
         )
+        if known and not keep_exports:
+            known = known.without_exports()
         return resolve(context.profile, context.store, context.token, known, progress)
 
     inputs = runner.run_function("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)

@@ -2,7 +2,8 @@
 
 The results are pinned in the run's lockfile, `<run>/lock.json`. A run that is started again reads the pins: it needs no network,
 and a new commit on the hub or a new file in a folder does not affect it. If the profile has changed, only new references are
-resolved; `--update` resolves all of them again.
+resolved; `--update` resolves all of them again. Exports of other runs are always resolved again, so that a run never continues
+from an export that has since been replaced.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from difflib import SequenceMatcher
 from itertools import islice
+from pathlib import Path
 from typing import Any, Self
 
 from profiles.check import RUN
@@ -42,6 +44,10 @@ class Lockfile:
     """Pinned references by their digest: each with its result, `answer`, and the time of resolution."""
 
     pins: Mapping[str, Mapping[str, Any]]
+
+    def without_exports(self) -> Self:
+        """Without the pins of runs' exports, which change if such a run is trained further or again."""
+        return type(self)({key: pin for key, pin in self.pins.items() if not _is_export(pin["question"])})
 
     def to_bytes(self) -> bytes:
         return json.dumps({"format": FORMAT, "answers": dict(self.pins)}, indent=1).encode()
@@ -135,6 +141,8 @@ def locate_runs(profile: Profile, store: Store) -> Profile:
                 option = "" if store.uri == "./store" else f" --store {shlex.quote(store.uri)}"
                 reason += f"; train it first: trainshed run {name}{option}"
             raise ProfileError(key, source, reason, [RUN + nearest for nearest in _finished(store, name)])
+        if identity := run.stored_identity:
+            run.prepare(identity)  # downloads it if another machine has trained it
         return run.location(EXPORT)
 
     init, tokenizer = profile.init, profile.tokenizer
@@ -143,6 +151,12 @@ def locate_runs(profile: Profile, store: Store) -> Profile:
     if tokenizer.source.startswith(RUN):
         tokenizer = tokenizer.model_copy(update={"source": export("tokenizer.source", tokenizer.source)})
     return profile.model_copy(update={"init": init, "tokenizer": tokenizer})
+
+
+def _is_export(reference: Reference) -> bool:
+    """Whether a reference is to the export of a run, which exists."""
+    source = reference.get("weights") or reference.get("tokenizer") or ""
+    return Path(source).match(f"runs/*/{EXPORT}") and ("://" in source or Path(source).expanduser().exists())
 
 
 def _finished(store: Store, name: str) -> list[str]:

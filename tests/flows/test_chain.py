@@ -123,6 +123,13 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
         run(store)
 
 
+def test_a_stage_is_not_cached_if_the_previous_one_was_trained_again(run, finished, stages, tmp_path):
+    store = shutil.copytree(finished[0], tmp_path / "store")
+    shutil.rmtree(store / "runs/micro")
+    with pytest.raises(RunExists, match=r"sft: .* different mathematics \(another checkpoint\)"):
+        run(store, f"{stages[0]}:train.seed=7")
+
+
 def interrupt(store: Path, name: str) -> dict[int, float]:
     """Undo what a finished run of a store did after step 2; returns its losses."""
     before = losses(store / f"runs/{name}")

@@ -1,12 +1,16 @@
 """The lockfile: a resumed run keeps the commits and files it started with, without network access."""
 
 import json
+import shutil
+from pathlib import Path
 
+import fsspec
 import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import load as resolve_profile
 from tasks.inputs import Lockfile, locate_runs, resolve
+from tasks.store.store import Store
 from tests.tasks.source_files import files
 
 
@@ -54,6 +58,20 @@ def test_only_changed_references_are_resolved_again(hub, store, tmp_path):
     assert changed.shards[1].digest == first.shards[0].digest
 
 
+def test_an_export_of_a_run_is_resolved_again_while_it_exists(store, tmp_path):
+    weights = tmp_path / "store/runs/tiny/export/model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"1")
+    wanted = locate_runs(resolve_profile("tiny-sft", ["init.from=run:tiny"]), store)
+    first = resolve(wanted, store)
+    weights.write_bytes(b"2")
+    assert resolve(wanted, store, lockfile=stored(first)).weights == first.weights
+    changed = resolve(wanted, store, lockfile=stored(first).without_exports())
+    assert changed.weights["digest"] != first.weights["digest"]
+    shutil.rmtree(weights.parent)
+    assert resolve(wanted, store, lockfile=stored(first).without_exports()).weights == first.weights
+
+
 @pytest.mark.parametrize("data", [b"", b'{"format": 1', b'{"format": 9, "answers": {}}', b"[]"])
 def test_corrupted_lock_is_rejected_with_advice(data):
     with pytest.raises(ValueError, match=r"runs/tiny/lock.json: not a lockfile: .*; --update"):
@@ -74,3 +92,14 @@ def test_run_without_an_export_is_rejected_with_advice_for_its_store(store, tmp_
         path.write_text("{}")
     assert rejected("tiny").endswith(f"--store {store.uri}; nearest valid: run:tiny-1, run:other")
     assert rejected("tiny-3").endswith("no finished run tiny-3; nearest valid: run:tiny-1, run:other")
+
+
+def test_the_export_of_a_run_on_another_machine_is_downloaded(tmp_path):
+    fsspec.filesystem("memory").store.clear()
+    here, there = (Store("memory://bucket/store", tmp_path / machine) for machine in ("here", "there"))
+    folder = there.run_folder("tiny").prepare("one")
+    (folder / "export").mkdir()
+    (folder / "export/model.safetensors").write_bytes(b"1")
+    there.run_folder("tiny").sync().upload()
+    found = locate_runs(resolve_profile("tiny-sft", ["init.from=run:tiny"]), here)
+    assert (Path(found.init.from_) / "model.safetensors").read_bytes() == b"1"
