@@ -16,10 +16,10 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
 from modeling.training.preference.reference_model import ReferenceModel
 from modeling.training.recovery.resume import (
+    FollowedRequest,
     Rejected,
     ResumeRequest,
     check_same_model,
@@ -88,6 +89,9 @@ class Checkpoints:
         self._prune = True
         self._failures = 0  # consecutive failed saves
         self._has_saved = False  # whether a save succeeded since the run was started
+        settings = self.profile.checkpoint
+        request = ResumeRequest(settings.resume, settings.weights)
+        self._followed = FollowedRequest(run / run_files.RESUMED, location, request)  # leader only
         self._claim = (
             ""  # by which the latest attempt claims the location, also from another machine; leader only
         )
@@ -112,7 +116,7 @@ class Checkpoints:
         if start.resumes:
             found = self._load_latest(self.profile.train.steps)
             if found is None:
-                call_on_leader(self.mesh, self._reject_without_intact_checkpoint)
+                call_on_leader(self.mesh, self._followed.reject_without_intact_checkpoint)
             step, marker = found
             message = f"resumed from step {step}"
         elif start.weights is not None:
@@ -170,13 +174,6 @@ class Checkpoints:
         self._saved.pop(step, None)
         log.warning(f"checkpoint step_{step} is corrupted: {reason}; moved to {moved}")
         record_event(self.run, "corrupted checkpoint", step=step, reason=f"{reason}; moved to {moved}")
-
-    def _reject_without_intact_checkpoint(self) -> NoReturn:
-        names = ", ".join(checkpoint.quarantined(self.location))
-        raise Rejected(
-            f"{self.location}: no intact checkpoint; {names} are corrupted, in {checkpoint.QUARANTINE}: restore a checkpoint "
-            "from a backup, or set checkpoint.resume=none to train from the beginning"
-        )
 
     @property
     def writing(self) -> bool:
@@ -310,7 +307,7 @@ class Checkpoints:
         """Decide what to start from, and move later checkpoints aside; leader only.
 
             default (newest, weights: false)           latest checkpoint, else `weights`, else the seed
-            any other request, the first time          as requested (`_follow`); recorded in RUN/resumed.json
+            any other request, the first time          as requested; recorded in RUN/resumed.json (resume.py)
             the same request again                     latest checkpoint since, else what it started from
 
         So a request is followed once: a retried attempt resumes from its own latest checkpoint.
@@ -320,21 +317,14 @@ class Checkpoints:
         for name in checkpoint.discard_incomplete(self.location):
             log.info(f"removed incomplete checkpoint {name}")
         saved = dict(checkpoint.complete_checkpoints(self.location))
-        settings = self.profile.checkpoint
-        request = ResumeRequest(settings.resume, settings.weights)
-        if request != ResumeRequest():
-            followed = self._read_followed()
-            if run_files.followed_request(followed) != asdict(request):
-                saved, weights = self._follow(request, saved, weights)
-            else:
-                weights = followed["weights"] or weights
+        if self._followed.is_new():
+            saved = self._followed.follow(saved)
         reject_beyond_last_step(self.profile, saved)
         self._saved = self._read_markers(saved)
         if self._saved:
             return Start(resumes=True)
-        if request == ResumeRequest() and checkpoint.quarantined(self.location):
-            self._reject_without_intact_checkpoint()
-        return Start(resumes=False, weights=weights)
+        self._followed.reject_lost_training()
+        return Start(resumes=False, weights=self._followed.weights or weights)
 
     def _claim_location(self) -> None:
         """Let only this attempt write checkpoints from now on.
@@ -370,45 +360,6 @@ class Checkpoints:
         if losses:
             check_same_model(self.profile, latest, saved[max(losses)])
         return losses
-
-    def _follow(
-        self, request: ResumeRequest, saved: dict[int, Location], weights: Location | None
-    ) -> tuple[dict[int, Location], Location | None]:
-        """Move aside the checkpoints after the requested one, and that too if only its weights are used.
-
-        Returns:
-            The checkpoints that remain, and the source of weights for a start without one.
-        """
-        step = request.step(saved)
-        last_kept = 0 if step is None or request.weights else step
-        # The source of weights is moved last, so that the next attempt still finds it if this one is interrupted.
-        later = sorted((s for s in saved if s > last_kept), key=lambda s: s == step)
-        if later:
-            aside = checkpoint.move_aside(self.location, later)
-            names = ", ".join(f"step_{s}" for s in sorted(later))
-            log.info(f"moved to {checkpoint.name_of(aside)}: {names}")
-            if request.weights and step is not None:
-                weights = checkpoint.join(aside, f"step_{step}")
-        source = str(weights) if request.weights and weights else None
-        state_files.write(self._followed_path, json.dumps({"request": asdict(request), "weights": source}))
-        return {s: at for s, at in saved.items() if s <= last_kept}, weights
-
-    @property
-    def _followed_path(self) -> Path:
-        return self.run / run_files.RESUMED
-
-    def _read_followed(self) -> dict[str, Any]:
-        """The latest request that was followed; empty if none was."""
-        text = state_files.read_text(self._followed_path)
-        if text is None:
-            return {}
-        followed = state_files.parse(text)
-        if followed is None:  # following the request again would repeat all training since
-            raise Rejected(
-                f"{self._followed_path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were "
-                "followed already; remove it to follow them now, or remove these keys to resume from the latest checkpoint"
-            )
-        return followed
 
     def _check_fencing(self) -> None:
         """Raise StaleAttempt if a later attempt has begun, or the folder is gone or belongs to another run.

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
+from modeling import run_files
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
+from profiles import state_files
 from profiles.schema import Profile
 from profiles.sections.model import PARAMETRIZATION
+
+log = logging.getLogger(__name__)
 
 
 class Rejected(ValueError):
@@ -34,6 +41,89 @@ class ResumeRequest:
                 f"checkpoint.resume = {self.resume}: is not a complete checkpoint; complete checkpoints are {available}"
             )
         return int(self.resume)
+
+
+class FollowedRequest:
+    """RUN/resumed.json: the request that training followed last, so that a request is followed once.
+
+        {request: the request,
+         weights: checkpoint whose weights it started from, or null,
+         quarantined: the corrupted checkpoints at that time, if it chose another start}
+
+    Args:
+        path: of the file.
+        location: folder or URI of the run's checkpoints.
+        request: the profile's.
+    """
+
+    def __init__(self, path: Path, location: Location, request: ResumeRequest) -> None:
+        self._path, self._location, self._request = path, location, request
+        self._record: dict[str, Any] = {}
+
+    @property
+    def weights(self) -> str | None:
+        """The checkpoint whose weights the run started from; None if it is not one of its own."""
+        return self._record.get("weights")
+
+    def is_new(self) -> bool:
+        """Read the file; returns whether the profile's request has not been followed. Raises Rejected if corrupted."""
+        if self._request == ResumeRequest():
+            return False
+        self._record = self._read()
+        return run_files.followed_request(self._record) != asdict(self._request)
+
+    def follow(self, saved: dict[int, Location]) -> dict[int, Location]:
+        """Move aside the checkpoints after the requested one, and that too if only its weights are used.
+
+        Returns:
+            The checkpoints that remain.
+        """
+        step = self._request.step(saved)
+        last_kept = 0 if step is None or self._request.weights else step
+        self._record = {"request": asdict(self._request), "weights": None}
+        if step is not None or self._request.resume == "none":
+            self._record["quarantined"] = checkpoint.quarantined(self._location)
+        # The source of weights is moved last, so that the next attempt still finds it if this one is interrupted.
+        later = sorted((s for s in saved if s > last_kept), key=lambda s: s == step)
+        if later:
+            aside = checkpoint.move_aside(self._location, later)
+            names = ", ".join(f"step_{s}" for s in sorted(later))
+            log.info(f"moved to {checkpoint.name_of(aside)}: {names}")
+            if self._request.weights and step is not None:
+                self._record["weights"] = str(checkpoint.join(aside, f"step_{step}"))
+        self._write()
+        return {s: at for s, at in saved.items() if s <= last_kept}
+
+    def reject_lost_training(self) -> None:
+        """Raise Rejected for a run without a checkpoint if one was corrupted after the request was followed."""
+        if {*checkpoint.quarantined(self._location)} - {*self._record.get("quarantined", ())}:
+            self.reject_without_intact_checkpoint()
+
+    def reject_without_intact_checkpoint(self) -> NoReturn:
+        names = ", ".join(checkpoint.quarantined(self._location))
+        over = "set checkpoint.resume=none"
+        if self._request.resume == "none":
+            over = f"remove {self._path}, so that checkpoint.resume=none is followed again,"
+        raise Rejected(
+            f"{self._location}: no intact checkpoint; {names} are corrupted, in {checkpoint.QUARANTINE}: restore a checkpoint "
+            f"from a backup, or {over} to train from the beginning"
+        )
+
+    def _write(self) -> None:
+        state_files.write(self._path, json.dumps(self._record))
+
+    def _read(self) -> dict[str, Any]:
+        """Contents of the file; empty if no request was followed."""
+        text = state_files.read_text(self._path)
+        if text is None:
+            return {}
+        followed = state_files.parse(text)
+        if followed is None:  # following the request again would repeat all training since
+            raise Rejected(
+                f"{self._path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were followed "
+                "already; remove it to follow them now, or remove these keys to resume from the latest checkpoint"
+            )
+        return followed
 
 
 def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> None:

@@ -1,0 +1,53 @@
+"""Requests to resume: each is followed once, and never starts a run over that has lost its checkpoints."""
+
+from pathlib import Path
+
+import pytest
+
+from modeling.training.recovery.resume import FollowedRequest, Rejected, ResumeRequest
+from parallel.checkpoint import checkpoint
+
+
+@pytest.fixture
+def location(tmp_path) -> Path:
+    """A run's checkpoints, of steps 4, 8 and 12."""
+    for step in (4, 8, 12):
+        write(tmp_path / "checkpoints", step)
+    return tmp_path / "checkpoints"
+
+
+def write(location: Path, step: int) -> None:
+    (location / f"step_{step}").mkdir(parents=True)
+    (location / f"step_{step}/complete.json").write_text("{}")
+
+
+def start(location: Path, request: ResumeRequest) -> FollowedRequest:
+    """Start an attempt: follow the request if it is new."""
+    followed = FollowedRequest(location.parent / "resumed.json", location, request)
+    if followed.is_new():
+        followed.follow(dict(checkpoint.complete_checkpoints(location)))
+    return followed
+
+
+def steps(location: Path) -> list[int]:
+    return [step for step, _ in checkpoint.complete_checkpoints(location)]
+
+
+def test_a_followed_request_does_not_start_over_after_corruption(location):
+    checkpoint.quarantine(location, 12, "truncated")
+    for _ in range(2):  # the corrupted checkpoint is known
+        start(location, ResumeRequest("none")).reject_lost_training()
+    assert steps(location) == []
+    write(location, 12)
+    checkpoint.quarantine(location, 12, "truncated")
+    with pytest.raises(
+        Rejected, match=r"step_12, step_12~1 are corrupted, .* or remove .*/resumed\.json, so"
+    ):
+        start(location, ResumeRequest("none")).reject_lost_training()
+
+
+def test_a_checkpoint_that_is_corrupted_when_it_is_requested_is_not_replaced_by_a_new_start(location):
+    followed = start(location, ResumeRequest(4))
+    checkpoint.quarantine(location, 4, "truncated")
+    with pytest.raises(Rejected, match=r"step_4 are corrupted, .* or set checkpoint.resume=none to"):
+        followed.reject_lost_training()
