@@ -44,7 +44,7 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.experiments import forecasts
-from tasks.fork import copy_checkpoint, find_parent, require_forkable, require_new_name
+from tasks.fork import copy_checkpoint, find_parent, hold_checkpoint, require_forkable, require_new_name
 from tasks.inputs import locate_runs
 from tasks.report import ReportStep
 from tasks.steps.checkpoint import CheckpointStep
@@ -137,6 +137,8 @@ def train_profile(
             with suggest_commands(command, run.name):
                 runs.check_name(opened, run)
         planned = check_plan(runner)
+        if parent:
+            hold_checkpoint(opened, parent, run.name)  # the parent may remove it before the data is prepared
         compiling = runner.start(GraphsStep())
         lockfile = None if update else read_lockfile(opened, run.name, parent)
         # A fork keeps the weights that its parent's checkpoint was trained from.

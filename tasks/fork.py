@@ -1,25 +1,31 @@
 """Forks: runs that start from another run's checkpoint, optimizer state, data position and metrics.
 
 The checkpoint is copied, by hard links where the file system has them, and the new run resumes from it as from its own. Its
-run.json names the parent, which may be removed afterwards.
+run.json names the parent, which may be removed afterwards. A parent that still trains removes old checkpoints, so the copy is
+made first, in `checkpoints.partial/`, and moved once the new run's inputs are known.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from modeling import run_files
 from modeling.training.learning_rate import learning_rate
-from profiles import resolve
+from parallel.checkpoint.locations import QUARANTINE
+from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile, Train
 from tasks.keys import POSITION
 from tasks.store import runs
 from tasks.store.backends import FolderBackend
-from tasks.store.run_folder import Parent
+from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
+
+HELD = f"{run_files.CHECKPOINTS}.partial"  # a parent's checkpoint, until the new run is opened; never synced
+HELD_PARENT = f"{HELD}/parent.json"  # written once the copy is complete
 
 
 def find_parent(store: Store, text: str) -> Parent:
@@ -35,9 +41,9 @@ def find_parent(store: Store, text: str) -> Parent:
     if not wanted:
         return Parent(name, identity, steps[-1])
     if not wanted.isdecimal() or int(wanted) not in steps:
-        nearest = sorted(steps, key=lambda step: abs(step - int(wanted)) if wanted.isdecimal() else -step)
         reason = f"run {name} has no complete checkpoint of step {wanted}"
-        raise ProfileError("fork", text, reason, [f"{name}@{step}" for step in nearest[:5]])
+        nearest = _nearest(run, int(wanted) if wanted.isdecimal() else steps[-1])
+        raise ProfileError("fork", text, reason, nearest)
     return Parent(name, identity, int(wanted))
 
 
@@ -112,12 +118,56 @@ def require_new_name(store: Store, parent: Parent, name: str) -> None:
     raise ProfileError("name", name, reason, [free])
 
 
-def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
-    """Copy a parent's checkpoint and metrics to a run without a checkpoint; safe to interrupt and repeat."""
+def hold_checkpoint(store: Store, parent: Parent, name: str) -> None:
+    """Copy a parent's checkpoint for a run without one, before the parent removes it; safe to repeat.
+
+    Raises ProfileError if the parent has removed it.
+    """
     source, run = store.run_folder(parent.run), store.run_folder(name)
-    if run.checkpoint_steps():
+    if not _needs_checkpoint(run) or _held_parent(run) == parent:
         return
-    rows = [row for row in runs.read_metrics(source.path) if row.get("step", 0) <= parent.step]
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    FolderBackend(run.path).write(run_files.METRICS, text.encode())
-    source.copy_checkpoint(parent.step, run)
+    store.remove(f"runs/{name}/{HELD}")  # of an interrupted start
+    part = f"step_{parent.step}"
+    try:
+        source.copy_checkpoint(f"{run_files.CHECKPOINTS}/{part}", run, f"{HELD}/{part}")
+    except FileNotFoundError as error:
+        text = f"{parent.run}@{parent.step}"
+        reason = f"run {parent.run} has removed this checkpoint (checkpoint.keep); fork from a later one"
+        raise ProfileError("fork", text, reason, _nearest(source, parent.step)) from error
+    store.backend.write(f"runs/{name}/{HELD_PARENT}", json.dumps(asdict(parent)).encode())
+
+
+def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
+    """Give a run without a checkpoint its parent's checkpoint and metrics; safe to interrupt and repeat.
+
+    Raises ProfileError if the parent has removed it.
+    """
+    source, run = store.run_folder(parent.run), store.run_folder(name)
+    if _needs_checkpoint(run):
+        hold_checkpoint(store, parent, name)
+        rows = [row for row in runs.read_metrics(source.path) if row.get("step", 0) <= parent.step]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        FolderBackend(run.path).write(run_files.METRICS, text.encode())
+        part = f"step_{parent.step}"
+        run.copy_checkpoint(f"{HELD}/{part}", run, f"{run_files.CHECKPOINTS}/{part}")
+        if run.checkpoint_steps() != [parent.step]:
+            reason = "its copy is not complete; start the fork again"
+            raise ProfileError("fork", f"{parent.run}@{parent.step}", reason)
+    store.remove(f"runs/{name}/{HELD}")
+
+
+def _needs_checkpoint(run: RunFolder) -> bool:
+    """Whether a fork has never had a checkpoint; one whose checkpoints are all corrupted does not start over."""
+    return not run.checkpoint_steps() and not run.files(f"{run_files.CHECKPOINTS}/{QUARANTINE}")
+
+
+def _held_parent(run: RunFolder) -> Parent | None:
+    """The parent whose checkpoint was copied for a run that has not been opened; None if there is none."""
+    found = state_files.parse(run.read(HELD_PARENT) or b"")
+    return found and Parent(**found)
+
+
+def _nearest(run: RunFolder, wanted: int) -> list[str]:
+    """A run's complete checkpoints that are nearest to a step, as RUN@STEP."""
+    steps = sorted(run.checkpoint_steps(), key=lambda step: abs(step - wanted))
+    return [f"{run.name}@{step}" for step in steps[:5]]

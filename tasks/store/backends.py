@@ -280,8 +280,10 @@ class ObjectBackend:
                     self._filesystem.rm(sources)
 
     def copy(self, name: str, target: str, last: str | None = None) -> None:
-        """Copy a folder; the file `last` after all others."""
+        """Copy a folder; the file `last` after all others. Raises FileNotFoundError if the folder lacks it."""
         names = sorted(self.files(name), key=lambda file: file == last)
+        if last and last not in names:
+            raise FileNotFoundError(errno.ENOENT, "no such file", self.location(f"{name}/{last}"))
         first = names[:-1] if last in names else names
         for group in (first, names[len(first) :]):
             if group:

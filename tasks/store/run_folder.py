@@ -181,13 +181,15 @@ class RunFolder:
                 with suppress(BlockingIOError), locked(lock, wait=False):
                     self._local.remove(copy)
 
-    def copy_checkpoint(self, step: int, target: RunFolder) -> None:
-        """Copy a complete checkpoint into another run of the store, its marker last."""
-        part = f"checkpoints/step_{step}"
+    def copy_checkpoint(self, part: str, target: RunFolder, into: str) -> None:
+        """Copy a complete checkpoint to a part of a run of the store, its marker last.
+
+        Raises FileNotFoundError if the checkpoint does not exist, is not complete, or is removed meanwhile.
+        """
         if self._remote:
-            self._remote.copy(f"{self._prefix}/{part}", f"{target._prefix}/{part}", last=locations.MARKER)
+            self._remote.copy(f"{self._prefix}/{part}", f"{target._prefix}/{into}", last=locations.MARKER)
         else:
-            _link_files(self.path / part, target.path / part)
+            _link_files(self.path / part, target.path / into)
 
     def quarantine_checkpoint(self, part: str, reason: str) -> None:
         """Move a corrupted checkpoint to training's quarantine.

@@ -323,7 +323,8 @@ class Checkpoints:
         self._saved = self._read_markers(saved)
         if self._saved:
             return Start(resumes=True)
-        self._followed.reject_lost_training()
+        parent = (state_files.parse(self._run_identity) or {}).get("parent")
+        self._followed.reject_lost_training(parent)
         return Start(resumes=False, weights=self._followed.weights or weights)
 
     def _claim_location(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -94,10 +95,19 @@ class FollowedRequest:
         self._write()
         return {s: at for s, at in saved.items() if s <= last_kept}
 
-    def reject_lost_training(self) -> None:
-        """Raise Rejected for a run without a checkpoint if one was corrupted after the request was followed."""
+    def reject_lost_training(self, parent: Mapping[str, Any] | None = None) -> None:
+        """Raise Rejected for a run without a checkpoint if it had one, unless it was requested to start without.
+
+        Args:
+            parent: the run and step that it was forked from, if it was.
+        """
         if {*checkpoint.quarantined(self._location)} - {*self._record.get("quarantined", ())}:
             self.reject_without_intact_checkpoint()
+        if parent and "quarantined" not in self._record:
+            raise Rejected(
+                f"{self._location}: the checkpoint of the parent, {parent['run']}@{parent['step']}, is missing; restore it, or "
+                "fork again under another name"
+            )
 
     def reject_without_intact_checkpoint(self) -> NoReturn:
         names = ", ".join(checkpoint.quarantined(self._location))

@@ -196,6 +196,14 @@ def test_corrupted_record_of_a_followed_request_is_named(run, dataset):
     assert steps(run) == [4, 8, 12]
 
 
+def test_fork_without_a_checkpoint_is_rejected(dataset, tmp_path):
+    run = micro.run_folder(tmp_path / "run", *ALONE)
+    parent = {"run": "other", "identity": "one", "step": 200}
+    (run / "run.json").write_text(json.dumps({"identity": "two", "parent": parent}))
+    output = train(run, dataset, code=2)
+    assert "checkpoints: the checkpoint of the parent, other@200, is missing; restore it" in output
+
+
 def test_run_ends_if_no_save_succeeds_since_its_start(dataset, tmp_path):
     file = tmp_path / "file"
     file.touch()
