@@ -157,15 +157,19 @@ def discard_incomplete(location: Location) -> list[str]:
     return names
 
 
-def move_aside(location: Location, steps: list[int]) -> Location:
-    """Move these steps' checkpoints to the first free of `<location>~1`, `<location>~2`, ...; returns it."""
-    files, root = filesystem(location)
-    suffix = _free_suffix(files, root)
-    files.makedirs(f"{root}{suffix}", exist_ok=True)
-    for step in steps:
-        _move(files, f"{root}/step_{step}", f"{root}{suffix}/step_{step}")
-    aside = f"{str(location).rstrip('/')}{suffix}"
+def free_aside(location: Location) -> Location:
+    """The first of `<location>~1`, `<location>~2`, ... that does not exist."""
+    aside = f"{str(location).rstrip('/')}{_free_suffix(*filesystem(location))}"
     return Path(aside) if isinstance(location, Path) else aside
+
+
+def move_aside(location: Location, steps: list[int], aside: Location) -> None:
+    """Move these steps' checkpoints to another location; complete a move that was interrupted."""
+    files, root = filesystem(location)
+    target = filesystem(aside)[1]
+    files.makedirs(target, exist_ok=True)
+    for step in steps:
+        _move(files, f"{root}/step_{step}", f"{target}/step_{step}")
 
 
 def quarantine(location: Location, step: int, reason: str) -> Location:

@@ -111,7 +111,7 @@ class Checkpoints:
         start: Start = call_on_leader(self.mesh, lambda: self._prepare_start(weights))
         if self.profile.lora.rank:
             load_base(weights, self.optimizer)
-            if start.weights == weights:
+            if str(start.weights) == str(weights):
                 start = replace(start, weights=None)  # they contain no adapters
         if start.resumes:
             found = self._load_latest(self.profile.train.steps)
@@ -306,9 +306,8 @@ class Checkpoints:
     def _prepare_start(self, weights: Location | None) -> Start:
         """Decide what to start from, and move later checkpoints aside; leader only.
 
-            default (newest, weights: false)           latest checkpoint, else `weights`, else the seed
-            any other request, the first time          as requested; recorded in RUN/resumed.json (resume.py)
-            the same request again                     latest checkpoint since, else what it started from
+            any request but the default (newest, weights: false), the first time    as requested; recorded in RUN/resumed.json
+            otherwise    latest checkpoint since, else what the last request started from, else `weights`, else the seed
 
         So a request is followed once: a retried attempt resumes from its own latest checkpoint.
         """
@@ -317,8 +316,7 @@ class Checkpoints:
         for name in checkpoint.discard_incomplete(self.location):
             log.info(f"removed incomplete checkpoint {name}")
         saved = dict(checkpoint.complete_checkpoints(self.location))
-        if self._followed.is_new():
-            saved = self._followed.follow(saved)
+        saved = self._followed.follow(saved)
         reject_beyond_last_step(self.profile, saved)
         self._saved = self._read_markers(saved)
         if self._saved:

@@ -49,7 +49,8 @@ class FollowedRequest:
 
         {request: the request,
          weights: checkpoint whose weights it started from, or null,
-         quarantined: the corrupted checkpoints at that time, if it chose another start}
+         quarantined: the corrupted checkpoints at that time, if it chose another start,
+         moving: {steps, to}: checkpoints to move aside, until they are moved}
 
     Args:
         path: of the file.
@@ -66,34 +67,42 @@ class FollowedRequest:
         """The checkpoint whose weights the run started from; None if it is not one of its own."""
         return self._record.get("weights")
 
-    def is_new(self) -> bool:
-        """Read the file; returns whether the profile's request has not been followed. Raises Rejected if corrupted."""
-        if self._request == ResumeRequest():
-            return False
-        self._record = self._read()
-        return run_files.followed_request(self._record) != asdict(self._request)
-
     def follow(self, saved: dict[int, Location]) -> dict[int, Location]:
-        """Move aside the checkpoints after the requested one, and that too if only its weights are used.
+        """Follow the request if it is new: move aside the checkpoints after the requested one, or all for their weights.
+
+        Recorded first, so that the next attempt completes a move that is interrupted.
 
         Returns:
             The checkpoints that remain.
         """
+        is_default = self._request == ResumeRequest()
+        self._record = self._read(required=not is_default or not saved)
+        saved = self._complete_move(saved)
+        if is_default or run_files.followed_request(self._record) == asdict(self._request):
+            return saved
         step = self._request.step(saved)
         last_kept = 0 if step is None or self._request.weights else step
         self._record = {"request": asdict(self._request), "weights": None}
         if step is not None or self._request.resume == "none":
             self._record["quarantined"] = checkpoint.quarantined(self._location)
-        # The source of weights is moved last, so that the next attempt still finds it if this one is interrupted.
-        later = sorted((s for s in saved if s > last_kept), key=lambda s: s == step)
-        if later:
-            aside = checkpoint.move_aside(self._location, later)
-            names = ", ".join(f"step_{s}" for s in sorted(later))
-            log.info(f"moved to {checkpoint.name_of(aside)}: {names}")
+        if later := [s for s in saved if s > last_kept]:
+            aside = checkpoint.free_aside(self._location)
+            self._record["moving"] = {"steps": later, "to": str(aside)}
             if self._request.weights and step is not None:
                 self._record["weights"] = str(checkpoint.join(aside, f"step_{step}"))
         self._write()
-        return {s: at for s, at in saved.items() if s <= last_kept}
+        return self._complete_move(saved)
+
+    def _complete_move(self, saved: dict[int, Location]) -> dict[int, Location]:
+        """Move aside the recorded checkpoints; returns those that remain."""
+        if "moving" not in self._record:
+            return saved
+        moving = self._record.pop("moving")
+        checkpoint.move_aside(self._location, [s for s in moving["steps"] if s in saved], moving["to"])
+        names = ", ".join(f"step_{s}" for s in moving["steps"])
+        log.info(f"moved to {checkpoint.name_of(moving['to'])}: {names}")
+        self._write()
+        return {s: at for s, at in saved.items() if s not in moving["steps"]}
 
     def reject_lost_training(self, parent: Mapping[str, Any] | None = None) -> None:
         """Raise Rejected for a run without a checkpoint if it had one, unless it was requested to start without.
@@ -122,12 +131,14 @@ class FollowedRequest:
     def _write(self) -> None:
         state_files.write(self._path, json.dumps(self._record))
 
-    def _read(self) -> dict[str, Any]:
-        """Contents of the file; empty if no request was followed."""
+    def _read(self, *, required: bool) -> dict[str, Any]:
+        """Contents of the file; empty if no request was followed. Raises Rejected if corrupted and `required`."""
         text = state_files.read_text(self._path)
         if text is None:
             return {}
         followed = state_files.parse(text)
+        if followed is None and not required:
+            return {}
         if followed is None:  # following the request again would repeat all training since
             raise Rejected(
                 f"{self._path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were followed "

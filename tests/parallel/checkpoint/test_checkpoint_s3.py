@@ -114,7 +114,8 @@ def test_incomplete_checkpoints_are_ignored_and_removed(address):
         checkpoint.load(f"{address}/step_2", optimizer(Mesh(), 3))
     assert checkpoint.discard_incomplete(address) == ["step_2"]
     assert not any("step_2" in path for path in files.find(address))
-    aside = checkpoint.move_aside(address, [1])
+    aside = checkpoint.free_aside(address)
+    checkpoint.move_aside(address, [1], aside)
     assert aside == f"{address}~1"
     assert [step for step, _ in checkpoint.complete_checkpoints(aside)] == [1]
     assert list(checkpoint.complete_checkpoints(address)) == []

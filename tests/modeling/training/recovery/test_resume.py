@@ -22,10 +22,10 @@ def write(location: Path, step: int) -> None:
 
 
 def start(location: Path, request: ResumeRequest) -> FollowedRequest:
-    """Start an attempt: follow the request if it is new."""
+    """Start an attempt."""
     followed = FollowedRequest(location.parent / "resumed.json", location, request)
-    if followed.is_new():
-        followed.follow(dict(checkpoint.complete_checkpoints(location)))
+    remaining = followed.follow(dict(checkpoint.complete_checkpoints(location)))
+    assert list(remaining) == steps(location)
     return followed
 
 
@@ -51,3 +51,27 @@ def test_a_checkpoint_that_is_corrupted_when_it_is_requested_is_not_replaced_by_
     checkpoint.quarantine(location, 4, "truncated")
     with pytest.raises(Rejected, match=r"step_4 are corrupted, .* or set checkpoint.resume=none to"):
         followed.reject_lost_training()
+
+
+@pytest.mark.parametrize("moved", [0, 1, 3])
+@pytest.mark.parametrize("again", [ResumeRequest(weights=True), ResumeRequest()])
+def test_an_attempt_killed_while_it_moves_checkpoints_aside_is_completed_by_the_next(
+    location, monkeypatch, moved, again
+):
+    def killed(location, steps, aside):
+        move(location, steps[:moved], aside)
+        raise KeyboardInterrupt
+
+    move = checkpoint.move_aside
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "move_aside", killed)
+        with pytest.raises(KeyboardInterrupt):
+            start(location, ResumeRequest(weights=True))
+    for _ in range(2):
+        followed = start(location, again)
+        followed.reject_lost_training()
+        assert followed.weights == f"{location}~1/step_12"
+        assert (steps(location), steps(Path(f"{location}~1"))) == ([], [4, 8, 12])
+    write(location, 4)
+    start(location, again)
+    assert steps(location) == [4]
