@@ -78,11 +78,16 @@ class FollowedRequest:
         is_default = self._request == ResumeRequest()
         self._record = self._read(required=not is_default or not saved)
         saved = self._complete_move(saved)
-        if is_default or run_files.followed_request(self._record) == asdict(self._request):
+        request, followed = asdict(self._request), run_files.followed_request(self._record)
+        if is_default and saved and followed not in (None, request):
+            # A later request is new, also one equal to the last.
+            self._record = {"request": request, "weights": None}
+            self._write()
+        if is_default or followed == request:
             return saved
         step = self._request.step(saved)
         last_kept = 0 if step is None or self._request.weights else step
-        self._record = {"request": asdict(self._request), "weights": None}
+        self._record = {"request": request, "weights": None}
         if step is not None or self._request.resume == "none":
             self._record["quarantined"] = checkpoint.quarantined(self._location)
         if later := [s for s in saved if s > last_kept]:

@@ -75,3 +75,13 @@ def test_an_attempt_killed_while_it_moves_checkpoints_aside_is_completed_by_the_
     write(location, 4)
     start(location, again)
     assert steps(location) == [4]
+
+
+def test_a_request_is_followed_again_after_a_start_without_it(location):
+    start(location, ResumeRequest(8))
+    write(location, 12)
+    start(location, ResumeRequest(8))
+    assert steps(location) == [4, 8, 12]
+    start(location, ResumeRequest())
+    start(location, ResumeRequest(8))
+    assert steps(location) == [4, 8]
