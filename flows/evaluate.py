@@ -63,15 +63,13 @@ class Evaluator:
     limit: int | None
     profile_file: Path | None
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the checkpoint of a step; returns its metrics, empty if the run has since removed it."""
-        checkpoint = CheckpointId.of(self.store.run_folder(self.run), step)
-        if checkpoint is None:
-            return {}
+    def evaluate(self, checkpoint: CheckpointId) -> dict[str, float]:
+        """Evaluate a checkpoint; returns its metrics, empty if the run has since removed or replaced it."""
+        step, run = checkpoint.step, self.store.run_folder(self.run)
         try:
             found = self._evaluate(checkpoint)
         except Exception:
-            if CheckpointId.of(self.store.run_folder(self.run), step) == checkpoint:
+            if CheckpointId.of(run, step) == checkpoint:
                 raise
             log.warning(
                 "step %s: its checkpoint was removed while it was evaluated (checkpoint.keep); skipped", step
@@ -79,7 +77,10 @@ class Evaluator:
             return {}
         finally:
             self.store.remove_scratch_folder(checkpoint.scratch)
-        results.record(self.store, self.run, step, found)
+        if CheckpointId.of(run, step) not in (checkpoint, None):
+            log.warning("step %s: its checkpoint was replaced while it was evaluated; skipped", step)
+            return {}
+        results.record(self.store, self.run, step, found, checkpoint.digest)
         return found
 
     def _evaluate(self, checkpoint: CheckpointId) -> dict[str, float]:
@@ -150,16 +151,19 @@ def evaluate(
         inputs = runs.read_inputs(folder)
         runner.keep_recorded_artifacts()
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
-        done: set[int] = set()
+        done: set[CheckpointId] = set()  # a rolled-back run writes a step again
         failures: list[Exception] = []
         while True:
             # Queried before listing checkpoints, so that one completed just before the run ends is not missed.
             active = follow and activities.holder(opened, "run", name) is not None
             steps = opened.run_folder(name).checkpoint_steps() if step is None else [step]
-            for each in [each for each in steps if each not in done]:
-                done.add(each)
+            for each in steps:
+                checkpoint = CheckpointId.of(opened.run_folder(name), each)
+                if checkpoint is None or checkpoint in done:
+                    continue
+                done.add(checkpoint)
                 try:
-                    if evaluator.evaluate(each):
+                    if evaluator.evaluate(checkpoint):
                         _show(folder)
                 except (
                     Exception

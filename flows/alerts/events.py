@@ -105,6 +105,9 @@ class RunAlerts:
         """Handle a row of events.jsonl: from ranks, or a failed attempt recorded by the flow."""
         event, reason = row["event"], str(row.get("reason") or "")
         facts = {"step": row["step"]} if isinstance(row.get("step"), int) else {}
+        reached = row.get("step") if event == "resumed" else row.get("back_to")  # by a rollback
+        if isinstance(reached, int):  # later checkpoints are written again
+            self._state["checkpoint"] = min(self._state.get("checkpoint", 0), reached)
         if event in FROM_RANKS:
             self._emit(event, f"{event}: {reason}", **facts)
         elif event == "skipped":

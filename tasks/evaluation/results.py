@@ -1,8 +1,8 @@
 """Evaluation results by step: RUN/evaluations.jsonl (only training writes metrics.jsonl).
 
-A row has the step of a checkpoint and numbers: validation_loss, validation_loss/<source>, user metrics, and
+A row has the step of a checkpoint, its digest, and numbers: validation_loss, validation_loss/<source>, user metrics, and
 lm_eval/<task>/<metric>. Rows may be written in any order and long after training; of several values of a metric at a step, the
-last counts.
+last counts. If a step was rolled back and written again, the rows of its earlier checkpoint do not count.
 """
 
 from __future__ import annotations
@@ -21,15 +21,22 @@ from tasks.store.store import Store
 TENSORBOARD = "tensorboard/evaluations"  # separate from the folder that training writes
 
 
-def record(store: Store, run: str, step: int, metrics: Mapping[str, float]) -> bool:
-    """Add a checkpoint's results to the run's file and TensorBoard; False if the file has them already."""
+def record(
+    store: Store, run: str, step: int, metrics: Mapping[str, float], checkpoint: str | None = None
+) -> bool:
+    """Add a checkpoint's results to the run's file and TensorBoard; False if the file has them already.
+
+    Args:
+        checkpoint: its digest.
+    """
     folder = store.run_folder(run)
     with store.lock(f"evaluations-{run}"):
         data = folder.read(run_files.EVALUATIONS) or b""
-        known = by_step(_rows(data)).get(step, {})
-        if all(known.get(name) == value for name, value in metrics.items()):
+        known = _merge(_rows(data)).get(step, {})
+        about = {"checkpoint": checkpoint} if checkpoint else {}
+        if all(known.get(name) == value for name, value in {**about, **metrics}.items()):
             return False
-        row = {"step": step, "time": round(time.time(), 3), **metrics}
+        row = {"step": step, "time": round(time.time(), 3), **about, **metrics}
         folder.write(run_files.EVALUATIONS, data + json.dumps(row).encode() + b"\n")
     _write_tensorboard(folder.path, step, metrics)
     return True
@@ -41,13 +48,22 @@ def read(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def by_step(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    """Merge the rows of each step, later ones over earlier; in ascending order of steps."""
-    found: dict[int, dict[str, float]] = {}
+    """Merge the rows of each step's last checkpoint, later ones over earlier; in ascending order of steps."""
+    return {
+        step: {name: value for name, value in merged.items() if name not in ("step", "time", "checkpoint")}
+        for step, merged in sorted(_merge(rows).items())
+    }
+
+
+def _merge(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """As `by_step`, with all columns. Rows of earlier versions have no `checkpoint`."""
+    found: dict[int, dict[str, Any]] = {}
     for row in rows:
-        found.setdefault(row["step"], {}).update(
-            {name: value for name, value in row.items() if name not in ("step", "time")}
-        )
-    return dict(sorted(found.items()))
+        merged = found.setdefault(row["step"], {})
+        if merged.get("checkpoint", row.get("checkpoint")) != row.get("checkpoint", merged.get("checkpoint")):
+            merged.clear()
+        merged.update(row)
+    return found
 
 
 def _rows(data: bytes) -> list[dict[str, Any]]:

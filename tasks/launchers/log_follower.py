@@ -104,9 +104,9 @@ def last_row(path: Path, key: str) -> dict[str, Any] | None:
 
 
 def is_metrics(row: dict[str, Any]) -> bool:
-    """Whether a row of metrics.jsonl has a step and only numbers."""
+    """Whether a row has a step and only numbers, apart from the digest of an evaluated `checkpoint`."""
     return isinstance(row.get("step"), int) and not any(
-        isinstance(value, str | dict) for value in row.values()
+        isinstance(value, str | dict) for name, value in row.items() if name != "checkpoint"
     )
 
 

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.alerts import events
 from flows.cli.main import main
 from profiles.errors import ProfileError
+from profiles.resolve import load
 from tasks.failures import FatalError
+from tasks.store import runs
+from tasks.store.store import Store
 from tests.forked_jobs import forked_jobs
 from tests.slurm.conftest import until
 
@@ -144,6 +148,49 @@ def test_a_followed_run_has_each_checkpoint_evaluated_once(pretrain, tmp_path, m
     assert (
         "Evaluations of checkpoints" in (folder / "report.html").read_text()
     )  # also if it was written before
+
+
+def test_a_followed_run_has_a_step_evaluated_again_after_a_rollback(tmp_path, monkeypatch):
+    """Evaluations are made up: the loss is in the checkpoint's marker."""
+    import flows.evaluate as evaluation
+    from modeling.training.metrics import record_event
+
+    store = Store(str(tmp_path))
+    inputs = {"tokenizer": "t", "dataset": "d", "checkpoint": None}
+    folder = runs.open_run(store, load("tiny", (), "run"), "identity", "flow", inputs)
+    markers = [folder / f"checkpoints/step_{step}/complete.json" for step in (90, 100)]
+    emitted = []
+    monkeypatch.setattr(events, "emit", lambda kind, run, message, **facts: emitted.append((kind, facts)))
+    alerts = events.RunAlerts(load("tiny"), store.run_folder("run"))
+    alerts.begin()
+
+    def save(marker, loss):
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"loss": loss}))
+        alerts.update(now=True)
+
+    def train():
+        yield True
+        save(markers[1], 2.5)  # first rolled back, unnoticed by the evaluation
+        record_event(folder, "rollback", step=100, reason="spike", back_to=90)
+        alerts.update(now=True)
+        yield False
+
+    def found(evaluator, checkpoint):
+        marker = folder / f"checkpoints/step_{checkpoint.step}/complete.json"
+        return {"validation_loss": json.loads(marker.read_text())["loss"]}
+
+    training = train()
+    for marker, loss in zip(markers, (3.0, 9.0), strict=True):
+        save(marker, loss)
+    monkeypatch.setattr(evaluation, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(evaluation, "_show", lambda folder: None)
+    monkeypatch.setattr(evaluation.Evaluator, "_evaluate", found)
+    monkeypatch.setattr(evaluation.activities, "holder", lambda *_: next(training, None) or None)
+    rows = evaluation.evaluate.fn.__wrapped__("run", follow=True, store=str(tmp_path))
+    assert [(row["step"], row["validation_loss"]) for row in rows] == [(90, 3.0), (100, 2.5)]
+    completed = [facts["step"] for kind, facts in emitted if kind == "checkpoint"]
+    assert completed == [90, 100, 100]
 
 
 def test_invalid_evaluations_are_rejected(trained, tasks, monkeypatch):

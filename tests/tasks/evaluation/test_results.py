@@ -18,6 +18,17 @@ def test_results_may_come_in_any_order_and_the_latest_value_at_a_step_counts(tmp
     assert list(results.read(folder)) == [10, 20]
 
 
+def test_results_of_a_rolled_back_checkpoint_are_superseded_at_its_step(tmp_path):
+    store = Store(str(tmp_path))
+    folder = store.run_folder("run").prepare("identity")
+    results.record(store, "run", 10, {"validation_loss": 9.0, "lm_eval/colours/acc": 0.1})  # earlier version
+    assert results.record(store, "run", 10, {"validation_loss": 9.0}, "spike")
+    assert results.read(folder) == {10: {"validation_loss": 9.0, "lm_eval/colours/acc": 0.1}}
+    assert not results.record(store, "run", 10, {"validation_loss": 9.0}, "spike")
+    assert results.record(store, "run", 10, {"validation_loss": 9.0}, "written again")
+    assert results.read(folder) == {10: {"validation_loss": 9.0}}
+
+
 def test_numeric_metrics_of_a_task_are_renamed():
     found = {"alias": "colours", "acc,none": 0.5, "acc_stderr,none": "N/A", "exact_match,strict": 1}
     assert numbers_of(found) == {"acc": 0.5, "exact_match/strict": 1.0}
