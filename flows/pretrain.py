@@ -127,7 +127,7 @@ def train_profile(
     opened = open_store(command.store, run.cluster.work_dir or "store")
     run = locate_runs(run, opened)
     with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened)) as runner:
-        parent = find_parent(opened, fork) if fork else None
+        parent = find_parent(opened, fork, run.name) if fork else None
         if parent:
             run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
             require_forkable(opened, parent, run)

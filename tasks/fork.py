@@ -28,13 +28,25 @@ HELD = f"{run_files.CHECKPOINTS}.partial"  # a parent's checkpoint, until the ne
 HELD_PARENT = f"{HELD}/parent.json"  # written once the copy is complete
 
 
-def find_parent(store: Store, text: str) -> Parent:
-    """Parent named by RUN or RUN@STEP (default: latest checkpoint). Raises ProfileError if none exists."""
+def find_parent(store: Store, text: str, child: str) -> Parent:
+    """Parent of the run `child`, named by RUN or RUN@STEP; default: the one it has, else the latest checkpoint.
+
+    So the same command resumes a fork though the parent has meanwhile saved, or removed, checkpoints.
+
+    Raises ProfileError if there is no such run or checkpoint.
+    """
     name, _, wanted = text.partition("@")
     run = store.run_folder(name)
     identity = run.stored_identity
     if identity is None:
         raise runs.unknown_run(store, "fork", name)
+    try:
+        forked = store.run_folder(child)
+    except ValueError as error:
+        raise ProfileError("name", child, str(error)) from error
+    known = forked.parent or _held_parent(forked)
+    if known and known == Parent(name, identity, known.step) and wanted in ("", str(known.step)):
+        return known
     steps = run.checkpoint_steps()
     if not steps:
         raise ProfileError("fork", text, f"run {name} has no complete checkpoint to start from")

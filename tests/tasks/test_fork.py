@@ -39,7 +39,7 @@ def open_child(store: Store, parent) -> None:
 
 
 def test_a_fork_keeps_its_checkpoint_while_the_parent_trains_on(store):
-    parent = find_parent(store, "parent")
+    parent = find_parent(store, "parent", "child")
     hold_checkpoint(store, parent, "child")
     remove(store, 200)
     hold_checkpoint(store, parent, "child")  # started again
@@ -53,7 +53,7 @@ def test_a_fork_keeps_its_checkpoint_while_the_parent_trains_on(store):
 
 @pytest.mark.parametrize("removed", ["", "/complete.json"])
 def test_a_fork_of_a_removed_checkpoint_is_rejected(store, removed):
-    parent = find_parent(store, "parent")
+    parent = find_parent(store, "parent", "child")
     store.backend.remove(f"runs/parent/checkpoints/step_200{removed}")
     open_child(store, parent)
     with pytest.raises(ProfileError, match=r"fork = parent@200: .* nearest valid: parent@100"):
@@ -62,9 +62,26 @@ def test_a_fork_of_a_removed_checkpoint_is_rejected(store, removed):
 
 
 def test_a_fork_whose_checkpoints_are_corrupted_does_not_start_over(store):
-    parent = find_parent(store, "parent")
+    parent = find_parent(store, "parent", "child")
     open_child(store, parent)
     copy_checkpoint(store, parent, "child")
     store.run_folder("child").quarantine_checkpoint("checkpoints/step_200", "corrupted")
     copy_checkpoint(store, parent, "child")
     assert store.run_folder("child").checkpoint_steps() == []
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_the_same_command_resumes_a_fork_whose_parent_has_trained_on(store, opened):
+    parent = find_parent(store, "parent", "child")
+    hold_checkpoint(store, parent, "child")
+    if opened:
+        open_child(store, parent)
+        copy_checkpoint(store, parent, "child")
+    save(store, 300)
+    remove(store, 200)
+    assert find_parent(store, "parent", "child") == find_parent(store, "parent@200", "child") == parent
+    assert find_parent(store, "parent", "other").step == find_parent(store, "parent@300", "child").step == 300
+    store.run_folder("parent").move_aside()
+    runs.open_run(store, load("tiny", (), "parent"), "another", "flow", INPUTS)
+    save(store, 200)
+    assert find_parent(store, "parent", "child").identity == "another"

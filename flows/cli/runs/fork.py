@@ -12,7 +12,7 @@ from tasks.store.store import open_store
 def run(options: argparse.Namespace) -> int:
     """Run the flow of the new run. Raises ProfileError for an unknown run, step, name or setting."""
     store = open_store(options.store, options.work_dir)
-    parent = find_parent(store, options.parent)
+    parent = find_parent(store, options.parent, options.name)
     options.profile = str(parent_profile(store, parent))
     if options.decay:
         options.overrides = [*decay_overrides(store, parent, options.decay), *options.overrides]

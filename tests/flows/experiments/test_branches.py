@@ -54,7 +54,7 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     assert [(run["run"], run["step"], run["steps"]) for run in first["runs"]] == [
         ("stable-trunk", 0, 6), ("stable-long", 6, 10)
     ]  # fmt: skip
-    decay = decay_overrides(Store(str(store)), find_parent(Store(str(store)), "stable-trunk@6"), 4)
+    decay = decay_overrides(Store(str(store)), find_parent(Store(str(store)), "stable-trunk@6", "branch"), 4)
     pretrain(store, *decay, name="from-scratch")
     assert losses(store / "runs/stable-long") == losses(store / "runs/from-scratch")
 
@@ -89,7 +89,7 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     with pytest.raises(
         ProfileError, match="the learning rate of stable-long has begun to decay before step 8"
     ):
-        decay_overrides(Store(str(store)), find_parent(Store(str(store)), "stable-long@8"), 4)
+        decay_overrides(Store(str(store)), find_parent(Store(str(store)), "stable-long@8", "branch"), 4)
     run, merged = str(store / "runs/stable-long"), tmp_path / "merged"
     average = ["--average", "2", "--average", str(store / "runs/from-scratch/export")]
     assert main(["convert", run, str(merged), "--to", "hf", *average]) == 0
