@@ -104,6 +104,7 @@ def _round(context: Context) -> State[Any]:
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
         lock.check()  # another process may have taken over the round while this one was suspended
         with open_run(runner, run, identity, inputs, planned, replace=over) as overview:
+            ledger.record(store, run.name, identity, dataset, parent=current.identity)
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
             before_context = replace(
                 runner.context, profile=resolve.load(str(base / run_files.PROFILE)), folder=base
@@ -114,7 +115,6 @@ def _round(context: Context) -> State[Any]:
             runner.run(
                 TrainingStep(dataset, identity, graphs, weights), with_training_progress(runner.context)
             )
-            ledger.record(store, run.name, identity, dataset, parent=current.identity)
             what = keys.digest([identity, held_out.key])
             try:
                 after = runner.run(EvaluationStep(held_out, what, graphs))

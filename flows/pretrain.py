@@ -44,7 +44,14 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.experiments import forecasts
-from tasks.fork import copy_checkpoint, find_parent, hold_checkpoint, require_forkable, require_new_name
+from tasks.fork import (
+    copy_checkpoint,
+    find_parent,
+    hold_checkpoint,
+    record_data,
+    require_forkable,
+    require_new_name,
+)
 from tasks.inputs import locate_runs
 from tasks.report import ReportStep
 from tasks.steps.checkpoint import CheckpointStep
@@ -161,7 +168,10 @@ def train_profile(
         with open_run(
             runner, run, identity, inputs, planned, command, parent=parent, replace=replace, warnings=warnings
         ) as overview:
+            # Before training: a run that never ends may be forked.
+            ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
             if parent:
+                record_data(opened, parent)
                 copy_checkpoint(opened, parent, run.name)
             _take_forecast(opened, run)
             graphs = compiling.result()
@@ -171,7 +181,6 @@ def train_profile(
                 reference = runner.run(ReferenceStep(dataset, weights, graphs))
             training = TrainingStep(dataset, identity, graphs, weights, reference)
             runner.run(training, with_training_progress(runner.context))
-            ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
             evaluated = runner.run(EvaluationStep(dataset, identity, graphs, weights, reference))
             with activities.begin(opened, "exporting", run.name):
                 exported = runner.run(ExportStep(tokenizer, identity, weights))

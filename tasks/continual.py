@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from modeling import run_files
-from profiles import state_files
+from profiles import resolve, state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.inputs import EXPORT
 from tasks.steps import dataset
 from tasks.steps.dataset import CORPUS, DatasetStep
-from tasks.store import ledger
+from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
@@ -52,9 +52,14 @@ def promoted_model(store: Store, name: str) -> Promoted | None:
     if recorded is None or not store.run_folder(name).files(EXPORT):
         return None
     inputs = state_files.require_json(recorded, store.backend.location(_name(name, run_files.INPUTS)))
-    if ledger.find(store, inputs["identity"]) is None:  # exported before training finished
-        return None
+    if ledger.find(store, inputs["identity"]) is None or not _is_finished(store, name):
+        return None  # perhaps exported before training finished
     return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
+
+
+def _is_finished(store: Store, name: str) -> bool:
+    steps = resolve.load(str(runs.fetch(store, name) / run_files.PROFILE)).train.steps
+    return steps in store.run_folder(name).checkpoint_steps()
 
 
 def reject(store: Store, name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,10 +20,13 @@ from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile, Train
 from tasks.keys import POSITION
-from tasks.store import runs
+from tasks.steps.dataset import DatasetStep
+from tasks.store import ledger, runs
 from tasks.store.backends import FolderBackend
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
+
+log = logging.getLogger(__name__)
 
 HELD = f"{run_files.CHECKPOINTS}.partial"  # a parent's checkpoint, until the new run is opened; never synced
 HELD_PARENT = f"{HELD}/parent.json"  # written once the copy is complete
@@ -166,6 +170,26 @@ def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
             reason = "its copy is not complete; start the fork again"
             raise ProfileError("fork", f"{parent.run}@{parent.step}", reason)
     store.remove(f"runs/{name}/{HELD}")
+
+
+def record_data(store: Store, parent: Parent) -> None:
+    """Record in the data ledger what a parent and its ancestors were trained on.
+
+    Runs of earlier versions were not recorded if they did not end.
+    """
+    above: Parent | None = parent
+    while above and ledger.find(store, above.identity) is None:
+        run = store.run_folder(above.run)
+        found = state_files.parse(run.read(run_files.INPUTS) or b"") or {}
+        dataset = found.get("identity") == above.identity and store.artifacts.find(
+            DatasetStep.kind, found["dataset"], hash_limit=0
+        )
+        if not dataset:
+            message = "run %s: what it was trained on is not known, so no continual series can start from %s"
+            log.warning(message, above.run, parent.run)
+            return
+        ledger.record(store, above.run, above.identity, dataset, run.parent and run.parent.identity)
+        above = run.parent
 
 
 def _needs_checkpoint(run: RunFolder) -> bool:

@@ -2,8 +2,8 @@
 
     <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...]}
 
-A run is identified by its identity hash; its parent is the run whose weights it started from. Every run is recorded, promoted or
-not. Data is new to a run's successor if it is in no entry of the run or its ancestors.
+A run is identified by its identity hash; its parent is the run whose weights it started from. Every run is recorded before it
+trains, whether or not it ends or is promoted. Data is new to a run's successor if it is in no entry of the run or its ancestors.
 """
 
 from __future__ import annotations

@@ -158,10 +158,13 @@ def test_run_exported_before_its_end_is_not_continued(series, tmp_path):
     copy = shutil.copytree(store, tmp_path / "store")
     (copy / "runs/nightly/standing.json").unlink()
     identity = json.loads((copy / "runs/nightly/inputs.json").read_text())["identity"]
-    (copy / "ledger" / f"{identity}.json").unlink()
-    state = night(store=copy)
-    assert state.name == "NoFinishedRun"
-    assert "train it to its last step" in state.message
+    (last,) = (copy / "runs/nightly/checkpoints").glob("step_6")
+    for missing in (last, copy / "ledger" / f"{identity}.json"):
+        missing.rename(tmp_path / "missing")
+        state = night(store=copy)
+        assert state.name == "NoFinishedRun"
+        assert "train it to its last step" in state.message
+        (tmp_path / "missing").rename(missing)
 
 
 def test_export_flow_exports_an_existing_run(series):

@@ -4,8 +4,9 @@ import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import load
-from tasks.fork import copy_checkpoint, find_parent, hold_checkpoint
-from tasks.store import runs
+from tasks.fork import copy_checkpoint, find_parent, hold_checkpoint, record_data
+from tasks.store import ledger, runs
+from tasks.store.run_folder import Parent
 from tasks.store.store import Store
 
 INPUTS = {"tokenizer": "t", "dataset": "d", "checkpoint": None}
@@ -34,8 +35,9 @@ def remove(store: Store, step: int) -> None:
     store.backend.remove(f"runs/parent/checkpoints/step_{step}")
 
 
-def open_child(store: Store, parent) -> None:
-    runs.open_run(store, load("tiny", (), "child"), "two", "flow", INPUTS, parent=parent)
+def open_child(store: Store, parent: Parent, dataset: str = "d") -> None:
+    inputs = {**INPUTS, "dataset": dataset}
+    runs.open_run(store, load("tiny", (), "child"), "two", "flow", inputs, parent=parent)
 
 
 def test_a_fork_keeps_its_checkpoint_while_the_parent_trains_on(store):
@@ -85,3 +87,16 @@ def test_the_same_command_resumes_a_fork_whose_parent_has_trained_on(store, open
     runs.open_run(store, load("tiny", (), "parent"), "another", "flow", INPUTS)
     save(store, 200)
     assert find_parent(store, "parent", "child").identity == "another"
+
+
+def test_the_data_of_parents_that_never_ended_is_recorded(store, caplog):
+    for key in ("d", "e"):
+        with store.artifacts.publish("dataset", key) as folder:
+            (folder / "shards.json").write_text(f'["shard of {key}"]')
+    parent = find_parent(store, "parent", "child")
+    open_child(store, parent, dataset="e")
+    ledger.record(store, "grandchild", "three", store.artifacts.expect("dataset", "e"), "two")
+    record_data(store, Parent("child", "two", 300))
+    assert ledger.trained_on(store, "three") == {"shard of d", "shard of e"}
+    record_data(store, Parent("removed", "four", 1))
+    assert "run removed: what it was trained on is not known" in caplog.text
