@@ -44,6 +44,6 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         weights = inputs.get("checkpoint") if profile.lora.rank else None
         base = weights and opened.artifacts.expect(CheckpointStep.kind, weights)
         with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id))) as runner:
-            exported = runner.run(ExportStep(tokenizer, identity, base))
+            exported = runner.run(ExportStep(tokenizer, identity, base, step))
         opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere
     return str(folder / exported.summary["part"])

@@ -1,4 +1,4 @@
-"""Export step: the run's latest checkpoint and tokenizer as a Hugging Face folder, `<run>/export/`."""
+"""Export step: a checkpoint of the run and its tokenizer as a Hugging Face folder, `<run>/export/`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks import keys
+from tasks.failures import FatalError
 from tasks.inputs import EXPORT
 from tasks.reporting.format import format_bytes
 from tasks.step import Context, Step
@@ -32,6 +33,7 @@ class ExportStep(Step):
     tokenizer: Artifact
     identity: str  # of the run; of its mathematics at the exported step
     weights: Artifact | None = None  # that LoRA updates
+    step: int | None = None  # of the checkpoint; None: the run's last step
 
     kind = "export"
     name = "export"
@@ -43,10 +45,13 @@ class ExportStep(Step):
         return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
 
     def make(self, context: Context, key: str) -> Artifact:
+        """Export the checkpoint. Raises FatalError if the run has removed it."""
         store, folder = context.store, context.run_folder
         partial, final = folder / f"{EXPORT}.partial", folder / EXPORT
-        checkpoint = f"checkpoints/step_{store.run_folder(folder.name).checkpoint_steps()[-1]}"
-        write_model(context, checkpoint, self.tokenizer, self.weights, partial)
+        step = self.step or context.profile.train.steps
+        if step not in store.run_folder(folder.name).checkpoint_steps():
+            raise FatalError(f"run {folder.name}: the checkpoint of step {step} was removed; export again")
+        write_model(context, f"checkpoints/step_{step}", self.tokenizer, self.weights, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
