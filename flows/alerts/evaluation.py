@@ -26,12 +26,12 @@ def register_evaluation(tasks: Sequence[str] = ()) -> None:
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name(DEPLOYMENT)
     trigger = trigger_for("checkpoint")
-    store = _template("{{ event.payload.folder.rpartition('/runs/')[0] }}")
+    work_dir = "event.payload.folder.rpartition('/runs/')[0]"
     parameters = {
         "run": _template("{{ event.payload.run }}"),
         "tasks": list(tasks),
-        "store": store,
-        "work_dir": store,
+        "store": _template(f"{{{{ event.payload.store or {work_dir} }}}}"),  # earlier versions have no store
+        "work_dir": _template(f"{{{{ {work_dir} }}}}"),
     }
     action = RunDeployment(deployment_id=deployment.id, parameters=parameters)
     try:

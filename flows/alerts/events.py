@@ -136,7 +136,8 @@ class RunAlerts:
 
     def _emit(self, kind: str, message: str, **facts: Any) -> None:
         name = self._run.name
-        emit(kind, name, f"{name}: {message}", folder=str(self._run.path), **facts)
+        store = str(self._run.checkpoints_location).rpartition("/runs/")[0]
+        emit(kind, name, f"{name}: {message}", folder=str(self._run.path), store=store, **facts)
 
     def _save(self) -> None:
         with contextlib.suppress(OSError):  # a full disk may repeat an alert

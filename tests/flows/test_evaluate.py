@@ -189,8 +189,8 @@ def test_a_followed_run_has_a_step_evaluated_again_after_a_rollback(tmp_path, mo
     monkeypatch.setattr(evaluation.activities, "holder", lambda *_: next(training, None) or None)
     rows = evaluation.evaluate.fn.__wrapped__("run", follow=True, store=str(tmp_path))
     assert [(row["step"], row["validation_loss"]) for row in rows] == [(90, 3.0), (100, 2.5)]
-    completed = [facts["step"] for kind, facts in emitted if kind == "checkpoint"]
-    assert completed == [90, 100, 100]
+    completed = [(facts["step"], facts["store"]) for kind, facts in emitted if kind == "checkpoint"]
+    assert completed == [(90, str(tmp_path)), (100, str(tmp_path)), (100, str(tmp_path))]
 
 
 def test_invalid_evaluations_are_rejected(trained, tasks, monkeypatch):

@@ -26,12 +26,17 @@ def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
         register_evaluation(["endings", "others"])  # updates the existing one
         time.sleep(2)  # until the server's triggers know the automation
         emit("checkpoint", "first", "complete", step=20, folder="/fsx/store/runs/first")
+        remote = {"folder": "/fsx/work/runs/second", "store": "s3://bucket/store"}
+        emit("checkpoint", "second", "complete", step=20, **remote)
         of_deployment = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
         deadline = time.monotonic() + SECONDS
-        while not (found := client.read_flow_runs(flow_run_filter=of_deployment)):
+        while len(found := client.read_flow_runs(flow_run_filter=of_deployment)) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.5)
         client.delete_deployment(deployment)
     Automation.read(name=NAME).delete()
-    place = {"store": "/fsx/store", "work_dir": "/fsx/store"}
-    assert [run.parameters for run in found] == [{"run": "first", "tasks": ["endings", "others"], **place}]
+    tasks = ["endings", "others"]
+    assert sorted((run.parameters for run in found), key=lambda parameters: parameters["run"]) == [
+        {"run": "first", "tasks": tasks, "store": "/fsx/store", "work_dir": "/fsx/store"},
+        {"run": "second", "tasks": tasks, "store": "s3://bucket/store", "work_dir": "/fsx/work"},
+    ]
