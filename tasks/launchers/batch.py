@@ -176,7 +176,7 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
         interrupted="|".join(map(str, INTERRUPTED)),
         requeued="saved; requeued" if job.attempt_file else "requeued",
         count=COUNT_ATTEMPT.substitute(file=quote(str(job.attempt_file))) if job.attempt_file else "",
-        command="\n".join(f"  {' '.join(map(quote, arguments))}" for arguments in _command(job))
+        command="\n".join(f"  {' '.join(map(quote, arguments))}" for arguments in _command(job, cluster))
         + ('\n  --attempt "$attempt"' if job.attempt_file else "")
         + ('\n  --index "$SLURM_ARRAY_TASK_ID"' if job.array else ""),
     )
@@ -221,7 +221,7 @@ def options(job: Job, cluster: Cluster, submission: str) -> list[str]:
     return found
 
 
-def _command(job: Job) -> list[list[str]]:
+def _command(job: Job, cluster: Cluster) -> list[list[str]]:
     """The command, as lists of arguments that share a line of the script."""
     program = [["-m", *job.module]]
     pairs = list(job.arguments)
@@ -232,6 +232,8 @@ def _command(job: Job) -> list[list[str]]:
         [sys.executable, "-m", START, TORCHRUN],
         ["--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes), "--max-restarts", "0"],
         ["--rdzv-backend", "static"],  # the c10d one prints a stack dump on shutdown
+        # When Slurm stops the job, KillWait or a partition's grace time is the limit; torchrun's default of 30 s may be less.
+        ["--shutdown-timeout", str(max(cluster.grace, cluster.time_left))],
         ["--tee", "3", "--log-dir", str(job.folder / "ranks")],
         *program,
     ]

@@ -33,7 +33,6 @@ from tasks.launchers.base import (
 )
 
 MARKER = "TRAINSHED_JOB"
-REPLACED_GRACE = 30.0  # seconds that a job has to save before another one replaces it
 KILLED_WAIT = 5.0  # seconds that killed processes have to end before a cancellation returns
 
 
@@ -42,10 +41,11 @@ class LocalLauncher:
 
     Args:
         environment: variables for jobs; this process's own take precedence.
+        grace: seconds to save, for ranks that torchrun ends on a stop signal and for a job that another one replaces.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = dict(environment or {})
+    def __init__(self, environment: Mapping[str, str] | None = None, grace: int = 30) -> None:
+        self._environment, self._grace = dict(environment or {}), grace
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(self, job: Job) -> Handle:
@@ -56,10 +56,10 @@ class LocalLauncher:
             raise ValueError(f"{job.name}: the local launcher does not run job arrays")
         state_files.retried(partial(job.folder.mkdir, parents=True, exist_ok=True))
         if previous := _read_handle(job):
-            self.cancel(previous, REPLACED_GRACE)
+            self.cancel(previous, self._grace)
         identifier = uuid.uuid4().hex
         attempt = ("--attempt", str(next_attempt(job.attempt_file))) if job.attempt_file else ()
-        command = _command(job.with_arguments(*attempt))
+        command = _command(job.with_arguments(*attempt), self._grace)
         with job.log_file.open("ab") as output:
             log_start = output.tell()
             child = subprocess.Popen(
@@ -131,7 +131,7 @@ def _read_handle(job: Job) -> Handle | None:
     return state and Handle(job, state["identifier"], state["log_start"])
 
 
-def _command(job: Job) -> list[str]:
+def _command(job: Job, grace: int) -> list[str]:
     program = ["-m", *job.module, *job.arguments]
     if job.processes == 0:
         return [sys.executable, *program]
@@ -139,7 +139,8 @@ def _command(job: Job) -> list[str]:
     torchrun = [
         *(sys.executable, "-m", START, TORCHRUN, "--nnodes", "1", "--node-rank", "0"),
         *("--nproc-per-node", str(job.processes), "--master-addr", "127.0.0.1", "--master-port", "0"),
-        *("--max-restarts", "0", "--tee", "3", "--log-dir", str(job.folder / "ranks")),
+        *("--max-restarts", "0", "--shutdown-timeout", str(grace)),
+        *("--tee", "3", "--log-dir", str(job.folder / "ranks")),
     ]
     return [*torchrun, *program]
 

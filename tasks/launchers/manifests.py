@@ -98,7 +98,7 @@ def _pod(name: str, job: Job, cluster: Cluster, attempt: int | None) -> dict[str
     container: dict[str, Any] = {
         "name": "trainshed",
         "image": settings.image,
-        "command": _command(name, job, attempt),
+        "command": _command(name, job, cluster.grace, attempt),
         "workingDir": str(Path.cwd()),
         "env": [{"name": key, "value": value} for key, value in _environment(name, job, cluster).items()],
         "volumeMounts": [
@@ -132,7 +132,7 @@ def _pod(name: str, job: Job, cluster: Cluster, attempt: int | None) -> dict[str
     return pod
 
 
-def _command(name: str, job: Job, attempt: int | None) -> list[str]:
+def _command(name: str, job: Job, grace: int, attempt: int | None) -> list[str]:
     program = [
         "-m",
         *job.module,
@@ -143,6 +143,7 @@ def _command(name: str, job: Job, attempt: int | None) -> list[str]:
         torchrun = [
             *("-m", START, TORCHRUN, "--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes)),
             *("--master-addr", f"{name}-0.{name}", "--master-port", str(PORT), "--max-restarts", "0"),
+            *("--shutdown-timeout", str(grace)),
             *("--tee", "3", "--log-dir", str(job.folder.absolute() / "ranks")),
         ]
         program = [*torchrun, *program]

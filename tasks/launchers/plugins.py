@@ -41,8 +41,10 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
 def _local(cluster: Cluster | None) -> Launcher:
     from tasks.launchers.local import LocalLauncher
 
-    if cluster is None or cluster.device == "cpu":
-        return LocalLauncher()  # needs no environment, and torch takes a second to import
+    if cluster is None:
+        return LocalLauncher()
+    if cluster.device == "cpu":  # needs no environment, and torch takes a second to import
+        return LocalLauncher(grace=cluster.grace)
     from parallel import device as devices
 
-    return LocalLauncher(dict(devices.resolve(cluster.device).environment))
+    return LocalLauncher(dict(devices.resolve(cluster.device).environment), cluster.grace)

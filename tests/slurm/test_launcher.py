@@ -131,6 +131,7 @@ def test_saved_script_can_be_submitted_by_hand(place, launcher, cluster):
     wait_for(place / "logs/work.exit.json")
     assert json.loads((place / "logs/work.exit.json").read_text())["exit_code"] == 0
     assert shlex.quote(str(place)) in script
+    assert "  --shutdown-timeout 120\n" in script
 
 
 def test_failure_has_rank_node_and_last_lines(place, launcher):

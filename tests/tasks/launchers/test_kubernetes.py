@@ -74,6 +74,7 @@ def test_manifest_has_the_profiles_settings(cluster, tmp_path):
     assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
     assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("trainer", "high")
     assert pod["terminationGracePeriodSeconds"] == 45
+    assert " --shutdown-timeout 45 " in " ".join(container["command"])
     assert pod["subdomain"] == sent["metadata"]["name"]
 
 

@@ -128,6 +128,14 @@ def test_interrupt_lets_ranks_save_and_kills_those_that_ignore_sigterm(job, tmp_
     assert [record.getMessage() for record in caplog.records] == ["stopping work"]
 
 
+def test_torchrun_gives_ranks_the_grace_to_save(job, tmp_path):
+    launcher = LocalLauncher(grace=1)
+    handle = launcher.submit(job("rank-1-ignores-sigterm"))
+    pids(tmp_path)
+    launcher.cancel(handle, grace=20)  # torchrun kills the rank before, which by default it does after 30 s
+    assert "forcefully exiting" in handle.job.log_file.read_text()
+
+
 def test_job_interrupted_while_it_is_submitted_is_stopped(job, tmp_path):
     class Interrupted(LocalLauncher):
         def submit(self, job):
