@@ -51,7 +51,7 @@ class RunAlerts:
         self._attempts = LogFollower(run.path / run_files.ATTEMPTS)
         self._seen = {"events": 0, "attempts": 0}  # rows read
         self._polled = self._listed = 0.0
-        self._submitted: float | None = None  # when the job that has not started was submitted
+        self._submitted: float | None = None  # when the job that has not started was submitted or requeued
 
     def begin(self) -> None:
         if "steps" not in self._state:
@@ -115,14 +115,16 @@ class RunAlerts:
             if step != self._state.get("skipped", -1) + 1:  # one event per spike
                 self._emit("spike", f"step {step:,} skipped: {reason}", **facts)
             self._state["skipped"] = step
+        elif event == "held":
+            self._emit("queued", reason)
         elif HUNG in reason:
             self._emit("hang", reason, **facts)
         elif NODE_FAILED in reason:
             self._emit("node-lost", reason, **facts)
 
     def _attempt(self, row: Mapping[str, Any]) -> None:
-        """Handle a row of attempts.jsonl: a job was submitted, or its ranks have started or ended."""
-        if row["event"] == "submitted":
+        """Handle a row of attempts.jsonl: a job was submitted or requeued, or its ranks have started or ended."""
+        if row["event"] == "submitted" or (row["event"] == "queued" and self._submitted is None):
             self._submitted = float(row["time"])
         elif row["event"] in ("started", "ended"):
             self._submitted = None

@@ -16,7 +16,7 @@ ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
     "hang": "training hung and was stopped",
     "node-lost": "a job lost a node",
     "resumed": "training resumed after a failure or a stop",
-    "queued": "a job has not started for half an hour",
+    "queued": "a job has not started for half an hour, or Slurm holds it",
     "finished": "a run has finished",
     "promoted": "continual pretraining promoted a model",
     "failed": "a flow run failed, crashed or was rejected",

@@ -30,6 +30,7 @@ CATEGORIES = (
     "idle",
 )
 SUBMITTED, STARTED, ROLLBACK, ENDED = "submitted", "started", "rollback", "ended"
+WAITING = (SUBMITTED, "queued", "released", "held")  # events after which a job waits for devices
 FAILURES = ("train tried again", "train failed")  # events of the flow (flows/runner.py)
 CATEGORY_OF = dict(zip(TOTALS, ("trained", "repeated", "compile", "evaluation", "checkpoint"), strict=True))
 Row = Mapping[str, Any]

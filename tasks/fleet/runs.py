@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from profiles import state_files
-from tasks.fleet.goodput import CATEGORIES, STARTED, SUBMITTED, TimeUse, time_use
+from tasks.fleet.goodput import CATEGORIES, STARTED, WAITING, TimeUse, time_use
 from tasks.fleet.run_summary import FILES, RunSummary, read_summary
 from tasks.store import activities
 from tasks.store.backends import Backend, FileInfo
@@ -224,7 +224,7 @@ def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse]
         return "finished", ended
     if activities.holder(store, "run", summary.name):
         use = time_use(summary.attempts, summary.events, summary.last, now)
-        return "queued" if latest == SUBMITTED else "running", use
+        return "queued" if latest in WAITING else "running", use
     if latest == "train failed":
         return "failed", ended
     begun = summary.last is not None or latest == STARTED or bool(summary.attempts)

@@ -98,6 +98,9 @@ class Status:
     exit_code: int | None = None
     # How the job ended if there is no exit code, e.g. "Slurm ended job 7 at its time limit"; a job with a note has failed.
     note: str = ""
+    pending: bool = False  # whether the job waits in a queue; False too if the launcher cannot tell
+    # Name and reason of what has happened since the last poll, for the run's events.jsonl.
+    event: tuple[str, str] | None = None
 
 
 class JobFailed(RuntimeError):
@@ -172,6 +175,7 @@ def execute(
     timeout: float | None = None,
     grace: float = 30.0,
     on_submit: Callable[[], None] = lambda: None,
+    on_status: Callable[[Status], None] = lambda status: None,
 ) -> None:
     """Run a job to completion, or re-attach to it if it is already running.
 
@@ -183,6 +187,7 @@ def execute(
         timeout: seconds after which the job is cancelled.
         grace: seconds a cancelled job has to save a checkpoint.
         on_submit: called before the job is submitted, if it is not running already.
+        on_status: called with each status.
 
     Raises:
         JobFailed: the job ended with an exit code other than 0, or its status was unknown for STATUS_TIMEOUT.
@@ -199,7 +204,7 @@ def execute(
         start = last_known = time.monotonic()
         while True:
             try:
-                running, failure = _state(launcher, handle)
+                running, failure = _state(launcher, handle, on_status)
                 last_known = time.monotonic()
             except Exception as error:
                 running, failure = True, None
@@ -238,9 +243,12 @@ def _stop(launcher: Launcher, job: Job, handle: Handle | None, grace: float) -> 
         launcher.cancel(handle, grace)
 
 
-def _state(launcher: Launcher, handle: Handle) -> tuple[bool, JobFailed | None]:
+def _state(
+    launcher: Launcher, handle: Handle, on_status: Callable[[Status], None]
+) -> tuple[bool, JobFailed | None]:
     """Whether the job is running, and its failure if it failed."""
     status = launcher.poll(handle)
+    on_status(status)
     failed = not status.running and (status.exit_code not in (0, None) or status.note)
     return status.running, launcher.failure(handle, status) if failed else None
 

@@ -13,7 +13,7 @@ import math
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ CHANGED_SECONDS = 2.0  # between the first queries after a change
 CANCEL_SECONDS = 5.0  # at most, between queries while a job is being cancelled
 KILL_SECONDS = 60.0  # for a killed job to leave the queue
 HELD_SECONDS = 5.0  # that a requeued job keeps waiting while its nodes clean up
+# Seconds before each release of a job whose launch failed: the next launch may cost another node.
+RELEASE_PAUSES = (5.0, 30.0, 120.0, 300.0, 600.0)
 GONE_SECONDS = 10.0  # for a record to become visible on a shared file system after its job has left the queue
 STATE = re.compile(r"\bJobState=(\S+) Reason=(\S+)")
 
@@ -48,6 +50,9 @@ class _Watch:
     due_at: float = 0.0  # when to query the queue again
     held_since: float | None = None  # first query that found it held after a requeue
     pending_reason: str = ""
+    releases: int = 0  # of the job, since its latest start
+    release_at: float = 0.0  # when to release it again
+    latest_start: list[str] | None = None  # the one that these two are about
 
     def observe(self, state: str, recorded: bool) -> None:
         if (state, recorded) != self.seen:
@@ -57,6 +62,11 @@ class _Watch:
     def interval(self) -> float:
         """Seconds between queries of the queue: short after a change, then increasing."""
         return min(POLL_SECONDS, max(CHANGED_SECONDS, (time.monotonic() - self.changed_at) / 3))
+
+    @property
+    def status(self) -> Status:
+        """Status of the job while it is in the queue."""
+        return Status(running=True, pending=self.seen is not None and self.seen[0] == "PENDING")
 
 
 class SlurmLauncher:
@@ -111,14 +121,14 @@ class SlurmLauncher:
             watch.due_at = 0.0
         now = time.monotonic()
         if now < watch.due_at:
-            return Status(running=True)
+            return watch.status
         try:
             # A query for another job is reused, unless it is older than the latest change.
             entry = self._entry(handle, max_age=min(watch.interval, now - watch.changed_at))
         except ControllerUnavailable as error:
             log.debug("%s", error)
             watch.due_at = now + watch.interval
-            return Status(running=True)
+            return watch.status
         watch.observe(entry.state if entry else "", record is not None)
         watch.due_at = now + watch.interval
         if record and (entry is None or entry.ended):
@@ -128,7 +138,7 @@ class SlurmLauncher:
             return Status(running=not gone, note=self._end_without_exit_code(handle) if gone else "")
         self._log_pending_reason(handle, entry, watch)
         self._release(handle, entry, watch)
-        return Status(running=True)
+        return replace(watch.status, event=self._release_held(handle, entry, watch))
 
     def location(self, handle: Handle) -> str:
         return "" if self._has_ended(handle, self._entry(handle)) else f"Slurm job {handle.identifier}"
@@ -194,7 +204,9 @@ class SlurmLauncher:
     def _entry(self, handle: Handle, max_age: float | None = None) -> QueueEntry | None:
         """The job's queue entry; None once gone. Raises ControllerUnavailable, after retries if no `max_age`."""
         entries = _queue.require() if max_age is None else _queue.read(max_age)
-        return next((entry for entry in entries if entry.identifier == handle.identifier), None)
+        found = [entry for entry in entries if entry.identifier == handle.identifier]
+        found.sort(key=lambda entry: not entry.held)  # of an array, which shows as several
+        return found[0] if found else None
 
     def _record(self, job: Job, identifier: str) -> dict[str, Any] | None:
         """The record of the job's end, if written (see batch.py); of an array, once all have one.
@@ -222,7 +234,8 @@ class SlurmLauncher:
 
     def _release(self, handle: Handle, entry: QueueEntry, watch: _Watch) -> None:
         """Start a requeued job now; Slurm holds it for two minutes."""
-        if entry.state != "PENDING" or entry.reason != "BeginTime" or not _has_started(handle):
+        requeued = watch.releases or _starts(handle)
+        if entry.state != "PENDING" or entry.reason != "BeginTime" or not requeued:
             watch.held_since = None
             return
         now = time.monotonic()
@@ -230,6 +243,31 @@ class SlurmLauncher:
             watch.held_since = now
         if now - watch.held_since > HELD_SECONDS:
             run_command(["scontrol", "update", f"JobId={handle.identifier}", "StartTime=now"], check=False)
+
+    def _release_held(self, handle: Handle, entry: QueueEntry, watch: _Watch) -> tuple[str, str] | None:
+        """Release a job that Slurm holds because its launch failed. Returns the event, if something was done.
+
+        Each failed launch costs the job a node, which Slurm drains; so it is released RELEASE_PAUSES times at most.
+        """
+        if not entry.held:
+            return None
+        now, number = time.monotonic(), handle.identifier
+        if (start := _starts(handle)) != watch.latest_start:
+            watch.latest_start, watch.releases, watch.release_at = start, 0, now + RELEASE_PAUSES[0]
+        if now < watch.release_at:
+            return None
+        reason = f"a node failed to launch Slurm job {number}, and is drained"
+        if watch.releases == len(RELEASE_PAUSES):
+            watch.release_at = math.inf
+            todo = f"see sinfo --list-reasons, then run scontrol release {number}"
+            event = "held", f"{reason}; the job is held after {watch.releases} releases: {todo}"
+        else:
+            run_command(["scontrol", "release", number], check=False)
+            watch.releases += 1
+            watch.release_at = now + [*RELEASE_PAUSES, RELEASE_PAUSES[-1]][watch.releases]
+            event = "released", f"{reason}; released the job, {watch.releases} of {len(RELEASE_PAUSES)} times"
+        log.warning("%s: %s", handle.job.name, event[1])
+        return event
 
     def _end_without_exit_code(self, handle: Handle) -> str:
         """Why a job without a recorded exit code ended."""
@@ -252,10 +290,10 @@ def _write_handle(handle: Handle) -> None:
     state_files.write(handle.job.handle_file, json.dumps(state))
 
 
-def _has_started(handle: Handle) -> bool:
-    """Whether the job has run before; if not, the user's --begin may be what holds it."""
+def _starts(handle: Handle) -> list[str]:
+    """The job's latest start, of an array those of its jobs; without any, the user's --begin may delay it."""
     starts = (path.read_text() for path in handle.job.folder.glob(f"{handle.job.name}*.start"))
-    return any(start.startswith(f"{handle.identifier}.") for start in starts)
+    return sorted(start for start in starts if start.startswith(f"{handle.identifier}."))
 
 
 def _log_start(job: Job, identifier: str) -> int:

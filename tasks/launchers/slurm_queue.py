@@ -14,6 +14,7 @@ from tasks.launchers.base import JobFailed, job_environment
 COMMAND_TIMEOUT = 60.0  # seconds
 RETRY_SECONDS = 300.0  # for which `Queue.require` retries a controller that does not answer
 FORMAT = "%F|%T|%M|%j|%k|%r"
+LAUNCH_FAILED = "launch failed requeued held"  # reason after a node's prolog failed, for example
 
 
 class ControllerUnavailable(JobFailed):
@@ -30,6 +31,11 @@ class QueueEntry:
     name: str
     comment: str
     reason: str
+
+    @property
+    def held(self) -> bool:
+        """Whether Slurm holds the job until it is released, because a node, now drained, failed to launch it."""
+        return self.state == "PENDING" and self.reason == LAUNCH_FAILED
 
     @property
     def ended(self) -> bool:

@@ -10,17 +10,17 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from modeling import run_files
 from modeling.supervision.time_account import record_attempt
+from modeling.training.metrics import record_event
 from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
-from tasks.launchers import JobFailed, create, execute
+from tasks.launchers import JobFailed, Status, create, execute
 from tasks.step import Context, Step
 from tasks.steps.jobs import LogForwarder, cluster_job
 from tasks.store import run_artifacts, runs
@@ -82,8 +82,9 @@ class TrainingStep(Step):
             try:
                 with run.sync():
                     launcher = create(profile.cluster.launcher, profile.cluster)
-                    submitted = partial(record_attempt, folder, "submitted")
-                    execute(launcher, job, watch, grace=profile.cluster.grace, on_submit=submitted)
+                    queue, grace = QueueRecorder(folder), profile.cluster.grace
+                    callbacks = {"on_submit": queue.submitted, "on_status": queue.update}
+                    execute(launcher, job, watch, grace=grace, **callbacks)
             except JobFailed as failure:
                 raise failures.explain(profile, failure) from failure
         if steps not in run.checkpoint_steps():
@@ -102,6 +103,25 @@ class TrainingStep(Step):
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"loss {summary['loss']:.4f} after {summary['steps']:,} steps"
+
+
+class QueueRecorder:
+    """Records in the run folder when its job is queued or requeued, and events of the launcher."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._pending = folder, False
+
+    def submitted(self) -> None:
+        self._pending = True
+        record_attempt(self._folder, "submitted")
+
+    def update(self, status: Status) -> None:
+        if status.pending and not self._pending:
+            record_attempt(self._folder, "queued")
+        self._pending = status.pending
+        if status.event is not None:
+            event, reason = status.event
+            record_event(self._folder, event, reason=reason)
 
 
 class RetryBudget:

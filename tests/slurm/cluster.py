@@ -54,6 +54,7 @@ PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 InactiveLimit=0
 KillWait=5
+Prolog=$folder/prolog
 Epilog=$folder/epilog
 MinJobAge=300
 FirstJobId=$first_job
@@ -94,11 +95,15 @@ class Cluster:
             for node, port in self._ports.items()
         )
         self._hold = self.folder / "hold-epilogs"
+        self._failure = self.folder / "fail-prolog"
         epilog = self.folder / "epilog"
         epilog.write_text(
             f"#!/bin/bash\nfor ((i = 0; i < 1200; i++)); do [ -e {self._hold} ] || exit 0; /bin/sleep 0.1; done\n"
         )
         epilog.chmod(0o755)
+        prolog = self.folder / "prolog"
+        prolog.write_text(f"#!/bin/sh\n! rm {self._failure} 2> /dev/null\n")
+        prolog.chmod(0o755)
         self.configuration = self.folder / "slurm.conf"
         self.configuration.write_text(
             CONFIGURATION.substitute(
@@ -188,6 +193,9 @@ class Cluster:
             yield
         finally:
             self._hold.unlink()
+
+    def fail_next_prolog(self) -> None:
+        self._failure.touch()
 
     def kill_slurmd(self, node: str) -> None:
         """Kill only the daemon; its jobs keep running."""

@@ -248,6 +248,17 @@ def test_job_with_begin_option_is_not_released_early(place, cluster):
     launcher.cancel(handle, grace=0)
 
 
+def test_job_that_a_node_failed_to_launch_is_released(place, launcher, cluster, monkeypatch):
+    monkeypatch.setattr(slurm, "RELEASE_PAUSES", (0.0,))
+    monkeypatch.setattr(slurm, "HELD_SECONDS", 0.0)
+    (place / "finish").touch()
+    statuses = []
+    cluster.fail_next_prolog()
+    execute(launcher, job(place), on_status=statuses.append)
+    assert [status.event[0] for status in statuses if status.event] == ["released"]
+    assert any(status.pending for status in statuses)
+
+
 def test_job_without_attempt_file_stops_at_once(place, launcher, cluster):
     handle = launcher.submit(job(place, nodes=2, processes=1))
     wait_for(*(place / f"pid-{rank}" for rank in range(2)))

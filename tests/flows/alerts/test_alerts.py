@@ -58,7 +58,7 @@ def live(store: Store) -> None:
     run = store.run_folder("troubled")
     run.path.mkdir(parents=True)
     with alerts(resolve.load("tiny"), run) as alerting:
-        record_attempt(run.path, "submitted", time=time.time() - QUEUED_SECONDS - 1)
+        record_attempt(run.path, "queued", time=time.time() - QUEUED_SECONDS - 1)
         alerting.update(now=True)
         record_attempt(run.path, "started", job=0)
         for step in (7, 8, 9):

@@ -27,7 +27,8 @@ def queue(tmp_path, monkeypatch):
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\necho >> {calls}\ncat {rows}\n")
     program.chmod(0o755)
-    (program.parent / "scontrol").symlink_to("/bin/true")
+    (program.parent / "scontrol").write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/scontrol\n")
+    (program.parent / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     return rows, lambda: len(calls.read_text().splitlines())
 
@@ -53,3 +54,26 @@ def test_jobs_share_few_queries_and_their_records_are_noticed_at_once(clock, que
     assert (ended.running, ended.exit_code) == (False, 3)
     assert (killed.running, killed.exit_code) == (False, None)
     assert "Slurm ended job 8" in killed.note
+
+
+def test_held_job_is_released_with_backoff_a_few_times_per_start(clock, queue, tmp_path):
+    rows, _ = queue
+    rows.write_text("7|PENDING|0:00|a|c|launch failed requeued held\n")
+    launcher = create("slurm", resolve.load("tiny", ("cluster.launcher=slurm",)).cluster)
+    events = []
+
+    def poll(seconds: float) -> None:
+        until = clock.now + seconds
+        while clock.now < until:
+            clock.now += 2
+            status = launcher.poll(Handle(Job("a", "program", (), tmp_path), "7"))
+            assert (status.running, status.pending) == (True, True)
+            events.extend([status.event] if status.event else [])
+
+    poll(3600)
+    assert [name for name, _ in events] == ["released"] * len(slurm.RELEASE_PAUSES) + ["held"]
+    assert events[-1][1].endswith("see sinfo --list-reasons, then run scontrol release 7")
+    (tmp_path / "a.start").write_text("7.1\n")  # it has run in the meantime
+    poll(60)
+    assert [name for name, _ in events[-2:]] == ["released"] * 2
+    assert set((tmp_path / "scontrol").read_text().splitlines()) == {"release 7"}
