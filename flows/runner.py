@@ -52,6 +52,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 RETRIES = 2  # of steps without `may_retry`
+RETRY_POLL = 0.2  # seconds, so that `Background.interrupt` takes effect
 UNLIMITED = 1_000_000  # retries, for steps whose `may_retry` decides
 REJECTIONS = (ProfileError, *SOURCE_ERRORS)  # errors of the input
 PREFECT_PROGRESS_SECONDS = 15.0  # between progress lines in Prefect's log
@@ -81,6 +82,7 @@ class _Call:
     artifact: Artifact | None = None  # found in the store or made
     cached: bool = False  # whether the store had it
     retries: int = 0
+    retry_at: float = 0.0  # earliest time of the next attempt, on the clock of time.monotonic
     begun: float = field(default_factory=time.monotonic)
     thread: int | None = None  # id of the thread that it runs in; None before and after
     stop: BaseException | None = None  # what interrupted it
@@ -189,6 +191,8 @@ class Runner:
         def work() -> State:
             call.thread = threading.get_ident()
             try:
+                while time.monotonic() < call.retry_at:
+                    time.sleep(RETRY_POLL)
                 found = step.find(context, key) if key is not None else None
                 call.artifact, call.cached = found or step.run(context, key), found is not None
             except STOPS as stop:
@@ -207,8 +211,12 @@ class Runner:
         decide = call.step.may_retry(context)
 
         def condition(made: Task[..., Any], run: TaskRun, state: State) -> bool:
-            if not worth_retrying(made, run, state) or (decide is not None and not decide()):
+            if not worth_retrying(made, run, state):
                 return False
+            pause = 0.0 if decide is None else decide(state.result(raise_on_failure=False))
+            if pause is None:
+                return False
+            call.retry_at = time.monotonic() + pause
             call.retries += 1
             self._record(call.step.name, "tried again", state)
             if decide is None:  # `may_retry` logs its own decisions

@@ -13,6 +13,7 @@ from modeling import exit_codes
 from modeling.planning import planner
 from profiles.schema import Profile
 from tasks.launchers import JobFailed
+from tasks.launchers.base import Unavailable
 from tasks.launchers.causes import OUT_OF_MEMORY
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,13 @@ REASON = re.compile(
     re.MULTILINE,
 )
 HUNG = "a rank hung"  # start of a hang's cause
-STORAGE_FAILURES = ("LoadFailed", "SaveGivenUp", "StaleAttempt")  # retried, with their reason as the cause
 RESTARTING = "restarting %s, attempt %d of %d"  # log message before a retry
+# Errors of ranks whose cause is the storage. An OSError without a number is of another kind, such as a library that is missing.
+OUTAGE = re.compile(
+    r"LoadFailed: |SaveGivenUp: |OSError: \[Errno (?!12\])|RuntimeError: rank 0: OSError\((?!12\b)\d"
+)  # 12: memory
+# Errors of the flow that are not: they would persist.
+PERSISTENT = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 class FatalError(JobFailed):
@@ -42,12 +48,19 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
         cause = f"{HUNG}; the stacks of all ranks are in logs/stacks of the run folder"
         return _as(JobFailed, failure, cause)
-    if reasons and reasons[-1][0] in STORAGE_FAILURES:
+    if reasons and OUTAGE.match(": ".join(reasons[-1])):
+        return _as(Unavailable, failure, reasons[-1][1])
+    if reasons and reasons[-1][0] == "StaleAttempt":
         return _as(JobFailed, failure, reasons[-1][1])
     # The system's out-of-memory messages count only if no rank reported another cause.
     if code == exit_codes.OUT_OF_MEMORY or OUT_OF_MEMORY.search(failure.detail):
         return _as(FatalError, failure, f"out of memory; {_advice(profile)}")
     return failure
+
+
+def is_outage(failure: BaseException) -> bool:
+    """Whether the cluster or the storage was unavailable, so that a retry may succeed later."""
+    return isinstance(failure, Unavailable | OSError) and not isinstance(failure, PERSISTENT)
 
 
 def explain(profile: Profile, failure: JobFailed) -> JobFailed:

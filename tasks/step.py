@@ -103,6 +103,9 @@ class Step(ABC):
         """The result in one line, from the artifact's summary."""
         return ""
 
-    def may_retry(self, context: Context) -> Callable[[], bool] | None:
-        """Return a function that decides after each failure whether to retry; None retries twice."""
+    def may_retry(self, context: Context) -> Callable[[BaseException], float | None] | None:
+        """Return a function that decides after each failure whether to retry; None retries twice.
+
+        Its result: how many seconds to wait, in addition to the usual pause before a retry; None: do not retry.
+        """
         return None

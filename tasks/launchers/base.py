@@ -114,6 +114,10 @@ class JobFailed(RuntimeError):
         self.exit_code = exit_code  # of the rank that failed first if known, else of the job
 
 
+class Unavailable(JobFailed):
+    """The cluster or the storage did not answer: an outage, after which a retry may succeed."""
+
+
 def job_environment() -> dict[str, str]:
     """This process's environment without Prefect's variables and hub tokens, and with SAFE_PATH."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD_PREFIXES)}
@@ -190,7 +194,8 @@ def execute(
         on_status: called with each status.
 
     Raises:
-        JobFailed: the job ended with an exit code other than 0, or its status was unknown for STATUS_TIMEOUT.
+        JobFailed: the job ended with an exit code other than 0.
+        Unavailable: its status was unknown for STATUS_TIMEOUT.
         TimeoutError: the job exceeded `timeout` and was cancelled.
     """
     handle = launcher.find(job)
@@ -210,7 +215,7 @@ def execute(
                 running, failure = True, None
                 warnings.log_once(f"{job.name}: cannot get the job's status; retrying", error)
                 if time.monotonic() - last_known > STATUS_TIMEOUT:
-                    raise JobFailed(
+                    raise Unavailable(
                         f"{job.name}: no status for {STATUS_TIMEOUT:.0f} s ({error!r}), job left running; "
                         f"start the same run again to re-attach; log: {job.log_file}"
                     ) from error

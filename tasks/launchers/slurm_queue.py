@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.launchers.base import JobFailed, job_environment
+from tasks.launchers.base import JobFailed, Unavailable, job_environment
 
 COMMAND_TIMEOUT = 60.0  # seconds
 RETRY_SECONDS = 300.0  # for which `Queue.require` retries a controller that does not answer
@@ -17,7 +17,7 @@ FORMAT = "%F|%T|%M|%j|%k|%r"
 LAUNCH_FAILED = "launch failed requeued held"  # reason after a node's prolog failed, for example
 
 
-class ControllerUnavailable(JobFailed):
+class ControllerUnavailable(Unavailable):
     """The Slurm controller did not answer."""
 
 

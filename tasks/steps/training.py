@@ -21,6 +21,7 @@ from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures, keys
 from tasks.launchers import JobFailed, Status, create, execute
+from tasks.reporting.format import format_duration
 from tasks.step import Context, Step
 from tasks.steps.jobs import LogForwarder, cluster_job
 from tasks.store import run_artifacts, runs
@@ -28,6 +29,15 @@ from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
+
+OUTAGE_PAUSES = (
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)  # seconds before each retry after an outage; the last applies to all further
+OUTAGE_SECONDS = 3600.0  # that a run waits in all for outages, without a new checkpoint
 
 
 @dataclass
@@ -97,7 +107,7 @@ class TrainingStep(Step):
         summary = {"steps": steps, "loss": last["loss"] if last else math.nan, "tokens": tokens}
         return run_artifacts.publish(store, self.kind, key, folder.name, part, summary)
 
-    def may_retry(self, context: Context) -> Callable[[], bool]:
+    def may_retry(self, context: Context) -> Callable[[BaseException], float | None]:
         run = context.store.run_folder(context.run_folder.name)
         return RetryBudget(run, context.profile.cluster.retries).spend
 
@@ -127,27 +137,34 @@ class QueueRecorder:
 class RetryBudget:
     """Retry budget: `retries` failures without a new checkpoint; each new checkpoint refills it.
 
+    Outages of the cluster or the storage are waited for, up to OUTAGE_SECONDS in all, before they count.
     Attempts in log lines are counted from the latest checkpoint, too.
     """
 
     def __init__(self, run: RunFolder, retries: int) -> None:
         self._run, self._retries = run, retries
         self._failures = 0
+        self._pauses: list[float] = []  # waited for outages
         self._latest = self._latest_checkpoint() or 0
 
-    def spend(self) -> bool:
-        """Count a failure; returns whether to retry."""
+    def spend(self, failure: BaseException) -> float | None:
+        """Count a failure; returns the seconds to wait before a retry, None if there is none."""
         latest = self._latest_checkpoint()
         if latest is None:
             latest = self._latest
         elif latest > self._latest:
-            self._latest, self._failures = latest, 0
+            self._latest, self._failures, self._pauses = latest, 0, []
+        start = f"from step {latest:,}" if latest else "from the beginning"
+        if failures.is_outage(failure) and sum(self._pauses) < OUTAGE_SECONDS:
+            pause = OUTAGE_PAUSES[min(len(self._pauses), len(OUTAGE_PAUSES) - 1)]
+            self._pauses.append(pause)
+            log.warning("storage or cluster unavailable; restarting %s in %s", start, format_duration(pause))
+            return pause
         self._failures += 1
         if self._failures > self._retries:
-            return False
-        start = f"from step {latest:,}" if latest else "from the beginning"
+            return None
         log.warning(failures.RESTARTING, start, self._failures + 1, self._retries + 1)
-        return True
+        return 0.0
 
     def _latest_checkpoint(self) -> int | None:
         """0 if there is none; None if the store cannot be read, which must not end training."""

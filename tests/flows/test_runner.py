@@ -15,6 +15,7 @@ from flows.runner import THREADS, Runner
 from profiles import resolve
 from tasks import keys
 from tasks.step import Context, Step
+from tasks.steps import training
 from tasks.steps.training import RetryBudget
 from tasks.store import runs
 from tasks.store.run_folder import RunFolder
@@ -130,12 +131,12 @@ def test_background_step_is_interrupted_when_the_flow_fails(context):
 def test_failed_step_is_retried_although_its_run_folder_cannot_be_read(context, tmp_path, monkeypatch):
     @dataclass
     class TrainStep(ToyStep):
-        """Fails once; its retries are limited as those of training."""
+        """Fails once, by an outage of the storage, which does not spend its retry budget."""
 
         name = "train"
 
         def may_retry(self, context):
-            return RetryBudget(context.store.run_folder("run"), 1).spend
+            return RetryBudget(context.store.run_folder("run"), 0).spend
 
         def make(self, context, key):
             if not self.made:
@@ -153,6 +154,7 @@ def test_failed_step_is_retried_although_its_run_folder_cannot_be_read(context, 
 
     monkeypatch.setattr(RunFolder, "checkpoint_steps", unreadable)
     monkeypatch.setattr(runs, "last_training_row", unreadable)
+    monkeypatch.setattr(training, "OUTAGE_PAUSES", (0.1,))
     monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
     assert retrying() == {"number": 1}
     assert ToyStep.made == [1, 1]

@@ -6,7 +6,7 @@ import pytest
 
 from modeling import exit_codes
 from profiles import resolve
-from tasks.failures import FatalError, classify
+from tasks.failures import FatalError, classify, is_outage
 from tasks.launchers import Handle, Job, JobFailed, Status, causes
 
 
@@ -110,14 +110,17 @@ def test_rejected_input_is_fatal_with_its_message():
     [
         "SaveGivenUp: step 8 could not be saved: rank 0: Permission denied; gave up after 8 attempts",
         "LoadFailed: rank 3: OSError('step_8/a_3_0.distcp: stale file handle')",
+        "OSError: [Errno 116] Stale file handle",
+        "RuntimeError: rank 0: OSError(5, 'Input/output error')",
     ],
 )
 def test_failed_storage_is_the_cause_and_retried(reason):
     found = failure(1, f"[rank 0] step 7/100  loss 5\n[rank 0] {reason}")
-    assert not isinstance(found, FatalError)
+    assert is_outage(found)
     assert str(found).startswith(reason.partition(": ")[2])
 
 
 @pytest.mark.parametrize("code", [-9, 1, None, exit_codes.HUNG, exit_codes.INTERRUPTED])
 def test_everything_else_is_retried(code):
     assert not isinstance(failure(code), FatalError)
+    assert not is_outage(failure(code))
