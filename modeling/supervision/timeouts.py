@@ -2,7 +2,7 @@
 
     step         hang_factor · median step time + hang_seconds, at most the longest of all
     compile      from the start until a median of steps is known
-    load, save, evaluate, data    PHASES
+    load, save, evaluate, data, report    PHASES
 
 All timeouts are defined here. The process group's ends a program without dumping stacks, so it is longer than the others.
 """
@@ -17,12 +17,14 @@ from datetime import timedelta
 MIN_STEPS = 3  # needed for a median step time
 STEP = "step"
 COMPILE = "compile"
+REPORT = "report"
 PHASES = {  # seconds
     COMPILE: 1800.0,
     "load": 3600.0,
     "save": 3600.0,
     "evaluate": 3600.0,
     "data": 1800.0,  # a batch that was not prefetched in time
+    REPORT: 1800.0,  # metrics, events and log lines: the shared file system may stall
 }
 MARGIN = 600.0  # seconds by which the process group's timeout exceeds the longest
 

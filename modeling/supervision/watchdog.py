@@ -6,8 +6,8 @@ recorder, if the backend keeps one, to rank_<n>.collectives (for `torchfrtrace`)
 the other ranks. A rank that cannot do so, because it is stopped or blocked in native code that holds the GIL, is handled by the
 external watchdog (torchrun.py), or without one by faulthandler's C thread.
 
-While one rank waits for data, the others wait for it in a collective of their step. So the process group's store counts the ranks
-that are in another phase than a step, and while there are any no step times out.
+While one rank waits for data, or for its metrics to be written, the others wait for it in a collective of their step. So the
+process group's store counts the ranks that are in another phase than a step, and while there are any no step times out.
 
 Cost: one lock per step, and a new faulthandler thread every few seconds.
 """
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Self
 from modeling.exit_codes import HANG_MESSAGE, HUNG
 from modeling.supervision.heartbeat import Heartbeat
 from modeling.supervision.stragglers import node_name
-from modeling.supervision.timeouts import COMPILE, MIN_STEPS, STEP, Timeouts
+from modeling.supervision.timeouts import COMPILE, MIN_STEPS, REPORT, STEP, Timeouts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -94,6 +94,8 @@ class Watchdog:
         with self._changed:
             self._phase, self._begun = phase, time.monotonic()
             self._extend()
+            if phase != REPORT:  # too short and frequent: `_watch` does it if this one takes longer
+                self._arm_faulthandler()
             self._changed.notify()
 
     def _extend(self) -> None:
@@ -101,11 +103,15 @@ class Watchdog:
         self._deadline = time.monotonic() + self._timeout
         if self._heartbeat is not None:
             self._heartbeat.set_deadline(self._deadline)
+
+    def _arm_faulthandler(self) -> None:
+        """Let faulthandler end the process some time after the deadline; the caller holds the lock."""
         deadline = self._deadline + FAULTHANDLER_DELAY
         # Each call starts a thread, so small changes are skipped.
-        if abs(deadline - self._faulthandler_deadline) > FAULTHANDLER_DELAY / 2:
+        changed = abs(deadline - self._faulthandler_deadline) > FAULTHANDLER_DELAY / 2
+        if changed and not self._finished:
             self._faulthandler_deadline = deadline
-            faulthandler.dump_traceback_later(self._timeout + FAULTHANDLER_DELAY, exit=True)
+            faulthandler.dump_traceback_later(deadline - time.monotonic(), exit=True)
 
     def _watch(self) -> None:
         busy = False  # whether this rank is counted
@@ -127,8 +133,11 @@ class Watchdog:
                     if not others_busy:
                         break
                     self._extend()
+                    self._arm_faulthandler()
             else:
                 busy = not busy
+                with self._changed:
+                    self._arm_faulthandler()
                 self._count(1 if busy else -1)
         if busy:
             self._count(-1)

@@ -132,7 +132,8 @@ class TrainingRun:
                 continue
             loss = self._finish_step()
             if self._drifted is not None:
-                self.replicas.synchronize(self._drifted)
+                with self.watchdog.phase("report"):
+                    self.replicas.synchronize(self._drifted)
                 self._drifted = None
             if self.guard.exhausted:
                 with self.watchdog.phase("load"):
@@ -161,8 +162,8 @@ class TrainingRun:
             return
         with self.watchdog.phase("evaluate"):
             result = evaluate_into(self.before, self.trainer, self.validation, 0)
-        if self.reporter:
-            self.reporter.evaluation(0, result)
+            if self.reporter:
+                self.reporter.evaluation(0, result)
 
     def _queue_step(self) -> None:
         """Queue a step's work on the device, and finish the previous step in the meantime."""
@@ -221,7 +222,8 @@ class TrainingRun:
         self.watchdog.beat(queued.step, timings.total)
         self.account.step(timings.total, skipped=found.skipped)
         if self.reporter:
-            self.reporter.step(StepRecord(queued.step, queued.learning_rate, found, reason, timings))
+            with self.watchdog.phase("report"):  # storage may stall for longer than a step may take
+                self.reporter.step(StepRecord(queued.step, queued.learning_rate, found, reason, timings))
         return found.loss
 
     def _evaluate_if_due(self) -> float | None:
@@ -236,8 +238,8 @@ class TrainingRun:
             except EvaluationStopped:  # in time for the step to be saved
                 self._stopping = True
                 return None
-        if self.reporter:
-            self.reporter.evaluation(self.step, result)
+            if self.reporter:
+                self.reporter.evaluation(self.step, result)
         return result.loss
 
     def _save_if_due(self, loss: float, validation_loss: float | None) -> None:
@@ -286,7 +288,8 @@ class TrainingRun:
         outcome = f"saved step {self.step}, to be resumed from there" if on_stop else "not saved"
         log.info(f"interrupted: {outcome}")
         if self.reporter:
-            self.reporter.event("interrupted", self.step, outcome)
+            with self.watchdog.phase("report"):
+                self.reporter.event("interrupted", self.step, outcome)
 
 
 class TrainingData:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from modeling import exit_codes
 from modeling.supervision import watchdog
-from modeling.supervision.timeouts import PHASES, STEP, Timeouts
+from modeling.supervision.timeouts import PHASES, REPORT, STEP, Timeouts
 from tests.forkserver import forkserver
 from tests.slurm.conftest import until
 
@@ -83,8 +83,9 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
     assert code in (exit_codes.HUNG, -signal.SIGALRM), output
 
 
-def test_rank_waiting_for_another_ranks_data_is_not_hung(tmp_path):
-    process = forkserver().Process(target=wait_for_data_then_hang, args=(tmp_path,))
+@pytest.mark.parametrize("phase", ["data", REPORT])
+def test_rank_waiting_for_another_ranks_storage_is_not_hung(tmp_path, phase):
+    process = forkserver().Process(target=wait_for_storage_then_hang, args=(tmp_path, phase))
     process.start()
     process.join(60)
     assert process.exitcode == exit_codes.HUNG
@@ -93,8 +94,21 @@ def test_rank_waiting_for_another_ranks_data_is_not_hung(tmp_path):
     assert re.search(r"no step for \S+ s after step 3; the timeout of the phase 'step' is 1.1 s", stacks)
 
 
-def wait_for_data_then_hang(folder: Path) -> None:
-    """Two ranks: one reads data for longer than a step may take, then both hang."""
+def test_faulthandler_waits_for_a_long_report(tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr(
+        watchdog.faulthandler, "dump_traceback_later", lambda seconds, exit: waits.append(seconds)
+    )
+    with watchdog.Watchdog(tmp_path, 0, Timeouts(1.0, 1.0)) as watching:
+        for step in 1, 2, 3:
+            watching.beat(step, 0.1)
+        with watching.phase(REPORT):
+            until(lambda: waits[-1] > PHASES[REPORT])
+        assert waits[-1] < 60
+
+
+def wait_for_storage_then_hang(folder: Path, phase: str) -> None:
+    """Two ranks: one reads data or writes metrics for longer than a step may take, then both hang."""
     store, timeouts = dist.HashStore(), Timeouts(1.0, 1.0)
     watchdog.EXIT_DELAY = 0
     with (
@@ -104,7 +118,7 @@ def wait_for_data_then_hang(folder: Path) -> None:
         for step in 1, 2, 3:
             waiting.beat(step, 0.1)
             reading.beat(step, 0.1)
-        with reading.phase("data"):
+        with reading.phase(phase):
             time.sleep(2.5)
         (folder / "read").touch()
         reading._finished = True
