@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,7 +28,12 @@ log = logging.getLogger(__name__)
 
 EVENT = "trainshed.run."  # prefix of an event's name; the kind follows
 RESOURCE = "trainshed.run."  # prefix of its resource's id; the run's name follows
-FROM_RANKS = ("rollback", "straggler", "resumed")  # events.jsonl entries emitted as such
+# events.jsonl entries, and the kinds that are emitted for them
+FROM_RANKS = {
+    **{event: event for event in ("rollback", "straggler", "resumed")},
+    "corrupted checkpoint": "corrupted-checkpoint",
+}
+UNSAVED_INTERVALS = 2  # of `checkpoint.every`, after which training without a checkpoint is reported again
 POLL_SECONDS = 2.0  # of the run folder's files
 CHECKPOINT_POLL_SECONDS = 15.0  # of the store's checkpoints
 QUEUED_SECONDS = 1800.0  # until a job that has not started is reported
@@ -109,18 +115,34 @@ class RunAlerts:
         if isinstance(reached, int):  # later checkpoints are written again
             self._state["checkpoint"] = min(self._state.get("checkpoint", 0), reached)
         if event in FROM_RANKS:
-            self._emit(event, f"{event}: {reason}", **facts)
+            self._emit(FROM_RANKS[event], f"{event}: {reason}", **facts)
         elif event == "skipped":
             step = facts.get("step", 0)
             if step != self._state.get("skipped", -1) + 1:  # one event per spike
                 self._emit("spike", f"step {step:,} skipped: {reason}", **facts)
             self._state["skipped"] = step
+        elif event == "not saved":
+            self._not_saved(facts.get("step", 0), reason)
         elif event == "held":
             self._emit("queued", reason)
         elif HUNG in reason:
             self._emit("hang", reason, **facts)
         elif NODE_FAILED in reason:
             self._emit("node-lost", reason, **facts)
+
+    def _not_saved(self, step: int, reason: str) -> None:
+        """Report the first failed save since a checkpoint, and that there has been none for long."""
+        latest, reported = self._state.get("checkpoint", 0), self._state.get("unsaved", 0)
+        message = f"step {step:,} could not be saved: {reason}"
+        if not reported:
+            self._state["unsaved"] = 1
+            self._emit("not-saved", message, step=step)
+        elif reported == 1 and step - latest > UNSAVED_INTERVALS * (
+            self._profile.checkpoint.every or math.inf
+        ):
+            self._state["unsaved"] = 2
+            since = f"no checkpoint since step {latest:,}" if latest else "no checkpoint yet"
+            self._emit("not-saved", f"{message}; {since}", step=step)
 
     def _attempt(self, row: Mapping[str, Any]) -> None:
         """Handle a row of attempts.jsonl: a job was submitted or requeued, or its ranks have started or ended."""
@@ -134,7 +156,7 @@ class RunAlerts:
         steps = [step for step in self._run.checkpoint_steps() if step > latest]
         for step in steps:
             self._emit("checkpoint", f"the checkpoint of step {step:,} is complete", step=step)
-            self._state["checkpoint"] = step
+            self._state["checkpoint"], self._state["unsaved"] = step, 0
 
     def _emit(self, kind: str, message: str, **facts: Any) -> None:
         name = self._run.name

@@ -12,6 +12,8 @@ ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
     "checkpoint": "a checkpoint is complete",
     "spike": "steps are skipped for a loss or gradient norm that is a spike or not finite",
     "rollback": "training went back to a checkpoint after skipped steps",
+    "not-saved": "a checkpoint could not be saved, and once more if training continues without for long",
+    "corrupted-checkpoint": "a checkpoint was corrupted and moved to quarantine",
     "straggler": "a rank is slower than the others",
     "hang": "training hung and was stopped",
     "node-lost": "a job lost a node",

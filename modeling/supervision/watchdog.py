@@ -72,12 +72,13 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Apply the timeout of a phase to the block."""
+        """Apply the timeout of a phase to the block, then that of the phase around it, from its beginning."""
+        outer = self._phase
         self._begin(name)
         try:
             yield
         finally:
-            self._begin(STEP)
+            self._begin(outer)
 
     @property
     def _timed_phase(self) -> str:

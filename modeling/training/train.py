@@ -251,8 +251,19 @@ class TrainingRun:
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.replicas.synchronize(self.step)
-            last = finished or self._stopping
-            self.checkpoints.save(self.step, validation_loss, last=last, prune=not skipping, **state)
+            options = {"last": finished or self._stopping, "prune": not skipping, "wait": self._wait_to_save}
+            self.checkpoints.save(self.step, validation_loss, **options, **state)
+
+    def _wait_to_save(self, seconds: int) -> bool:
+        """Wait, or until a rank receives a stop signal; returns whether one has. Collective."""
+        with self.watchdog.phase("save"):
+            for _ in range(seconds):
+                time.sleep(1)
+                requested = torch.tensor([float(self.stop.requested)])
+                if not self._stopping and sum(self.trainer.sum_on_host(requested)):
+                    self._stopping = True
+                    break
+        return self._stopping
 
     def _roll_back(self) -> bool:
         """Load the latest checkpoint from before the skipped steps, and exclude their samples.

@@ -58,6 +58,8 @@ def test_metrics_page_lists_every_event():
     assert {name.strip("`") for name in listed} == recorded_events() | {
         "<step> tried again",
         "<step> failed",
+        "released",
+        "held",
     }
 
 

@@ -4,8 +4,8 @@ A corrupted checkpoint is moved to quarantine, and the run resumes from the late
 
 Kept are the latest `checkpoint.keep`, the multiples of `checkpoint.keep_every` steps, and the one with the lowest validation
 loss, if an evaluation fell on its step. A failed save is logged and retried after 1, 2, 4, ... steps while training continues.
-The run fails if the final checkpoint cannot be written, or if FIRST_SAVES attempts have failed and none has succeeded since the
-run was started, since its training would be lost.
+The final save is retried for an hour, or within the grace period of a job that is being stopped. Then the run fails, or if
+FIRST_SAVES earlier attempts have failed and none has succeeded since it was started, since its training would be lost.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -45,8 +44,9 @@ from profiles import state_files
 
 log = logging.getLogger(__name__)
 
-# Seconds between attempts at the final save; together they fit into the grace period of a job that is being stopped.
-RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)
+# Seconds between attempts at the final save. Those of RETRY_PAUSES fit into the grace period of a job that is being stopped.
+RETRY_PAUSES = (1, 2, 4, 8)
+PATIENT_PAUSES = (15, 30, *[60] * 59)
 FIRST_SAVES = 8  # failed saves, without a successful one, after which a run ends: 127 steps after the first
 
 
@@ -87,6 +87,7 @@ class Checkpoints:
         self._step = 0  # step of the current or latest save
         self._validation_loss: float | None = None
         self._prune = True
+        self._last = False  # whether it is the final one
         self._failures = 0  # consecutive failed saves
         self._has_saved = False  # whether a save succeeded since the run was started
         settings = self.profile.checkpoint
@@ -203,12 +204,15 @@ class Checkpoints:
         *,
         last: bool = False,
         prune: bool = True,
+        wait: Callable[[int], bool],
         **state: Any,
     ) -> None:
         """Write step_<n>; `checkpoint.async` only starts it, but a `last` checkpoint is complete on return.
 
         Args:
             prune: whether to remove, once it is complete, checkpoints that the profile does not keep.
+            wait: called before another attempt at a `last` checkpoint: waits so many seconds, or until the job is being stopped;
+                returns whether it is, alike on all ranks.
             state: JSON values to add to the marker.
 
         Raises:
@@ -217,19 +221,20 @@ class Checkpoints:
         """
         if self._saver.pending:
             self._finish()
-        self._prune = prune
+        self._prune, self._last = prune, last
         error = self._begin(step, validation_loss, state)
         if last or not self.profile.checkpoint.async_:
             error = error or self._finish()
         if not last:
             return
-        for pause in RETRY_PAUSES:
-            if error is None:
-                return
-            time.sleep(pause)
+        pauses, attempts, stopping = [*RETRY_PAUSES, *PATIENT_PAUSES], 1, False
+        while error is not None:
+            if not pauses:
+                raise self._save_given_up(step, error, attempts)
+            if wait(pauses.pop(0)) and not stopping:
+                stopping, pauses = True, [*RETRY_PAUSES[1:]]
             error = self._begin(step, validation_loss, state) or self._finish()
-        if error is not None:
-            raise self._save_given_up(step, error, len(RETRY_PAUSES) + 1)
+            attempts += 1
 
     def close(self) -> None:
         """Complete a pending save."""
@@ -284,7 +289,7 @@ class Checkpoints:
         if self.leader:
             log.warning(f"step {self._step} could not be saved: {error}; retrying")
             record_event(self.run, "not saved", step=self._step, reason=str(error))
-        if not self._has_saved and self._failures >= FIRST_SAVES:
+        if not self._last and not self._has_saved and self._failures >= FIRST_SAVES:
             raise self._save_given_up(self._step, error, self._failures)
         return error
 

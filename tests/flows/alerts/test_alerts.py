@@ -7,6 +7,7 @@ from prefect import flow
 from prefect.automations import Automation
 from prefect.events.actions import DoNothing
 
+from flows.alerts import events
 from flows.alerts.automations import register_alerts
 from flows.alerts.events import QUEUED_SECONDS, alerts, emit
 from flows.server.prefect_settings import ALERT_KINDS, ALERTS
@@ -64,6 +65,9 @@ def live(store: Store) -> None:
         for step in (7, 8, 9):
             record_event(run.path, "skipped", step=step, reason="loss 99 is a spike")
         record_event(run.path, "rollback", step=9, reason="rolled back to step 5")
+        for step in (20, 21):
+            record_event(run.path, "not saved", step=step, reason="no space left on device")
+        record_event(run.path, "corrupted checkpoint", step=9, reason="bad checksum")
         record_event(run.path, "straggler", step=20, reason="rank 3 on n2 is 2.0 times slower")
         record_event(run.path, "train tried again", reason=cause("train: hung"))
         record_event(run.path, "resumed", step=20, reason="start 2, from the checkpoint of step 20")
@@ -71,6 +75,28 @@ def live(store: Store) -> None:
         run.write("checkpoints/step_20/complete.json", b"{}")
     with alerts(resolve.load("tiny"), run) as alerting:  # the same run again: nothing is new
         alerting.update(now=True)
+
+
+def test_long_time_without_a_checkpoint_is_reported_again(tmp_path, monkeypatch):
+    emitted = []
+    monkeypatch.setattr(events, "emit", lambda kind, run, message, **facts: emitted.append((kind, message)))
+    run = Store(str(tmp_path)).run_folder("full")
+    run.path.mkdir(parents=True)
+    alerting = events.RunAlerts(resolve.load("tiny", ("checkpoint.every=10",)), run)
+    run.write("checkpoints/step_10/complete.json", b"{}")
+    alerting.update(now=True)
+    for step in (20, 21, 23, 30, 31, 40):
+        record_event(run.path, "not saved", step=step, reason="no space left on device")
+    alerting.update(now=True)
+    run.write("checkpoints/step_41/complete.json", b"{}")
+    alerting.update(now=True)
+    record_event(run.path, "not saved", step=50, reason="no space left on device")
+    alerting.update(now=True)
+    assert [message.partition(": ")[2] for kind, message in emitted if kind == "not-saved"] == [
+        "step 20 could not be saved: no space left on device",
+        "step 31 could not be saved: no space left on device; no checkpoint since step 10",
+        "step 50 could not be saved: no space left on device",
+    ]
 
 
 def test_every_kind_is_notified_exactly_once(automations, webhook, tmp_path):
