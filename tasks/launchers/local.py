@@ -61,7 +61,10 @@ class LocalLauncher:
         attempt = ("--attempt", str(next_attempt(job.attempt_file))) if job.attempt_file else ()
         command = _command(job.with_arguments(*attempt), self._grace)
         with job.log_file.open("ab") as output:
-            log_start = output.tell()
+            handle = Handle(job, identifier, output.tell())
+            # Before the job starts: whatever interrupts this process, the next one finds the job's processes.
+            state = {"identifier": identifier, "log_start": handle.log_start, "job": job.signature}
+            state_files.write(job.handle_file, json.dumps(state, indent=1))
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -72,20 +75,15 @@ class LocalLauncher:
             )
         self._children[identifier] = child
         _wait_until_marked(child, identifier)
-        handle = Handle(job, identifier, log_start)
-        state = {"identifier": identifier, "log_start": log_start, "job": job.signature}
-        try:
-            state_files.write(job.handle_file, json.dumps(state, indent=1))
-        except BaseException:
-            self.cancel(handle, grace=0)
-            raise
         return handle
 
     def find(self, job: Job) -> Handle | None:
         handle, state = _read_handle(job), state_files.read_json(job.handle_file) or {}
         if handle is None or state.get("job") != job.signature:
             return None
-        return handle if _processes(handle.identifier) else None
+        child = self._children.get(handle.identifier)
+        started = child is not None and child.poll() is None  # perhaps just now, not yet marked
+        return handle if started or _processes(handle.identifier) else None
 
     def poll(self, handle: Handle) -> Status:
         child = self._children.get(handle.identifier)

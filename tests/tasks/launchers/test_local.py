@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.launchers import Job, JobFailed, base, create, execute
+from tasks.launchers import Job, JobFailed, base, create, execute, local
 from tasks.launchers.local import MARKER, LocalLauncher
 from tasks.launchers.log_follower import LogFollower
 
@@ -146,6 +146,19 @@ def test_job_interrupted_while_it_is_submitted_is_stopped(job, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         execute(launcher, job(), grace=5)
     assert launcher.find(job()) is None
+
+
+def test_job_whose_submission_was_interrupted_is_found_by_the_next_process(job, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local, "_wait_until_marked", interrupt)
+    first, later = LocalLauncher(), create("local")
+    with pytest.raises(KeyboardInterrupt):
+        first.submit(job(processes=0))
+    pids(tmp_path, "alone")
+    later.cancel(later.find(job(processes=0)), grace=5)
+    assert (tmp_path / "saved-alone").exists()
 
 
 def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
