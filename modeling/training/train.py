@@ -119,7 +119,19 @@ class TrainingRun:
         return AnomalyGuard(self.settings, self.trainer.torch_device, state.get("guard"), functions)
 
     def train(self) -> int:
-        """Train to the end. Returns the exit code."""
+        """Train to the end, and complete a pending save. Returns the exit code."""
+        code = self._train_steps()
+        # Not after an error, when other ranks may wait in another collective than that of the save.
+        with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
+            self.checkpoints.close()
+        if self.reporter:
+            with self.watchdog.phase("report"):
+                self.reporter.ended(self.step)
+                self.reporter.close()
+        return code
+
+    def _train_steps(self) -> int:
+        """Train until the last step, a stop signal or divergence. Returns the exit code."""
         self._evaluate_before()
         while self.step < self.settings.steps:
             self.step += 1
@@ -146,11 +158,6 @@ class TrainingRun:
             if self._stopping:
                 self._report_stop()
                 break
-        with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
-            self.checkpoints.close()
-        if self.reporter:
-            self.reporter.ended(self.step)
-            self.reporter.close()
         return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
 
     def _evaluate_before(self) -> None:

@@ -95,12 +95,18 @@ def test_run_stops_as_diverged_after_allowed_rollbacks(poisoned, tmp_path):
         *(tmp_path / "run", *SETTINGS, "train.learning_rate=1e30", "train.clip=null", "train.warmup_steps=0"),
         # The only checkpoint to keep is that from before the skipped steps.
         *("checkpoint.every=1", "checkpoint.keep=1", "train.bad_steps=3", "train.rollbacks=1"),
+        "checkpoint.async=true",
     )
     log = train(run, poisoned, code=exit_codes.DIVERGED)
     assert [event["event"] for event in events(run)] == ["skipped"] * 3 + ["rollback"] + ["skipped"] * 3 + [
         "stopped"
     ]
     assert "rolled back 1 times" in log
+    saved = list((run / "checkpoints").glob("step_*"))
+    assert saved
+    assert all((path / "complete.json").exists() for path in saved)  # the pending one too
+    attempts = (run / "attempts.jsonl").read_text().splitlines()
+    assert json.loads(attempts[-1])["event"] == "ended"
 
 
 def test_sample_number_omits_exactly_the_excluded_ranges():
