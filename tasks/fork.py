@@ -33,7 +33,7 @@ HELD_PARENT = f"{HELD}/parent.json"  # written once the copy is complete
 
 
 def find_parent(store: Store, text: str, child: str) -> Parent:
-    """Parent of the run `child`, named by RUN or RUN@STEP; default: the one it has, else the latest checkpoint.
+    """Parent of the run `child`, named by RUN or RUN@STEP; without STEP its own, else the latest.
 
     So the same command resumes a fork though the parent has meanwhile saved, or removed, checkpoints.
 
@@ -193,7 +193,7 @@ def record_data(store: Store, parent: Parent) -> None:
 
 
 def _needs_checkpoint(run: RunFolder) -> bool:
-    """Whether a fork has never had a checkpoint; one whose checkpoints are all corrupted does not start over."""
+    """Whether a fork has never had a checkpoint; not if all of them are corrupted."""
     return not run.checkpoint_steps() and not run.files(f"{run_files.CHECKPOINTS}/{QUARANTINE}")
 
 

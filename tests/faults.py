@@ -125,7 +125,7 @@ def inject_objects(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 
 def lock_as_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make flock fail as over NFS: without a descriptor for reading if shared, or for writing if exclusive."""
+    """Make flock fail as over NFS, without a descriptor for reading (shared) or writing (exclusive)."""
     flock = fcntl.flock
 
     def checked(file: Any, operation: int) -> None:

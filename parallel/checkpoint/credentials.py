@@ -17,7 +17,7 @@ FILES = {  # by the environment variable that names another one
 
 
 def renew_credentials(filesystem: Any) -> None:
-    """Reconnect an S3 filesystem (s3fs) if a credentials file has changed since the last call; costs no request."""
+    """Reconnect an S3 filesystem if a credentials file has changed; costs no request."""
     if "s3" not in filesystem.protocol:
         return
     stamps = [_stamp(Path(os.environ.get(name) or default).expanduser()) for name, default in FILES.items()]

@@ -235,7 +235,7 @@ class RunFolder:
     def _downloaded(
         self, remote: ObjectBackend, part: str, marker: bytes, copy: str, lock: Path
     ) -> Iterator[None]:
-        """Hold a checkpoint's copy, downloaded if needed, so that no other process removes it during the block."""
+        """Hold a checkpoint's local copy, downloaded if needed, so that no other process removes it."""
         while True:
             with locked(lock, shared=True):
                 if self._local.read(f"{copy}/{locations.MARKER}") == marker:

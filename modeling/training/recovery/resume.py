@@ -68,7 +68,7 @@ class FollowedRequest:
         return self._record.get("weights")
 
     def follow(self, saved: dict[int, Location]) -> dict[int, Location]:
-        """Follow the request if it is new: move aside the checkpoints after the requested one, or all for their weights.
+        """Follow a new request: move aside the checkpoints after the requested one, or all for weights.
 
         Recorded first, so that the next attempt completes a move that is interrupted.
 
@@ -110,7 +110,7 @@ class FollowedRequest:
         return {s: at for s, at in saved.items() if s not in moving["steps"]}
 
     def reject_lost_training(self, parent: Mapping[str, Any] | None = None) -> None:
-        """Raise Rejected for a run without a checkpoint if it had one, unless it was requested to start without.
+        """Raise Rejected for a run that has lost its checkpoints, unless a start without is requested.
 
         Args:
             parent: the run and step that it was forked from, if it was.

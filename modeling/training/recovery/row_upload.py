@@ -1,4 +1,4 @@
-"""Uploads of metrics and events to a remote store, so that it has the rows of every step up to a complete checkpoint.
+"""Uploads metrics and events to a remote store, so that it has all rows up to a checkpoint.
 
 The flow uploads the entire run folder too (tasks/store/sync.py), but large files rarely, and nothing while no flow follows the
 job. A machine that takes over the run has only what is in the store.

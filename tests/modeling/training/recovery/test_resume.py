@@ -1,4 +1,4 @@
-"""Requests to resume: each is followed once, and never starts a run over that has lost its checkpoints."""
+"""Requests to resume are followed once, and never start a run over that lost its checkpoints."""
 
 from pathlib import Path
 
