@@ -352,15 +352,12 @@ class ArtifactStore:
 
     def _download(self, remote: Replica, kind: str, key: str, with_required: bool = True) -> None:
         """Download an artifact unless the local copy is complete, and optionally what it requires."""
-        data = remote.manifest_bytes(kind, key)
-        if data is None:
-            where = remote.backend.location(artifact_path(kind, key))
-            raise FileNotFoundError(f"{kind} {key} is not in the store: {where}")
+        data = self._remote_manifest(remote, kind, key)
         manifest = Manifest.from_bytes(data, kind, key)
         if self._verify_local(kind, key) != manifest:
             try:
                 self._download_files(kind, key, manifest, data)
-            except Corrupted:  # where only sizes had been compared
+            except (Corrupted, FileNotFoundError):  # only sizes had been compared; or it is being replaced
                 with nullcontext() if self.is_locked(kind, key) else self.lock(kind, key):
                     self._download_or_quarantine(remote, kind, key)
         self._map(lambda other: self._download(remote, *other), manifest.requires if with_required else ())
@@ -368,12 +365,20 @@ class ArtifactStore:
     def _download_or_quarantine(self, remote: Replica, kind: str, key: str) -> None:
         """Retry the download of a corrupted artifact; if still corrupted, quarantine the store's copy."""
         with remote.changing(kind, key):
-            data = remote.manifest_bytes(kind, key) or b""
+            data = self._remote_manifest(remote, kind, key)
             try:
                 self._download_files(kind, key, Manifest.from_bytes(data, kind, key), data)
             except Corrupted as error:
                 remote.quarantine(kind, key, error)
                 raise
+
+    def _remote_manifest(self, remote: Replica, kind: str, key: str) -> bytes:
+        """Contents of an artifact's manifest in the remote store. Raises FileNotFoundError if there is none."""
+        data = remote.manifest_bytes(kind, key)
+        if data is None:
+            where = remote.backend.location(artifact_path(kind, key))
+            raise FileNotFoundError(f"{kind} {key} is not in the store: {where}")
+        return data
 
     def _download_files(self, kind: str, key: str, manifest: Manifest, data: bytes) -> None:
         """Download the files of a manifest (`data`: its bytes). Raises Corrupted if a file differs from it."""

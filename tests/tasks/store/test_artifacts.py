@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from profiles import state_files
 from tasks.store import locks
 from tasks.store.artifacts import Artifact
+from tasks.store.backends import ObjectBackend
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.store import Store
 from tests import faults
@@ -362,3 +364,28 @@ def test_a_corrupted_remote_artifact_is_never_returned(remote):
     contents = [there.backend.read(f"quarantine/tokens-k1-{number}/model.bin") for number in (1, 2, 3)]
     assert contents == [b"Weights" * 1000, b"short", None]
     assert b"model.bin has 5 bytes" in there.backend.read("quarantine/tokens-k1-2/reason.txt")
+
+
+@pytest.mark.parametrize("files", [None, {**FILES, "model.bin": b"other"}])
+def test_an_artifact_that_is_replaced_during_its_download_is_downloaded_again(tmp_path, monkeypatch, files):
+    fsspec.filesystem("memory").store.clear()
+    here, there = (Store("memory://bucket/store", tmp_path / machine) for machine in ("here", "there"))
+    published = publish(here)
+    download = ObjectBackend.download
+
+    def replaced(self, *arguments) -> None:
+        monkeypatch.setattr(ObjectBackend, "download", download)
+        with here.artifacts.lock("tokens", "k1"):
+            here.artifacts.quarantine("tokens", "k1", "replaced")
+            if files:
+                publish(here, files=files)
+        download(self, *arguments)
+
+    monkeypatch.setattr(ObjectBackend, "download", replaced)
+    if files:
+        assert (there.artifacts.path(published) / "model.bin").read_bytes() == b"other"
+    else:
+        with pytest.raises(FileNotFoundError, match="tokens k1 is not in the store: memory://bucket/store"):
+            there.artifacts.path(published)
+    assert here.backend.read("quarantine/tokens-k1-1/reason.txt") == b"replaced\n"
+    assert here.backend.read("quarantine/tokens-k1-2/reason.txt") is None
