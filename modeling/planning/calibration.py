@@ -5,6 +5,7 @@ working folder, which the planner reads if it exists:
 
     products    FLOP/s of matrix products and attention by shape; the nearest shape in log space is used
     others      bytes/s of a layer's other operators, such that the total time of a layer is reproduced
+    memory      bytes/s that AdamW's update reads and writes
     links       bytes/s that one device sends in collectives, by level (levels.py)
 """
 
@@ -26,6 +27,7 @@ from profiles.schema import Profile
 
 FOLDER = Path("calibration")
 PEAK_SHARE = 0.55  # share of the published peak that layers are assumed to reach between collectives without a measurement
+MEMORY_SHARE = 0.8  # share of the published memory bandwidth that the optimizer is assumed to reach
 UNCALIBRATED = f"uncalibrated, published peaks × {PEAK_SHARE}"
 
 
@@ -39,6 +41,7 @@ class Calibration:
     # precision -> [operation, three sizes, FLOP/s]
     products: Mapping[str, Sequence[tuple[str, int, int, int, float]]]
     others: Mapping[str, float]  # by precision
+    memory: float
     links: Mapping[str, float] = field(default_factory=dict)
     path: str = ""  # of the file
 
@@ -77,6 +80,14 @@ def find(profile: Profile) -> Calibration | None:
         return None
     table = _load(path.resolve(), stamp)
     return table if profile.train.precision in table.products else None
+
+
+def memory_bandwidth(profile: Profile) -> float | None:
+    """Bytes/s that the optimizer reads and writes; None if the device's bandwidth is unknown."""
+    if table := find(profile):
+        return table.memory
+    published = device_of(profile).bandwidth
+    return published and published * MEMORY_SHARE
 
 
 def path_of(accelerator: str) -> Path:

@@ -1,12 +1,14 @@
 """Measure this device's calibration table: `python -m modeling.check_device --calibrate`.
 
 Products and attention run at a grid of shapes, products also in FP8 on accelerators that support it. Then one layer of a small
-Llama runs forward and backward; the time beyond its products is that of its other operators. Takes seconds on a CPU.
+Llama runs forward and backward; the time beyond its products is that of its other operators. The optimizer's update, which only
+reads and writes memory, runs on one flat shard. Takes seconds on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from itertools import product
 from typing import Any
@@ -16,19 +18,21 @@ import torch
 from modeling.compilation import compilers
 from modeling.models.build import DTYPES, build_mesh, build_stage
 from modeling.planning.calibration import Calibration
+from modeling.planning.optimizer_traffic import ADAMW_BYTES
 from modeling.planning.stage_costs import StageCosts
 from parallel.attention.attention import attention
-from parallel.device import Device
+from parallel.device import Device, has_fused_adamw
 from parallel.layers.products import E4M3, Float8, quantize
 from parallel.mesh import Axis
+from parallel.optimizer.adamw import AdamW, adamw, update
 from profiles.schema import Profile
 
-# Rows, and inner sizes or columns, of products; tokens of attention; and the layer's hidden size and tokens.
-ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192))
-HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024))
+# Rows, and inner sizes or columns, of products; tokens of attention; the layer's hidden size and tokens; elements of an update.
+ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192), 1 << 26)
+HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024), 1 << 22)
 ROUNDS, QUEUED = 5, 10
 FP8 = Float8("rowwise")
-Sizes = tuple[Sequence[int], Sequence[int], Sequence[int], tuple[int, int]]
+Sizes = tuple[Sequence[int], Sequence[int], Sequence[int], tuple[int, int], int]
 
 
 def calibrate(
@@ -40,9 +44,9 @@ def calibrate(
         local: this process's device.
         name: name of the accelerator, or the device's type.
         sizes: sizes of the grid; None: chosen for the device.
-        compiled: measure the layer compiled, as training runs it.
+        compiled: measure the layer, and the update where torch has no kernel for it, compiled, as training runs them.
     """
-    rows, widths, tokens, layer = sizes or (HOST if device.type == "cpu" else ACCELERATOR)
+    rows, widths, tokens, layer, shard = sizes or (HOST if device.type == "cpu" else ACCELERATOR)
     precisions = [precision for precision in DTYPES if precision != "fp8" or device.peak(precision)]
     products = {
         precision: [
@@ -57,12 +61,13 @@ def calibrate(
         torch.__version__.split("+")[0],
         products,
         dict.fromkeys(precisions, torch.inf),
+        _update_bandwidth(device, local, shard, compiled),
     )
     others = {
         precision: _others(device, local, table, _profile(device, precision, *layer), compiled)
         for precision in precisions
     }
-    return Calibration(name, table.measured, table.torch, products, others)
+    return replace(table, others=others)
 
 
 def fastest(device: Device, call: Callable[[], Any]) -> float:
@@ -136,6 +141,24 @@ def _others(
     seconds = fastest(device, call)
     work = table.seconds(profile.train.precision, costs.products, 0)
     return costs.moved / max(seconds - work, 0.05 * seconds)
+
+
+def _update_bandwidth(device: Device, local: torch.device, elements: int, compiled: bool) -> float:
+    """Bytes per second that AdamW's update reads and writes: float32 weights, gradient and two moments."""
+    weights, gradient, *moments = (torch.zeros(elements, device=local) for _ in range(4))
+    one, zero = torch.ones((), device=local), torch.zeros((), device=local)
+    settings = AdamW((0.9, 0.95), 1e-8)
+    constants, program = settings.constants(0.1, local), None
+    if compiled and not has_fused_adamw(device.type):
+        program = torch.compile(update, backend=device.compile_backend, fullgraph=True, dynamic=False)
+
+    def call() -> None:
+        adamw(
+            weights, gradient, *moments, settings=settings, weight_decay=0.1, constants=constants, step=one,
+            learning_rate=one if program else 1e-3, divisor=one, skip=zero, compiled=program,
+        )  # fmt: skip
+
+    return elements * (ADAMW_BYTES + gradient.itemsize) / fastest(device, call)
 
 
 def _profile(device: Device, precision: str, hidden: int, tokens: int) -> Profile:

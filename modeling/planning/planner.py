@@ -27,6 +27,7 @@ from modeling.models.build import device_of, partition_layers
 from modeling.models.flops import flops_per_token, idle_updates
 from modeling.planning import memory
 from modeling.planning.levels import level
+from modeling.planning.optimizer_traffic import optimizer_traffic
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
 from modeling.planning.step_time import estimate, layer_rate
 from parallel import parameter_count
@@ -50,6 +51,9 @@ class StagePlan:
     flops: float  # of one rank in a step, recomputation and padding included
     rate: float | None  # its layers' FLOP/s; None if unknown
     communication: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
+    # bytes of memory that its optimizer reads and writes in a step: during the microbatches, and after the last one
+    accumulated: int
+    updated: int
 
     @property
     def total(self) -> int:
@@ -243,6 +247,7 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
             flops=profile.accumulation_steps * sum(layer.flops for stage in stages for layer in stage),
             rate=layer_rate(profile, [layer for stage in stages for layer in stage]),
             communication=_communication_bytes(profile, costs, stages, buckets),
+            **optimizer_traffic(profile, buckets)._asdict(),
         )
 
     return tuple(plan_rank(rank) for rank in range(ranks))

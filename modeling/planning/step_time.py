@@ -1,12 +1,14 @@
-"""Step time, estimated from ranks' FLOPs and communication volume and device and link speeds.
+"""Step time, estimated from ranks' FLOPs, communication volume and memory traffic, and device and link speeds.
 
-    work      of a rank: FLOPs / rate + bytes of tensor, context and expert communication / bandwidth
-    step      slowest rank's work · (1 + bubble) + exposed exchange of gradients and weights
+    work      of a rank: FLOPs / rate + bytes of tensor, context and expert communication / bandwidth + bytes that it accesses to
+              accumulate gradients / memory bandwidth
+    step      slowest rank's work · (1 + bubble) + exposed exchange of gradients and weights + bytes that its update accesses /
+              memory bandwidth
 
 `rate` is measured by shape or 0.55 of the published peak (calibration.py), the bandwidth is that of a group's slowest links
-(levels.py). ZeRO-1 exchanges after the last microbatch; FSDP overlaps gathering weights and scattering gradients with the
-compute of every microbatch, so that only the excess is exposed. Uncalibrated estimates are 0.95 to 1.18 of AWS's eight
-published throughputs on trn1 (tests/modeling/planning/test_planner.py).
+(levels.py), the memory bandwidth is measured or 0.8 of the published one. ZeRO-1 exchanges after the last microbatch; FSDP
+overlaps gathering weights and scattering gradients with the compute of every microbatch, so that only the excess is exposed.
+Uncalibrated estimates are 0.91 to 1.13 of AWS's eight published throughputs on trn1 (tests/modeling/planning/test_planner.py).
 """
 
 from __future__ import annotations
@@ -31,11 +33,19 @@ DAY = 24 * 3600
 
 
 class RankCosts(Protocol):
-    """A rank's work in a step: FLOPs, their rate in FLOP/s (None: unknown), and bytes sent by mesh axis."""
+    """A rank's work in a step.
+
+    Attributes:
+        flops, rate: FLOPs and the layers' FLOP/s; None: unknown.
+        sent: bytes by mesh axis.
+        accumulated, updated: bytes of memory that the optimizer accesses during and after the microbatches.
+    """
 
     flops: float
     rate: float | None
     communication: Mapping[str, int]
+    accumulated: int
+    updated: int
 
 
 @dataclass(frozen=True)
@@ -90,13 +100,18 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
     speeds = {
         axis: bandwidth(profile, axis) for rank in ranks for axis, size in rank.communication.items() if size
     }
-    if any(rank.rate is None for rank in ranks) or None in speeds.values() or is_too_short(profile):
+    memory = calibration.memory_bandwidth(profile)
+    unknown = memory is None or any(rank.rate is None for rank in ranks) or None in speeds.values()
+    if unknown or is_too_short(profile):
         return Estimate(idle, basis)
 
     def seconds(rank: RankCosts, *axes: str) -> float:
         return sum(rank.communication[axis] / speeds[axis] for axis in axes if rank.communication.get(axis))
 
-    works = [rank.flops / rank.rate + seconds(rank, "tensor", "context", "expert") for rank in ranks]
+    works = [
+        rank.flops / rank.rate + seconds(rank, "tensor", "context", "expert") + rank.accumulated / memory
+        for rank in ranks
+    ]
     hidden = 0.0  # share of the work with which the exchange of weights and gradients overlaps
     if parallel.data_sharding == "fsdp":
         hidden = 1 / profile.accumulation_steps if parallel.keep_gathered else 1.0
@@ -104,7 +119,7 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
         max(0.0, seconds(rank, "data") - hidden * work) + seconds(rank, "replica")
         for rank, work in zip(ranks, works, strict=True)
     )
-    step = max(works) * (1 + idle) + exposed
+    step = max(works) * (1 + idle) + exposed + max(rank.updated for rank in ranks) / memory
     tokens = profile.step_tokens
     total = step * train.steps if train.steps else None
     hours = total and total / 3600 * cluster.nodes
@@ -118,7 +133,7 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
         total and total / DAY,
         hours,
         hours and cluster.node_price and hours * cluster.node_price,
-        _assumptions(profile, speeds, ranks),
+        _assumptions(profile, speeds, memory, ranks),
     )
 
 
@@ -130,18 +145,21 @@ def is_too_short(profile: Profile) -> bool:
 
 
 def _assumptions(
-    profile: Profile, speeds: Mapping[str, float | None], ranks: Sequence[RankCosts]
+    profile: Profile, speeds: Mapping[str, float | None], memory: float, ranks: Sequence[RankCosts]
 ) -> tuple[str, ...]:
     peak = device_of(profile).peak(profile.train.precision)
     share = f", {rate / peak:.0%} of {peak / 1e12:g}" if peak and (rate := ranks[0].rate) else ""
     links = ", ".join(
         f"{axis} {speed / 1e9:.3g} GB/s ({level(profile, axis)})" for axis, speed in speeds.items() if speed
     )
+    published = device_of(profile).bandwidth
+    of_published = f", {memory / published:.0%} of {published / 1e9:,.0f}" if published else ""
     exchange = "do not"
     if profile.parallel.data_sharding == "fsdp":
         exchange = "overlap with compute, up to its duration"
     return (
         f"layers at {ranks[0].rate / 1e12:.3g} TFLOP/s per device{share}",
+        f"optimizer at {memory / 1e9:,.0f} GB/s of memory per device{of_published}",
         *([f"communication per device: {links}"] if links else []),
         f"pipeline messages overlap with compute; exchanges of gradients and weights {exchange}",
         "evaluations, checkpoints and restarts are not included",

@@ -190,7 +190,7 @@ def check_devices(run: Path, dataset: Path) -> object:
             words[check.__name__] = result.measured
     local = device.NEURON.set_current()
     table = measure.calibrate(
-        device.NEURON, local, "trn2", ((32,), (32, 64), (32,), (128, 32)), compiled=True
+        device.NEURON, local, "trn2", ((32,), (32, 64), (32,), (128, 32), 256), compiled=True
     )
     words["calibrate"] = sorted(table.products)
     for name, settings in KERNEL_PROFILES.items():

@@ -74,6 +74,35 @@ def test_times_and_price_are_consistent():
     assert plan(resolve.load("llama3-70b-trn1")).price is None
 
 
+def test_planned_step_includes_the_memory_traffic_of_the_optimizer():
+    alone = ("cluster.devices_per_node=1", "parallel.data_sharding=none", "train.global_batch_size=2")
+    traffic = {}
+    for size in (2, 1):  # one microbatch, two
+        profile = resolve.load("deepseek-coder-1.3b-h100", [*alone, f"train.micro_batch_size={size}"])
+        planned = plan(profile)
+        (stage,) = planned.stages
+        traffic[size] = [bytes / planned.parameters for bytes in (stage.accumulated, stage.updated)]
+        work = stage.flops / (0.55 * 989e12)
+        optimizer = (stage.accumulated + stage.updated) / (0.8 * 3.35e12)
+        assert planned.step_seconds == pytest.approx(work + optimizer)
+        assert "optimizer at 2,680 GB/s of memory per device, 80% of 3,350" in planned.assumptions
+    # 6 to accumulate, 8 for the norms of gradients and weights, 28 for AdamW, 6 for the bf16 copy
+    assert traffic[2] == pytest.approx([6, 42], rel=1e-3)
+    assert traffic[1] == pytest.approx([16, 42], rel=1e-3)
+
+
+def test_optimizer_traffic_is_divided_by_the_shards():
+    traffic = {}
+    for sharding in ("zero1", "fsdp"):
+        planned = plan(resolve.load("llama3-8b-h200", [f"parallel.data_sharding={sharding}"]))
+        (stage,) = planned.stages
+        traffic[sharding] = [bytes / planned.parameters for bytes in (stage.accumulated, stage.updated)]
+    m, d, ends = 128, 8, 2 * 128256 * 4096 / 8.03e9  # microbatches, ranks, share of embedding and head
+    assert traffic["zero1"] == pytest.approx([10 * m - 4, (8 + 42) / d], rel=1e-3)
+    gathers = 2 * m * (1 - ends) + ends
+    assert traffic["fsdp"] == pytest.approx([6 * m + (12 * m - 4 + 6 * gathers) / d, 36 / d], rel=1e-3)
+
+
 def test_communication_volume_follows_from_the_degrees():
     communication = plan(resolve.load("llama3-70b-cp-trn1")).communication
     assert all(communication[axis] > 0 for axis in ("tensor", "context", "pipeline", "data"))
@@ -307,7 +336,7 @@ def test_planned_step_uses_the_calibration_measured_on_this_machine(tmp_path, mo
     profile = case(CASES["one process"])
     without = plan(profile)
     assert (without.step_seconds, without.basis) == (None, "no published peak of cpu, uncalibrated")
-    sizes = ((256,), (256, 704), (256,), (256, 256))
+    sizes = ((256,), (256, 704), (256,), (256, 256), 1 << 20)
     table = calibrate(devices.resolve("cpu"), torch.device("cpu"), "cpu", sizes)
     assert set(table.products) == set(table.others) == {"float32", "bf16"}
     table.save(calibration.path_of("cpu"))
@@ -317,6 +346,7 @@ def test_planned_step_uses_the_calibration_measured_on_this_machine(tmp_path, mo
         table,
         products={kind: [(*row[:4], row[4] / 2) for row in rows] for kind, rows in table.products.items()},
         others={kind: rate / 2 for kind, rate in table.others.items()},
+        memory=table.memory / 2,
     )
     slower.save(calibration.path_of("cpu"))
     os.utime(calibration.path_of("cpu"), (1, 1))
@@ -334,7 +364,7 @@ def test_calibration_measures_fp8_if_the_device_supports_it(monkeypatch):
 
     monkeypatch.setattr(Float8, "multiply", recorded)
     device = replace(devices.resolve("cpu"), peak_flops={"fp8": 1e12})
-    table = calibrate(device, torch.device("cpu"), "cpu", ((32,), (32, 64), (32,), (128, 32)))
+    table = calibrate(device, torch.device("cpu"), "cpu", ((32,), (32, 64), (32,), (128, 32), 256))
     shapes = [("matmul", 32, k, n) for k in (32, 64) for n in (32, 64)]
     assert [row[:4] for row in table.products["fp8"]] == [*shapes, ("attention", 32, 32, 64)]
     assert called.count((FP8, "cpu")) == len(shapes) * (ROUNDS + 1)
@@ -343,7 +373,7 @@ def test_calibration_measures_fp8_if_the_device_supports_it(monkeypatch):
 
 def test_calibration_prefers_the_nearest_shape():
     rows = [("matmul", 64, 64, 64, 1e9), ("matmul", 4096, 4096, 4096, 1e12)]
-    table = Calibration("cpu", "", "", {"bf16": rows}, {"bf16": 1e9})
+    table = Calibration("cpu", "", "", {"bf16": rows}, {"bf16": 1e9}, 1e9)
     assert table.rate("bf16", ("matmul", 2048, 8192, 1024)) == 1e12
     assert table.seconds("bf16", {("matmul", 32, 64, 128): 2e9}, 3e9) == pytest.approx(2 + 3)
 
