@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling import exit_codes, kernel_errors
+from modeling.compilation import compilers
 from modeling.data.prefetch import Batch
 from modeling.planning import calibration
 from modeling.planning.measure import calibrate, fastest
@@ -111,13 +112,15 @@ def check_training(kind: str) -> Result:
 
 def check_compilation(kind: str) -> Result:
     """Compiled losses compared with eager ones; seconds to compile, and to start again from the cache."""
-    expected = _losses(_profile(kind, "float32", 1))
+    profile = _profile(kind, "float32", 1)
     with tempfile.TemporaryDirectory(prefix="trainshed-check-") as folder:
+        compilers.make_compiler(profile).use_cache(Path(folder))  # before anything runs on the device
+        expected = _losses(profile)
         seconds = []
         for _ in range(2):
             torch.compiler.reset()
             start = time.perf_counter()
-            actual = _losses(_profile(kind, "float32", 1), Path(folder))
+            actual = _losses(profile, Path(folder))
             seconds.append(time.perf_counter() - start)
     error = _error(actual, expected)
     measured = f"{error:.1e}; {seconds[0]:.1f} s, again {seconds[1]:.1f} s"

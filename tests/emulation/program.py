@@ -185,9 +185,12 @@ def check_devices(run: Path, dataset: Path) -> object:
             check_device.check_collectives,
             check_device.measure_links,
         ):
+            usage.settings.clear()
             result = check("neuron")
             assert result.passed, result.measured
             words[check.__name__] = result.measured
+            if check is check_device.check_compilation:
+                words["settings"] = dict(usage.settings)
     local = device.NEURON.set_current()
     table = measure.calibrate(
         device.NEURON, local, "trn2", ((32,), (32, 64), (32,), (128, 32), 256), compiled=True

@@ -398,6 +398,8 @@ def test_checks_of_check_device_pass(runs):
     assert "reduce-scatter" in found["check_collectives"]
     assert json.loads(found["measure_links"])["node"] > 0
     assert found["calibrate"] == ["bf16", "float32"]
+    # The compiler's cache was open when the check first used the device.
+    assert "trainshed-check-" in found["settings"]["TORCH_NEURONX_NEFF_CACHE_DIR"]
     assert "experts: float32" in found["tiny-moe"]
     assert "FP8 192 × 128: fp8" in found["tiny"]
 
