@@ -6,6 +6,7 @@ BIN := .venv/bin
 # For Trainium: the address of AWS's package index for the Neuron SDK. If set, `make` also installs the extra `neuron`.
 NEURON_INDEX ?=
 INDEX = $(if $(NEURON_INDEX),--extra-index-url "$(NEURON_INDEX)")
+INSTALLED := .venv/installed$(if $(NEURON_INDEX),-neuron)
 # Debian packages that some tests need: g++ to compile graphs for a CPU, slurm-wlm and munge to start a Slurm cluster of several
 # nodes on this machine, postgresql for a shared Prefect server, chromium for reports and Prefect's UI.
 SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql chromium
@@ -18,13 +19,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run up check-device lint test test-fast test-cuda test-system
 
-run: .venv/installed
+run: $(INSTALLED)
 	@$(BIN)/trainshed run tiny
 
-up: .venv/installed
+up: $(INSTALLED)
 	@$(BIN)/trainshed up
 
-check-device: .venv/installed
+check-device: $(INSTALLED)
 	@$(BIN)/python -m modeling.check_device
 
 lint: .venv/installed-for-tests
@@ -52,10 +53,14 @@ test-system:
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trainshed needs Python 3.11 or newer: make PYTHON=...")'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(call install,'.$(if $(NEURON_INDEX),[neuron])')
+	@$(call install,'.')
 	@touch $@
 
-.venv/installed-for-tests: .venv/installed
+.venv/installed-neuron: .venv/installed
+	@$(call install,'.[neuron]')
+	@touch $@
+
+.venv/installed-for-tests: $(INSTALLED)
 	@$(call install,'.[test]')
 	@touch $@
 
