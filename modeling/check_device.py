@@ -31,6 +31,7 @@ from torch import Tensor
 from modeling import exit_codes, kernel_errors
 from modeling.compilation import compilers
 from modeling.data.prefetch import Batch
+from modeling.kernel_check import TOLERANCES as KERNEL_TOLERANCES
 from modeling.planning import calibration
 from modeling.planning.measure import calibrate, fastest
 from modeling.training.train import make_optimizer
@@ -44,7 +45,7 @@ from profiles.schema import Profile
 
 TIMEOUT = 900  # seconds of a check; the first compilation on an accelerator takes minutes
 GRACE = 10.0  # seconds that processes of a check that timed out have to end
-TOLERANCES = {precision: kernel_errors.TOLERANCES[precision] for precision in ("float32", "bf16")}
+TOLERANCES = {precision: KERNEL_TOLERANCES[precision] for precision in ("float32", "bf16")}
 STEPS = 5
 WAYS = ("tensor", "context", "pipeline", "data", "fsdp")  # in which training is split over all devices
 
@@ -97,7 +98,7 @@ def check_kernels(kind: str, profile: Profile | None = None) -> Result:
     """Compare the kernels that a profile trains with, on its shapes, with float32 on the CPU."""
     device, local = _device(kind)
     profile = profile or _profile(kind, "bf16", 1)
-    device.choose_kernels(profile.train.deterministic)
+    device.choose_kernels(profile.train.deterministic, profile.train.precision)
     kernels = kernel_errors.kernels_of(profile)
     results = [kernel.check(local) for kernel in kernels]
     return Result("; ".join(measured for measured, _ in results), all(passed for _, passed in results))
@@ -332,7 +333,7 @@ def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[
 def _on_profile(check: Check, profile: str) -> Check:
     """The check with the profile's name and, if the profile uses FP8, the tolerance of FP8."""
     eight = resolve.load(profile).train.precision == "fp8"
-    expected = f"{check.expected}, FP8 {kernel_errors.TOLERANCES['fp8']:.0e}" if eight else check.expected
+    expected = f"{check.expected}, FP8 {KERNEL_TOLERANCES['fp8']:.0e}" if eight else check.expected
     return replace(check, name=f"{check.name}, {Path(profile).stem}", expected=expected)
 
 

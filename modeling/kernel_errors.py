@@ -1,8 +1,9 @@
-"""Errors of the kernels that training uses, compared with plain formulas on the CPU in float32.
+"""Errors of the kernels that training uses, compared with plain formulas in float32.
 
-Checks attention, the loss, AdamW's update, the grouped products of a mixture of experts, and the products of layers in FP8. Each
-is called as by the model or the optimizer, so it is the kernel that a run uses, on the shapes of one rank of a profile. Sequences
-and shards, but not weights, are limited to what a CPU computes in seconds.
+Checks attention of each kind of layer, the loss, AdamW's update, the grouped products of a mixture of experts, and the norms and
+products of layers (product_errors.py). Each is called as by the model or the optimizer, so it is the kernel that a run uses, on
+the shapes of one rank of a profile. Sequences and shards, but not weights, are limited to what a CPU computes in seconds. The
+loss has a chunk as large as in training, so on accelerators the formula runs on the device itself, in tiles.
 
 The blocks of ring attention are computed as by a ring of two ranks, but in one process. On accelerators, the loss is compiled if
 the profile is, and the update where training compiles it; on a CPU both run eager, which takes no time to compile.
@@ -10,8 +11,7 @@ the profile is, and the update where training compiles it; on a CPU both run eag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,12 @@ from torch import Tensor
 
 from modeling.compilation.compilers import COMPILERS
 from modeling.compilation.graph_cache import compile_regions, function_compiler
-from modeling.models.build import build_mesh, build_products, build_stage, expert_layers, partition_layers
+from modeling.kernel_check import ONE, TOKENS, UPDATE_SOFTWARE, Errors, KernelCheck, errors_of, largest, normal
+from modeling.models.build import build_mesh, build_stage, device_of, expert_layers, partition_layers
+from modeling.models.rope import score_factor
 from modeling.planning.memory import plan_buckets
 from modeling.planning.stage_costs import META, StageCosts
+from modeling.product_errors import layer_kernels, tokens_of
 from parallel import device as devices
 from parallel.attention import kernels, tiles
 from parallel.attention.attention import attention
@@ -32,53 +35,15 @@ from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.dropless import routed_experts
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
-from parallel.layers.linear import ColumnParallelLinear
-from parallel.layers.products import Float8, Products
-from parallel.loss import LossPrograms, linear_cross_entropy
+from parallel.loss import LossPrograms, chunk_tokens, linear_cross_entropy
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, Update, adamw, update
 from parallel.optimizer.arithmetic import Arithmetic
 from profiles.schema import Profile
 
-# maximum tokens of attention, tokens of other kernels, and elements of a shard
-SEQUENCE, TOKENS, SHARD = 2048, 256, 1 << 20
-PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCES = {
-    "float32": 1e-5,
-    "bf16": 2e-2,
-    "fp8": 8e-2,  # 3 mantissa bits, 2 in tensorwise gradients; sums over rows of different magnitudes
-    "emulated": 2e-2,  # the same quantization, multiplied in float32
-}
+SEQUENCE, SHARD = 2048, 1 << 20  # maximum tokens of attention, and elements of a shard
 EAGER = ("cpu",)  # device types on which nothing is compiled, so that a check takes a second
-ONE = Axis("tensor")
-Errors = dict[str, float]  # largest relative norm of a difference, by precision
-
-UPDATE_SOFTWARE = "do not train on this device; update its driver and torch, and check again"
 OTHER_EXPERTS = f"set train.capacity_factor, whose experts need no grouped products, or {UPDATE_SOFTWARE}"
-NO_FP8 = "set train.precision=bf16"
-
-
-@dataclass(frozen=True)
-class KernelCheck:
-    """A kernel on the shapes of a profile."""
-
-    name: str
-    shape: str
-    errors: Callable[[torch.device], Errors]
-    remedy: str = UPDATE_SOFTWARE  # what to do if it is missing or wrong
-
-    def check(self, device: torch.device) -> tuple[str, bool]:
-        """Measured errors, with shape and remedy on failure, and whether they are within the tolerances."""
-        try:
-            errors = self.errors(device)
-        except (RuntimeError, ValueError) as error:
-            return f"{self.name} of {self.shape}: {error}; {self.remedy}", False
-        measured = ", ".join(f"{precision} {error:.1e}" for precision, error in errors.items())
-        wrong = [precision for precision, error in errors.items() if not error <= TOLERANCES[precision]]
-        if not wrong:
-            return f"{self.name}: {measured}", True
-        limits = ", ".join(f"{precision} above {TOLERANCES[precision]:.0e}" for precision in wrong)
-        return f"{self.name} of {self.shape}: {measured}, {limits}; {self.remedy}", False
 
 
 def kernels_of(profile: Profile) -> list[KernelCheck]:
@@ -86,12 +51,13 @@ def kernels_of(profile: Profile) -> list[KernelCheck]:
     model, tensor = profile.model, profile.parallel.tensor
     queries, kv, s, d = _attention_sizes(profile)
     shard = _shard(profile)
-    rows, tokens = -(-model.vocab_size // tensor), _tokens(profile)
+    rows, tokens = -(-model.vocab_size // tensor), _loss_tokens(profile)
     heads = f"{queries} query and {kv} KV heads of {d}"
-    ring, others = _uses_ring(profile)
+    ring, windows = _uses_ring(profile)
     found = []
-    if others:
-        found.append(KernelCheck("attention", f"{heads}, {s} tokens", partial(attention_errors, profile)))
+    for window in windows:
+        name = "attention" if window is None else f"attention, window {window}"
+        found.append(KernelCheck(name, f"{heads}, {s} tokens", partial(attention_errors, profile, window)))
     if ring:
         length = _ring_tokens(profile)
         shape = f"{heads}, {length} tokens of each of 2 ranks"
@@ -106,31 +72,45 @@ def kernels_of(profile: Profile) -> list[KernelCheck]:
     if layer is not None:
         (experts,) = expert_layers(StageCosts(profile).module(range(layer, layer + 1)))
         found.append(_experts(profile, experts))
-    return [*found, *_fp8_products(profile)]
+    return [*found, *layer_kernels(profile)]
 
 
-def attention_errors(profile: Profile, device: torch.device) -> Errors:
-    """Output and gradients of rank-local attention with the profile's document mask and sliding window."""
+def attention_errors(profile: Profile, window: int | None, device: torch.device) -> Errors:
+    """Output and gradients of rank-local attention of the layers with this window, with the profile's document mask.
+
+    With sinks, narrower values and a scale of the scores if the model's layers have them.
+    """
     queries, kv, s, d = _attention_sizes(profile)
-    inputs = [_normal(number, 1, n, s, d) for number, n in enumerate((queries, kv, kv, queries))]
+    heads = (
+        (queries, d),
+        (kv, d),
+        (kv, profile.model.v_head_dim or d),
+        (queries, profile.model.v_head_dim or d),
+    )
+    inputs = [normal(number, 1, n, s, width) for number, (n, width) in enumerate(heads)]
+    inputs += [normal(4, queries)] if _has_sinks(profile) else []
     documents = torch.arange(s)[None] // max(1, s // 3) if profile.document_masks else None
-    window = profile.model.sliding_window
-    window = window and max(1, window * s // profile.train.sequence_length)
+    if window is not None and window >= s:  # of a shorter sequence than in training
+        window = max(1, window * s // profile.train.sequence_length)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, kernel: str | None = None) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        masks = None if documents is None else documents.to(q.device)
-        out = attention(*leaves, Axis("context"), documents=masks, window=window, kernel=kernel)
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *sinks: Tensor, kernel: str | None = None
+    ) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, *sinks)]
+        options: dict[str, Any] = {"documents": None if documents is None else documents.to(q.device)}
+        options |= {"window": window, "scale": _score_scale(profile), "kernel": kernel}
+        options["sinks"] = leaves[3] if sinks else None
+        out = attention(*leaves[:3], Axis("context"), **options)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
-    return _errors(run, inputs, device, run(*inputs, kernel="math"))
+    return errors_of(run, inputs, device, run(*inputs, kernel="math"))
 
 
 def ring_errors(profile: Profile, device: torch.device) -> Errors:
     """Output and gradients of causal attention over a ring of two ranks, both computed in this process."""
     queries, kv, _, d = _attention_sizes(profile)
-    s = 2 * _ring_tokens(profile)
-    inputs = [_normal(number, 1, n, s, d) for number, n in enumerate((queries, kv, kv, queries))]
+    s, scale = 2 * _ring_tokens(profile), _score_scale(profile)
+    inputs = [normal(number, 1, n, s, d) for number, n in enumerate((queries, kv, kv, queries))]
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
         shards = [zigzag_positions(s, 2, rank).to(q.device) for rank in range(2)]
@@ -138,7 +118,7 @@ def ring_errors(profile: Profile, device: torch.device) -> Errors:
         out, dq = (torch.empty_like(x) for x in (q, q))
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
         for rank, positions in enumerate(shards):
-            share = ring_share(rank, q[:, :, positions], keys, values, grad[:, :, positions])
+            share = ring_share(rank, q[:, :, positions], keys, values, grad[:, :, positions], scale)
             out[:, :, positions], dq[:, :, positions], *sums = share
             for source, (part_dk, part_dv) in zip(shards, zip(*sums, strict=True), strict=True):
                 dk[:, :, source] += part_dk
@@ -146,12 +126,17 @@ def ring_errors(profile: Profile, device: torch.device) -> Errors:
         return [out, dq, dk, dv]
 
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    out = attention(*leaves, kernel="math")
-    return _errors(run, inputs, device, [out, *torch.autograd.grad(out, leaves, inputs[3])])
+    out = attention(*leaves, scale=scale, kernel="math")
+    return errors_of(run, inputs, device, [out, *torch.autograd.grad(out, leaves, inputs[3])])
 
 
 def ring_share(
-    rank: int, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], grad: Tensor
+    rank: int,
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    grad: Tensor,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """What a rank of ring attention computes, without communication: causal, without masks.
 
@@ -160,11 +145,13 @@ def ring_share(
         q: (b, n, s/c, d), the rank's zigzag shard.
         keys, values: (b, k, s/c, d) of each rank.
         grad: gradient of the output, as q.
+        scale: of the scores; None: 1 / √d.
 
     Returns:
         out and dq, as q, and the rank's shares of dk and dv of each rank's keys and values, in float32.
     """
-    kernel, scale = kernels.get_kernel(kernels.default_kernel(q)), q.shape[-1] ** -0.5
+    kernel = kernels.get_kernel(kernels.default_kernel(q))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     b, n, s, d = q.shape
     everything, first, second = slice(None), slice(0, s // 2), slice(s // 2, None)
     earlier, later = (everything, first, False), (second, everything, False)
@@ -199,30 +186,48 @@ def ring_share(
 
 
 def loss_errors(profile: Profile, device: torch.device) -> Errors:
-    """Loss over a rank's part of the vocabulary, and its gradients with respect to hidden states and head."""
+    """Loss of a chunk over a rank's part of the vocabulary, and its gradients by hidden states and head."""
     rows = -(-profile.model.vocab_size // profile.parallel.tensor)
     hidden = profile.model.hidden_size
-    tokens = _tokens(profile)
+    tokens = _loss_tokens(profile)
     targets = torch.randint(rows, (tokens,), generator=torch.Generator().manual_seed(2))
-    inputs = [_normal(0, tokens, hidden), _normal(1, rows, hidden) * 0.02]
+    inputs = [normal(0, tokens, hidden), normal(1, rows, hidden) * 0.02]
     programs, _ = _programs(profile, device)
 
     def run(x: Tensor, weight: Tensor) -> list[Tensor]:
         leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
         options = {"first": torch.zeros((), dtype=torch.int64, device=x.device), "vocabulary": rows}
+        options["chunk"] = tokens
         loss = linear_cross_entropy(*leaves, targets.to(x.device), ONE, **options, programs=programs)
         return [loss, *torch.autograd.grad(loss, leaves)]
 
-    logits = (leaves := [x.clone().requires_grad_() for x in inputs])[0] @ leaves[1].t()
-    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-    return _errors(run, inputs, device, [loss, *torch.autograd.grad(loss, leaves)])
+    kind, deterministic = devices.KINDS[device.type], torch.are_deterministic_algorithms_enabled()
+    place = torch.device("cpu") if tokens <= TOKENS else device
+    with kind.chosen_kernels(deterministic, "float32"):
+        exact = _plain_loss(*(x.to(place) for x in (*inputs, targets)))
+    return errors_of(run, inputs, device, exact)
+
+
+def _plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
+    """Summed cross-entropy of the logits X Wᵀ and its gradients, in tiles of TOKENS tokens."""
+    total, grad_x, grad_weight = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
+    for start in range(0, len(x), TOKENS):
+        rows = slice(start, start + TOKENS)
+        logits = x[rows] @ weight.t()
+        columns = targets[rows, None]
+        total += (logits.logsumexp(1) - logits.gather(1, columns)[:, 0]).sum()
+        gradient = logits.softmax(1)
+        gradient.scatter_add_(1, columns, torch.full_like(gradient[:, :1], -1.0))
+        grad_x[rows] = gradient @ weight
+        grad_weight += gradient.t() @ x[rows]
+    return [total, grad_x, grad_weight]
 
 
 def update_errors(profile: Profile, device: torch.device) -> Errors:
     """Weights and moments after an update of the largest shard of a bucket, in float32."""
     train = profile.train
     settings, n = AdamW(train.betas, train.epsilon), _shard(profile)
-    inputs = [_normal(0, n), _normal(1, n), _normal(2, n), _normal(3, n).abs()]
+    inputs = [normal(0, n), normal(1, n), normal(2, n), normal(3, n).abs()]
     _, compiled = _programs(profile, device)
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -241,7 +246,7 @@ def update_errors(profile: Profile, device: torch.device) -> Errors:
     scalars = tuple(map(torch.tensor, (3.0, train.learning_rate, 1.5, 0.0)))
     update(weights, gradient, *moments, scalars, settings.constants(train.weight_decay, weights.device))
     actual = run(*(x.to(device, copy=True) for x in inputs))
-    return {"float32": _largest(actual, [weights, *moments])}
+    return {"float32": largest(actual, [weights, *moments])}
 
 
 def _programs(profile: Profile, device: torch.device) -> tuple[LossPrograms, Update | None]:
@@ -259,7 +264,7 @@ def _programs(profile: Profile, device: torch.device) -> tuple[LossPrograms, Upd
 
 def _experts(profile: Profile, layer: MixtureOfExperts) -> KernelCheck:
     """The kernel for the products of a rank's experts; `layer` is on the meta device."""
-    hidden, tokens = profile.model.hidden_size, _tokens(profile)
+    hidden, tokens = profile.model.hidden_size, tokens_of(profile)
     count, _, width = _expert_shapes(layer, hidden)["down"]
     rows = tokens * layer.routing.top_k
     shape = f"{count} experts of {hidden} × {width}, {rows} rows"
@@ -298,10 +303,10 @@ def expert_errors(layer: MixtureOfExperts, hidden: int, tokens: int, device: tor
     shapes = {"x": (tokens, hidden), "weights": (tokens, k), **of_experts}
     frozen = () if layer.gate_up.weight.requires_grad else ("gate_up", "down", "gate_up_bias", "down_bias")
     inputs = [
-        _normal(seed, *shape) * (shape[-1] ** -0.5 if name in of_experts else 1)
+        normal(seed, *shape) * (shape[-1] ** -0.5 if name in of_experts else 1)
         for seed, (name, shape) in enumerate(shapes.items())
     ]
-    inputs.append(_normal(len(inputs), tokens, hidden))
+    inputs.append(normal(len(inputs), tokens, hidden))
     draw = torch.rand(tokens, k, generator=torch.Generator().manual_seed(0))
     indices = (draw.square() * max(1, count - 1)).long()  # (T, k)
     chosen, slots = indices, None
@@ -322,7 +327,7 @@ def expert_errors(layer: MixtureOfExperts, hidden: int, tokens: int, device: tor
             y = _plain_experts(leaves, chosen, layer.activation)
         return [y, *torch.autograd.grad(y, [x for x in leaves.values() if x.requires_grad], grad)]
 
-    return _errors(run, inputs, device, run(*inputs, kernel=False))
+    return errors_of(run, inputs, device, run(*inputs, kernel=False))
 
 
 def _call_experts(
@@ -366,62 +371,6 @@ def _plain_experts(values: dict[str, Tensor], indices: Tensor, activation: str) 
     return y
 
 
-def _fp8_products(profile: Profile) -> list[KernelCheck]:
-    """The FP8 products for each shape of a layer's matrices; none in other precisions."""
-    if profile.train.precision != "fp8":
-        return []
-    layers = StageCosts(profile).module(range(1)).layers
-    matrices = [
-        module.weight.shape
-        for module in layers.modules()
-        if isinstance(getattr(module, "products", None), Float8)
-    ]
-    tokens = _tokens(profile)
-    return [
-        KernelCheck(
-            f"FP8 {outputs} × {inputs}",
-            f"{tokens} × {inputs} by {inputs} × {outputs}, fp8_recipe {profile.train.fp8_recipe}",
-            partial(fp8_errors, profile, inputs, outputs),
-            NO_FP8,
-        )
-        for outputs, inputs in dict.fromkeys(map(tuple, matrices))
-    ]
-
-
-def fp8_errors(profile: Profile, inputs: int, outputs: int, device: torch.device) -> Errors:
-    """Output and gradients of an FP8 linear layer, compared with float32 and with emulated FP8."""
-    tokens = _tokens(profile)
-    # Scales differ by row and by block of a row, so that scales in a wrong order cause errors.
-    values = [
-        _normal(seed, *size) * _magnitudes(size[0], 1)[:, None] * _magnitudes(size[1], 32)
-        for seed, size in enumerate(((tokens, inputs), (outputs, inputs), (tokens, outputs)))
-    ]
-
-    def run(products: Products, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
-        placed = {"dtype": x.dtype, "device": x.device}
-        layer = ColumnParallelLinear(inputs, outputs, ONE, products=products, **placed)
-        with torch.no_grad():
-            layer.weight.copy_(weight)
-        x = x.detach().requires_grad_()
-        y = layer(x)
-        return [y, *torch.autograd.grad(y, (x, layer.weight), grad)]
-
-    low = [x.bfloat16() for x in values]
-    found = run(build_products(profile, device), *(x.to(device) for x in low))
-    emulated = run(Float8(profile.train.fp8_recipe, emulated=True), *low)
-    x, weight, grad = values
-    exact = [x @ weight.t(), grad @ weight, grad.t() @ x]
-    return {
-        "fp8": _largest(found, exact),
-        "emulated": _largest(found, [each.detach().float() for each in emulated]),
-    }
-
-
-def _magnitudes(size: int, block: int) -> Tensor:
-    """Powers of two from 1/4 to 4 that change from block to block."""
-    return torch.exp2((torch.arange(size) // block % 5).float() - 2)
-
-
 def _attention_sizes(profile: Profile) -> tuple[int, int, int, int]:
     """Query heads and KV heads of a rank, tokens, and head size."""
     model, tensor = profile.model, profile.parallel.tensor
@@ -429,15 +378,25 @@ def _attention_sizes(profile: Profile) -> tuple[int, int, int, int]:
     return model.num_attention_heads // tensor, kv, min(_sequence(profile), SEQUENCE), model.head_dim
 
 
-def _uses_ring(profile: Profile) -> tuple[bool, bool]:
-    """Whether layers use ring attention, and whether any use another: with masks, or on one context rank."""
+def _uses_ring(profile: Profile) -> tuple[bool, list[int | None]]:
+    """Whether layers use ring attention, and the distinct windows of those that do not: masked, or on one context rank."""
     model = profile.model
-    windows = [model.window(layer) for layer in range(model.num_hidden_layers)]
-    names = [name for name, _ in StageCosts(profile).module(range(1)).named_parameters()]
-    masked = profile.document_masks or any(name.endswith(".sinks") for name in names)
+    windows = list(dict.fromkeys(model.window(layer) for layer in range(model.num_hidden_layers)))
+    masked = profile.document_masks or _has_sinks(profile)
     in_graph = devices.KINDS[profile.cluster.device].compiles_operators  # attention/gathered.py
     ring = profile.parallel.context > 1 and None in windows and not masked and not in_graph
-    return ring, not ring or any(windows)
+    return ring, [window for window in windows if not (ring and window is None)]
+
+
+def _has_sinks(profile: Profile) -> bool:
+    parameters = StageCosts(profile).module(range(1)).named_parameters()
+    return any(name.endswith(".sinks") for name, _ in parameters)
+
+
+def _score_scale(profile: Profile) -> float | None:
+    """The scale of attention scores; None: 1 / √d."""
+    model = profile.model
+    return score_factor(model) * model.head_dim**-0.5 if model.v_head_dim else None
 
 
 def _ring_tokens(profile: Profile) -> int:
@@ -455,25 +414,7 @@ def _sequence(profile: Profile) -> int:
     return profile.train.sequence_length // profile.parallel.context
 
 
-def _tokens(profile: Profile) -> int:
-    return min(_sequence(profile), TOKENS)
-
-
-def _normal(seed: int, *sizes: int) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
-
-
-def _errors(
-    run: Callable[..., list[Tensor]], inputs: list[Tensor], device: torch.device, expected: list[Tensor]
-) -> Errors:
-    """Errors of a function of the inputs on the device, in each precision."""
-    return {
-        precision: _largest(run(*(x.to(device, dtype) for x in inputs)), expected)
-        for precision, dtype in PRECISIONS.items()
-    }
-
-
-def _largest(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest relative norm of a difference; NaN if any is NaN."""
-    pairs = zip(actual, expected, strict=True)
-    return torch.stack([(x.detach().float().cpu() - y).norm() / y.norm() for x, y in pairs]).max().item()
+def _loss_tokens(profile: Profile) -> int:
+    """Tokens of a chunk of the loss."""
+    rows = -(-profile.model.vocab_size // profile.parallel.tensor)
+    return chunk_tokens(profile.micro_batch_rows * _sequence(profile), rows, device_of(profile))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling import check_device, exit_codes, kernel_errors
+from modeling import check_device, exit_codes, kernel_errors, product_errors
 from modeling.compilation import compilers
 from parallel import device
 from parallel.experts import grouped
@@ -60,7 +60,9 @@ def test_kernels_are_checked_on_the_shapes_of_the_profile(monkeypatch):
         monkeypatch.setattr(kernel_errors, name, recorded(name, getattr(kernel_errors, name)))
     assert check_device.check_kernels("cpu", profile).passed
     assert seen["attention"] == {(((1, 3, 72, 8), (1, 1, 72, 8), (1, 1, 72, 8)), (True, 20))}
-    assert seen["linear_cross_entropy"] == {(((72, 48), (166, 48), (72,)), (False, None))}
+    assert seen["linear_cross_entropy"] == {
+        (((288, 48), (166, 48), (288,)), (False, None))
+    }  # 4 samples, one chunk
     h, f, d = 48, 64, 8
     vocabulary = 8000  # 166 x 48, aligned to 128 bytes
     matrices = 2 * vocabulary + (3 + 2 * 1) * d * h + h * 3 * d + 3 * h * f // 2  # of one rank, in one shard
@@ -125,13 +127,13 @@ def test_kernels_pass_on_a_gpu(settings):
     [
         (RING, ["ring attention"]),
         ((*RING, "train.document_masks=true"), ["attention"]),
-        ((*RING, *MASKED[1:]), ["attention"]),
+        ((*RING, *MASKED[1:]), ["attention, window 96"]),
         ((*RING, "cluster.device=neuron"), ["attention"]),
     ],
 )
 def test_blocks_of_ring_attention_are_checked_where_a_profile_uses_them(settings, names):
     found = kernel_errors.kernels_of(resolve.load("tiny", list(settings)))
-    assert [each.name for each in found] == [*names, "loss", "update"]
+    assert [each.name for each in found] == [*names, "loss", "update", "norm", "products"]
     measured, passed = found[0].check(torch.device("cpu"))
     assert passed, measured
 
@@ -168,7 +170,56 @@ def test_profile_without_experts_and_fp8_checks_neither():
         "attention",
         "loss",
         "update",
+        "norm",
+        "products",
     ]
+
+
+SINKS = ("model.sliding_window=96", "model.full_attention_every=2", *GPT_OSS)
+LATENT = (
+    *("model.architecture=deepseek_v3", "model.num_key_value_heads=4", "model.kv_lora_rank=32"),
+    *("model.qk_nope_head_dim=16", "model.qk_rope_head_dim=8", "model.v_head_dim=12", "model.head_dim=null"),
+    *("model.n_shared_experts=1", "model.first_k_dense_replace=1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [(SINKS, ["attention, window 96", "attention"]), (LATENT, ["attention"])],
+    ids=["gpt_oss", "deepseek_v3"],
+)
+def test_attention_of_each_kind_of_layer_is_checked(settings, names, monkeypatch):
+    """With sinks and each window, or with values narrower than keys; wrong norms and products are found too."""
+    seen, call = [], kernel_errors.attention
+
+    def recorded(q, k, v, *given, **options):
+        seen.append((v.shape[-1] < k.shape[-1], options["sinks"] is not None, options["window"]))
+        return call(q, k, v, *given, **options)
+
+    monkeypatch.setattr(kernel_errors, "attention", recorded)
+    found = kernel_errors.kernels_of(resolve.load("tiny-moe", list(settings)))
+    checked = [each for each in found if each.name.startswith("attention")]
+    assert [each.name for each in checked] == names
+    for each in [*checked, *(each for each in found if each.name in ("norm", "products"))]:
+        measured, passed = each.check(torch.device("cpu"))
+        assert passed, measured
+    latent = settings is LATENT
+    windows = [None if name == "attention" else 96 for name in names]
+    assert list(dict.fromkeys(seen)) == [(latent, not latent, window) for window in windows]
+
+
+def test_loss_is_checked_on_a_chunk_of_training():
+    """The chunk of a GPU is larger than what a CPU computes; the formula then runs in tiles."""
+    found = kernel_errors.kernels_of(resolve.load("llama3-8b-h100"))
+    assert next(each.shape for each in found if each.name == "loss") == "2048 × 4096 by 128256 tokens"
+    profile = resolve.load("tiny", ["train.sequence_length=512", "model.max_position_embeddings=512"])
+    assert max(kernel_errors.loss_errors(profile, torch.device("cpu")).values()) < 2e-2
+
+
+def test_wrong_norm_is_found(monkeypatch):
+    monkeypatch.setattr(product_errors.RMSNorm, "forward", lambda self, x: x * self.weight)
+    measured, passed = kernel("norm", ("tiny", ())).check(torch.device("cpu"))
+    assert not passed, measured
 
 
 def next_expert(call):
@@ -220,7 +271,7 @@ def test_wrong_fp8_products_are_named_with_shape_deviation_and_remedy(monkeypatc
                 patch.setattr(products, "quantize", lambda *given: wrong(quantize(*given)))
                 return super()._product(*inputs, **options)
 
-    monkeypatch.setattr(kernel_errors, "build_products", lambda *_: Wrong(emulated.recipe, emulated=True))
+    monkeypatch.setattr(product_errors, "build_products", lambda *_: Wrong(emulated.recipe, emulated=True))
     measured, passed = kernel("FP8 512 × 192", case).check(torch.device("cpu"))
     assert not passed
     assert measured.startswith("FP8 512 × 192 of 256 × 192 by 192 × 512, fp8_recipe ")
