@@ -46,9 +46,10 @@ class Calibration:
     path: str = ""  # of the file
 
     def rate(self, precision: str, shape: Shape) -> float:
-        """FLOP/s of a product: that of the measured product with the nearest sizes."""
+        """FLOP/s of a product in a model of this precision: that of the measured one with the nearest sizes."""
         operation, *sizes = shape
-        rows = [row for row in self.products[precision] if row[0] == operation]
+        measured = "matmul" if operation == "fp8" else operation
+        rows = [row for row in self.products[product_precision(precision, shape)] if row[0] == measured]
 
         def distance(row: Sequence[Any]) -> float:
             return sum(math.log(a / b) ** 2 for a, b in zip(row[1:4], sizes, strict=True))
@@ -65,6 +66,13 @@ class Calibration:
         values = asdict(self)
         del values["path"]
         path.write_text(json.dumps(values, indent=1) + "\n")
+
+
+def product_precision(precision: str, shape: Shape) -> str:
+    """Precision of a product in a model of this precision: with FP8, head, router and attention are in bf16."""
+    if shape[0] == "fp8":
+        return "fp8"
+    return "bf16" if precision == "fp8" else precision
 
 
 def find(profile: Profile) -> Calibration | None:

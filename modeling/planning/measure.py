@@ -30,6 +30,7 @@ from profiles.schema import Profile
 # Rows, and inner sizes or columns, of products; tokens of attention; the layer's hidden size and tokens; elements of an update.
 ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192), 1 << 26)
 HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024), 1 << 22)
+HEAD_SIZES = (64, 128)
 ROUNDS, QUEUED = 5, 10
 FP8 = Float8("rowwise")
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int], tuple[int, int], int]
@@ -51,7 +52,7 @@ def calibrate(
     products = {
         precision: [
             *_products(device, local, precision, rows, widths),
-            *_attentions(device, local, DTYPES[precision], tokens),
+            *(_attentions(device, local, DTYPES[precision], tokens) if precision != "fp8" else ()),
         ]
         for precision in precisions
     }
@@ -105,10 +106,10 @@ def _products(
 def _attentions(
     device: Device, local: torch.device, dtype: torch.dtype, tokens: Sequence[int]
 ) -> Iterator[tuple[str, int, int, int, float]]:
-    """Causal attention, forward and backward together."""
-    heads, d = 8, 128 if device.type != "cpu" else 64
-    for s in tokens:
-        q, k, v = (torch.randn(1, heads, s, d, device=local).to(dtype).requires_grad_() for _ in range(3))
+    """Causal attention of 4 query heads per KV head, forward and backward together."""
+    for s, d in product(tokens, HEAD_SIZES):
+        heads = 8
+        q, k, v = (torch.randn(1, n, s, d, device=local).to(dtype).requires_grad_() for n in (heads, 2, 2))
 
         def call(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
             torch.autograd.grad(attention(q, k, v, Axis("context")), (q, k, v), torch.ones_like(q))

@@ -40,6 +40,7 @@ _PRODUCTS = {
     **dict.fromkeys((_aten.mm, _aten.bmm, scaled_mm, _ours.mx_product), 0),
     **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), 1),
 }
+_FP8 = (scaled_mm, _ours.mx_product)
 _GATHERS = (all_gather_into_tensor, all_gather_into_tensor_out)
 _COLLECTIVES = (*_GATHERS, reduce_scatter_tensor, all_reduce, all_to_all_single)
 _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
@@ -50,7 +51,7 @@ _ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS)
 
 
 Shape = tuple[str, int, int, int]
-"""A product: "matmul", rows, inner and columns; or "attention", queries, keys and head size."""
+"""A product: "matmul", or "fp8" in 8 bits, rows, inner and columns; or "attention", queries, keys and head size."""
 
 
 def operator_flops(operator: OpOverload, arguments: Sequence[Any], result: Any) -> int:
@@ -73,7 +74,8 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
     if packet in _PRODUCTS:
         inner = arguments[_PRODUCTS[packet]].shape[-1]
         rows, columns = result.shape[-2:]
-        return ("matmul", rows, inner, columns), 2 * result.numel() * inner
+        operation = "fp8" if packet in _FP8 else "matmul"
+        return (operation, rows, inner, columns), 2 * result.numel() * inner
     if packet is _ours.add_product:
         call = _bind(operator, arguments)
         (rows, inner), columns = call["a"].shape, call["b"].shape[1]

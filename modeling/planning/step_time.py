@@ -21,7 +21,7 @@ from typing import Protocol
 from modeling.models.build import device_of
 from modeling.models.flops import flops_per_token
 from modeling.planning import calibration
-from modeling.planning.calibration import PEAK_SHARE
+from modeling.planning.calibration import PEAK_SHARE, product_precision
 from modeling.planning.levels import bandwidth, level
 from modeling.planning.stage_costs import LayerCosts
 from parallel.pipeline.schedules import bubble
@@ -66,16 +66,21 @@ class Estimate:
 def layer_rate(profile: Profile, layers: Sequence[LayerCosts]) -> float | None:
     """Average FLOP/s of layers, including their other operators; None if the device's speed is unknown."""
     precision, table = profile.train.precision, calibration.find(profile)
-    if table is None:
-        peak = device_of(profile).peak(precision)
+    device = device_of(profile)
+    if table is None and (precision != "fp8" or device.peak("bf16") is None):
+        peak = device.peak(precision)
         return peak and peak * PEAK_SHARE
+
+    def seconds(layer: LayerCosts) -> float:
+        if table is not None:
+            return table.seconds(precision, layer.products, layer.moved)
+        peaks = ((device.peak(product_precision(precision, shape)), n) for shape, n in layer.products.items())
+        return sum(n / (peak * PEAK_SHARE) for peak, n in peaks)
+
     counts = Counter(map(id, layers))
     distinct = {id(layer): layer for layer in layers}
     flops = sum(layer.flops * counts[key] for key, layer in distinct.items())
-    seconds = sum(
-        table.seconds(precision, layer.products, layer.moved) * counts[key] for key, layer in distinct.items()
-    )
-    return flops / seconds
+    return flops / sum(seconds(layer) * counts[key] for key, layer in distinct.items())
 
 
 def layer_seconds(profile: Profile, layer: LayerCosts) -> float:

@@ -366,7 +366,9 @@ def test_calibration_measures_fp8_if_the_device_supports_it(monkeypatch):
     device = replace(devices.resolve("cpu"), peak_flops={"fp8": 1e12})
     table = calibrate(device, torch.device("cpu"), "cpu", ((32,), (32, 64), (32,), (128, 32), 256))
     shapes = [("matmul", 32, k, n) for k in (32, 64) for n in (32, 64)]
-    assert [row[:4] for row in table.products["fp8"]] == [*shapes, ("attention", 32, 32, 64)]
+    assert [row[:4] for row in table.products["fp8"]] == shapes
+    heads = [("attention", 32, 32, d) for d in (64, 128)]
+    assert [row[:4] for row in table.products["bf16"]] == [*shapes, *heads]
     assert called.count((FP8, "cpu")) == len(shapes) * (ROUNDS + 1)
     assert table.others["fp8"] > 0
 
@@ -376,6 +378,26 @@ def test_calibration_prefers_the_nearest_shape():
     table = Calibration("cpu", "", "", {"bf16": rows}, {"bf16": 1e9}, 1e9)
     assert table.rate("bf16", ("matmul", 2048, 8192, 1024)) == 1e12
     assert table.seconds("bf16", {("matmul", 32, 64, 128): 2e9}, 3e9) == pytest.approx(2 + 3)
+
+
+def test_head_and_attention_of_an_fp8_model_are_planned_in_bf16():
+    rows = {
+        "fp8": [("matmul", 64, 64, 64, 4e9)],
+        "bf16": [("matmul", 64, 64, 64, 1e9), ("attention", 8, 8, 64, 2e9)],
+    }
+    table = Calibration("h100", "", "", rows, {"fp8": 1e9}, 1e9)
+    shapes = ("fp8", 64, 64, 64), ("matmul", 64, 64, 64), ("attention", 8, 8, 64)
+    assert [table.rate("fp8", shape) for shape in shapes] == [4e9, 1e9, 2e9]
+    profile = resolve.load("llama3-8b-h100", ["train.precision=fp8"])
+    (stage,) = plan(profile).stages
+    products = [
+        layer.products for layer in StageCosts(profile).layers(range(profile.model.num_hidden_layers))
+    ]
+    eight = sum(n for each in products for shape, n in each.items() if shape[0] == "fp8")
+    rest = sum(n for each in products for shape, n in each.items() if shape[0] != "fp8")
+    seconds = (eight / 1979e12 + rest / 989e12) / 0.55
+    assert stage.rate == pytest.approx((eight + rest) / seconds)
+    assert 0.5 < eight / (eight + rest) < 0.9
 
 
 def test_unreadable_calibration_is_an_error(tmp_path, monkeypatch):
