@@ -20,7 +20,16 @@ from torch import Tensor
 
 from modeling.compilation.compilers import COMPILERS
 from modeling.compilation.graph_cache import compile_regions, function_compiler
-from modeling.kernel_check import ONE, TOKENS, UPDATE_SOFTWARE, Errors, KernelCheck, errors_of, largest, normal
+from modeling.kernel_check import (
+    ONE,
+    TOKENS,
+    UPDATE_SOFTWARE,
+    Errors,
+    KernelCheck,
+    errors_of,
+    largest,
+    normal,
+)
 from modeling.models.build import build_mesh, build_stage, device_of, expert_layers, partition_layers
 from modeling.models.rope import score_factor
 from modeling.planning.memory import plan_buckets

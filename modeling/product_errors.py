@@ -40,7 +40,9 @@ def layer_kernels(profile: Profile) -> list[KernelCheck]:
     if matrices:
         shapes = ", ".join(f"{outputs} × {inputs}" for outputs, inputs in matrices)
         found.append(
-            KernelCheck("products", f"{tokens} tokens by {shapes}", partial(product_errors, [*matrices], tokens))
+            KernelCheck(
+                "products", f"{tokens} tokens by {shapes}", partial(product_errors, [*matrices], tokens)
+            )
         )
     return [*found, *fp8_products(profile)]
 
