@@ -10,7 +10,8 @@ Rows:
     two GPUs    FSDP compared with torch's FSDP2, TP with DTensor's, both sides compiled; TP fused with the collectives, and
                 without graphs with its matrix products in chunks; ring attention
 
-A row whose peer is not installed, or that needs more GPUs, is listed as not run. A second table compares figures with their
+If a row's peer is not installed, ours is measured alone, unless another row does so; the row is incomplete. A row that needs more
+GPUs is listed as not run. A second table compares figures with their
 targets: MFU at 1B, the speed of 8B at full depth, and the planner's step time, after a calibration, with the measured one. MFU
 counts 6 FLOPs per multiply-add of the forward pass, with causal attention as half of the full square, relative to the card's
 dense bf16 peak. Neither side of the other rows is restricted to deterministic kernels.
@@ -18,7 +19,8 @@ dense bf16 peak. Neither side of the other rows is restricted to deterministic k
 --rehearse runs every row on the CPU with tiny sizes, to test the command before you pay for a GPU; its figures say nothing about
 GPUs. Its two "GPUs" are two processes, and tests that need a GPU are reported as skipped.
 
-Exit codes: 0 all rows that ran agree, 1 one failed, 2 no CUDA device.
+Exit codes: 0 all rows ran and agree, 1 one failed, 2 no CUDA device, 3 a row is incomplete or was not run (in a rehearsal: for
+lack of a package).
 """
 
 import contextlib
@@ -109,6 +111,12 @@ COMPARISONS: tuple[Comparison, ...] = (
     replace(LAYERS, name="8b-2-layers", title="2 layers of 8B, bf16, compiled", workload="8b-2-layers"),
     replace(LAYERS, name="8b-titan", **TITAN),
     replace(LAYERS, name="8b-layers-fp8", **{**FP8, "title": "4 layers of 8B, FP8, compiled"}),
+    replace(
+        LAYERS,
+        name="8b-2-layers-fp8",
+        workload="8b-2-layers",
+        **{**FP8, "title": "2 layers of 8B, FP8, compiled"},
+    ),
     KernelComparison("attention", "attention, fw+bw", "torch's", "attention", "torch", "8b"),
     KernelComparison(
         *("attention-fa", "attention, fw+bw", "flash-attn", "attention", "flash_attn", "8b"),
@@ -161,6 +169,8 @@ COMPARISONS: tuple[Comparison, ...] = (
     ),
 )
 CHECKS = ("check-device", "cuda-tests")
+PACKAGE = "the package "
+SUFFIXES = {"bf16": "", "FP8": "-fp8"}  # of the names of rows, by precision
 # Profile whose kernels are also checked: a mixture of experts, which no row trains.
 EXPERTS, SMALL_EXPERTS = "mixtral-8x7b-h100", "tiny-moe"
 MFU_TARGET = 0.50  # at 1B
@@ -203,8 +213,7 @@ def main() -> int:
     rows = checks_and_comparisons(options.rehearse)
     chosen = [item for item in rows if not options.only or item.name in options.only]
     gpus = 2 if options.rehearse else torch.cuda.device_count()
-    lacking = {item.name: needs for item in chosen if (needs := missing(item, gpus))}
-    runnable = [item for item in chosen if item.name not in lacking]
+    runnable, lacking = divide(chosen, gpus)
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as graphs:
         warm_up, steps = (1, 2) if options.rehearse else (3, 10)
         schedule = Schedule(options.rounds, warm_up, steps, graphs)
@@ -215,8 +224,9 @@ def main() -> int:
         if isinstance(item, TrainingComparison) and not result.failure
     }
     speeds = [speed for pair in trained.values() for speed in training_speeds(*pair)]
-    depth = full_depth_speed({name: result for name, (_, result) in trained.items()})
-    figures = [*speed_figures(speeds, depth), *plan_figures(trained)]
+    measured = {name: result for name, (_, result) in trained.items()}
+    depths = {precision: full_depth_speed(measured, suffix) for precision, suffix in SUFFIXES.items()}
+    figures = [*speed_figures(speeds, depths), *plan_figures(trained)]
     if options.json:
         card = "a rehearsal on the CPU" if options.rehearse else torch.cuda.get_device_name()
         document = {"machine": {**machine(), "card": card}, "rows": [result.to_json() for result in results]}
@@ -225,11 +235,17 @@ def main() -> int:
     else:
         show(results, schedule)
         _print_speeds(speeds, figures)
+        for result in results:
+            if getattr(result, "lacks", None):
+                print(f"{result.name}: incomplete, {result.against} needs {result.lacks}")
         for name, needs in lacking.items():
             print(f"{name}: not run, needs {needs}")
         if options.rehearse:
             print("This was a rehearsal on the CPU with tiny sizes: its figures say nothing about GPUs.")
-    return int(any(each.status == "failed" for each in (*results, *figures)))
+    if any(each.status == "failed" for each in (*results, *figures)):
+        return 1
+    unmet = [needs for needs in lacking.values() if not options.rehearse or needs.startswith(PACKAGE)]
+    return 3 if unmet or any(result.status == "incomplete" for result in results) else 0
 
 
 Row = Comparison | DeviceChecks | MarkedTests
@@ -250,6 +266,22 @@ def checks_and_comparisons(rehearse: bool) -> list[Row]:
     return [DeviceChecks(profiles, (experts,), device), MarkedTests(device=device), *comparisons]
 
 
+def divide(rows: Sequence[Row], gpus: int) -> tuple[list[Row], dict[str, str]]:
+    """The rows that run, without their peer if its package is missing, and what the others need, by name.
+
+    Our side is not measured alone if another row measures it.
+    """
+    lacking = {item.name: needs for item in rows if (needs := missing(item, gpus))}
+    runnable = [item for item in rows if item.name not in lacking]
+    measured = {item.measured for item in runnable if hasattr(item, "measured")}
+    for item in rows:
+        if lacking.get(item.name, "").startswith(PACKAGE) and item.measured not in measured:
+            measured.add(item.measured)
+            runnable.append(replace(item, lacks=lacking.pop(item.name)))
+    order = [item.name for item in rows]
+    return sorted(runnable, key=lambda item: order.index(item.name)), lacking
+
+
 def missing(comparison: Row, gpus: int) -> str | None:
     """What a row needs that this machine lacks; None if it can run."""
     if comparison.processes > gpus:
@@ -259,7 +291,7 @@ def missing(comparison: Row, gpus: int) -> str | None:
     if getattr(comparison, "peer", None) == "cudnn" and not kernels.has_cudnn(comparison.device):
         return "a GPU with cuDNN's attention"
     if comparison.requires and find_spec(comparison.requires) is None:
-        return f"the package {comparison.requires}"
+        return PACKAGE + comparison.requires
     return None
 
 
@@ -285,33 +317,43 @@ def training_speeds(comparison: TrainingComparison, result: Result) -> Iterator[
     peak = device.resolve(comparison.device).peak("bf16")
     flops = flops_per_token(profile_of(comparison))
     for side, seconds in (("ours", result.ours), (comparison.against, result.peer)):
+        if not seconds:
+            continue
         speed = result.tokens / statistics.median(seconds) / comparison.processes
         mfu = peak and speed * flops / peak
         yield {"row": comparison.name, "side": side, "tokens_per_second": speed, "mfu": mfu}
 
 
-def full_depth_speed(results: Mapping[str, Result]) -> float | None:
+def full_depth_speed(results: Mapping[str, Result], suffix: str = "") -> float | None:
     """Tokens/s per GPU of the 8B model with all its layers, extrapolated linearly from its 2 and 4 layers.
+
+    Args:
+        suffix: of the rows' names.
 
     Returns:
         None without both rows, or if 4 layers were not slower than 2.
     """
-    if not {"8b-2-layers", "8b-layers"} <= results.keys():
+    names = [f"{name}{suffix}" for name in ("8b-2-layers", "8b-layers")]
+    if not {*names} <= results.keys():
         return None
-    two, four = (statistics.median(results[name].ours) for name in ("8b-2-layers", "8b-layers"))
+    two, four = (statistics.median(results[name].ours) for name in names)
     if four <= two:
         return None
-    return results["8b-layers"].tokens / (four + (DEPTH - 4) * (four - two) / 2)
+    return results[names[1]].tokens / (four + (DEPTH - 4) * (four - two) / 2)
 
 
-def speed_figures(speeds: Sequence[Mapping[str, Any]], depth: float | None) -> Iterator[Figure]:
+def speed_figures(
+    speeds: Sequence[Mapping[str, Any]], depths: Mapping[str, float | None]
+) -> Iterator[Figure]:
     """MFU at 1B, if the card's peak is known, and tokens/s of 8B at full depth."""
     for speed in speeds:
         if (speed["row"], speed["side"]) == ("1b", "ours") and speed["mfu"]:
             yield Figure("1b", "MFU", speed["mfu"], f"at least {MFU_TARGET:.0%}", speed["mfu"] >= MFU_TARGET)
-    if depth:
-        name = "tokens/s per GPU of 8B at full depth, from its 2 and 4 layers"
-        yield Figure("8b-layers", name, depth, f"above {SPEED_TARGET:,}", depth > SPEED_TARGET)
+    for precision, depth in depths.items():
+        if depth:
+            name = f"tokens/s per GPU of 8B in {precision} at full depth, from its 2 and 4 layers"
+            row, target = f"8b-layers{SUFFIXES[precision]}", f"above {SPEED_TARGET:,}"
+            yield Figure(row, name, depth, target, depth > SPEED_TARGET)
 
 
 def plan_figures(trained: Mapping[str, tuple[TrainingComparison, Result]]) -> Iterator[Figure]:

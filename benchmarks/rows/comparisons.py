@@ -39,6 +39,7 @@ class Result:
         ours, peer, bound: seconds of each round's median step.
         difference: largest relative difference between our losses (or outputs) and the peer's; at most `tolerance`.
         failure: why there are no figures.
+        lacks: what the peer needs and this machine lacks, so that only ours was measured.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Result:
     bound: list[float] = field(default_factory=list)
     difference: float = math.nan
     failure: str | None = None
+    lacks: str | None = None
 
     @property
     def ratios(self) -> list[float]:
@@ -69,9 +71,11 @@ class Result:
 
     @property
     def status(self) -> str:
-        """ "failed" without figures or where results differ, else "met" or "missed"."""
+        """ "failed" without figures or where results differ, "incomplete" without a peer, else "met" or "missed"."""
         if self.failure or not self.difference <= self.tolerance:  # a NaN difference fails
             return "failed"
+        if self.lacks:
+            return "incomplete"
         bound_met = self.bound_target is None or (self.of_bound or 0) >= self.bound_target
         return "met" if self.ratio >= self.target and bound_met else "missed"
 
@@ -81,6 +85,9 @@ class Result:
         if self.failure:
             return {**document, "failure": self.failure}
         ours = statistics.median(self.ours)
+        if self.lacks:
+            speed = self.tokens and self.tokens / ours
+            return {**document, "ours_seconds": ours, "tokens_per_second": speed, "lacks": self.lacks}
         return {
             **document,
             "ours_seconds": ours,
@@ -107,6 +114,7 @@ class TrainingComparison:
         bound_target: fraction of the lower bound (`benchmarks.training_steps.bound`) to reach; None if there is no bound.
         requires: package that the peer needs besides torch.
         tolerance: largest relative difference of each step's loss; None: that of the precision.
+        lacks: what the peer needs and this machine lacks: ours is measured alone.
     """
 
     name: str
@@ -123,10 +131,16 @@ class TrainingComparison:
     device: str = "cpu"
     requires: str | None = None
     tolerance: float | None = None
+    lacks: str | None = None
+
+    @property
+    def measured(self) -> tuple[object, ...]:
+        """What determines our side's measurement."""
+        return self.ours, self.processes, self.precision, self.compiled, self.workload
 
     def turns(self, schedule: Schedule) -> int:
         """How many scripts run."""
-        return schedule.rounds * (3 if self.bound_target else 2)
+        return schedule.rounds * (1 + (not self.lacks) + bool(self.bound_target))
 
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
         module, *arguments = self.peer
@@ -134,6 +148,8 @@ class TrainingComparison:
             "ours": Script("training_steps.ours", self.ours, self.processes, self.device),
             "peer": Script(f"training_steps.{module}", tuple(arguments), self.processes, self.device),
         }
+        if self.lacks:
+            del scripts["peer"]
         if self.bound_target:
             scripts["bound"] = Script("training_steps.bound")
         common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
@@ -144,7 +160,8 @@ class TrainingComparison:
         tolerance = self.tolerance or TOLERANCES[self.precision]
         row = (self.name, self.title, self.against, self.target, tolerance, self.bound_target)
         tokens = WORKLOADS[self.workload].tokens
-        return Result(*row, tokens=tokens, **alternate_scripts(scripts, common, schedule, before_turn))
+        figures = alternate_scripts(scripts, common, schedule, before_turn)
+        return Result(*row, tokens=tokens, lacks=self.lacks, **figures)
 
 
 @dataclass(frozen=True)
@@ -155,7 +172,7 @@ class KernelComparison:
         kernel: name in `benchmarks.operators.kernels`.
         peer: the library to compare with.
         sizes: name of the operands' sizes.
-        requires: package that the peer needs besides torch.
+        requires, lacks: as of `TrainingComparison`.
     """
 
     name: str
@@ -168,13 +185,19 @@ class KernelComparison:
     requires: str | None = None
     target: float = 0.95
     processes: int = 1
+    lacks: str | None = None
+
+    @property
+    def measured(self) -> tuple[object, ...]:
+        """What determines our side's measurement."""
+        return self.kernel, self.sizes
 
     def turns(self, schedule: Schedule) -> int:
         """How many scripts run."""
-        return schedule.rounds * 2
+        return schedule.rounds * (1 + (not self.lacks))
 
     def run(self, schedule: Schedule, before_turn: Callable[[str], object]) -> Result:
-        sides = {"ours": "ours", "peer": self.peer}
+        sides = {"ours": "ours"} if self.lacks else {"ours": "ours", "peer": self.peer}
         scripts = {
             side: Script("operators.kernels", (self.kernel, argument), device=self.device)
             for side, argument in sides.items()
@@ -182,7 +205,7 @@ class KernelComparison:
         common = ["--sizes", self.sizes, "--device", self.device]
         common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
         row = (self.name, self.title, self.against, self.target, TOLERANCES["bf16"])
-        return Result(*row, **alternate_scripts(scripts, common, schedule, before_turn))
+        return Result(*row, lacks=self.lacks, **alternate_scripts(scripts, common, schedule, before_turn))
 
 
 def alternate_scripts(
@@ -195,7 +218,7 @@ def alternate_scripts(
     sides = {side: partial(measure_script, script, arguments) for side, script in scripts.items()}
     runs = alternate(sides, schedule.rounds, before_turn)
     seconds = {side: [run.step_seconds for run in measured] for side, measured in runs.items()}
-    return {**seconds, "difference": largest_difference(runs["ours"] + runs["peer"])}
+    return {**seconds, "difference": largest_difference(runs["ours"] + runs.get("peer", []))}
 
 
 @dataclass(frozen=True)

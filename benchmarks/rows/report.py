@@ -15,7 +15,7 @@ from benchmarks.harness.timing import print_table
 from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import Comparison, Result, Schedule
 
-STYLES = {"met": "green", "passed": "green", "missed": "yellow", "failed": "bold red"}
+STYLES = {"met": "green", "passed": "green", "missed": "yellow", "incomplete": "yellow", "failed": "bold red"}
 HEADINGS = ("work", "against", "ours", "peer", "ratio", "target", "of bound", "losses differ", "result")
 CAPTION = (
     "ours, peer: ms per step; ratio: peer over ours (minimum–maximum of the rounds); target: of the ratio; in parentheses after "
@@ -72,6 +72,9 @@ def _cells(result: Result | CheckResult) -> list[str]:
         return [result.title, result.against, *[""] * 5, result.counted, status]
     if result.failure:
         return [result.title, result.against, "", "", "", f"{result.target:.2f}", "", "", status]
+    if result.lacks:
+        ours = f"{1e3 * statistics.median(result.ours):,.0f}"
+        return [result.title, result.against, ours, "", "", f"{result.target:.2f}", "", "", status]
     bound = f"{result.of_bound:.2f} ({result.bound_target:.2f})" if result.bound else ""
     return [
         result.title,

@@ -23,12 +23,16 @@ from profiles import resolve
 
 def test_rehearsed_rows_run_and_agree():
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--rounds", "1", "--json"]
-    command += ["--only", "adamw", "ring-32k", "ring-blocks-32k", "tensor-async", "8b-layers-fp8"]
+    command += ["--only", "adamw", "ring-32k", "ring-blocks-32k", "tensor-async", "loss-liger"]
     command += ["attention-cudnn"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 3, ran.stderr  # liger-kernel is not installed
     found = json.loads(ran.stdout)
-    assert {row["row"]: row["difference"] <= row["tolerance"] for row in found["rows"]} == {
+    alone, *rows = found["rows"]
+    assert (alone["row"], alone["status"]) == ("loss-liger", "incomplete")
+    assert alone["lacks"] == "the package liger_kernel"
+    assert alone["ours_seconds"] > 0
+    assert {row["row"]: row["difference"] <= row["tolerance"] for row in rows} == {
         "adamw": True,
         "ring-32k": True,
         "ring-blocks-32k": True,
@@ -36,8 +40,21 @@ def test_rehearsed_rows_run_and_agree():
     assert found["not_run"] == {
         "attention-cudnn": "a GPU with cuDNN's attention",
         "tensor-async": "CUDA devices",
-        "8b-layers-fp8": "the package torchao",
     }
+
+
+def test_rows_without_a_package_measure_ours_alone_unless_another_row_does(monkeypatch):
+    lacking = ("torchao", "torchtitan")
+    monkeypatch.setattr(gpu.kernels, "has_cudnn", lambda kind: True)
+    monkeypatch.setattr(gpu, "find_spec", lambda package: None if package in lacking else object())
+    runnable, left = gpu.divide(gpu.COMPARISONS, gpus=1)
+    alone = {row.name: row.lacks for row in runnable if getattr(row, "lacks", None)}
+    assert alone == dict.fromkeys(("1b-fp8", "8b-layers-fp8", "8b-2-layers-fp8"), "the package torchao")
+    assert {name for name, needs in left.items() if needs == "the package torchtitan"} == {
+        "1b-titan",
+        "8b-titan",
+    }
+    assert [row.name for row in runnable] == [row.name for row in gpu.COMPARISONS if row.name not in left]
 
 
 def test_blocks_of_one_rank_agree_with_full_attention():
@@ -74,7 +91,8 @@ def test_rows_need_their_peer_and_gpus(monkeypatch):
     monkeypatch.setattr(gpu, "find_spec", lambda package: None if package == "torchao" else object())
     lacking = {row.name: gpu.missing(row, gpus=1) for row in gpu.COMPARISONS}
     two = ("fsdp", "tensor", "tensor-chunks", "tensor-async", "ring-32k", "ring-128k")
-    needs = dict.fromkeys(two, "2 GPUs") | dict.fromkeys(("1b-fp8", "8b-layers-fp8"), "the package torchao")
+    eight = ("1b-fp8", "8b-layers-fp8", "8b-2-layers-fp8")
+    needs = dict.fromkeys(two, "2 GPUs") | dict.fromkeys(eight, "the package torchao")
     assert lacking == {**dict.fromkeys(lacking), **needs}
     assert not any(gpu.missing(row, gpus=2) for row in gpu.COMPARISONS if row.name in two)
 
@@ -86,6 +104,8 @@ def test_speed_at_full_depth_extrapolates_seconds_by_layer():
     }
     assert gpu.full_depth_speed(rows) == pytest.approx(8192 / (0.12 + 32 * 0.02))
     assert gpu.full_depth_speed({"8b-layers": rows["8b-layers"]}) is None
+    eight = {f"{name}-fp8": result for name, result in rows.items()}
+    assert gpu.full_depth_speed(eight, "-fp8") == gpu.full_depth_speed(rows)
 
 
 def test_checks_of_profiles_are_counted_and_failures_have_a_reason(monkeypatch):
@@ -194,10 +214,11 @@ def test_mfu_at_1b_and_speed_at_full_depth_have_targets():
     speeds = [
         {"row": "1b", "side": side, "mfu": 0.49, "tokens_per_second": 1.0} for side in ("ours", "plain torch")
     ]
-    figures = list(gpu.speed_figures(speeds, 6668.0))
-    assert [(figure.name.split()[0], figure.status) for figure in figures] == [
-        ("MFU", "missed"),
-        ("tokens/s", "met"),
+    figures = list(gpu.speed_figures(speeds, {"bf16": 6668.0, "FP8": 6666.0}))
+    assert [(figure.row, figure.name.split()[0], figure.status) for figure in figures] == [
+        ("1b", "MFU", "missed"),
+        ("8b-layers", "tokens/s", "met"),
+        ("8b-layers-fp8", "tokens/s", "missed"),
     ]
 
 
