@@ -85,7 +85,7 @@ def kernels_of(profile: Profile) -> list[KernelCheck]:
 
 
 def attention_errors(profile: Profile, window: int | None, device: torch.device) -> Errors:
-    """Output and gradients of rank-local attention of the layers with this window, with the profile's document mask.
+    """Output and gradients of rank-local attention with this window and the profile's document mask.
 
     With sinks, narrower values and a scale of the scores if the model's layers have them.
     """
@@ -388,7 +388,7 @@ def _attention_sizes(profile: Profile) -> tuple[int, int, int, int]:
 
 
 def _uses_ring(profile: Profile) -> tuple[bool, list[int | None]]:
-    """Whether layers use ring attention, and the distinct windows of those that do not: masked, or on one context rank."""
+    """Whether layers use ring attention, and the distinct windows of those that do not."""
     model = profile.model
     windows = list(dict.fromkeys(model.window(layer) for layer in range(model.num_hidden_layers)))
     masked = profile.document_masks or _has_sinks(profile)

@@ -1,4 +1,4 @@
-"""Errors of a layer's norms and matrix products, in each precision, compared with plain formulas on the CPU in float32."""
+"""Errors of a layer's norms and matrix products in each precision, against float32 on the CPU."""
 
 from __future__ import annotations
 

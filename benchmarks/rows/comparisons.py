@@ -71,7 +71,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """ "failed" without figures or where results differ, "incomplete" without a peer, else "met" or "missed"."""
+        """ "failed" without figures or if results differ, "incomplete" without a peer, else "met" or "missed"."""
         if self.failure or not self.difference <= self.tolerance:  # a NaN difference fails
             return "failed"
         if self.lacks:

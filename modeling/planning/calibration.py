@@ -69,7 +69,7 @@ class Calibration:
 
 
 def product_precision(precision: str, shape: Shape) -> str:
-    """Precision of a product in a model of this precision: with FP8, head, router and attention are in bf16."""
+    """Precision of a product in a model of this precision: in FP8 models, most are in bf16."""
     if shape[0] == "fp8":
         return "fp8"
     return "bf16" if precision == "fp8" else precision

@@ -1,4 +1,4 @@
-"""Memory traffic of the optimizer: bytes that a rank reads and writes to accumulate gradients and to update.
+"""Memory traffic of the optimizer: bytes that a rank accumulates and updates in a step.
 
 Of one device at bf16 with float32 gradients and one microbatch, 48 bytes per parameter: 6 to accumulate, 8 for the norms of
 gradients and weights, 28 for AdamW and 6 for the bf16 copy. What other ranks update counts on them: with d shards, all but the

@@ -1,4 +1,4 @@
-"""Step time, estimated from ranks' FLOPs, communication volume and memory traffic, and device and link speeds.
+"""Step time, estimated from ranks' FLOPs, communication and memory traffic.
 
     work      of a rank: FLOPs / rate + bytes of tensor, context and expert communication / bandwidth + bytes that it accesses to
               accumulate gradients / memory bandwidth

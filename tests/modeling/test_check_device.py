@@ -189,7 +189,7 @@ LATENT = (
     ids=["gpt_oss", "deepseek_v3"],
 )
 def test_attention_of_each_kind_of_layer_is_checked(settings, names, monkeypatch):
-    """With sinks and each window, or with values narrower than keys; wrong norms and products are found too."""
+    """With sinks and each window, or with values narrower than keys; finds wrong norms and products."""
     seen, call = [], kernel_errors.attention
 
     def recorded(q, k, v, *given, **options):
