@@ -131,6 +131,7 @@ def check_compilation(kind: str) -> Result:
 def check_collectives(kind: str) -> Result:
     """Results and bandwidth of collectives over all devices."""
     device, local = _device(kind)
+    device.choose_kernels(True)  # as training does by default, before NCCL chooses its algorithms
     device.start_process_group(local)
     mesh = Mesh(data=dist.get_world_size(), supports_reduction=device.supports_reduction)
     axis = mesh.world
@@ -177,6 +178,7 @@ CHECKS = (
 def measure_links(kind: str) -> Result:
     """Bytes per second that a device sends in gradient exchanges, by level of the network, as JSON."""
     device, local = _device(kind)
+    device.choose_kernels(True)  # as training does by default, before NCCL chooses its algorithms
     device.start_process_group(local)
     world = dist.get_world_size()
     chip = device.chip if world % device.chip == 0 else 1

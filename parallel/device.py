@@ -180,6 +180,7 @@ CUDA = Device(
     environment=(
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # cuBLAS is deterministic with a fixed-size workspace only
         ("TORCH_FR_BUFFER_SIZE", "2000"),  # last collectives of each process, to debug hangs
+        ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false"),  # pipelines order their messages
         # Less fragmentation; and page-locked copies of checkpoints take their size, not the next power of 2.
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1"),
     ),

@@ -68,7 +68,7 @@ COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
 PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_products")}
 
 
-SETTINGS = 2  # number of the settings with which inductor compiles for GPUs (modeling.compilation.compilers)
+SETTINGS = 3  # number of the settings with which inductor compiles for GPUs (modeling.compilation.compilers)
 
 
 def digest(value: Any) -> str:

@@ -18,7 +18,7 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.recompute import describe
 from profiles.schema import Profile
-from tasks.reporting.advice import passes_warning
+from tasks.reporting.advice import interruption_warnings, passes_warning
 from tasks.reporting.format import (
     format_bytes,
     format_count,
@@ -71,6 +71,8 @@ def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
     console.print(_verdict(planned))
     console.print()
     console.print(_facts(_time(profile, planned)))
+    for warning in interruption_warnings(profile, planned.step_seconds):
+        console.print(Text(f"warning: {warning}", "yellow"))
     try:
         resolve.check_start(profile)
     except ProfileError as error:

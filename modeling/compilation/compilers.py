@@ -117,6 +117,8 @@ class Inductor(Compiler):
             # Otherwise each rank would measure which block sizes are the fastest for sums, and replicas of weights would drift
             # apart by different orders of addition.
             settings["test_configs.force_filter_reduction_configs"] = True
+            settings["dynamic_scale_rblock"] = False
+            settings["shape_padding"] = False  # measured too
         if self.device == "cpu" and ONEDNN_PRODUCTS:
             from modeling.compilation.product_pass import OneDNNProducts
 

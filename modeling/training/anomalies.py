@@ -77,6 +77,8 @@ class AnomalyGuard:
             return f"loss is {loss}"
         if not math.isfinite(gradient_norm):
             return f"gradient norm is {gradient_norm}"
+        if not self._good_losses:  # values that no step could have had
+            return f"loss {loss:.4f} or gradient norm {gradient_norm:.4f} is implausible"
         median = statistics.median(self._good_losses)
         return f"loss {loss:.4f} is {loss / median:.1f} times the median {median:.4f}"
 

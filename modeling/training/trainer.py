@@ -107,7 +107,7 @@ class Trainer:
         self.compile_statistics: CompileStatistics | EagerStatistics = EagerStatistics()
         if graphs is not None:  # before anything runs on the device
             compiler = compilers.make_compiler(profile)
-            compiler.use_cache(graphs)
+            compiler.use_cache(graphs, jobs=threads(profile))
             self.compile_statistics = CompileStatistics(compiler, precompiled=precompiled)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.torch_device = self.device.set_current(local_rank)

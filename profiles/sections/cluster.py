@@ -109,10 +109,12 @@ class Cluster(Section):
         None, description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job"
     )
     time_left: Count = Field(
-        120, description="seconds before the time limit at which training saves and requeues"
+        120,
+        description="seconds before the time limit at which training stops, saves and requeues; a stop takes up to three steps",
     )
     grace: Natural = Field(
-        30, description="seconds to save after a stop signal before the processes are killed"
+        30,
+        description="seconds to stop and save after a signal before the processes are killed; a stop takes up to three steps",
     )
     constraint: str | None = Field(
         None, pattern=LINE, description="required Slurm node features, such as trn2&efa"

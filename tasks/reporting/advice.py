@@ -1,4 +1,4 @@
-"""Warnings not shown by metrics alone: too little data, a small tokenizer, a rising validation loss."""
+"""Warnings not shown by metrics alone: too little data, a small tokenizer, training that a failure would repeat."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from profiles.schema import Profile
-from tasks.reporting.format import format_number
+from tasks.reporting.format import format_duration, format_number
 
 # Up to 4 epochs repeated tokens are worth almost as much as new ones; after that their value decays (arXiv 2305.16264).
 MAX_PASSES = 4
+MAX_REPEATED = 2 * 3600  # seconds of training between checkpoints
+STOP_STEPS = 3  # a stop takes effect after the step in progress and those that are queued by then
 RISE = 0.02  # above the lowest validation loss, as a share of it; less is noise
 
 
@@ -49,6 +51,30 @@ def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
             f"{MAX_PASSES} times repeated text is worth less and less; add data, or train at most "
             f"{format_number(int(steps))} steps"
         )
+
+
+def interruption_warnings(profile: Profile, step_seconds: float | None) -> Iterator[str]:
+    """Warnings if a failure or a stop would repeat much training, given the planned time of a step."""
+    if step_seconds is None:
+        return
+    every, steps = profile.checkpoint.every, profile.train.steps or 0
+    if (every or steps) * step_seconds > MAX_REPEATED and steps > 1:
+        between = format_duration((every or steps) * step_seconds)
+        suitable = max(1, int(MAX_REPEATED / 2 / step_seconds))
+        yield (
+            f"checkpoint.every = {every}: {between} of training between checkpoints, which a failure repeats; set it to about "
+            f"{suitable:,}"
+        )
+    if not profile.checkpoint.on_stop:
+        return
+    needed, cluster = STOP_STEPS * step_seconds, profile.cluster
+    given = {"grace": cluster.grace} | ({"time_left": cluster.time_left} if cluster.time else {})
+    for name, seconds in given.items():
+        if seconds < needed:
+            yield (
+                f"cluster.{name} = {seconds}: a stop takes effect after up to {STOP_STEPS} steps, {format_duration(needed)}, and "
+                f"then saves; set it to at least {round(2 * needed)}"
+            )
 
 
 def rise_warning(lowest: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> str:
