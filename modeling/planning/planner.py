@@ -240,6 +240,7 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
         buckets = memory.plan_buckets(profile, modules)
         working = memory.eager_working_bytes(stages, memory.microbatches_in_flight(profile, rank))
         held = memory.rank_bytes(profile, rank, working, costs.hidden_bytes, buckets)
+        traffic = optimizer_traffic(profile, buckets)
         return StagePlan(
             layers=tuple((stage.start, stage.stop) for stage in layers),
             parameters=_parameters(profile, modules, rank),
@@ -247,7 +248,8 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
             flops=profile.accumulation_steps * sum(layer.flops for stage in stages for layer in stage),
             rate=layer_rate(profile, [layer for stage in stages for layer in stage]),
             communication=_communication_bytes(profile, costs, stages, buckets),
-            **optimizer_traffic(profile, buckets)._asdict(),
+            accumulated=traffic.accumulated,
+            updated=traffic.updated,
         )
 
     return tuple(plan_rank(rank) for rank in range(ranks))

@@ -1,4 +1,4 @@
-"""Warnings not shown by metrics alone: too little data, a small tokenizer, training that a failure would repeat."""
+"""Warnings that metrics alone do not show: data, tokenizer, time between checkpoints, overfitting."""
 
 from __future__ import annotations
 
