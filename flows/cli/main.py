@@ -296,7 +296,7 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", metavar="PATH", help="the model's config.json, which NxD shards lack")
     for axis in ("tensor", "pipeline"):
         _with_default(command, f"--{axis}", 1, f"{axis}-parallel degree to write", type=int, metavar="N")
-    about = "layout of shards that share KV heads; writes trn1 only"
+    about = "layout of shards with shared KV heads; writes trn1"
     command.add_argument("--nxd-layout", choices=("trn1", "trn2"), help=about)
     forms = ("separate", "fused", "coalesced")
     about = "QKV in shards: separate, fused or coalesced"

@@ -149,8 +149,8 @@ def test_another_process_re_attaches_to_the_running_job(place, launcher, cluster
     assert later.find(job(place)).identifier == first.identifier
     assert later.submit(job(place)).identifier == first.identifier
     assert len(cluster.jobs()) == 1
-    (place / "finish").touch()
-    execute(later, job(place))
+    # It ends once it is followed: `execute` would start one that had ended again.
+    execute(later, job(place), on_status=lambda status: (place / "finish").touch())
     assert (place / "logs/work.log").read_text().count("rank 0 of 2") == 1
 
 

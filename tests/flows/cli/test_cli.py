@@ -151,7 +151,7 @@ def test_search_without_speeds_ranks_by_communication_volume(capsys):
     assert main(["plan", "tiny", "--search"]) == 0
     out = capsys.readouterr().out
     assert "least communication first" in out
-    assert "sent per step" in out
+    assert "communication per step" in out
     assert "tokens/s" not in out
     assert "rejected" not in out  # two devices leave no family out
 
