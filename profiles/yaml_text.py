@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-EXPONENT = re.compile(r"[-+]?\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+")
+EXPONENT = re.compile(r"[-+]?\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+$")
 
-CLOCK = re.compile(r"\d+(:\d+)+")
+CLOCK = re.compile(r"\d+(:\d+)+$")
 
 
 class Loader(yaml.SafeLoader):

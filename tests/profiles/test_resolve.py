@@ -297,7 +297,7 @@ def test_dump_and_load_round_trip(tmp_path_factory, changes):
 
 
 @pytest.mark.parametrize(
-    "value", ["1e5", "3e-4", "-1E+2", "1_0e3", "yes", "null", "1:30", "0x10", "=", "~", "\x85"]
+    "value", ["1e5", "3e-4", "-1E+2", "1_0e3", "8e2cd01", "yes", "null", "1:30", "0x10", "=", "~", "\x85"]
 )
 def test_strings_that_look_like_other_types_stay_strings(tmp_path, value):
     path = tmp_path / "text.yaml"
