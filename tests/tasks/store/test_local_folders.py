@@ -13,21 +13,23 @@ def test_local_folder_of_another_store_is_neither_listed_nor_changed_nor_used(tm
     (folder / "runs/first").mkdir(parents=True)
     (folder / "quarantine/kept").mkdir(parents=True)
     (folder / "quarantine/kept/file").write_text("a checkpoint")
-    remote = Store("memory://bucket/store", folder)
+    remote = Store("memory://local-folders/store", folder)
     assert remote.files("quarantine") == {}
     remote.remove("quarantine/kept")
     assert local.files("quarantine") == {"kept/file": 12}
     assert read_fleet(remote).runs == []
-    with pytest.raises(ProfileError, match="is a store itself, and cannot be memory://bucket/store's too"):
-        open_store("memory://bucket/store", folder)
+    with pytest.raises(
+        ProfileError, match="is a store itself, and cannot be memory://local-folders/store's too"
+    ):
+        open_store("memory://local-folders/store", folder)
 
 
 def test_local_folder_of_a_remote_store_belongs_to_the_first_one_that_wrote_to_it(tmp_path):
     folder = tmp_path / "store"
-    open_store("memory://bucket/typo", folder)
-    open_store("memory://bucket/right/", folder)  # nothing was written with the other one
+    open_store("memory://local-folders/typo", folder)
+    open_store("memory://local-folders/right/", folder)  # nothing was written with the other one
     (folder / "runs/first").mkdir(parents=True)
-    assert open_store("memory://bucket/right", folder).has_work_dir
-    for other in ("memory://bucket/other", str(folder)):
-        with pytest.raises(ProfileError, match="is the local folder of memory://bucket/right"):
+    assert open_store("memory://local-folders/right", folder).has_work_dir
+    for other in ("memory://local-folders/other", str(folder)):
+        with pytest.raises(ProfileError, match="is the local folder of memory://local-folders/right"):
             open_store(other, folder)
