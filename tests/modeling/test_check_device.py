@@ -44,7 +44,7 @@ def test_kernels_are_checked_on_the_shapes_of_the_profile(monkeypatch):
     model |= {"num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
     changes = {f"model.{key}": value for key, value in model.items()} | {"model.sliding_window": 20}
     changes |= {"parallel.tensor": 2, "cluster.devices_per_node": 2, "train.document_masks": "true"}
-    changes |= {"train.sequence_length": 72, "parallel.data_sharding": "zero1"}
+    changes |= {"train.sequence_length": 72, "parallel.data_sharding": "zero1", "train.precision": "bf16"}
     profile = resolve.load("tiny", [f"{key}={value}" for key, value in changes.items()])
     seen = defaultdict(set)
 

@@ -136,6 +136,7 @@ def test_lora_plans_gradients_of_updates_only_and_counts_the_flops_of_updated_ex
         "parallel.data_sharding=none",
         "train.recompute=none",
         "train.micro_batch_size=1",
+        "train.precision=bf16",
     )
     profile = resolve.load(
         "tiny-moe", [*alone, "parallel.expert=1", "lora.rank=64", "lora.targets=[output, gate_up, down]"]
