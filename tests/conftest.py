@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import sqlite3
@@ -101,6 +102,15 @@ def prefect_server(prefect_database, tmp_path_factory):
         yield url
         APILogWorker.drain_all(timeout=5)  # before the server stops
     server.leave()
+
+
+@pytest.fixture(autouse=True)
+def _logging():
+    """Remove log handlers that a command installs for its process, so that later tests do not see them."""
+    root = logging.getLogger()
+    before = [*root.handlers]
+    yield
+    root.handlers = [handler for handler in root.handlers if handler in before]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ NEURON = "NEURON_INDEX=https://example.com/simple"
 
 def commands(folder: Path, *arguments: str) -> str:
     """The commands that `make` would run."""
-    make = ["make", "-n", *arguments]
+    make = ["make", "--no-print-directory", "-n", *arguments]
     return subprocess.run(make, cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
