@@ -46,7 +46,7 @@ OVERRIDES = (
     ),
     f"init.from={REPOSITORY}",
 )
-TASKS = {"plan", "tokenizer", "dataset", "weights", "graphs", "train", "evaluate", "export", "report"}
+TASKS = {"plan", "tokenizer", "dataset", "checkpoint", "graphs", "train", "evaluate", "export", "report"}
 
 
 def documents() -> list[str]:
