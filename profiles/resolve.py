@@ -124,6 +124,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise ProfileError("profile", str(path), str(error)) from error
     if not isinstance(values, dict):
         raise ProfileError("profile", str(path), "is not a mapping of sections")
+    if "trainer" in values and "distributed_strategy" in values:
+        reason = "is a config of NxD Training; `trainshed import-config` makes a profile of it"
+        raise ProfileError("profile", str(path), reason)
     return values
 
 

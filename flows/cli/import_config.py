@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, print_stderr
+from flows.ui.console import print_json, print_stderr, waiting
 from profiles import nxdt, resolve
 from profiles.check import PLANNED_ONLY
 from profiles.errors import ProfileError
 from profiles.nxdt.translation import Effect, Line
 from profiles.schema import Profile
+
+if TYPE_CHECKING:
+    from modeling.planning.planner import Plan
 
 SHOWN = (Effect.DIFFERS, Effect.TO_DO)  # others are only counted
 
@@ -32,39 +37,47 @@ def run(options: argparse.Namespace) -> int:
     target = Path(options.out or f"{path.stem.removesuffix('_config') or path.stem}.yaml")
     if options.out is None and target.resolve() == path.resolve():
         target = Path(f"{path.stem}_trainshed.yaml")
+    if target.suffix not in (".yaml", ".yml"):
+        raise ProfileError("OUT", str(target), "does not end in .yaml", [f"{target}.yaml"])
     if target.exists():
         raise ProfileError("OUT", str(target), "exists already; choose another file")
-    profile = _write(imported, target)
-    problem = _problem(profile)
-    if options.hardware is not None and problem is None:
-        from modeling.planning.replan import replan
+    with waiting(lambda: f"planning {target.stem}"):
+        profile = _load(imported, target)
+        if options.hardware is not None:
+            from modeling.planning.replan import replan
 
-        try:
             imported = imported.with_values(replan(profile, options.hardware))
-        finally:
-            target.unlink()
-        profile = _write(imported, target)
+            profile = _load(imported, target)
+        problem = _problem(profile)
+        planned = None if problem else _plan(profile)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("x") as file:
+            file.write(imported.text())
+    except OSError as error:
+        raise ProfileError("OUT", str(target), error.strerror or str(error)) from error
     if options.json:
-        _print_json(imported, target, profile, problem)
+        keys = [asdict(line) for line in imported.lines]
+        print_json({"profile": str(target), "keys": keys, "plan": planned and planned.to_json()})
     else:
-        _print(imported, target, profile, problem, verbose=options.verbose)
+        _print(imported, target, profile, planned, verbose=options.verbose)
     if problem is not None:
         print_stderr(f"fix before you run it: {problem}")
     return DONE
 
 
-def _write(imported: nxdt.Imported, target: Path) -> Profile:
-    """Write the profile, and load it; an invalid one is removed again."""
-    name = str(target) if target.is_absolute() else f"./{target}"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(imported.text())
-        return resolve.load(name)
-    except OSError as error:
-        raise ProfileError("OUT", str(target), str(error)) from error
-    except ProfileError:
-        target.unlink()
-        raise
+def _load(imported: nxdt.Imported, target: Path) -> Profile:
+    """The profile, with the name of the file that it will be written to."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, target.name)
+        path.write_text(imported.text())
+        return resolve.load(str(path))
+
+
+def _plan(profile: Profile) -> Plan:
+    from modeling.planning.planner import plan
+
+    return plan(profile)
 
 
 def _problem(profile: Profile) -> ProfileError | None:
@@ -76,19 +89,8 @@ def _problem(profile: Profile) -> ProfileError | None:
     return None
 
 
-def _print_json(
-    imported: nxdt.Imported, target: Path, profile: Profile, problem: ProfileError | None
-) -> None:
-    from modeling.planning.planner import plan
-
-    result = {"profile": str(target), "keys": [asdict(line) for line in imported.lines], "plan": None}
-    if problem is None:
-        result["plan"] = plan(profile).to_json()
-    print_json(result)
-
-
 def _print(
-    imported: nxdt.Imported, target: Path, profile: Profile, problem: ProfileError | None, *, verbose: bool
+    imported: nxdt.Imported, target: Path, profile: Profile, planned: Plan | None, *, verbose: bool
 ) -> None:
     console = Console(highlight=False)
     counts = ", ".join(f"{len(imported.of(effect))} {effect}" for effect in Effect if imported.of(effect))
@@ -97,12 +99,11 @@ def _print(
         if (lines := imported.of(effect)) and (effect in SHOWN or verbose):
             _print_lines(console, effect, lines)
     console.print(f"\nwrote {target}; next: trainshed plan {target}\n", soft_wrap=True)
-    if problem is not None:
+    if planned is None:
         return
     from flows.cli.plan_table import print_plan
-    from modeling.planning.planner import plan
 
-    print_plan(console, profile, plan(profile))
+    print_plan(console, profile, planned)
     if profile.cluster.accelerator in PLANNED_ONLY:
         hint = "\nthis is the original layout; --hardware trn2 or h200 plans one for hardware that can train"
         console.print(Text(hint, "yellow"))

@@ -95,8 +95,8 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
 def _published(found: Translation, named: str | None) -> Published | None:
     """The published model with the numbers in the config; reports an error unless there is exactly one."""
     numbers = stated(found) | experts.stated(found)
-    if (replicas := found.number("distributed_strategy.kv_replicator", 1)) > 1:
-        tensor = found.number("distributed_strategy.tensor_model_parallel_size", 1)
+    if (replicas := found.integer("distributed_strategy.kv_replicator", 1)) > 1:
+        tensor = found.integer("distributed_strategy.tensor_model_parallel_size", 1)
         numbers["num_key_value_heads"] = tensor // replicas
     numbers["architecture"] = "mixtral" if found.has_section("model.moe") else "llama"
     hint = " ".join(value for value in found.theirs.values() if isinstance(value, str))
@@ -134,24 +134,24 @@ def _numbers(found: Translation, names: Any) -> None:
 def _megatron(found: Translation) -> Published | None:
     found.report("model.model_config", Effect.HARMLESS, "not read by NxD Training's Megatron models")
     _numbers(found, [name for name in NUMBERS if name not in ("rope_theta", "vocab_size")])
-    kind = (
-        found.get("model.activation", "gelu"),
-        found.get("model.normalization", "layernorm"),
-        found.get("model.position_embedding_type", "learned_absolute"),
-    )
     keys = ("model.activation", "model.normalization", "model.position_embedding_type")
+    defaults = ("gelu", "layernorm", "learned_absolute")
+    kind = tuple(str(found.get(key, default)) for key, default in zip(keys, defaults, strict=True))
     if kind not in FAMILIES:
         known = "; ".join(f"{' with '.join(names)} is {family}" for names, family in FAMILIES.items())
         found.report(keys[0], Effect.ERROR, f"with {kind[1]} and {kind[2]} has no equivalent: {known}")
-        return None
-    family = FAMILIES[kind]
+    # Of an unknown combination, the other keys are still read, so that only what is wrong is reported.
+    family = FAMILIES.get(kind, "gpt" if kind[1] == "layernorm" else "llama")
     for key in keys:
         found.translate(key, {"model.architecture": family})
     if found.has("model.sliding_window_size") and family == "llama":
         family = "mistral"
         found.translate(
             "model.sliding_window_size",
-            {"model.architecture": family, "model.sliding_window": found.get("model.sliding_window_size")},
+            {
+                "model.architecture": family,
+                "model.sliding_window": found.integer("model.sliding_window_size", 4096),
+            },
         )
     elif found.has("model.sliding_window_size"):
         found.report("model.sliding_window_size", Effect.ERROR, "GPT has no sliding window in Trainshed")
@@ -164,13 +164,13 @@ def _megatron(found: Translation) -> Published | None:
 
 
 def _switches(found: Translation) -> None:
-    tied = bool(found.get("model.share_embeddings_and_output_weights", True))
+    tied = found.flag("model.share_embeddings_and_output_weights", True)
     found.translate("model.share_embeddings_and_output_weights", {"model.tie_word_embeddings": tied})
-    bias = bool(found.get("model.has_bias", True))
+    bias = found.flag("model.has_bias", True)
     found.translate("model.has_bias", {"model.attention_bias": bias, "model.mlp_bias": bias})
     deviation = float(found.number("model.init_method_std", 0.02))
     found.translate("model.init_method_std", {"model.initializer_range": deviation})
-    scaled = bool(found.get("model.use_scaled_init_method", True))
+    scaled = found.flag("model.use_scaled_init_method", True)
     found.translate("model.use_scaled_init_method", {"model.scaled_initialization": scaled})
     if not found.has("model.layernorm_epsilon"):
         found.ours["model.norm_eps"] = 1e-5
@@ -238,7 +238,7 @@ def _fixed(found: Translation) -> None:
         else "is not supported: Trainshed's blocks normalize before attention and MLP"
     )
     found.report("model.transformer_block_type", Effect.HARMLESS if right else Effect.ERROR, note)
-    if found.get("model.fp32_residual_connection", False):
+    if found.flag("model.fp32_residual_connection", False):
         note = "the residual stream has the training dtype"
         found.report("model.fp32_residual_connection", Effect.DIFFERS, note)
     for name in ("bias_activation_fusion", "bias_dropout_add_fusion", "masked_softmax_fusion", "save_logits"):

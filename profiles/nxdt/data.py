@@ -30,17 +30,16 @@ def translate(found: Translation, objective: str) -> None:
 
 def _sequence_length(found: Translation) -> None:
     """data.seq_length takes precedence; model.encoder_seq_length is that of samples already cut to it."""
-    data, model = found.get("data.seq_length"), found.get("model.encoder_seq_length")
-    for key, value in (("model.encoder_seq_length", model), ("data.seq_length", data)):
-        if value is not None:
-            found.translate(key, {"train.sequence_length": value})
-    if data is not None and model not in (None, data):
-        note = f"samples have data.seq_length {data}"
-        found.report("model.encoder_seq_length", Effect.DIFFERS, note)
+    data, model = "data.seq_length", "model.encoder_seq_length"
+    for key in (model, data):
+        if found.has(key):
+            found.translate(key, {"train.sequence_length": found.integer(key, 1)})
+    if found.has(data) and found.get(model, found.get(data)) != found.get(data):
+        found.report(model, Effect.DIFFERS, f"samples have {data} {found.get(data)}")
 
 
 def _document_masks(found: Translation, objective: str) -> None:
-    positions, attention = (bool(found.get(key, False)) for key in RESETS)
+    positions, attention = (found.flag(key, False) for key in RESETS)
     if positions != attention:
         note = "is not supported without its counterpart: train.document_masks resets positions and attention together"
         found.report(RESETS[0 if positions else 1], Effect.ERROR, note)

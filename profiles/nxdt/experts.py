@@ -18,14 +18,14 @@ def stated(found: Translation) -> dict[str, Any]:
     if not found.has_section(MOE):
         return {}
     return {
-        "num_experts": found.number(f"{MOE}.num_experts", 1),
-        "num_experts_per_tok": found.number(f"{MOE}.top_k", 1),
+        "num_experts": found.integer(f"{MOE}.num_experts", 1),
+        "num_experts_per_tok": found.integer(f"{MOE}.top_k", 1),
     }
 
 
 def translate(found: Translation, hugging_face: bool) -> None:
     """Set the experts' keys, and the architecture with experts."""
-    degree = found.get(DEGREE, 1)
+    degree = found.integer(DEGREE, 1)
     if not found.has_section(MOE):
         found.report(DEGREE, Effect.HARMLESS if degree == 1 else Effect.DIFFERS, "the model has no experts")
         found.report(SHUFFLE, Effect.HARMLESS, "the model has no experts")
@@ -45,7 +45,7 @@ def translate(found: Translation, hugging_face: bool) -> None:
         right = found.get(f"{MOE}.{name}", value) == value
         note = "the same here" if right else f"has no equivalent: {reason}"
         found.report(f"{MOE}.{name}", Effect.HARMLESS if right else Effect.ERROR, note)
-    if found.get(SHUFFLE, 1) > 1 and capacity is not None:
+    if found.integer(SHUFFLE, 1) > 1 and capacity is not None:
         note = "has no equivalent: tokens are not shuffled between ranks, which decides which of them are dropped"
         found.report(SHUFFLE, Effect.ERROR, note)
     found.report(SHUFFLE, Effect.HARMLESS, "no tokens are shuffled")
@@ -68,7 +68,7 @@ def _router(found: Translation) -> None:
         for name in SINKHORN:
             found.report(f"{MOE}.{name}", Effect.HARMLESS, "see model.moe.routing_algorithm")
     key = f"{MOE}.normalize_top_k_affinities"
-    right = found.get(key, found.get(f"{MOE}.top_k", 1) > 1)
+    right = found.flag(key, stated(found)["num_experts_per_tok"] > 1)
     note = "has no equivalent: the weights of a token's experts sum to 1 in mixtral"
     found.report(key, Effect.HARMLESS if right else Effect.ERROR, "the same here" if right else note)
 
@@ -77,7 +77,7 @@ def _balance(found: Translation, hugging_face: bool) -> None:
     """Hugging Face's balance loss over a rank's microbatch, added only if router logits are output."""
     logits, key = f"{MOE}.output_router_logits", f"{MOE}.router_aux_loss_coef"
     coefficient = float(found.number(key, 0.02 if hugging_face else 0.0))
-    on = bool(found.get(logits, hugging_face)) and coefficient > 0
+    on = found.flag(logits, hugging_face) and coefficient > 0
     values: dict[str, Any] = {"train.balance": "batch" if on else "none"}
     found.translate(
         logits, values, "the balance loss is that of a microbatch on a rank" if on else "no balance loss"
@@ -88,7 +88,7 @@ def _balance(found: Translation, hugging_face: bool) -> None:
 def _capacity(found: Translation, hugging_face: bool) -> float | None:
     """Set the capacity factor; None: dropless, also if the capacity is enough for all tokens."""
     experts, chosen = stated(found).values()
-    key, dropless = f"{MOE}.capacity_factor", bool(found.get(f"{MOE}.dropless", False))
+    key, dropless = f"{MOE}.capacity_factor", found.flag(f"{MOE}.dropless", False)
     full = experts / chosen
     factor = found.number(key, 1.0 if hugging_face else full)
     capacity = None if dropless or not factor or factor >= full else float(factor)

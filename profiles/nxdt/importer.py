@@ -89,9 +89,16 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
 
 
 def _cluster(found: Translation) -> None:
-    """Launcher and accelerator: a trn1 node has 32 devices, trn2 64 logical cores (LNC 2: two physical)."""
-    nodes, devices = found.number("trainer.num_nodes", 1), found.number("trainer.devices", 1)
-    accelerator = "trn2" if found.get("trainer.lnc") == 2 or devices == 64 else "trn1"
+    """Launcher and accelerator.
+
+    A trn1 node has 32 devices; a trn2 node has 128 cores, by default as 64 logical ones (LNC 2).
+    """
+    nodes, devices = found.integer("trainer.num_nodes", 1), found.integer("trainer.devices", 1)
+    lnc = found.get("trainer.lnc", found.get("trainer.vnc"))
+    accelerator = "trn2" if lnc == 2 or devices >= 64 else "trn1"
+    if devices == 128:
+        note = "one device per physical core (LNC 1); Trainshed plans 64 logical cores of two: see --hardware trn2"
+        found.translate("trainer.devices", {"cluster.devices_per_node": devices}, note, Effect.TO_DO)
     launcher = "slurm" if nodes > 1 else "local"
     found.ours |= {
         "cluster.launcher": launcher,

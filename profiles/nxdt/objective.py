@@ -6,7 +6,8 @@ from typing import Any
 
 from profiles.nxdt.translation import Effect, Translation
 
-STRATEGY = "model_alignment_strategy"
+STRATEGIES = ("model_alignment_strategy", "data.alignment_strategy")  # the latter before SDK 2.22
+KINDS = ("dpo", "orpo", "sft")  # if a config names several, NxD Training takes the first
 TARGETS = {  # NxD's names of layers: ours; Hugging Face's names are the same in both
     "qkv_proj": "qkv",
     "gate_up_proj": "gate_up",
@@ -19,10 +20,20 @@ KEPT = "the adapter is saved separately, and exported both as an adapter and mer
 
 def kind(found: Translation) -> str:
     """The objective's kind: sft, dpo or orpo if the config names a strategy, else pretrain."""
-    for name in ("dpo", "orpo", "sft"):
-        if found.has_section(f"{STRATEGY}.{name}"):
-            return name
-    return "sft" if found.get("data.use_sft_style_data_module", False) else "pretrain"
+    section = strategy(found)
+    for named in (
+        found.has_section,
+        found.theirs.__contains__,
+    ):  # an empty strategy counts if it is the only one
+        for name in KINDS:
+            if named(f"{section}.{name}"):
+                return name
+    return "sft" if found.flag("data.use_sft_style_data_module", False) else "pretrain"
+
+
+def strategy(found: Translation) -> str:
+    """The section of the strategy, which moved between releases."""
+    return next((name for name in STRATEGIES if found.has_section(name)), STRATEGIES[0])
 
 
 def translate(found: Translation) -> None:
@@ -34,18 +45,22 @@ def translate(found: Translation) -> None:
     elif objective == "dpo":
         _dpo(found)
     elif objective == "orpo":
-        key = f"{STRATEGY}.orpo.beta"
+        key = f"{strategy(found)}.orpo.beta"
         found.translate(key, {"objective.beta": float(found.number(key, 0.1))})
     if objective in ("dpo", "orpo"):
-        _lengths(found, f"{STRATEGY}.{objective}")
-    if found.has_section(f"{STRATEGY}.peft"):
+        _lengths(found, f"{strategy(found)}.{objective}")
+    for name in (*KINDS, "peft"):
+        empty = f"{strategy(found)}.{name}"
+        found.report(empty, Effect.HARMLESS, "has no keys")
+    if found.has_section(f"{strategy(found)}.peft"):
         _lora(found)
     _initial_weights(found, objective)
 
 
 def _sft(found: Translation) -> None:
-    key = f"{STRATEGY}.sft.packing"
-    packing = bool(found.get(key, found.get("data.packing", False)))
+    key = f"{strategy(found)}.sft.packing"
+    packing = found.flag(key, found.flag("data.packing", False))
+    found.ours["data.prepend_bos"] = True  # NxD Training begins each record with BOS
     values: dict[str, Any] = {
         "objective.packing": packing,
         "objective.too_long": "drop" if packing else "truncate",
@@ -66,7 +81,7 @@ def _sft(found: Translation) -> None:
 
 
 def _dpo(found: Translation) -> None:
-    key = f"{STRATEGY}.dpo"
+    key = f"{strategy(found)}.dpo"
     found.translate(f"{key}.kl_beta", {"objective.beta": float(found.number(f"{key}.kl_beta", 0.01))})
     loss = found.get(f"{key}.loss_type", "sigmoid")
     if loss in LOSSES:
@@ -81,8 +96,11 @@ def _dpo(found: Translation) -> None:
 
 def _lengths(found: Translation, section: str) -> None:
     """Prompt length and truncation of records that are too long, as in TRL, which NxD Training uses."""
-    longest = found.get(f"{section}.max_prompt_length", 2048)
-    found.translate(f"{section}.max_prompt_length", {"objective.maximum_prompt_length": longest})
+    names = ("max_prompt_length", "max_dpo_prompt_length")  # the latter before SDK 2.22
+    key = next(
+        (f"{section}.{name}" for name in names if found.has(f"{section}.{name}")), f"{section}.{names[0]}"
+    )
+    found.translate(key, {"objective.maximum_prompt_length": found.integer(key, 2048)})
     end = found.get(f"{section}.truncation_mode", "keep_start")
     if end in TRUNCATIONS:
         found.translate(f"{section}.truncation_mode", {"objective.truncation": end})
@@ -92,14 +110,15 @@ def _lengths(found: Translation, section: str) -> None:
 
 
 def _lora(found: Translation) -> None:
-    section = f"{STRATEGY}.peft"
-    found.translate(f"{section}.lora_rank", {"lora.rank": found.get(f"{section}.lora_rank", 16)})
+    section = f"{strategy(found)}.peft"
+    found.translate(f"{section}.lora_rank", {"lora.rank": found.integer(f"{section}.lora_rank", 16)})
     found.translate(f"{section}.lora_alpha", {"lora.alpha": float(found.number(f"{section}.lora_alpha", 32))})
     found.translate(
         f"{section}.lora_dropout", {"lora.dropout": float(found.number(f"{section}.lora_dropout", 0.05))}
     )
     targets = found.get(f"{section}.target_modules", ["qkv_proj"])
-    if unknown := [name for name in targets if name not in TARGETS]:
+    targets = targets if isinstance(targets, list) else [targets]
+    if unknown := [name for name in map(str, targets) if name not in TARGETS]:
         found.report(
             f"{section}.target_modules", Effect.ERROR, f"{unknown[0]} is not one of {', '.join(TARGETS)}"
         )
@@ -111,7 +130,7 @@ def _lora(found: Translation) -> None:
         found.report(f"{section}.lora_bias", Effect.HARMLESS, "no biases are trained")
     else:
         found.report(f"{section}.lora_bias", Effect.ERROR, "is not supported: LoRA trains no biases")
-    if found.get(f"{section}.load_lora_from_ckpt", False):
+    if found.flag(f"{section}.load_lora_from_ckpt", False):
         note = "merge the adapter into the model, and set init.from to the result"
         found.report(f"{section}.load_lora_from_ckpt", Effect.ERROR, f"is not supported; {note}")
     found.report(f"{section}.load_lora_from_ckpt", Effect.HARMLESS, "starts a new adapter")
@@ -135,14 +154,14 @@ def _initial_weights(found: Translation, objective: str) -> None:
             found.translate(key, {"init.from": None}, "set init.from to the model to fine-tune", Effect.TO_DO)
         return
     note = "an NxD checkpoint's shards, a folder in Hugging Face format or a hub repository can be used as they are"
-    if not found.get(only, False):
+    if not found.flag(only, False):
         note = "only its weights are used, with a new optimizer and schedule"
     found.translate(key, {"init.from": path}, note, Effect.TO_DO)
 
 
 def _lora_of_experts(found: Translation, targets: list[str]) -> None:
     """Report settings that LoRA updates of experts do not support."""
-    section = f"{STRATEGY}.peft"
+    section = f"{strategy(found)}.peft"
     if halves := [name for name in targets if name in ("gate_proj", "up_proj")]:
         note = f"{halves[0]} of an expert is one product with the other half; name gate_up_proj"
         found.report(f"{section}.target_modules", Effect.ERROR, note)

@@ -1,7 +1,7 @@
 """Keys that are translated one by one: trainer, layout, optimizer, precision, checkpoints and runtime.
 
 A rule takes the translation, a key and its value, and reports the key. Keys that neither a rule nor another file reads are
-unknown: an error if they could change the model, otherwise reported as unknown.
+unknown: an error if they could change the model or are a misspelling, otherwise reported as unknown.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ MODEL_SECTIONS = ("model", "model_alignment_strategy", "distributed_strategy")
 
 def apply(found: Translation) -> None:
     """Translate the keys that have a rule, and report those that nothing has read."""
+    found.known |= RULES.keys()
     for key, value in found.theirs.items():
         if key in RULES:
             RULES[key](found, key, value)
-        elif key not in found.lines:
+    for key, value in found.theirs.items():
+        if key not in found.lines:
             _unknown(found, key, value)
 
 
 def _unknown(found: Translation, key: str, value: Any) -> None:
-    if value in OFF or value == {}:
+    if close := found.misspelt(key):
+        found.report(key, Effect.ERROR, f"is unknown; did you mean {close[0]}?")
+    elif value in OFF or value == {}:
         found.report(key, Effect.HARMLESS, "unknown to Trainshed, and off")
     elif key.partition(".")[0] in MODEL_SECTIONS:
         note = "is unknown to Trainshed and may change the model; remove it to import the rest"
@@ -36,14 +40,32 @@ def _unknown(found: Translation, key: str, value: Any) -> None:
         found.report(key, Effect.DIFFERS, "unknown to Trainshed: not imported")
 
 
-def _to(ours: str, cast: Callable[[Any], Any] = lambda value: value) -> Rule:
+def _to(ours: str, read: Callable[[Translation, str], Any]) -> Rule:
+    """A rule for a key with the same meaning; `read` checks and returns its value."""
+
     def rule(found: Translation, key: str, value: Any) -> None:
-        try:
-            found.translate(key, {ours: cast(value)})
-        except (TypeError, ValueError):
-            found.report(key, Effect.ERROR, "is not a number")
+        if found.has(key):
+            found.translate(key, {ours: read(found, key)})
+        else:
+            found.report(key, Effect.HARMLESS, "not set")
 
     return rule
+
+
+def _count(found: Translation, key: str) -> int:
+    return found.integer(key, 1)
+
+
+def _index(found: Translation, key: str) -> int:
+    return found.integer(key, 0, least=0)
+
+
+def _number(found: Translation, key: str) -> float:
+    return float(found.number(key, 0))
+
+
+def _flag(found: Translation, key: str) -> bool:
+    return found.flag(key, False)
 
 
 def _harmless(reason: str) -> Rule:
@@ -64,7 +86,7 @@ def _only(valid: Any, reason: str, otherwise: Effect = Effect.ERROR) -> Rule:
 
 def _one_of(ours: str, choices: Mapping[Any, Any], note: str = "") -> Rule:
     def rule(found: Translation, key: str, value: Any) -> None:
-        if value not in choices:
+        if isinstance(value, list | dict) or value not in choices:
             found.report(
                 key, Effect.ERROR, f"has no equivalent; Trainshed has {', '.join(map(str, choices))}"
             )
@@ -75,19 +97,21 @@ def _one_of(ours: str, choices: Mapping[Any, Any], note: str = "") -> Rule:
 
 
 def _data_sharding(found: Translation, key: str, value: Any) -> None:
-    found.translate(key, {"parallel.data_sharding": "zero1" if value else "none"})
+    found.translate(key, {"parallel.data_sharding": "zero1" if found.flag(key, False) else "none"})
 
 
 def _virtual_pipeline(found: Translation, key: str, value: Any) -> None:
-    if not value or value == 1:
+    stages = found.integer(key, 1, least=0)
+    if stages < 2:
         found.report(key, Effect.HARMLESS, "one stage per rank, as by default")
-    elif found.number("distributed_strategy.pipeline_model_parallel_size", 1) == 1:
+    elif found.integer("distributed_strategy.pipeline_model_parallel_size", 1) == 1:
         found.report(key, Effect.HARMLESS, "has no effect without pipeline parallelism")
     else:
         note = "two stages per rank" + (
-            "" if value == 2 else f" instead of {value}: set parallel.pipeline_cuts"
+            "" if stages == 2 else f" instead of {stages}: set parallel.pipeline_cuts"
         )
-        found.translate(key, {"parallel.schedule": "interleaved"}, note)
+        effect = Effect.TRANSLATED if stages == 2 else Effect.TO_DO
+        found.translate(key, {"parallel.schedule": "interleaved"}, note, effect)
 
 
 def _pipeline_cuts(found: Translation, key: str, value: Any) -> None:
@@ -95,6 +119,7 @@ def _pipeline_cuts(found: Translation, key: str, value: Any) -> None:
         found.report(key, Effect.HARMLESS, "stages are balanced by cost")
         return
     try:
+        value = value if isinstance(value, list) else [value]
         cuts = [int(str(name).rpartition(".")[2]) + 1 for name in value]
     except ValueError:
         found.report(key, Effect.ERROR, "is not a list of layers such as model.layers.18")
@@ -108,60 +133,80 @@ def _clip(found: Translation, key: str, value: Any) -> None:
 
 
 def _max_steps(found: Translation, key: str, value: Any) -> None:
-    epochs = found.number("trainer.max_epochs", -1)
-    if value is None or (isinstance(value, int) and value < 0):
+    epochs = found.integer("trainer.max_epochs", -1, least=-1)
+    if found.number(key, -1) < 0:
         if epochs > 0:
             found.translate("trainer.max_epochs", {"train.epochs": epochs})
             found.report(key, Effect.HARMLESS, "unlimited: trainer.max_epochs determines the steps")
         else:
             found.report(key, Effect.ERROR, "is unlimited; set a number of steps")
     else:
-        found.translate(key, {"train.steps": value})
+        found.translate(key, {"train.steps": found.integer(key, 1)})
 
 
 def _evaluations(found: Translation, key: str, value: Any) -> None:
     batches, steps = found.number("trainer.limit_val_batches", 1.0), found.number("trainer.max_steps", 0)
-    never = isinstance(value, float) or not value or not batches or (steps > 0 and value > steps)
-    found.translate(key, {"evaluate.every": 0 if never else value}, "only at the end" if never else "")
+    every = found.number(key, 0)  # a float is a share of an epoch
+    never = isinstance(every, float) or every <= 0 or not batches or 0 < steps < every
+    found.translate(key, {"evaluate.every": 0 if never else every}, "only at the end" if never else "")
 
 
 def _evaluation_batches(found: Translation, key: str, value: Any) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        found.translate(key, {"evaluate.batches": value}, "global batches")
-    elif not value:
+    batches = found.number(key, 0)
+    if isinstance(batches, int) and batches > 0:
+        found.translate(key, {"evaluate.batches": batches}, "global batches")
+    elif not batches:
         found.report(key, Effect.HARMLESS, "no evaluation during training; the final model is evaluated")
     else:
         found.report(key, Effect.HARMLESS, "the complete validation split is evaluated")
 
 
 def _checkpoint_interval(found: Translation, key: str, value: Any) -> None:
-    valid = isinstance(value, int) and value > 0 and found.get("exp_manager.create_checkpoint_callback", True)
-    found.translate(key, {"checkpoint.every": value if valid else 0}, "" if valid else "only at the end")
+    every = found.integer(key, 0, least=-1)
+    if every < 1 or not found.flag("exp_manager.create_checkpoint_callback", True):
+        found.translate(key, {"checkpoint.every": 0}, "only at the end")
+    else:
+        found.translate(key, {"checkpoint.every": every})
 
 
 def _keep(found: Translation, key: str, value: Any) -> None:
-    kept = max(0, found.number(key, 1))
+    kept = max(0, found.integer(key, 1, least=-1))
     found.translate(key, {"checkpoint.keep": kept}, "" if kept else "0 keeps all")
 
 
 def _weight_decay(found: Translation, key: str, value: Any) -> None:
-    _to("train.weight_decay", cast=float)(found, key, value)
-    if is_hugging_face(found) and value != 0.01:
+    decay, note, effect = _number(found, key), "", Effect.TRANSLATED
+    if is_hugging_face(found) and decay != 0.01:
         note = "NxD Training's Hugging Face models always decay by 0.01; set 0.01 to reproduce its runs"
-        found.translate(key, {"train.weight_decay": float(value)}, note, Effect.DIFFERS)
+        effect = Effect.DIFFERS
+    found.translate(key, {"train.weight_decay": decay}, note, effect)
 
 
 def _norm_weight_decay(found: Translation, key: str, value: Any) -> None:
-    found.translate(key, {"train.norm_weight_decay": bool(value)})
+    decays, note, effect = _flag(found, key), "", Effect.TRANSLATED
     if is_hugging_face(found):
         note = "NxD Training's Hugging Face models do the opposite of what this key is documented to do"
-        note += f"; set train.norm_weight_decay {str(not value).lower()} to reproduce its runs"
-        found.translate(key, {"train.norm_weight_decay": bool(value)}, note, Effect.DIFFERS)
+        note += f"; set train.norm_weight_decay {str(not decays).lower()} to reproduce its runs"
+        effect = Effect.DIFFERS
+    found.translate(key, {"train.norm_weight_decay": decays}, note, effect)
 
 
 def is_hugging_face(found: Translation) -> bool:
     """Whether the config trains NxD Training's copy of a Hugging Face model, not its Megatron model."""
-    return found.get("model_source", "hf" if found.has("model.model_config") else "megatron") == "hf"
+    likely = "hf" if found.has("model.model_config") else "megatron"
+    source = found.get("model_source", likely)
+    if source not in ("hf", "megatron"):
+        found.report("model_source", Effect.ERROR, "is neither hf nor megatron")
+        return likely == "hf"
+    return source == "hf"
+
+
+def _betas(found: Translation, key: str) -> list[float]:
+    value = found.get(key)
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(beta, int | float) for beta in value):
+        return [float(beta) for beta in value]
+    found.report(key, Effect.ERROR, "is not a list of two numbers")
+    return [0.9, 0.999]
 
 
 def _warmup_ratio(found: Translation, key: str, value: Any) -> None:
@@ -171,7 +216,7 @@ def _warmup_ratio(found: Translation, key: str, value: Any) -> None:
 
 def _constant_steps(found: Translation, key: str, value: Any) -> None:
     """Steps at the minimum rate after the decay, as in NeMo; if fewer are left, right after warm-up."""
-    asked, steps = found.number(key, 0), found.number("trainer.max_steps", 0)
+    asked, steps = _index(found, key), found.number("trainer.max_steps", 0)
     left = max(0, steps - found.number("model.optim.sched.warmup_steps", 0))
     steps = min(asked, left)
     note, effect = "steps at the minimum after the decay, as in NeMo", Effect.TRANSLATED
@@ -192,12 +237,12 @@ def _precision(found: Translation, key: str, value: Any) -> None:
         found, key, value
     )
     manual = value == "manual"
-    accumulate = found.get("precision.fp32_grad_acc", False) if manual else value != "bf16SR"
+    accumulate = found.flag("precision.fp32_grad_acc", False) if manual else value != "bf16SR"
     found.ours["train.gradient_dtype"] = "float32" if accumulate else "bf16"
     for name in MANUAL:
         if name == "fp32_grad_acc" and manual:
             found.translate(f"precision.{name}", {"train.gradient_dtype": found.ours["train.gradient_dtype"]})
-        elif name == "master_weights" and manual and not found.get(f"precision.{name}", False):
+        elif name == "master_weights" and manual and not found.flag(f"precision.{name}", False):
             found.report(f"precision.{name}", Effect.DIFFERS, "master weights are always float32")
         else:
             note = "master weights are float32" if manual else "only read if precision.type is manual"
@@ -224,7 +269,7 @@ CALLBACK = "exp_manager.checkpoint_callback_params"
 
 RULES: dict[str, Rule] = {
     "name": _harmless("the profile has its file's name; several published configs share one"),
-    "seed": _to("train.seed"),
+    "seed": _to("train.seed", _index),
     "model_source": _harmless("the architecture follows from the model's keys"),
     "compiler_flags": _harmless(
         "flags of neuronx-cc for the legacy stack; compile.flags has those of native PyTorch"
@@ -235,9 +280,12 @@ RULES: dict[str, Rule] = {
     "bucket_size_collectives": _harmless("buckets hold at least 10 million elements"),
     "neuron_rt_exec_timeout": _harmless(LEGACY),
     # trainer
-    "trainer.devices": _to("cluster.devices_per_node"),
-    "trainer.num_nodes": _to("cluster.nodes"),
-    "trainer.lnc": _harmless("cluster.accelerator trn2 has two physical cores per logical core"),
+    "trainer.devices": _to("cluster.devices_per_node", _count),
+    "trainer.num_nodes": _to("cluster.nodes", _count),
+    **dict.fromkeys(  # vnc: before SDK 2.22
+        ("trainer.lnc", "trainer.vnc"),
+        _harmless("cluster.accelerator trn2 has two physical cores per logical core"),
+    ),
     "trainer.max_epochs": _harmless("trainer.max_steps takes precedence"),
     "trainer.max_steps": _max_steps,
     "trainer.gradient_clip_val": _clip,
@@ -246,27 +294,30 @@ RULES: dict[str, Rule] = {
     "trainer.num_sanity_val_steps": _harmless("there is no trial evaluation before training"),
     "trainer.limit_val_batches": _evaluation_batches,
     "trainer.limit_test_batches": _harmless("there is no test split"),
-    "trainer.log_every_n_steps": _to("train.log_every"),
+    "trainer.log_every_n_steps": _to("train.log_every", _count),
     "trainer.sequential_move_factor": _harmless("weights are initialized on the device, not moved"),
     # distributed_strategy
-    "distributed_strategy.tensor_model_parallel_size": _to("parallel.tensor"),
-    "distributed_strategy.pipeline_model_parallel_size": _to("parallel.pipeline"),
+    "distributed_strategy.tensor_model_parallel_size": _to("parallel.tensor", _count),
+    "distributed_strategy.pipeline_model_parallel_size": _to("parallel.pipeline", _count),
     "distributed_strategy.virtual_pipeline_model_parallel_size": _virtual_pipeline,
-    "distributed_strategy.context_parallel_size": _to("parallel.context"),
+    "distributed_strategy.context_parallel_size": _to("parallel.context", _count),
     "distributed_strategy.zero1": _data_sharding,
-    "distributed_strategy.sequence_parallel": _to("parallel.sequence_parallel"),
+    "distributed_strategy.sequence_parallel": _to("parallel.sequence_parallel", _flag),
     "distributed_strategy.kv_replicator": _harmless(
         "follows from parallel.tensor and the number of KV heads"
     ),
     # training
-    "data.micro_batch_size": _to("train.micro_batch_size"),
-    "data.global_batch_size": _to("train.global_batch_size"),
+    "data.micro_batch_size": _to("train.micro_batch_size", _count),
+    "data.global_batch_size": _to("train.global_batch_size", _count),
     "model.qkv_linear": _harmless("Q, K and V are one projection, with KV heads replicated as needed"),
     "model.fuse_qkv": _harmless("Q, K and V are always fused"),
     "model.pipeline_cuts": _pipeline_cuts,
     "model.activations_checkpoint_granularity": _one_of("train.recompute", RECOMPUTE),
-    "model.activations_checkpoint_recompute": _harmless(
-        "selective saves attention and the projections, and recomputes norms, rotation and activations"
+    **dict.fromkeys(
+        ("model.activations_checkpoint_recompute", "model.activations_checkpoint_recompute_mlp"),
+        _harmless(
+            "selective saves attention and the projections, and recomputes norms, rotation and activations"
+        ),
     ),
     "model.fusions.softmax": _harmless(KERNEL),
     "model.fusions.flash_attention": _harmless(KERNEL),
@@ -279,16 +330,16 @@ RULES: dict[str, Rule] = {
     "model.wrap_with_zero": _harmless("see parallel.data_sharding"),
     # model.optim
     "model.optim.name": _one_of("", {"adamw": "", "adamw_fp32OptState": ""}, "AdamW with float32 states"),
-    "model.optim.lr": _to("train.learning_rate", cast=float),
+    "model.optim.lr": _to("train.learning_rate", _number),
     "model.optim.weight_decay": _weight_decay,
-    "model.optim.betas": _to("train.betas", cast=lambda value: list(map(float, value))),
-    "model.optim.eps": _to("train.epsilon", cast=float),
+    "model.optim.betas": _to("train.betas", _betas),
+    "model.optim.eps": _to("train.epsilon", _number),
     "model.optim.capturable": _harmless("only affects CUDA graphs"),
     "model.optim.sched.name": _one_of("train.schedule", SCHEDULES),
-    "model.optim.sched.warmup_steps": _to("train.warmup_steps"),
+    "model.optim.sched.warmup_steps": _to("train.warmup_steps", _index),
     "model.optim.sched.warmup_ratio": _warmup_ratio,
     "model.optim.sched.constant_steps": _constant_steps,
-    "model.optim.sched.min_lr": _to("train.minimum_learning_rate", cast=float),
+    "model.optim.sched.min_lr": _to("train.minimum_learning_rate", _number),
     "model.optim.sched.max_steps": _schedule_steps,
     # precision
     "precision.type": _precision,
@@ -300,7 +351,7 @@ RULES: dict[str, Rule] = {
     "exp_manager.exp_dir": _harmless(STORE),
     "exp_manager.name": _harmless("a run is named after its profile, or by --name"),
     "exp_manager.resume_if_exists": lambda found, key, value: found.translate(
-        key, {"checkpoint.resume": "newest" if value else "none"}
+        key, {"checkpoint.resume": "newest" if _flag(found, key) else "none"}
     ),
     "exp_manager.resume_ignore_no_checkpoint": _harmless("a run without a checkpoint starts anew"),
     "exp_manager.create_tensorboard_logger": _harmless(ALWAYS),
@@ -314,7 +365,7 @@ RULES: dict[str, Rule] = {
     "exp_manager.save_xser": _harmless(FORMAT),
     "exp_manager.load_xser": _harmless("`trainshed convert` detects the format"),
     "exp_manager.save_bf16": _harmless("checkpoints keep the float32 master weights"),
-    "exp_manager.async_checkpointing": _to("checkpoint.async"),
+    "exp_manager.async_checkpointing": _to("checkpoint.async", _flag),
     "exp_manager.ckpt_ptl_version": _harmless("PyTorch Lightning is not used"),
     f"{CALLBACK}.every_n_train_steps": _checkpoint_interval,
     f"{CALLBACK}.save_top_k": _keep,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -52,44 +54,79 @@ class Translation:
         folder: the config's folder, which the path of a config.json is relative to.
         ours: values of the profile by dotted key.
         lines: one for each key that has been read.
+        known: keys that were looked for, in the config or not.
     """
 
     theirs: Mapping[str, Any]
     folder: Path
     ours: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, Line] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, or the default if it is missing or null."""
+        self.known.add(key)
         value = self.theirs.get(key)
         return default if value is None or value == "None" else value
 
     def number(self, key: str, default: float) -> Any:
-        """The value of a key that must be a number. Raises ProfileError."""
+        """The value of a key that must be a finite number; reports an error for another.
+
+        After an error, these readers return the default, so that the other keys are read too.
+        """
         value = self.get(key, default)
-        try:
-            return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            raise ProfileError(key, value, "is not a number") from None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            self.report(key, Effect.ERROR, "is not a number")
+            return default
+        return value
+
+    def integer(self, key: str, default: int, least: int = 1) -> int:
+        """The value of a key that must be an integer of at least `least`; others like `number`."""
+        value = self.get(key, default)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole or (isinstance(value, float) and value.is_integer())) or value < least:
+            self.report(key, Effect.ERROR, f"is not an integer of {least} or more")
+            return default
+        return int(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """The value of a key that must be true or false; others like `number`."""
+        value = self.get(key, default)
+        if value not in (True, False):  # 1 and 0 too
+            self.report(key, Effect.ERROR, "is neither true nor false")
+            return default
+        return bool(value)
+
+    def misspelt(self, key: str) -> list[str]:
+        """The known key that an unknown one is probably a misspelling of, if there is one."""
+        section, _, name = key.rpartition(".")
+        names = [
+            each.rpartition(".")[2]
+            for each in self.known - self.theirs.keys()
+            if each.rpartition(".")[0] == section
+        ]
+        return [f"{section}.{each}".lstrip(".") for each in get_close_matches(name, names, 1, cutoff=0.8)]
 
     def has(self, key: str) -> bool:
         """Whether a key is present and not null."""
         return self.get(key) is not None
 
     def has_section(self, name: str) -> bool:
-        """Whether a section is present, even if empty."""
+        """Whether a section is present and not null, even if empty."""
         return self.has(name) or any(key.startswith(f"{name}.") for key in self.theirs)
 
     def translate(
         self, key: str, values: Mapping[str, Any], note: str = "", effect: Effect = Effect.TRANSLATED
     ) -> None:
         """Set keys of the profile from a key of the config."""
+        self.known.add(key)
         self.ours |= values
         if key in self.theirs:
             self._add(Line(key, self.theirs[key], effect, ", ".join(values) or None, note))
 
     def report(self, key: str, effect: Effect, note: str) -> None:
         """Report a key that sets nothing; a key that the config lacks is only reported with Effect.ERROR."""
+        self.known.add(key)
         if key in self.theirs or effect is Effect.ERROR:
             self._add(Line(key, self.theirs.get(key), effect, None, note))
 

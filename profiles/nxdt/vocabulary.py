@@ -70,7 +70,8 @@ def _source(found: Translation, config: Path | None, model: Published | None) ->
     if folder is not None and (model is None or any((folder / name).exists() for name in FILES)):
         found.ours["tokenizer.source"] = str(folder)
     elif model is not None:
-        note = f"{found.lines['model.model_config'].note}; its tokenizer is used too"
+        line = found.lines.get("model.model_config")
+        note = f"{line.note}; its tokenizer is used too" if line else ""
         values = {"tokenizer.source": model.tokenizer}
         found.translate("model.model_config", values, note, Effect.TO_DO)
     else:
@@ -83,8 +84,8 @@ def _padded_size(found: Translation, config: Path | None) -> None:
         note = "is missing, and the tokenizer that determines it is not on this machine; set it, or pass --config FILE"
         found.report("model.vocab_size", Effect.ERROR, note)
         return
-    tensor = found.number("distributed_strategy.tensor_model_parallel_size", 1)
-    multiple = found.number(DIVISOR, 128) * tensor
+    tensor = found.integer("distributed_strategy.tensor_model_parallel_size", 1)
+    multiple = found.integer(DIVISOR, 128) * tensor
     padded = -(-size // multiple) * multiple
     note = f"{size} tokens {origin}, padded to a multiple of {multiple}"
     key = "model.vocab_size" if found.has("model.vocab_size") else DIVISOR
@@ -98,7 +99,7 @@ def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Eff
     """Vocabulary size, its origin, and TO_DO if the user should check it."""
     sure, guessed = Effect.TRANSLATED, Effect.TO_DO
     if found.has("model.vocab_size"):
-        return found.number("model.vocab_size", 0), "as stated", sure
+        return found.integer("model.vocab_size", 1), "as stated", sure
     if config is not None:
         return read_config_json(config, "--config")["vocab_size"], f"of {config}", sure
     files = found.path("data.tokenizer.vocab_file"), found.path(TYPE) or found.path("data.tokenizer")

@@ -2,12 +2,15 @@
 
 import json
 import math
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import yaml
+from hypothesis import strategies as st
 
 from flows.cli.main import main
 from modeling.planning.planner import plan
@@ -195,15 +198,21 @@ def test_config_is_imported_and_planned_and_trains_at_small_size(pool, tmp_path,
         ("hf_llama3_8B", "trainer.num_nodes", "${trainer.num_nodes}", "refers to itself"),
         ("hf_llama3_8B", "trainer.max_steps", "many", "is not a number"),
         ("hf_llama3_8B", "trainer.max_steps", -1, "is unlimited"),
+        ("hf_llama3_8B", "trainer.max_steps", "${add:2,3}", "calls an unknown function"),
+        (
+            "hf_llama3_8B",
+            "model.optim.sched.constant_step",
+            2,
+            "did you mean model.optim.sched.constant_steps?",
+        ),
         ("hf_llama3_8B", "model.hidden_size", 5000, "no published model has the numbers"),
     ],
 )
 def test_mathematics_without_an_equivalent_is_rejected(tmp_path, name, key, given, message):
     with pytest.raises(ProfileError) as caught:
         nxdt.import_config(write(tmp_path, name, sections(key, given)))
-    errors = {error.key: error.reason for error in (caught.value, *caught.value.others)}
-    reasons = [reason for found, reason in errors.items() if found in (key, "model.model_config")]
-    assert any(message in reason for reason in reasons), errors
+    errors = [(error.key, str(error)) for error in (caught.value, *caught.value.others)]
+    assert any(message in error for found, error in errors if found in (key, "model.model_config")), errors
 
 
 def test_lora_of_experts_is_imported_where_it_is_equivalent(tmp_path):
@@ -239,6 +248,12 @@ def test_lora_of_experts_is_imported_where_it_is_equivalent(tmp_path):
                           "distributed_strategy.pipeline_model_parallel_size": 4}, {"parallel.schedule": "interleaved"}),
         ("hf_llama3_70B", {"model.optim.sched.constant_steps": 1000}, {"train.minimum_steps": 1000}),
         ("hf_llama3_8B_SFT", {"model_alignment_strategy.sft.packing": False}, {"objective.too_long": "truncate"}),
+        ("hf_llama3_8B_SFT", {"model_alignment_strategy.sft": {}}, {"objective.kind": "sft", "data.prepend_bos": True}),
+        ("hf_llama3_8B_SFT", {"model_alignment_strategy": None, "data.alignment_strategy.sft.packing": True},
+         {"objective.kind": "sft", "objective.packing": True}),
+        ("hf_llama3_8B", {"trainer.max_steps": "500", "precision.fp32_grad_acc": "False"},
+         {"train.steps": 500, "train.gradient_dtype": "float32"}),
+        ("hf_llama3_8B_trn2", {"trainer.num_nodes": 2}, {"cluster.nodes": 2, "cluster.devices_per_node": 64}),
         ("hf_mixtral_8x7b", {"model.moe.capacity_factor": 4.0}, {"train.capacity_factor": None}),
         ("hf_mixtral_8x7b", {"model.moe.output_router_logits": False}, {"train.balance": "none"}),
     ],
@@ -255,6 +270,23 @@ def test_keys_are_translated_to_equivalent_settings(tmp_path, name, change, expe
         for part in key.split("."):
             found = found[int(part)] if isinstance(found, list) else found[part]
         assert found == wanted, key
+
+
+ODD = (None, True, -1, 0, 0.5, 10**30, math.nan, math.inf, "text", "1e400", "'false'", "${no:1}", "${..up}",
+       [], [1, "a"], [[1]], {}, {"a": 1})  # fmt: skip
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    name=st.sampled_from(sorted(NAMES)), random=st.randoms(use_true_random=False), odd=st.sampled_from(ODD)
+)
+def test_odd_values_are_imported_or_rejected_as_such(name, random, odd, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    key = random.choice(sorted(nxdt.read(write(folder, name))))
+    with suppress(ProfileError):
+        imported = nxdt.import_config(write(folder, name, sections(key, odd)))
+        (folder / "odd.yaml").write_text(imported.text())
+        resolve.load(str(folder / "odd.yaml"))
 
 
 def test_published_model_is_marked_in_the_profile(tmp_path):
@@ -356,9 +388,10 @@ def test_hardware_plans_a_new_layout_and_keeps_the_mathematics(tmp_path, capsys)
 def test_error_leaves_nothing_behind(tmp_path, capsys):
     out = tmp_path / "mine.yaml"
     over = {"model": {"alibi": True}, "data": {"eod_mask_loss": True}}
-    assert main(["import-config", str(write(tmp_path, "megatron_llama_7B", over)), str(out)]) == 2
+    config = write(tmp_path, "megatron_llama_7B", over)
+    assert main(["import-config", str(config), str(out)]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "data.eod_mask_loss = true" in shown.err
     assert "also model.alibi = true" in shown.err
-    assert not out.exists()
+    assert list(tmp_path.glob("*.yaml")) == [config]
