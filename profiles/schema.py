@@ -61,6 +61,10 @@ class Init(Section):
         "train from scratch",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
+    nxd_layout: Literal["trn1", "trn2"] | None = Field(
+        None,
+        description="accelerator that NxD shards were made on; needed where several ranks share a KV head, whose order differs",
+    )
 
 
 class Parallel(Section):

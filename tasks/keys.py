@@ -121,7 +121,10 @@ def dataset(shards: Sequence[str], sequence_length: int, **options: Any) -> str:
 
 def checkpoint(profile: Profile, weights: str) -> str:
     """Key of pretrained weights converted for a model, from the digest of their source."""
-    return digest({"step": "checkpoint", "weights": weights, "model": _model(profile)})
+    inputs: dict[str, Any] = {"weights": weights, "model": _model(profile)}
+    if profile.init.nxd_layout is not None:
+        inputs["nxd_layout"] = profile.init.nxd_layout
+    return digest({"step": "checkpoint", **inputs})
 
 
 def reference(profile: Profile, weights: str, dataset: str) -> str:

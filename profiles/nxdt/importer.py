@@ -84,6 +84,8 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
     description = f"Imported from NxD Training's {path.name}"
     if model is not None:
         description += f", with the numbers of {model.name}"
+    if found.ours.get("init.from") and found.integer("distributed_strategy.kv_replicator", 1) > 1:
+        found.ours["init.nxd_layout"] = found.ours["cluster.accelerator"]
     ours = {"description": description, **DEFAULTS, **found.ours}
     return Imported(_sections(ours), lines)
 

@@ -63,7 +63,9 @@ class CheckpointStep(Step):
         config, converted = work / "config.json", work / "checkpoint"
         config.write_text(json.dumps(to_config_json(profile.model)))
         cuts = tuple(layers.start for layers in partition_layers(profile)[1:])
-        options = Options("trainshed", config, profile.parallel.tensor, cuts=cuts or None)
+        options = Options(
+            "trainshed", config, profile.parallel.tensor, cuts=cuts or None, nxd_layout=init.nxd_layout
+        )
         digests, revision = DigestCache(store.local_cache), context.inputs.weights["commit"] or init.revision
         with weights.fetch(init.from_, revision, work / "source", context.token, "init.from") as source:
             found = weights.pin(init.from_, revision, context.token, "init.from", digests)
@@ -72,12 +74,13 @@ class CheckpointStep(Step):
             try:
                 _warn_of_differences(formats.locate(source), profile.model)
                 record = convert(source, converted, options, name=init.from_, replace=True)
-            except (
-                ValueError
-            ) as error:  # includes ProfileError, whose key is then that of `trainshed convert`
-                source_error = isinstance(error, ProfileError) and error.key == "SOURCE"
-                reason = error.reason if source_error else str(error)
+            except ProfileError as error:  # about an option of `trainshed convert`
+                if error.key == "--nxd-layout":
+                    raise ProfileError("init.nxd_layout", error.value, error.reason, error.choices) from error
+                reason = error.reason if error.key == "SOURCE" else str(error)
                 raise ProfileError("init.from", init.from_, reason) from error
+            except ValueError as error:
+                raise ProfileError("init.from", init.from_, str(error)) from error
         summary = {"source": init.from_, "tensors": record["tensors"], "bytes": record["bytes"]}
         with store.artifacts.publish(self.kind, key, summary) as staging:
             for path in converted.iterdir():

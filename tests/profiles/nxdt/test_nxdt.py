@@ -253,6 +253,7 @@ def test_lora_of_experts_is_imported_where_it_is_equivalent(tmp_path):
          {"objective.kind": "sft", "objective.packing": True}),
         ("hf_llama3_8B", {"trainer.max_steps": "500", "precision.fp32_grad_acc": "False"},
          {"train.steps": 500, "train.gradient_dtype": "float32"}),
+        ("hf_llama3_8B_SFT", {}, {"init.from": "/fsx/pretrained", "init.nxd_layout": "trn1"}),
         ("hf_llama3_8B_trn2", {"trainer.num_nodes": 2}, {"cluster.nodes": 2, "cluster.devices_per_node": 64}),
         ("hf_mixtral_8x7b", {"model.moe.capacity_factor": 4.0}, {"train.capacity_factor": None}),
         ("hf_mixtral_8x7b", {"model.moe.output_router_logits": False}, {"train.balance": "none"}),

@@ -66,6 +66,12 @@ def test_nxd_weights_get_their_shapes_from_the_profiles_model(tmp_path, weights,
     folder = nxd_shards.save(shards, "model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt", tmp_path / "nxd")
     run = profile(folder)
     assert same(weights, store.artifacts.path(CheckpointStep().run(Context(run, store))))
+    shared = nxd_shards.shards(nxd_shards.model(), 4, [range(4)], layout="trn2")  # two ranks for each KV head
+    folder = nxd_shards.save(shared, "model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt", tmp_path / "trn2")
+    with pytest.raises(ProfileError, match=r"init\.nxd_layout: is missing: 2 ranks share .*: trn1, trn2"):
+        CheckpointStep().run(Context(profile(folder), store))
+    run = profile(folder, "init.nxd_layout=trn2")
+    assert same(weights, store.artifacts.path(CheckpointStep().run(Context(run, store))))
 
 
 def test_weights_of_another_model_are_rejected_and_leave_no_artifact(weights, store):
