@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.average and (options.verify or options.adapters or options.to == "peft"):
         reason = "writes averaged weights; it cannot be combined with --verify, --adapters or --to peft"
         raise ProfileError("--average", None, reason)
+    _reject_unused(options)
     if "://" in options.destination:
         raise ProfileError("DESTINATION", options.destination, "is not a local folder")
     if options.source.startswith(RUN):
@@ -84,11 +85,30 @@ def run(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _reject_unused(options: argparse.Namespace) -> None:
+    """Raise ProfileError for an option that the format to write does not use."""
+    for axis in ("tensor", "pipeline"):
+        if (degree := getattr(options, axis)) != 1 and options.to not in ("nxd", "trainshed"):
+            reason = f"is used only with --to nxd and --to trainshed, not {options.to or '--verify'}"
+            raise ProfileError(f"--{axis}", degree, reason)
+    if options.nxd_qkv and options.to != "nxd":
+        raise ProfileError("--nxd-qkv", options.nxd_qkv, "is used only with --to nxd")
+    if options.revision and Path(options.source).expanduser().exists():
+        raise ProfileError(
+            "--revision", options.revision, "is used only with a hub repository; SOURCE is local"
+        )
+
+
 def _compare(source: Path, destination: Path, options: Options, *, converted: bool) -> tuple[int, list[str]]:
     """The number of tensors, and a line for each that differs."""
     expected = formats.read(formats.locate(source), options.config, options.nxd_layout)
     layout = "trn1" if converted else options.nxd_layout  # the only layout that `convert` writes
-    actual = formats.read(formats.locate(destination), options.config, layout)
+    try:
+        actual = formats.read(formats.locate(destination), options.config, layout)
+    except ProfileError as error:
+        if error.key == "SOURCE":
+            raise ProfileError("DESTINATION", error.value, error.reason) from None
+        raise
     return len(expected.shapes), differences(expected, actual, options.slice_bytes)
 
 

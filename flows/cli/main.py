@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_stderr(f"trainshed: {error}")
         return REJECTED
     except KeyboardInterrupt:
+        print_stderr("trainshed: interrupted")
         return FAILED
     except BrokenPipeError:  # for instance `trainshed profiles | head -1`
         redirect_to_devnull(sys.stdout)

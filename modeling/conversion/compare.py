@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from modeling.conversion.journal import Progress
 from modeling.conversion.weights import Weights, slices
 
 WORKERS = 4
@@ -31,7 +32,7 @@ def differences(one: Weights, other: Weights, limit: int) -> list[str]:
             raise ValueError(
                 f"different models: {name} has shape {a or '(missing)'} in one and {b or '(missing)'} in the other"
             )
-    labels = _labels(one, other)
+    labels, progress = _labels(one, other), Progress(one.nbytes())
 
     def compare(name: str) -> tuple[float, str] | None:
         """The largest absolute difference of a tensor, and the message; None if it is equal."""
@@ -43,6 +44,7 @@ def differences(one: Weights, other: Weights, limit: int) -> list[str]:
         count, absolute, relative = 0, 0.0, 0.0
         for offsets, sizes in slices((0,) * len(shape), shape, 4, limit):
             a, b = (weights.read(name, offsets, sizes).to(dtype) for weights in (one, other))
+            progress.add(a.numel() * one.dtype_of(name).itemsize)
             if torch.equal(_bits(a), _bits(b)):
                 continue
             different = _bits(a) != _bits(b)
@@ -57,8 +59,13 @@ def differences(one: Weights, other: Weights, limit: int) -> list[str]:
         return absolute, f"{labels[name]}: {largest}; {count:,} of {math.prod(shape):,} elements differ"
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        found = filter(None, pool.map(compare, one.shapes))
-        return [message for _, message in sorted(found, key=lambda each: each[0], reverse=True)]
+        try:
+            found = [*filter(None, pool.map(compare, one.shapes))]
+        except BaseException:
+            progress.stop()  # running comparisons end at their next slice
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [message for _, message in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
 def _labels(one: Weights, other: Weights) -> dict[str, str]:

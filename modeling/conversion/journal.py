@@ -125,7 +125,7 @@ class Progress:
         self._lock = Lock()
 
     def add(self, count: int) -> None:
-        """Count bytes written. Raises Stopped after `stop`."""
+        """Count bytes written or compared. Raises Stopped after `stop`."""
         if self._stopped:
             raise Stopped
         with self._lock:

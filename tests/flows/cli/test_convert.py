@@ -78,6 +78,8 @@ def test_a_single_file_is_a_source(capsys, tmp_path):
         (["/no/where", "--to", "hf"], "SOURCE = /no/where: there is no such file or folder"),
         ([str(CASE), "--to", "hf"], "is not a checkpoint"),
         ([str(CASE / "hf"), "--to", "nxd", "--tensor", "3"], "--tensor = 3"),
+        ([str(CASE / "hf"), "--to", "hf", "--pipeline", "2"], "--pipeline = 2: is used only with --to nxd"),
+        ([str(CASE / "hf"), "--verify"], "out: does not exist"),
         ([str(CASE / "hf"), "--to", "peft"], f"SOURCE = {CASE / 'hf'}: has no adapters"),
         (
             ["run:tiny", "--to", "hf"],
