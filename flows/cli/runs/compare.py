@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
         return DONE
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for run in runs:
         table.add_column(run["run"], overflow="fold")
     for name, *cells in comparison.table_rows(runs):
