@@ -1,8 +1,8 @@
 """Training, one process per device: `python -m modeling.training.train --run-folder RUN ...`
 
 Reads RUN/profile.yaml and resumes from the latest complete checkpoint, or as `checkpoint.resume` asks (checkpoints.py). SIGTERM,
-SIGINT and SIGUSR1 stop it after the current step or the next, with a checkpoint unless `checkpoint.on_stop` is false. The exit
-code says why it ended (exit_codes.py).
+SIGINT and SIGUSR1 stop it after the step in progress and those that are queued by then, at most two, with a checkpoint unless
+`checkpoint.on_stop` is false. The exit code says why it ended (exit_codes.py).
 """
 
 from __future__ import annotations
