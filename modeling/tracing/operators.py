@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from pathlib import Path
 
+from modeling import job_log
 from modeling.tracing.trace import Trace, trace
 from profiles.errors import ProfileError
 from profiles.resolve import check, load
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     except ValueError as error:
         parser.error(f"{options.table}: {error}")
+    job_log.configure(sys.stderr)
     traced = trace(profile)
     operators = count_operators(traced)
     print(f"{profile.name}: {traced.graphs} graphs, {len(operators)} operators, all shapes static\n")

@@ -112,7 +112,9 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     frees_inputs = compilers.backend_name(profile) == "inductor"
     torch.compiler.reset()  # earlier captures would be reused and not recorded
     fake = FakeTensorMode()
-    for number, layers in enumerate(partition_layers(profile)):
+    parts = partition_layers(profile)
+    for number, layers in enumerate(parts):
+        log.info("tracing stage %d of %d", number + 1, len(parts))
         before = len(recorder.programs)
         saved, last = run_stage(profile, number, recorder.backend, fake, rank)
         for name, graphs in recorder.programs[before:]:
