@@ -59,7 +59,8 @@ def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
     try:
         store, _, folders = _latest(parameters, flow_run)
         if not folders:
-            return "before training; completed steps are kept"
+            trains = "run" not in parameters  # the flows `evaluate` and `export` name a finished run
+            return f"{'before training; ' if trains else ''}completed steps are kept"
         steps = store.run_folder(folders[0].name).checkpoint_steps()
         message = f"saved at step {max(steps):,}" if steps else "before the first checkpoint"
         Overview(_profile(folders[0]), folders[0], UUID(flow_run)).end(stop_markdown(message))
@@ -95,7 +96,7 @@ def _locate_runs(parameters: Mapping[str, Any]) -> list[tuple[Store, str]]:
     """Store and name of each run that a flow run with these parameters trains; a chain has several."""
     working_folder.enter()
     uri = parameters.get("store") or "./store"
-    if "run" in parameters:  # the flow `export`
+    if "run" in parameters:  # the flows `evaluate` and `export`
         return [(Store(uri, parameters.get("work_dir") or "store"), parameters["run"])]
     overrides, name = parameters.get("overrides") or (), parameters.get("name") or ""
     if "profiles" in parameters:  # the flow `chain`
