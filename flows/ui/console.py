@@ -30,6 +30,7 @@ from tasks.reporting.format import format_age, format_duration
 PACKAGES = ("flows", "tasks", "profiles", "modeling", "parallel")  # packages whose records are shown
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
 QUIET_SECONDS = 3.0  # until an unchanged progress line shows the time since its last change
+PIPED_WIDTH = 200  # of a table where standard output is not a terminal
 SEPARATOR = "  "  # between the parts of a progress line
 
 
@@ -147,6 +148,14 @@ class PipeTolerantConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         redirect_to_devnull(self.file)
+
+
+def table_console() -> Console:
+    """A console for tables with long names; without a terminal it is wide, so that a reader gets whole cells."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    return console
 
 
 def redirect_to_devnull(output: IO[str]) -> None:

@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from flows.cli.plan_table import in_days
-from flows.ui.console import print_json
+from flows.ui.console import print_json, table_console
 from modeling.planning.planner import Plan
 from modeling.scaling.planned_run import PlannedRun
 
@@ -95,7 +94,7 @@ def print_plan(
     for row in rows:
         cells = (COLUMNS[key][1](row[key]) if row.get(key) is not None else "" for key in columns)
         table.add_row(row["run"].removeprefix(prefix), *cells)
-    console = Console(highlight=False)
+    console = table_console()
     console.print(table)
     for warning in warnings:
         console.print(f"\nwarning: {warning}", style="yellow")

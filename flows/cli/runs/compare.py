@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, relative
+from flows.ui.console import print_json, relative, table_console
 from profiles.errors import ProfileError
 from tasks.reporting import compare as comparison
 from tasks.store.store import Store
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
         differences = comparison.profile_differences(runs)
         print_json({"runs": runs, "differences": differences, "page": str(page)})
         return DONE
-    console = Console(highlight=False)
+    console = table_console()
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for run in runs:

@@ -6,11 +6,10 @@ import argparse
 import shlex
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json
+from flows.ui.console import print_json, table_console
 from tasks.reporting.format import format_bytes
 from tasks.store.garbage import find_garbage, remove
 from tasks.store.store import Store
@@ -25,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"garbage": [asdict(each) for each in found], "notes": notes, "removed": options.yes})
         return DONE
-    console = Console(highlight=False)
+    console = table_console()
     if found:
         table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("what", no_wrap=True)

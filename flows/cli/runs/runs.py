@@ -7,19 +7,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, print_stderr
+from flows.ui.console import print_json, print_stderr, table_console
 from tasks.fleet.page import format_cost
 from tasks.fleet.runs import ACTIVE, RunView, read_fleet
 from tasks.reporting.format import format_age, format_bytes
 from tasks.store.run_folder import checkpoint_steps
 from tasks.store.runs import files_by_run
 from tasks.store.store import Store
-
-WIDTH = 200  # of a piped table
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,10 +69,7 @@ def _print(rows: Sequence[tuple[RunView, _Stored]]) -> None:
             format_bytes(files.bytes),
             summary.parent or "",
         )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    console.print(table)
+    table_console().print(table)
 
 
 def _state(run: RunView, files: _Stored) -> str:
