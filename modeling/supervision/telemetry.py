@@ -16,6 +16,7 @@ import json
 import resource
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,12 +62,16 @@ class Telemetry:
 
 def _host_readings() -> Iterator[Readings]:
     process = psutil.Process()
-    process.cpu_percent()  # the first call only starts the measurement
+    since, used, cores = process.create_time(), 0.0, 0.0  # the first mean is since the process began
     while True:
+        now, times = time.time(), process.cpu_times()
+        if now - since >= 1:  # CPU times are counted in hundredths of a second
+            total = times.user + times.system
+            since, used, cores = now, total, (total - used) / (now - since)
         yield {
             "host_memory_bytes": process.memory_info().rss,
             "host_memory_share": psutil.virtual_memory().percent / 100,
-            "host_cpu_cores": process.cpu_percent() / 100,
+            "host_cpu_cores": cores,
         }
 
 
