@@ -67,7 +67,7 @@ def _host_readings() -> Iterator[Readings]:
         now, times = time.time(), process.cpu_times()
         if now - since >= 1:  # CPU times are counted in hundredths of a second
             total = times.user + times.system
-            since, used, cores = now, total, (total - used) / (now - since)
+            since, used, cores = now, total, round((total - used) / (now - since), 3)
         yield {
             "host_memory_bytes": process.memory_info().rss,
             "host_memory_share": psutil.virtual_memory().percent / 100,
