@@ -151,7 +151,7 @@ class PipeTolerantConsole(Console):
 
 
 def table_console() -> Console:
-    """A console for tables with long names; without a terminal it is wide, so that a reader gets whole cells."""
+    """A console for tables with long names; without a terminal it is wide, to keep cells whole."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH

@@ -25,7 +25,7 @@ def resolve_auto(profile: Profile, cache: CostCache | None = None) -> Profile:
     If nothing fits, chooses what needs the least memory, which `planner.require_fit` then rejects.
 
     Args:
-        cache: measurements of other plans of the same model, to reuse and extend.
+        cache: measurements of layers in other plans, to reuse and extend.
     """
     cache = {} if cache is None else cache
     if profile.parallel.keep_gathered != AUTO:

@@ -121,7 +121,7 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
     """Plan a profile that `profiles.resolve.check` accepts.
 
     Args:
-        cache: measurements of other plans of the same model, to reuse and extend.
+        cache: measurements of layers in other plans, to reuse and extend.
 
     Raises:
         ProfileError: the device's memory is known neither to this machine nor to the profile.

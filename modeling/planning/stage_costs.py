@@ -55,7 +55,7 @@ class StageCosts:
     """Costs of a profile's stages, measured on first use.
 
     Args:
-        cache: measurements of the same model under other profiles, to reuse and extend.
+        cache: measurements of layers under other profiles, to reuse and extend.
     """
 
     def __init__(self, profile: Profile, cache: CostCache | None = None) -> None:
@@ -84,16 +84,20 @@ class StageCosts:
         """A stage on the meta device with the same parameters as the stage of `layers`."""
         count = self.profile.model.num_hidden_layers
         experts = sum(map(self.profile.model.has_experts, layers))
-        key = (*self._degrees, 0 in layers, count - 1 in layers, len(layers), experts)
+        key = (*self._setting, 0 in layers, count - 1 in layers, len(layers), experts)
         if key not in self._cache:
             self._cache[key] = build_model(self.profile, self.mesh, layers, META)
         return self._cache[key]
 
-    @property
-    def _degrees(self) -> tuple[Any, ...]:
-        """Degrees that affect a layer; a pipeline matters for an embedding shared by both ends."""
-        parallel = self.profile.parallel
+    @cached_property
+    def _setting(self) -> tuple[Any, ...]:
+        """What affects all layers alike; a pipeline matters for an embedding shared by both ends."""
+        profile, parallel = self.profile, self.profile.parallel
         return (
+            profile.model.model_dump_json(),
+            profile.lora.model_dump_json() if profile.lora else None,
+            profile.train.precision,
+            profile.cluster.device,
             parallel.tensor,
             parallel.context,
             parallel.expert,
@@ -107,7 +111,7 @@ class StageCosts:
         last = layer == model.num_hidden_layers - 1
         kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
-        key = (*self._degrees, *shape, layer == 0, last, *kind, mode)
+        key = (*self._setting, *shape, layer == 0, last, *kind, mode)
         key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled, self.profile.document_masks)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)

@@ -20,6 +20,8 @@ from benchmarks.rows.comparisons import TOLERANCES, Result
 from modeling import check_device
 from profiles import resolve
 
+pytestmark = pytest.mark.slow
+
 
 def test_rehearsed_rows_run_and_agree():
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--rounds", "1", "--json"]

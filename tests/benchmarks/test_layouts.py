@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import layouts
 from modeling.planning.planner import plan
 
+pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 
 
@@ -38,7 +41,8 @@ def test_documented_layouts_are_those_of_the_profiles():
     headings = [line.removeprefix("## ") for line in PAGE.read_text().splitlines() if line.startswith("## ")]
     assert headings == list(dict.fromkeys(map(layouts.model_of, profiles)))
     assert [tuple(row[:4]) for row in DOCUMENTED.values()] == list(map(layouts.describe, profiles))
+    cache: dict = {}
     for profile in profiles:
         if profile.cluster.device != "cpu":
             row = DOCUMENTED[profile.name]
-            assert (row[4], row[7]) == layouts.describe_plan(plan(profile)), profile.name
+            assert (row[4], row[7]) == layouts.describe_plan(plan(profile, cache)), profile.name
