@@ -65,7 +65,7 @@ def slotted_experts(
     down_update: Update | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """Same as `grouped.routed_experts`, with the result of `assign_slots` for `slots` in place of indices."""
+    """`dropless.routed_experts` with `slots`, the result of `assign_slots`, in place of indices."""
     tokens, k = slot.shape
     flat = slot.where(kept, slots).flatten()  # (T·k); dropped choices go to one extra slot
     numbers = torch.arange(tokens, device=x.device).repeat_interleave(k)

@@ -70,7 +70,7 @@ class Model(Section):
     )
     sliding_window: Count | None = Field(
         None,
-        description="number of preceding tokens, itself included, that a token attends to; null: all (mistral, mixtral, "
+        description="number of tokens that a token attends to, itself included; null: all (mistral, mixtral, "
         "gpt_oss)",
     )
     full_attention_every: Count | None = Field(
