@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import time
+from threading import Thread
 
 import pytest
 
@@ -10,7 +11,7 @@ from profiles import resolve
 from tasks.evaluation import held_out as evaluation
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.failures import FatalError
-from tasks.launchers import create, latest_jobs
+from tasks.launchers import create, latest_jobs, local
 from tasks.step import Context
 from tasks.steps.training import TrainingStep
 from tasks.store.store import Store
@@ -50,14 +51,28 @@ def abandon(profile, store, folder, identity, dataset):
     return handle
 
 
+def resume_once_found(processes, caplog):
+    """Continue suspended processes of a job once a flow has re-attached to it, or after a minute."""
+    deadline = time.monotonic() + 60
+    while "re-attached" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in processes:
+        process.resume()
+
+
 def test_restarted_flow_re_attaches_to_the_evaluation_or_uses_the_result_that_it_left(tokenized, caplog):
     profile, store, dataset = tokenized
     folder = run_folder(profile, store, "trained")
     TrainingStep(dataset, "identity").run(Context(profile, store, folder))
     log = folder / "logs/evaluate.log"
 
-    abandon(profile, store, folder, "one", dataset)
+    paused = local._processes(abandon(profile, store, folder, "one", dataset).identifier)
+    for process in paused:  # the job cannot end before it is found again
+        process.suspend()
+    resume = Thread(target=resume_once_found, args=(paused, caplog))
+    resume.start()
     followed = evaluate(profile, store.uri, folder, "one", dataset)
+    resume.join()
     assert "evaluate is already running: re-attached to it" in caplog.text
     assert log.read_text().count("validation loss") == 1
     assert followed.summary["step"] == profile.train.steps
