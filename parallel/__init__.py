@@ -14,7 +14,7 @@ _MODULES = {
     "initialization": ("Constant", "Normal", "initialize"),
     "layers.linear": ("ColumnParallelLinear", "Embedding", "RowParallelLinear", "VocabParallelEmbedding"),
     "layout": ("Layout", "Section", "parameter", "parameter_count"),
-    "loss": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
+    "loss": ("linear_cross_entropy",),
     "mesh": ("Axis", "Mesh"),
     "layers.norms": ("LayerNorm", "RMSNorm"),
     "optimizer.sharded_adamw": ("ShardedAdamW",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,24 +61,19 @@ def _generator(seed: int, *key: object) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def initialize(model: nn.Module, axis: Axis, seed: int) -> None:
+@torch.no_grad()
+def initialize(named_parameters: Iterable[tuple[str, nn.Parameter]], axis: Axis, seed: int) -> None:
     """Initialize this rank's shard of every parameter, and allocate deferred ones; padding becomes zero.
 
     Args:
-        model: its parameters carry layouts, and their names are global.
+        named_parameters: with layouts, under their global names.
         axis: tensor axis.
         seed: the run's.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters:
         if is_deferred(parameter):
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        initialize_parameter(name, parameter, axis, seed)
-
-
-@torch.no_grad()
-def initialize_parameter(name: str, parameter: nn.Parameter, axis: Axis, seed: int) -> None:
-    """Initialize this rank's shard of the parameter with this global name."""
-    layout = layout_of(parameter)
-    parameter.zero_()
-    for box in layout.boxes(name, axis.rank):
-        layout.initializer.fill(box.view(parameter), box, seed)
+        layout = layout_of(parameter)
+        parameter.zero_()
+        for box in layout.boxes(name, axis.rank):
+            layout.initializer.fill(box.view(parameter), box, seed)

@@ -369,38 +369,3 @@ def _reduce_vocabulary(
     exponentials = logits.sub_(highest[:, None]).exp_()
     sums = collectives.all_reduce(torch.stack((exponentials.sum(1), at_target)), axis)  # (2, c)
     return highest + sums[0].log(), sums[1], exponentials, sums[0]
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, axis: Axis, *, first: Tensor, vocabulary: int
-) -> Tensor:
-    """Cross-entropy of each token from existing logits, for custom losses.
-
-    Args:
-        logits: (..., ceil(v/t)), this rank's columns.
-        targets: (...) token ids; the loss of IGNORE_INDEX (-100) is 0.
-        axis, first, vocabulary: as for `linear_cross_entropy`.
-
-    Returns:
-        (...) float32.
-    """
-    flat = _VocabParallelCrossEntropy.apply(logits.flatten(0, -2), targets.flatten(), axis, first, vocabulary)
-    return flat.view(targets.shape)
-
-
-class _VocabParallelCrossEntropy(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int
-    ) -> Tensor:
-        # On several ranks `_logits_loss` overwrites them.
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=axis.size > 1)
-        losses, gradient = _logits_loss(wide, targets, axis, first, vocabulary, train=True)
-        ctx.save_for_backward(gradient, targets != IGNORE_INDEX)
-        ctx.dtype = logits.dtype
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, counted = ctx.saved_tensors
-        return (gradient * (grad * counted)[:, None]).to(ctx.dtype), None, None, None, None

@@ -22,7 +22,7 @@ def main() -> None:
     overrides = ["parallel.tensor=1", "cluster.devices_per_node=1", "train.precision=float32"]
     overrides += [f"train.sequence_length={options.sequence}", "train.document_masks=true"]
     with Trainer(resolve.load("tiny", overrides)) as trainer:
-        initialize(trainer.stages[0], trainer.mesh.tensor, 0)
+        initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, 0)
         tokens = torch.randint(0, 4096, (4, options.sequence + 1))
         positions = torch.arange(options.sequence)
         starts = (positions - positions % options.document).expand(4, -1)

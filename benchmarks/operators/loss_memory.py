@@ -1,8 +1,8 @@
-"""Measure peak memory of the vocabulary-parallel loss, fused with the output projection and unfused.
+"""Measure peak memory of the vocabulary-parallel loss, fused with the output projection, and of torch's unfused one.
 
-Two processes share the vocabulary and run forward and backward. `linear_cross_entropy` (fused) never holds complete logits; the
-unfused loss is a projection followed by `vocab_parallel_cross_entropy`. Each variant runs in its own processes, so that the peak
-of resident memory is that of the loss. Losses and gradients of hidden states must agree; otherwise the exit code is 1.
+Two processes share the vocabulary and run forward and backward. `linear_cross_entropy` never holds complete logits; torch's
+is a projection followed by `loss_parallel`. Each variant runs in its own processes, so that the peak of resident memory is that
+of the loss. Losses and gradients of hidden states must agree; otherwise the exit code is 1.
 """
 
 import argparse
@@ -13,16 +13,20 @@ import sys
 import psutil
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks.harness.processes import Script, largest_difference, measure_script
 from benchmarks.harness.timing import make_parser, print_table, seconds
-from parallel import Mesh, linear_cross_entropy, vocab_parallel_cross_entropy
+from parallel import Mesh, linear_cross_entropy
 from parallel.collectives import copy
 
 RANKS = 2
 TOLERANCE = 1e-5
-VARIANTS = ("fused", "unfused")
+VARIANTS = ("fused", "torch")
 
 
 def main() -> int:
@@ -68,23 +72,29 @@ def measure(options: argparse.Namespace) -> None:
     weight = torch.randn(rows, options.hidden, generator=generator).mul_(0.02).requires_grad_()
     targets = torch.randint(options.vocabulary, (options.tokens,), generator=generator)
     shard = {"first": torch.tensor(axis.rank * rows), "vocabulary": options.vocabulary}
+    devices = init_device_mesh("cpu", (RANKS,))
     losses: list[Tensor] = []
 
     def compute() -> None:
         if options.variant == "fused":
             loss = linear_cross_entropy(x, weight, targets, axis, **shard)
+            loss.backward()
         else:
-            # no local reference: logits must be freed before the backward pass
-            loss = vocab_parallel_cross_entropy(copy(x, axis) @ weight.t(), targets, axis, **shard).sum()
+            with loss_parallel():
+                # no local reference: logits must be freed before the backward pass
+                loss = F.cross_entropy(sharded_logits(), targets, reduction="sum")
+                loss.backward()
         losses.append(loss)
-        loss.backward()
+
+    def sharded_logits() -> DTensor:
+        return DTensor.from_local(copy(x, axis) @ weight.t(), devices, [Shard(1)])
 
     dist.barrier()
     before = psutil.Process().memory_info().rss
     taken = seconds(compute)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     if dist.get_rank() == 0:
-        found = [losses[0].item(), x.grad.norm().item()]
+        found = [float(losses[0]), x.grad.norm().item()]
         print(json.dumps({"seconds": [taken], "losses": found, "peak_bytes": peak}))
     dist.destroy_process_group()
 

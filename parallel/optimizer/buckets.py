@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from parallel import collectives
 from parallel.device import Device
-from parallel.initialization import initialize_parameter
+from parallel.initialization import initialize
 from parallel.layout import Box, GlobalBox, layout_of
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer.arithmetic import EAGER, Arithmetic
@@ -125,9 +125,9 @@ class Bucket:
             if seed is None:
                 view.copy_(slot.parameter.detach())
             slot.parameter.data = view
-            if seed is not None and resident:
-                initialize_parameter(slot.name, slot.parameter, mesh.tensor, seed)
-        if seed is not None and not resident:  # the rest is gathered before use
+        if seed is not None and resident:
+            initialize(named_parameters, mesh.tensor, seed)
+        elif seed is not None:  # the rest is gathered before use
             self._initialize_shard(shard_values, seed)
         self.shares_master = resident and shard_values.dtype == torch.float32
         kept = shard_values.dtype if frozen else torch.float32

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from parallel import collectives
 from parallel.device import upload
-from parallel.initialization import initialize_parameter
+from parallel.initialization import initialize
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.optimizer.adamw import AdamW, adamw
@@ -104,9 +104,8 @@ class ShardedAdamW:
             unit.buckets = [self._add_bucket(group, resident=False) for group in members]
             for bucket in unit.buckets:
                 bucket.transient = unit.block and not keep_gathered
-        for name, parameter in self.frozen if seed is not None else ():
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            initialize_parameter(name, parameter, mesh.tensor, seed)
+        if seed is not None:
+            initialize(self.frozen, mesh.tensor, seed)
         self._resident = [self._add_bucket(group) for group in groups.resident]
         # Those whose weights the next forward needs first are updated and gathered first.
         self._updated = sorted(

@@ -29,7 +29,7 @@ TOKENS = torch.arange(129).expand(2, -1) % 61
 
 def build(architecture: str, modes: str | list[str], backend: str = ""):
     model = model_class(architecture)(DESCRIPTIONS[architecture], Mesh())
-    initialize(model, Mesh().tensor, 1)
+    initialize(model.named_parameters(), Mesh().tensor, 1)
     apply_activation_checkpointing(model.layers.values(), modes)
     if backend:
         for layer in model.layers.values():
@@ -144,7 +144,7 @@ def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> 
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep, partition_fn=partition)
     with mesh(context=context, graph_kernel=graph_kernel) as m:
         model = model_class("llama")(DESCRIPTIONS["llama"], m)
-        initialize(model, m.tensor, 1)
+        initialize(model.named_parameters(), m.tensor, 1)
         apply_activation_checkpointing(model.layers.values(), mode)
         if graph_kernel:  # one of the layers, which are alike
             model.layers["0"].compile(backend=backend, fullgraph=True, dynamic=False)
@@ -179,7 +179,7 @@ def backward_products(native: bool) -> int:
     """Number of matrix products that backward of a checkpointed row layer runs."""
     with mesh(tensor=2, supports_reduction=native) as m:
         layer = RowParallelLinear(8, 4, m.tensor)
-        initialize(layer, m.tensor, 1)
+        initialize(layer.named_parameters(), m.tensor, 1)
         apply_activation_checkpointing([layer], "selective")
         y = layer(torch.randn(6, 4, requires_grad=True))
         with CallCount() as count:

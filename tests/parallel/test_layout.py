@@ -71,12 +71,12 @@ def test_initialization_is_equal_at_every_degree(layout, seed):
         for s in layout.sections
     )
     full.weight = parameter(Layout(sections, 1, layout.initializer))
-    initialize(full, Mesh().tensor, seed)
+    initialize(full.named_parameters(), Mesh().tensor, seed)
     expected = {box.name: box.view(full.weight) for box in layout_of(full.weight).boxes("weight", 0)}
     for rank in range(layout.degree):
         part = nn.Module()
         part.weight = parameter(layout)
-        initialize(part, Mesh(tensor=layout.degree, rank=rank).tensor, seed)
+        initialize(part.named_parameters(), Mesh(tensor=layout.degree, rank=rank).tensor, seed)
         covered = torch.zeros_like(part.weight)
         for box in layout.boxes("weight", rank):
             assert torch.equal(box.view(part.weight), expected[box.name][box.index()])
@@ -87,7 +87,7 @@ def test_initialization_is_equal_at_every_degree(layout, seed):
 def test_initialization_depends_on_seed_and_name():
     def draw(name: str, seed: int) -> torch.Tensor:
         module = nn.ParameterDict({name: parameter(Layout((Section("", (8, 8), None),), 1, Normal(1.0)))})
-        initialize(module, Mesh().tensor, seed)
+        initialize(module.named_parameters(), Mesh().tensor, seed)
         return module[name].detach()
 
     assert torch.equal(draw("a", 1), draw("a", 1))
@@ -103,7 +103,7 @@ def test_block_boundaries_do_not_change_initialization(monkeypatch):
     def draw(degree: int, rank: int) -> torch.Tensor:
         module = nn.Module()
         module.weight = parameter(Layout((Section("", (24, 6), 0),), degree, Normal(1.0)))
-        initialize(module, Mesh(tensor=degree, rank=rank).tensor, 1)
+        initialize(module.named_parameters(), Mesh(tensor=degree, rank=rank).tensor, 1)
         return module.weight.detach()
 
     assert torch.equal(torch.cat([draw(4, rank) for rank in range(4)]), draw(1, 0))
@@ -145,7 +145,7 @@ def test_every_element_is_saved_once_and_counted_once_in_norms(heads, data, cont
         stage = mesh.pipeline.rank
         layers = range(2) if pipeline == 1 else range(stage, stage + 1)
         built = Llama(model, mesh, layers)
-        initialize(built, mesh.tensor, 1)
+        initialize(built.named_parameters(), mesh.tensor, 1)
         kinds: dict[bool, list] = {}
         for name, each in built.named_parameters():
             kinds.setdefault(each.dim() > 1, []).append((name, each))
@@ -159,7 +159,7 @@ def test_every_element_is_saved_once_and_counted_once_in_norms(heads, data, cont
                     assert full[index].isnan().all(), f"{box.name} is saved twice"
                     full[index] = box.view(bucket.master)
     one = Llama(model, Mesh())
-    initialize(one, Mesh().tensor, 1)
+    initialize(one.named_parameters(), Mesh().tensor, 1)
     for name, each in one.named_parameters():
         for box in layout_of(each).boxes(name, 0):
             assert torch.equal(saved.pop(box.name), box.view(each))

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy, fused and unfused, against torch's on full logits."""
+"""Vocabulary-parallel cross-entropy against torch's on full logits."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
-from parallel import linear_cross_entropy, vocab_parallel_cross_entropy
+from parallel import linear_cross_entropy
 from parallel.device import ACCELERATORS, CPU
 from parallel.loss import LossPrograms, chunk_loss, chunk_tokens, token_cross_entropy
 from parallel.mesh import Axis
@@ -49,7 +49,7 @@ def padded(weight: Tensor, degree: int) -> Tensor:
 def distances(
     tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None, gpu: bool
 ) -> list[float]:
-    """Differences of loss and gradients from one process, for the fused loss and the loss from logits.
+    """Differences of loss and gradients from one process.
 
     Args:
         gpu: whether to compute as compiled for GPUs.
@@ -63,27 +63,16 @@ def distances(
         rows = -(-vocabulary // degree)
         options = {"first": torch.tensor(axis.rank * rows), "vocabulary": vocabulary}
 
-        def results(fused: bool) -> tuple[Tensor, ...]:
-            ours = x.clone().requires_grad_()
-            every = padded(weight, degree).requires_grad_()
-            local = shard(every, axis)
-            if fused:
-                inputs = shard(ours, axis) if sequence else ours
-                loss = linear_cross_entropy(
-                    inputs, local, targets, axis, sequence_parallel=sequence, chunk=chunk, **options
-                )
-            else:
-                logits = (ours @ every.t()).unflatten(1, (degree, rows))[:, axis.rank]
-                loss = vocab_parallel_cross_entropy(logits, targets, axis, **options).sum()
-            loss.backward()
-            if not fused:  # each rank has the gradient of its own logits only
-                torch.distributed.all_reduce(ours.grad)
-                torch.distributed.all_reduce(every.grad)
-            assert every.grad[vocabulary:].eq(0).all(), "padding has no gradient"
-            return loss.detach(), ours.grad, every.grad[:vocabulary]
-
-        both = [*zip(results(True), expected, strict=True), *zip(results(False), expected, strict=True)]
-        return [(ours - theirs).abs().max().item() for ours, theirs in both]
+        ours = x.clone().requires_grad_()
+        every = padded(weight, degree).requires_grad_()
+        inputs = shard(ours, axis) if sequence else ours
+        loss = linear_cross_entropy(
+            inputs, shard(every, axis), targets, axis, sequence_parallel=sequence, chunk=chunk, **options
+        )
+        loss.backward()
+        assert every.grad[vocabulary:].eq(0).all(), "padding has no gradient"
+        found = loss.detach(), ours.grad, every.grad[:vocabulary]
+        return [(mine - theirs).abs().max().item() for mine, theirs in zip(found, expected, strict=True)]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -119,7 +108,7 @@ def one_process(
 
 
 def gradients() -> bool:
-    """gradcheck of both Functions, a vocabulary of 5 tokens over 2 ranks."""
+    """gradcheck with a vocabulary of 5 tokens over 2 ranks."""
     targets = torch.tensor([0, 4, -100, 3])
     with mesh(tensor=2) as m:
         axis = m.tensor
@@ -132,11 +121,8 @@ def gradients() -> bool:
             x, weight = shard(x, axis), shard(weight, axis)
             return linear_cross_entropy(x, weight, targets, axis, sequence_parallel=True, **options)
 
-        def from_logits(logits: Tensor) -> Tensor:
-            return vocab_parallel_cross_entropy(shard(logits, axis, 1), targets, axis, **options)
-
         matrices = (4, 3), (6, 3)
-        return check(fused, *matrices) and check(sharded, *matrices) and check(from_logits, (4, 6))
+        return check(fused, *matrices) and check(sharded, *matrices)
 
 
 def test_gradients_match_finite_differences(pool):

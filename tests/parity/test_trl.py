@@ -122,7 +122,7 @@ def ours(
     samples = open_samples(wanted, theirs.store.artifacts.path(dataset), "train", ordered=True)
     with Trainer(wanted) as trainer:
         model = trainer.stages[0]
-        initialize(model, trainer.mesh.tensor, 0)
+        initialize(model.named_parameters(), trainer.mesh.tensor, 0)
 
         def load(weights) -> None:
             names = [box.name for _, box in boxes(model) if ".lora." not in box.name]
@@ -344,7 +344,7 @@ def test_lora_of_gpt2_with_fused_weights_is_exported_as_adapter_and_merged(their
     wanted = profile(theirs, model=from_config_json(config.to_dict()), lora=lora)
     with Trainer(wanted) as trainer:
         model = trainer.stages[0]
-        initialize(model, trainer.mesh.tensor, 0)
+        initialize(model.named_parameters(), trainer.mesh.tensor, 0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if ".lora.b." in name:
@@ -462,7 +462,7 @@ def test_lora_of_shared_experts_and_latent_attention_is_exported_only_merged(the
     weights = plain.state_dict()
     with Trainer(wanted) as trainer:
         model = trainer.stages[0]
-        initialize(model, trainer.mesh.tensor, 0)
+        initialize(model.named_parameters(), trainer.mesh.tensor, 0)
         names = [box.name for _, box in boxes(model) if ".lora." not in box.name]
         weights = to_our_names(wanted.model, names, weights)
         with torch.no_grad():

@@ -15,7 +15,7 @@ from tests.parity.harness import MODELS, Case
 def test_packed_documents_match_documents_computed_alone(name, kind):
     model = Case(name).profile().model.model_copy(update=MODELS[name])
     network = kind(model, Mesh(1, 1, 1, 1, 1), dtype=torch.float64)
-    initialize(network, Mesh(1, 1, 1, 1, 1).tensor, 7)
+    initialize(network.named_parameters(), Mesh(1, 1, 1, 1, 1).tensor, 7)
     tokens = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(1))
     cuts = [[0, 5, 6, 19], [0, 11]]
     starts = torch.stack([torch.tensor([max(c for c in row if c <= i) for i in range(24)]) for row in cuts])

@@ -166,7 +166,7 @@ def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):
         return tensor
 
     with Trainer(one) as trainer:
-        initialize(trainer.stages[0], trainer.mesh.tensor, 0)
+        initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, 0)
         known = {
             x.untyped_storage().data_ptr()
             for x in [*trainer.stages[0].parameters(), *trainer.stages[0].buffers()]

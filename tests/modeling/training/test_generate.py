@@ -27,7 +27,7 @@ class Prompts:
 def test_greedy_samples_equal_transformers(monkeypatch, family):
     monkeypatch.setattr(generate, "TOP_K", 1)
     trainer = Trainer(Case(family).profile())
-    initialize(trainer.stages[0], trainer.mesh.tensor, 0)
+    initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, 0)
     try:
         samples = generate.generate_samples(trainer, Prompts)
     finally:
@@ -50,7 +50,7 @@ def test_greedy_samples_equal_transformers(monkeypatch, family):
 
 def test_samples_of_preference_runs_continue_the_prompts_of_records():
     trainer = Trainer(Case(objective="dpo").profile())
-    initialize(trainer.stages[0], trainer.mesh.tensor, 0)
+    initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, 0)
     try:
         samples = generate.generate_samples(trainer, Prompts)
     finally:

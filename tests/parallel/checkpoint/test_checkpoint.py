@@ -128,7 +128,7 @@ def test_global_tensors_are_complete_and_unpadded(saved_runs):
 def trained_optimizer(width: int = 4, steps: int = 1) -> ShardedAdamW:
     """An optimizer of one weight after some steps."""
     layer = RMSNorm(width, Mesh().tensor)
-    initialize(layer, Mesh().tensor, 1)
+    initialize(layer.named_parameters(), Mesh().tensor, 1)
     optimizer = ShardedAdamW(layer.named_parameters(), Mesh())
     for _ in range(steps):
         optimizer.begin_step(1)

@@ -39,7 +39,7 @@ def call_with_environment(environment: dict[str, str], case, address: str):
 
 def optimizer(on: Mesh, seed: int) -> ShardedAdamW:
     layer = RMSNorm(WIDTH, on.tensor)
-    initialize(layer, on.tensor, 1)
+    initialize(layer.named_parameters(), on.tensor, 1)
     built = ShardedAdamW(layer.named_parameters(), on)
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(WIDTH, generator=generator)

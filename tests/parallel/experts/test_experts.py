@@ -149,7 +149,7 @@ def test_capacity_keeps_the_first_tokens_of_each_sample():
 def make_layer(on: Mesh, balance: Balance, **routing: object) -> MixtureOfExperts:
     layer = MixtureOfExperts(H, 4, Routing(4, K, **routing), on, initializer=layers.Normal(0.5))
     layer.options = ExpertOptions(balance)
-    initialize(layer, on.tensor, seed=1)
+    initialize(layer.named_parameters(), on.tensor, seed=1)
     return layer
 
 
@@ -158,7 +158,7 @@ def test_low_rank_updates_can_be_switched_off():
     plain = layer(x, T)
     for projection in (layer.gate_up, layer.down):
         projection.lora = lora.ExpertUpdate(projection.weight, rank=2, scale=1.0)
-    initialize(layer, layer.mesh.tensor, seed=1)
+    initialize(layer.named_parameters(), layer.mesh.tensor, seed=1)
     assert torch.equal(layer(x, T), plain)  # B is zero
     with torch.no_grad():
         layer.down.lora.b.weight.fill_(0.5)

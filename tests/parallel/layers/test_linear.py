@@ -205,7 +205,7 @@ def compiled() -> list[float]:
         up = ColumnParallelLinear(8, 16, m.tensor, bias=True, sequence_parallel=True)
         down = RowParallelLinear(16, 8, m.tensor, bias=True, sequence_parallel=True)
         both = nn.Sequential(up, nn.SiLU(), down)
-        initialize(both, m.tensor, 1)
+        initialize(both.named_parameters(), m.tensor, 1)
         x = torch.randn(6, 8)
         results = []
         for function in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):

@@ -18,7 +18,7 @@ NORM, KEY = "norm.weight", "qkv.k.weight"
 def build(m) -> ShardedAdamW:
     modules = {"norm": RMSNorm(8, m.tensor), "qkv": GQAQKVColumnParallelLinear(8, 4, 2, 4, m)}
     model = nn.ModuleDict(modules)
-    initialize(model, m.tensor, 1)
+    initialize(model.named_parameters(), m.tensor, 1)
     return ShardedAdamW(model.named_parameters(), m)
 
 

@@ -45,7 +45,7 @@ def model(layers: int = 3, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
         modules.append(ColumnParallelLinear(WIDTH, WIDTH + 2, ONE, bias=True, dtype=dtype))
         modules.append(RMSNorm(WIDTH, ONE, dtype=dtype))
     built = nn.ModuleList(modules)
-    initialize(built, ONE, 1)
+    initialize(built.named_parameters(), ONE, 1)
     return built
 
 
@@ -181,7 +181,7 @@ def test_gradients_accumulate_in_gradient_dtype():
 
     def total(dtype: torch.dtype) -> float:
         layer = RMSNorm(1, ONE, dtype=torch.bfloat16)
-        initialize(layer, ONE, 1)
+        initialize(layer.named_parameters(), ONE, 1)
         optimizer = ShardedAdamW(layer.named_parameters(), Mesh(), gradient_dtype=dtype)
         optimizer.begin_step(65)
         for size in [1.0] + 64 * [2.0**-9]:
@@ -305,7 +305,7 @@ def test_weights_are_initialized_shard_by_shard(monkeypatch):
         optimizer = ShardedAdamW(built.named_parameters(), planned, units=units, seed=1)
     assert full == [1] * 10
     assert drawn == [64 * 64 // 4] * 10
-    initialize(at_once := layers(), ONE, 1)
+    initialize((at_once := layers()).named_parameters(), ONE, 1)
     for bucket, layer in zip(optimizer.buckets, at_once, strict=True):
         assert torch.equal(bucket.master, bucket.local_shard(layer.weight.detach().flatten()))
 
@@ -365,7 +365,7 @@ def gathers_during_forward() -> list[list[str]]:
         layers, at_once = (nn.ModuleDict({str(i): RMSNorm(64, ONE) for i in range(4)}) for _ in range(2))
         optimizers = []
         for built in (layers, at_once):
-            initialize(built, ONE, 1)
+            initialize(built.named_parameters(), ONE, 1)
             optimizers.append(ShardedAdamW(built.named_parameters(), m, bucket_size=1))
         ahead, reference = optimizers
         ahead.gather_before_use([Unit((layer,), (f"{i}.",)) for i, layer in layers.items()])

@@ -53,7 +53,7 @@ class Net(nn.Module):
                 VOCABULARY, HIDDEN, on.tensor, partial_axes=shared, **self.options
             )
         self.layers = nn.ModuleDict({str(i): Block(on, **self.options) for i in layers})
-        initialize(self, on.tensor, seed=1)
+        initialize(self.named_parameters(), on.tensor, seed=1)
 
     def forward(self, x: Tensor, positions: Tensor, samples: Tensor) -> Tensor:
         if self.first:

@@ -39,7 +39,7 @@ def model(request) -> GPT:
     rates = {request.param: 0.3, "initializer_range": 0.1}
     description = Model(architecture="gpt", **sizes, vocab_size=101, max_position_embeddings=32, **rates)
     model = GPT(description, Mesh())
-    initialize(model, Mesh().tensor, 1)
+    initialize(model.named_parameters(), Mesh().tensor, 1)
     return model
 
 
