@@ -36,9 +36,9 @@ from modeling.planning.memory import plan_buckets
 from modeling.planning.stage_costs import META, StageCosts
 from modeling.product_errors import layer_kernels, tokens_of
 from parallel import device as devices
-from parallel.attention import kernels, tiles
+from parallel.attention import kernels
 from parallel.attention.attention import attention
-from parallel.attention.ring import merge, zigzag_positions
+from parallel.attention.zigzag import RankAttention, zigzag_positions
 from parallel.constraints import kv_replicas
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.dropless import routed_experts
@@ -128,8 +128,8 @@ def ring_errors(profile: Profile, device: torch.device) -> Errors:
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
         for rank, positions in enumerate(shards):
             share = ring_share(rank, q[:, :, positions], keys, values, grad[:, :, positions], scale)
-            out[:, :, positions], dq[:, :, positions], *sums = share
-            for source, (part_dk, part_dv) in zip(shards, zip(*sums, strict=True), strict=True):
+            out[:, :, positions], dq[:, :, positions], dkv = share
+            for source, (part_dk, part_dv) in zip(shards, dkv, strict=True):
                 dk[:, :, source] += part_dk
                 dv[:, :, source] += part_dv
         return [out, dq, dk, dv]
@@ -146,7 +146,7 @@ def ring_share(
     values: Sequence[Tensor],
     grad: Tensor,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """What a rank of ring attention computes, without communication: causal, without masks.
 
     Args:
@@ -157,41 +157,20 @@ def ring_share(
         scale: of the scores; None: 1 / √d.
 
     Returns:
-        out and dq, as q, and the rank's shares of dk and dv of each rank's keys and values, in float32.
+        out and dq, as q, and the rank's shares of dk and dv (2, b, k, s/c, d) of each rank's keys and values, in float32.
     """
-    kernel = kernels.get_kernel(kernels.default_kernel(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    b, n, s, d = q.shape
-    everything, first, second = slice(None), slice(0, s // 2), slice(s // 2, None)
-    earlier, later = (everything, first, False), (second, everything, False)
-    areas = [(rank, everything, everything, True)]  # its own keys, then those of the other ranks (ring.py)
-    sources = ((rank - step) % len(keys) for step in range(1, len(keys)))
-    areas += [(source, *(earlier if source < rank else later)) for source in sources]
-    out = q.new_empty(b, s, n, d, dtype=torch.float32).transpose(1, 2)
-    lse = q.new_empty(b, n, s, dtype=torch.float32)
-    for source, rows, columns, causal in areas:
-        block = q[:, :, rows], keys[source][:, :, columns], values[source][:, :, columns]
-        sums = out[:, :, rows], lse[:, :, rows]
-        for tile, *result in tiles.forward(kernel, *block, scale, tiles.Visibility(causal)):
-            tile_out, tile_lse = (x[:, :, tile] for x in sums)
-            if causal:
-                tile_out.copy_(result[0])
-                tile_lse.copy_(result[1])
-            else:
-                merge(tile_out, tile_lse, *result)
-    out = out.to(q.dtype)
-    dq = torch.zeros_like(out, dtype=torch.float32)
-    dks, dvs = ([torch.zeros_like(x, dtype=torch.float32) for x in given] for given in (keys, values))
-    for source, rows, columns, causal in reversed(areas):
-        block = q[:, :, rows], keys[source][:, :, columns], values[source][:, :, columns]
-        final = out[:, :, rows], lse[:, :, rows]
-        sums = dq[:, :, rows], dks[source][:, :, columns], dvs[source][:, :, columns]
-        for tile, seen, gradients in tiles.backward(
-            kernel, grad[:, :, rows], *block, *final, scale, tiles.Visibility(causal)
-        ):
-            for total, part, gradient in zip(sums, (tile, seen, seen), gradients, strict=True):
-                total[:, :, part] += gradient
-    return out, dq.to(q.dtype), dks, dvs
+    local = RankAttention(rank, len(keys), kernels.get_kernel(kernels.default_kernel(q)), scale)
+    blocks = [*local.blocks(q.shape[2])]
+    out, lse = local.empty_results(q)
+    for block in blocks:
+        local.forward(block, q, keys[block.source], values[block.source], out, lse)
+    out, dq = out.to(q.dtype), torch.zeros_like(out)
+    shares = {
+        block.source: local.backward(block, grad, q, keys[block.source], values[block.source], out, lse, dq)
+        for block in reversed(blocks)
+    }
+    return out, dq.to(q.dtype), [shares[source] for source in range(len(keys))]
 
 
 def loss_errors(profile: Profile, device: torch.device) -> Errors:

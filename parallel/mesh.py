@@ -214,10 +214,6 @@ class Mesh:
                 self._registered.append(name)
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, supports_reduction)
 
-    def coordinates(self) -> dict[str, int]:
-        """This rank along each of the four axes."""
-        return {name: getattr(self, name).rank for name in AXES}
-
     def close(self) -> None:
         """Unregister and destroy the process groups, so that this process can create another mesh."""
         for name in self._registered:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.attention.ring import zigzag_positions
+from parallel.attention.zigzag import zigzag_positions
 
 
 def zigzag_split(x: Tensor, size: int, rank: int, dim: int) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from parallel.attention.ring import zigzag_positions
+from parallel.attention.zigzag import zigzag_positions
 from parallel.mesh import Mesh
 from parallel.pipeline.schedules import one_forward_one_backward
 
@@ -69,11 +69,12 @@ def mesh() -> Drawing:
         for context in range(2):
             drawing.write(128 + 290 * data + 138 * context, 38, f"context {context}", "small")
     for rank in range(16):
-        coordinates = Mesh(pipeline=2, data=2, context=2, tensor=2, rank=rank).coordinates()
-        x = 70 + 290 * coordinates["data"] + 138 * coordinates["context"] + 60 * coordinates["tensor"]
-        y = 54 + 74 * coordinates["pipeline"]
-        drawing.box(x, y, 56, 44, f"c{coordinates['tensor']}", str(rank))
-        if coordinates["tensor"] == 0:
+        of_rank = Mesh(pipeline=2, data=2, context=2, tensor=2, rank=rank)
+        tensor = of_rank.tensor.rank
+        x = 70 + 290 * of_rank.data.rank + 138 * of_rank.context.rank + 60 * tensor
+        y = 54 + 74 * of_rank.pipeline.rank
+        drawing.box(x, y, 56, 44, f"c{tensor}", str(rank))
+        if tensor == 0:
             drawing.box(x - 5, y - 5, 126, 54, "frame")
     drawing.write(6, 76, "stage 0", "left strong")
     drawing.write(6, 150, "stage 1", "left strong")

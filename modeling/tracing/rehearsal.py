@@ -21,7 +21,7 @@ from modeling.training.step_functions import StepFunctions
 from modeling.training.trainer import kind_of_samples, preference_settings
 from modeling.training.user_functions import UserFunction
 from parallel import Mesh
-from parallel.attention.ring import zigzag_positions
+from parallel.attention.zigzag import zigzag_positions
 from parallel.experts.balance import EXTRA
 from parallel.layers.deferred import DeferredGradients
 from parallel.optimizer.arithmetic import Compile

@@ -60,7 +60,7 @@ from modeling.tracing.graph_stats import GraphStats, StageStats
 from modeling.tracing.rehearsal import rehearse
 from parallel import Mesh, torch_internals
 from parallel import device as devices
-from parallel.attention.ring import zigzag_positions
+from parallel.attention.zigzag import zigzag_positions
 from parallel.experts.layer import counting_choices
 from parallel.layers.lora import without_updates
 from parallel.random import sample_keys

@@ -16,7 +16,7 @@ from modeling.data.prefetch import Batch
 from modeling.data.records import RecordSamples
 from modeling.training.trainer import Trainer
 from parallel import collectives
-from parallel.attention.ring import zigzag_positions
+from parallel.attention.zigzag import zigzag_positions
 from parallel.device import page_locked, upload
 from profiles.schema import Profile
 

@@ -54,7 +54,7 @@ from modeling.training.preference import loss as preference
 from modeling.training.preference.reference_model import ReferenceModel
 from modeling.training.step_functions import StepFunctions
 from parallel import device as devices
-from parallel.attention.ring import zigzag_positions
+from parallel.attention.zigzag import zigzag_positions
 from parallel.collectives import all_reduce
 from parallel.experts.layer import counting_choices
 from parallel.layers.lora import without_updates

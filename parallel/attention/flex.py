@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from parallel import collectives
 from parallel.activation_checkpointing import save_outputs
 from parallel.attention import kernels
+from parallel.attention.zigzag import positions_by_rank
 from parallel.mesh import Axis
 
 BLOCK = 128  # rows and columns of a block of scores
@@ -50,7 +51,7 @@ def masked_attention(
     all_documents = documents
     if axis is not None and axis.size > 1:
         k, v = (collectives.gather(x.movedim(2, 0), axis).movedim(0, 2) for x in (k, v))  # (b, k, s, d)
-        all_positions = _positions_by_rank(k.shape[2], axis.size, q.device)  # (s)
+        all_positions = positions_by_rank(k.shape[2], axis.size, q.device)  # (s)
         positions = collectives.local_shard(all_positions, axis)  # (s/c)
         if documents is not None:
             all_documents = collectives.all_gather(documents.t(), axis).t()  # (b, s)
@@ -83,12 +84,6 @@ def _operator(q: Tensor) -> Callable[..., Tensor]:
 @cache
 def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
-
-
-def _positions_by_rank(sequence: int, size: int, device: torch.device) -> Tensor:
-    """Positions (s) of the tokens of all ranks in rank order: rank r holds chunks r and 2c-1-r (ring.py)."""
-    chunks = torch.arange(sequence, device=device).view(2 * size, -1)
-    return torch.stack((chunks[:size], chunks.flip(0)[:size]), 1).flatten()
 
 
 def _block_mask(

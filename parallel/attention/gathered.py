@@ -9,8 +9,8 @@ Rank r has chunks r and 2c-1-r:
     m <= r                  r           r - m
     m > r                   2c-1-r      2c-1-m
 
-These are all earlier chunks of keys of both, each once. Results are merged by their log-sum-exp (ring.py); only documents need a
-mask. With a sliding window, block m pairs each chunk of queries with the keys m chunks earlier, as far as the window reaches;
+These are all earlier chunks of keys of both, each once. Results are merged by their log-sum-exp (zigzag.py); only documents need
+a mask. With a sliding window, block m pairs each chunk of queries with the keys m chunks earlier, as far as the window reaches;
 blocks before the start of the sequence are ignored.
 
 Bytes that a rank sends, with B the bytes of its K and V (KV heads not repeated): B(c-1) in forward; in backward, which gathers
@@ -32,9 +32,9 @@ from parallel import collectives
 from parallel.activation_checkpointing import saved_results
 from parallel.attention import kernels, tiles
 from parallel.attention.kernels import Kernel
-from parallel.attention.ring import check_sequence, merge
 from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.attention.tiles import Visibility
+from parallel.attention.zigzag import check_sequence, merge
 from parallel.mesh import Axis
 
 

@@ -1,22 +1,12 @@
 """Ring attention (arXiv 2310.01889): keys and values move around the context axis, queries stay.
 
-Rank r of c holds chunks r and 2c-1-r of the sequence's 2c (zigzag), which balances causal work without computing masked blocks.
-For the keys of rank j:
-
-    j = r    a causal square
-    j < r    all queries see the first chunk, none the second
-    j > r    the second chunk of queries sees both chunks, the first none
-
-Blocks are merged in float32 by their log-sum-exp:
-
-    lse' = log(exp(lse) + exp(lse_j));   out' = out + sigmoid(lse_j - lse) · (out_j - out)
+The sequence has the zigzag layout of zigzag.py, which computes what a rank does with the keys and values that it holds.
 
 Backward runs around the ring in reverse, from the last keys of forward, which are saved, to the rank's own, so that every
 send/recv, of keys and values and then of their dk and dv in float32, overlaps a block. Bytes that a rank sends, with B the bytes
 of its K and V (KV heads not repeated): forward B(c-1); backward B(c-2), and the elements of B(c-1) in float32.
 
-A sliding window masks parts of these blocks, or entire ones; they are then computed by pairs of chunks, and only pairs that the
-window reaches. Keys and values still move around the full ring.
+With a sliding window, keys and values still move around the full ring.
 
 The computed half depends on the rank, and graphs must not: forward and backward are opaque operators that take the axis's
 registered name, the same on every rank. Devices that support no opaque operators use gathered.py instead.
@@ -24,8 +14,7 @@ registered name, the same on every rank. Devices that support no opaque operator
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +23,8 @@ from parallel import collectives, mesh
 from parallel.activation_checkpointing import save_outputs
 from parallel.attention import kernels, tiles
 from parallel.attention.sinks import merge_sinks, sink_gradient
+from parallel.attention.zigzag import RankAttention, check_sequence
 from parallel.mesh import Axis
-
-
-def zigzag_positions(sequence: int, size: int, rank: int) -> Tensor:
-    """Positions of the tokens that a rank of the context axis holds, (sequence / size) int64, ascending.
-
-    Raises:
-        ValueError: the sequence is not divisible into 2 · size chunks (unless size is 1).
-    """
-    if size == 1:
-        return torch.arange(sequence)
-    _check_divisible("zigzag_positions: sequence", sequence, 2 * size)
-    chunks = torch.arange(sequence).chunk(2 * size)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
 def ring_attention(
@@ -94,60 +71,6 @@ def ring_attention(
     return _ring(q, k, v, documents, sinks, axis.name, axis.size, causal, scale, window, name)[0]
 
 
-def check_sequence(function: str, q: Tensor, axis: Axis) -> None:
-    """Raise ValueError naming the function unless the sequence of q (b, n, s/c, d) divides into 2c chunks."""
-    _check_divisible(f"{function}: dim 2 (sequence, over all ranks)", q.shape[2] * axis.size, 2 * axis.size)
-
-
-def _check_divisible(name: str, sequence: int, chunks: int) -> None:
-    if sequence == 0 or sequence % chunks:
-        below = sequence // chunks * chunks
-        nearest = ", ".join(str(length) for length in (below, below + chunks) if length)
-        raise ValueError(
-            f"{name} is {sequence}, which is not divisible into {chunks} chunks; nearest valid: {nearest}"
-        )
-
-
-class _Area(NamedTuple):
-    """Queries of this rank and the keys of another that they see; `causal`, `distance` as in tiles.py."""
-
-    rows: slice
-    keys: slice
-    causal: bool
-    distance: int = 0
-
-
-def _steps(axis: Axis, length: int, causal: bool, window: int | None) -> Iterator[tuple[int, list[_Area]]]:
-    """Yield each step's source rank of keys and areas to compute; for own keys, causal squares first."""
-    everything, first, second = slice(None), slice(0, length // 2), slice(length // 2, None)
-    for step in range(axis.size):
-        source = (axis.rank - step) % axis.size
-        if window is not None and axis.size > 1:
-            yield source, [*_areas_in_window(axis, source, length // 2, window)]
-        elif step == 0 or not causal:
-            yield source, [_Area(everything, everything, causal)]
-        elif source < axis.rank:
-            yield source, [_Area(everything, first, False)]
-        else:
-            yield source, [_Area(second, everything, False)]
-
-
-def _areas_in_window(axis: Axis, source: int, chunk: int, window: int) -> Iterator[_Area]:
-    """Pairs of a chunk of queries and one of the same or earlier keys, some of which are in the window."""
-    halves = slice(0, chunk), slice(chunk, None)
-    queries, keys = ((rank, 2 * axis.size - 1 - rank) for rank in (axis.rank, source))  # numbers of chunks
-    pairs = [(i, j, (queries[i] - keys[j]) * chunk) for i in (0, 1) for j in (0, 1)]
-    for i, j, distance in sorted(pairs, key=lambda pair: pair[2]):
-        if 0 <= distance < window + chunk - 1:
-            yield _Area(halves[i], halves[j], distance == 0, distance)
-
-
-def _document_pair(
-    documents: Tensor | None, rank: int, rows: slice, source: int, keys: slice
-) -> tiles.Documents | None:
-    return None if documents is None else (documents[rank][:, rows], documents[source][:, keys])
-
-
 @torch.library.custom_op("trainshed::ring_attention", mutates_args=())
 def _ring(
     q: Tensor,
@@ -163,37 +86,18 @@ def _ring(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the next rank's K and V (2, b, k, s/c, d), received last; empty on a single rank."""
-    ring, block = mesh.registered_axis(axis, size), kernels.get_kernel(kernel)
-    b, n, s, d = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(b, s, n, d, dtype=wide).transpose(1, 2)
-    lse = q.new_empty(b, n, s, dtype=wide)
+    ring = mesh.registered_axis(axis, size)
+    rank = RankAttention(ring.rank, size, kernels.get_kernel(kernel), scale, causal, window, documents)
+    out, lse = rank.empty_results(q)
     kv = torch.stack((k, v))  # (2, b, k, s/c, d)
-    for step, (source, areas) in enumerate(_steps(ring, s, causal, window)):
+    for step, block in enumerate(rank.blocks(q.shape[2])):
         if step + 1 < size:
             incoming = collectives.start_ring_send_recv(kv, ring)
-        for rows, keys, square, distance in areas:
-            pair = _document_pair(documents, ring.rank, rows, source, keys)
-            visibility = tiles.Visibility(square, pair, window, distance)
-            rows_out, rows_lse = out[:, :, rows], lse[:, :, rows]
-            for tile, tile_out, tile_lse in tiles.forward(
-                block, q[:, :, rows], *kv[:, :, :, keys].unbind(), scale, visibility
-            ):
-                if step == 0 and rows == keys:  # own keys, so every query sees at least one
-                    rows_out[:, :, tile], rows_lse[:, :, tile] = tile_out, tile_lse
-                else:
-                    merge(rows_out[:, :, tile], rows_lse[:, :, tile], tile_out, tile_lse)
+        rank.forward(block, q, *kv.unbind(), out, lse)
         if step + 1 < size:
             kv = collectives.wait(incoming)
     merge_sinks(out, lse, sinks)
     return out.to(q.dtype), lse, kv if size > 1 else kv.new_empty(0)
-
-
-def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge a block's result into out and lse in place; lse must be finite."""
-    weight = torch.sigmoid(block_lse - lse).unsqueeze(-1)
-    out.lerp_(block_out.to(out.dtype), weight)
-    torch.logaddexp(lse, block_lse, out=lse)
 
 
 @_ring.register_fake
@@ -223,39 +127,22 @@ def _backward(
     window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    ring, block = mesh.registered_axis(axis, size), kernels.get_kernel(kernel)
+    ring = mesh.registered_axis(axis, size)
+    rank = RankAttention(ring.rank, size, kernels.get_kernel(kernel), scale, causal, window, documents)
     dq = torch.zeros_like(out, dtype=lse.dtype)
-
-    def block_backward(k: Tensor, v: Tensor, source: int, areas: list[_Area]) -> Tensor:
-        """Add a block's share to dq and return its dk and dv (2, b, k, s/c, d) in float32."""
-        dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
-        for rows, keys, square, distance in areas:
-            pair = _document_pair(documents, ring.rank, rows, source, keys)
-            queries = (x[:, :, rows] for x in (grad, q))
-            final = (x[:, :, rows] for x in (out, lse))
-            rows_dq, (dk, dv) = dq[:, :, rows], dkv[:, :, :, keys].unbind()
-            for tile, columns, (tile_dq, tile_dk, tile_dv) in tiles.backward(
-                *(block, *queries, k[:, :, keys], v[:, :, keys], *final),
-                *(scale, tiles.Visibility(square, pair, window, distance)),
-            ):
-                rows_dq[:, :, tile] += tile_dq
-                dk[:, :, columns] += tile_dk
-                dv[:, :, columns] += tile_dv
-        return dkv
-
-    first, *others = _steps(ring, q.shape[2], causal, window)
+    first, *others = rank.blocks(q.shape[2])
     arriving: Tensor | None = None
-    for remaining, step in zip(range(size - 2, -1, -1), reversed(others), strict=True):
+    for remaining, block in zip(range(size - 2, -1, -1), reversed(others), strict=True):
         if remaining:
             incoming = collectives.start_ring_send_recv(last, ring, -1)
-        dkv = block_backward(*last.unbind(), *step)
+        dkv = rank.backward(block, grad, q, *last.unbind(), out, lse, dq)
         if arriving is not None:
             dkv += collectives.wait(arriving)
         # To the rank that processes these keys next, finally to their owner.
         arriving = collectives.start_ring_send_recv(dkv, ring, -1)
         if remaining:
             last = collectives.wait(incoming)
-    dkv = block_backward(k, v, *first)
+    dkv = rank.backward(first, grad, q, k, v, out, lse, dq)
     if arriving is not None:
         dkv += collectives.wait(arriving)
     return dq.to(q.dtype), dkv.to(k.dtype)

@@ -3,7 +3,7 @@
 A causal sequence in r tiles computes (r + 1) / 2r of the score matrix. With documents, tiles skip the keys before their first
 and after their last document, so packed sequences cost what their documents cost; with a sliding window they skip the keys
 before it. Within a tile the mask is exact, whatever the order of the documents. `forward` and `backward` yield the
-results of the tiles: attention.py writes them, ring.py merges and sums them.
+results of the tiles: attention.py writes them, zigzag.py merges and sums them.
 
 Shapes: q (b, n, s, d), k and v (b, k, t, d), documents (b, s) and (b, t).
 """
@@ -31,7 +31,7 @@ class Visibility(NamedTuple):
         causal: q and k belong to the same tokens, s = t, and each sees itself and earlier ones.
         documents: of the queries and of the keys.
         window: with a window of w, the query at position i sees keys after i - w; they are earlier ones, or `causal`.
-        distance: position of the first query relative to the first key: 0 for the same tokens, more for earlier keys (ring.py);
+        distance: position of the first query relative to the first key: 0 for the same tokens, more for earlier keys (zigzag.py);
             read with a window only.
     """
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from modeling import check_device, exit_codes, kernel_errors, product_errors
 from modeling.compilation import compilers
 from parallel import device
+from parallel.attention import zigzag
 from parallel.experts import grouped
 from parallel.layers import products
 from parallel.layers.products import Float8
@@ -139,7 +140,7 @@ def test_blocks_of_ring_attention_are_checked_where_a_profile_uses_them(settings
 
 
 def test_wrong_merge_of_a_ring_is_found(monkeypatch):
-    monkeypatch.setattr(kernel_errors, "merge", lambda *_: None)
+    monkeypatch.setattr(zigzag, "merge", lambda *_: None)
     measured, passed = kernel("ring attention", ("tiny", RING)).check(torch.device("cpu"))
     assert not passed
     assert measured.startswith(

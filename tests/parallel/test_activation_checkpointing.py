@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modeling.models.families import model_class
 from parallel import Mesh, RowParallelLinear, initialize
 from parallel.activation_checkpointing import MODES, apply_activation_checkpointing
-from parallel.attention.ring import zigzag_positions
+from parallel.attention.zigzag import zigzag_positions
 from parallel.host_products import ONEDNN_PRODUCTS
 from parallel.random import sample_keys
 from profiles.sections.model import Model

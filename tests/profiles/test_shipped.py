@@ -287,8 +287,8 @@ def test_last_rank_of_a_full_size_process_group_builds_its_stage(name):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=profile.world_size)
     try:
         mesh = Mesh(pipeline, data, context, tensor, profile.kv_replication)
-        expected = {"pipeline": pipeline - 1, "data": data - 1, "context": context - 1, "tensor": tensor - 1}
-        assert mesh.coordinates() == expected
+        axes = mesh.pipeline, mesh.data, mesh.context, mesh.tensor
+        assert [axis.rank for axis in axes] == [pipeline - 1, data - 1, context - 1, tensor - 1]
         assert mesh.tensor.ranks == tuple(range(rank - tensor + 1, rank + 1))
         assert mesh.dp_shard.size == profile.shard_degree
         node = profile.cluster.devices_per_node

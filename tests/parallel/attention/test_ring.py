@@ -14,7 +14,8 @@ from benchmarks.harness.zigzag import zigzag_merge, zigzag_split
 from parallel import collectives
 from parallel.attention import kernels
 from parallel.attention.attention import attention
-from parallel.attention.ring import ring_attention, zigzag_positions
+from parallel.attention.ring import ring_attention
+from parallel.attention.zigzag import zigzag_positions
 from parallel.mesh import Mesh
 from tests.parallel.attention.reference import Case, error
 from tests.pool import mesh
