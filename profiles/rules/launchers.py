@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from importlib.util import find_spec
 
-from profiles.errors import ProfileError, closest
+from profiles import plugins
+from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 OWN = ("local", "slurm", "kubernetes")
 GROUP = "trainshed.launchers"  # of entry points
 
 
-def entry_points() -> dict[str, metadata.EntryPoint]:
-    """Launchers of installed packages, by name."""
-    return {point.name: point for point in metadata.entry_points(group=GROUP)}
-
-
 def check(profile: Profile) -> None:
     """Raise ProfileError for an unknown launcher or incomplete settings of the Kubernetes launcher."""
     cluster = profile.cluster
-    if cluster.launcher not in OWN and cluster.launcher not in (found := entry_points()):
-        names = [*OWN, *found]
-        close = closest(cluster.launcher, names)
-        reason = f"is not a launcher: neither one of Trainshed's nor an entry point of the group {GROUP}"
-        raise ProfileError("cluster.launcher", cluster.launcher, reason, close)
+    if cluster.launcher not in OWN:
+        plugins.find(GROUP, cluster.launcher, "cluster.launcher", OWN)
     if cluster.launcher == "kubernetes":
         settings = cluster.kubernetes
         for key in ("image", "claim", "mount"):

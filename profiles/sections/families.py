@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
 from typing import Any, Protocol
 
-from profiles.errors import ProfileError, closest
+from profiles import plugins
+from profiles.errors import ProfileError
 
 GROUP = "trainshed.models"  # of entry points
 # Fields that only some families have, and the feature that each belongs to.
@@ -262,7 +262,7 @@ OWN = {
 
 def names() -> list[str]:
     """All architectures: Trainshed's own, then those of installed packages."""
-    return [*OWN, *(point.name for point in metadata.entry_points(group=GROUP))]
+    return [*OWN, *plugins.names(GROUP)]
 
 
 @cache
@@ -270,16 +270,8 @@ def find(name: str) -> Family:
     """The family of an architecture. Raises ProfileError if there is none, or if several packages have it."""
     if name in OWN:
         return OWN[name]
-    found = {point.value: point for point in metadata.entry_points(group=GROUP, name=name)}
-    if len(found) > 1:
-        raise ProfileError("architecture", name, f"is in several packages: {', '.join(sorted(found))}")
-    for point in found.values():
-        try:
-            family = point.load()
-        except (ImportError, AttributeError) as error:
-            raise ProfileError("architecture", name, f"{point.value} cannot be imported: {error}") from error
-        if not isinstance(family, Family):
-            raise ProfileError("architecture", name, f"{point.value} is not a Family of {__name__}")
-        return family
-    reason = f"is not one of the choices: neither Trainshed's nor an entry point of the group {GROUP}"
-    raise ProfileError("architecture", name, reason, closest(str(name), names()))
+    point = plugins.find(GROUP, name, "architecture", OWN)
+    family = plugins.load(point, "architecture")
+    if not isinstance(family, Family):
+        raise ProfileError("architecture", name, f"{point.value} is not a Family of {__name__}")
+    return family

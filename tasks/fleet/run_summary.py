@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -22,6 +21,7 @@ from modeling import run_files
 from profiles.sections.objective import rows_per_sample
 from tasks.fleet.goodput import FAILURES
 from tasks.launchers.log_follower import is_event
+from tasks.reporting.downsampling import downsample
 from tasks.store.backends import Backend, FileInfo
 
 FILES = (
@@ -133,11 +133,7 @@ def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
     """Average neighbouring losses to at most POINTS (step, loss), in the order of steps."""
     losses = {row["step"]: row["loss"] for row in rows if isinstance(row.get("loss"), int | float)}
     points = sorted((step, loss) for step, loss in losses.items() if isfinite(loss))
-    bounds = sorted({len(points) * index // POINTS for index in range(POINTS + 1)})
-    groups = [points[start:end] for start, end in pairwise(bounds)]
-    return [
-        tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in groups if group
-    ]
+    return downsample(points, POINTS)
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:

@@ -15,6 +15,8 @@ To add a launcher, implement `Launcher` and name it by an entry point (plugins.p
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import time
@@ -77,6 +79,11 @@ class Job:
     def signature(self) -> list[object]:
         """JSON value that is equal for jobs that run the same command on the same number of ranks."""
         return [self.program, list(self.arguments), self.nodes, self.processes, self.array]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of `signature`, short enough for a job's comment or annotation."""
+        return hashlib.sha256(json.dumps(self.signature).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

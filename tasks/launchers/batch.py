@@ -16,7 +16,6 @@ submitted from the log's folder and changes to the job's folder itself.
 from __future__ import annotations
 
 import hashlib
-import json
 import signal
 import sys
 from pathlib import Path
@@ -188,16 +187,11 @@ def job_name(job: Job) -> str:
     return f"trainshed-{job.name[:MAX_NAME_LENGTH]}-{digest}"
 
 
-def fingerprint(job: Job) -> str:
-    """Hash of the job's signature, the first part of the Slurm job's comment."""
-    return hashlib.sha256(json.dumps(job.signature).encode()).hexdigest()[:16]
-
-
 def options(job: Job, cluster: Cluster, submission: str) -> list[str]:
     """Options of sbatch."""
     found = [
         f"--job-name={job_name(job)}",
-        f"--comment={fingerprint(job)}.{submission}",
+        f"--comment={job.fingerprint}.{submission}",
         f"--nodes={job.nodes}",
         "--ntasks-per-node=1",
         f"--output={job.name}.log",

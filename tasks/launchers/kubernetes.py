@@ -84,7 +84,7 @@ class KubernetesLauncher:
     def find(self, job: Job) -> Handle | None:
         for found in self._active(job):
             notes = found.metadata.annotations or {}
-            if notes.get(manifests.SIGNATURE) == manifests.signature(job):
+            if notes.get(manifests.FINGERPRINT) == job.fingerprint:
                 return Handle(job, found.metadata.name, int(notes.get(manifests.LOG_START, 0)))
         return None
 

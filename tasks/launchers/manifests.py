@@ -8,7 +8,6 @@ Job at once: the flow starts the next attempt.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import uuid
 from pathlib import Path
@@ -20,7 +19,7 @@ from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import RANK_PREFIX
 
 PORT = 29500  # of the rendezvous; every Pod has a separate address
-JOB_LABEL, SIGNATURE, LOG_START = "trainshed/job", "trainshed/signature", "trainshed/log-start"
+JOB_LABEL, FINGERPRINT, LOG_START = "trainshed/job", "trainshed/fingerprint", "trainshed/log-start"
 KEPT_SECONDS = 86400  # that a Job is kept after its end
 # $1 is the log, $2 the index in a job array (else empty), the rest the command.
 SHELL = 'log=$1; index=$2; shift 2; [ -z "$index" ] || set -- "$@" --index "$index"; exec "$@" >> "$log" 2>&1'
@@ -29,11 +28,6 @@ SHELL = 'log=$1; index=$2; shift 2; [ -z "$index" ] || set -- "$@" --index "$ind
 def job_label(job: Job) -> str:
     """Value of JOB_LABEL, from the job's name, key and folder, so that a running job is found."""
     return hashlib.sha256(f"{job.name}\n{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:32]
-
-
-def signature(job: Job) -> str:
-    """Hash of the job's signature."""
-    return hashlib.sha256(json.dumps(job.signature).encode()).hexdigest()[:32]
 
 
 def resource_name(job: Job) -> str:
@@ -77,7 +71,7 @@ def manifest(name: str, job: Job, cluster: Cluster, log_start: int, attempt: int
         "metadata": {
             "name": name,
             "labels": labels,
-            "annotations": {SIGNATURE: signature(job), LOG_START: str(log_start)},
+            "annotations": {FINGERPRINT: job.fingerprint, LOG_START: str(log_start)},
         },
         "spec": {
             "completionMode": "Indexed",

@@ -12,13 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from profiles.rules.launchers import entry_points
+from profiles import plugins
+from profiles.rules.launchers import GROUP, OWN
 from profiles.sections.cluster import Cluster
 from tasks.launchers.base import Launcher
 
 
 def create(kind: str, cluster: Cluster | None = None) -> Launcher:
-    """Create the launcher that `cluster.launcher` names; all but "local" need the `cluster` section."""
+    """Create the launcher that `cluster.launcher` names; all but "local" need the `cluster` section.
+
+    Raises:
+        ProfileError: no installed package provides it, several do, or it cannot be imported.
+    """
     if kind == "local":
         return _local(cluster)
     if cluster is None:
@@ -31,10 +36,8 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
         from tasks.launchers.kubernetes import KubernetesLauncher
 
         return KubernetesLauncher(cluster)
-    found = entry_points()
-    if kind not in found:
-        raise ValueError(f"cluster.launcher = {kind}: unknown launcher; install the package that provides it")
-    factory: Callable[[Cluster], Launcher] = found[kind].load()
+    point = plugins.find(GROUP, kind, "cluster.launcher", OWN)
+    factory: Callable[[Cluster], Launcher] = plugins.load(point, "cluster.launcher")
     return factory(cluster)
 
 

@@ -106,7 +106,7 @@ class SlurmLauncher:
 
     def find(self, job: Job) -> Handle | None:
         for entry in self._active(job):
-            same = entry.comment.partition(".")[0] == batch.fingerprint(job)
+            same = entry.comment.partition(".")[0] == job.fingerprint
             if same and not _has_exit_code(self._record(job, entry.identifier)):
                 return Handle(job, entry.identifier, _log_start(job, entry.identifier))
         return None

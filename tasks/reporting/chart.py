@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
+from tasks.reporting.downsampling import downsample
+
 WIDTH, HEIGHT = 1000.0, 400.0  # of the plot area, in SVG units
 MAX_POINTS = 500
 TICKS = 5  # of an axis, about
@@ -196,15 +198,6 @@ def integer_ticks(low: float, high: float) -> list[float]:
     step = max(1, round(marks[1] - marks[0]))
     first, last = math.floor(low / step), math.ceil(high / step)
     return [float(index * step) for index in range(first, max(last, first + 1) + 1)]
-
-
-def downsample(points: Points, limit: int = MAX_POINTS) -> Points:
-    """At most `limit` points: means of groups of neighbours."""
-    size = math.ceil(len(points) / limit)
-    if size <= 1:
-        return points
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [tuple(sum(values) / len(group) for values in zip(*group, strict=True)) for group in groups]
 
 
 def _finite(series: Sequence[Series], limit: int = MAX_POINTS) -> list[Series]:

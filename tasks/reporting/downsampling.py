@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
-from statistics import median
+from statistics import fmean, median
 
 LIMIT = 2000  # points of a curve, values of a sample
+
+
+def downsample(points: Sequence[tuple[float, float]], limit: int) -> list[tuple[float, float]]:
+    """At most `limit` points: means of groups of neighbours, as equal in size as possible."""
+    if len(points) <= limit:
+        return [*points]
+    bounds = (len(points) * index // limit for index in range(limit + 1))
+    groups = [points[start:end] for start, end in pairwise(bounds)]
+    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
 
 
 class Curve:

@@ -102,7 +102,7 @@ def test_incomplete_settings_and_unknown_launchers_are_rejected(monkeypatch, tmp
     for changes, message in (
         (
             ["cluster.launcher=kubernets"],
-            "cluster.launcher = kubernets: is not a launcher: .* nearest valid: kubernetes",
+            "cluster.launcher = kubernets: is not one of the choices: .* nearest valid: kubernetes",
         ),
         (["cluster.launcher=kubernetes"], "cluster.kubernetes.image: is missing"),
         (

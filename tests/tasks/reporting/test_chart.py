@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tasks.reporting.chart import MAX_POINTS, Series, downsample, integer_ticks, line_chart, ticks
+from tasks.reporting.chart import MAX_POINTS, Series, integer_ticks, line_chart, ticks
+from tasks.reporting.downsampling import downsample
 
 
 @pytest.mark.parametrize(
@@ -69,5 +70,5 @@ def test_chart_without_points_has_a_placeholder():
 
 def test_long_curves_are_downsampled_to_means():
     points = [(float(x), float(x % 2)) for x in range(10 * MAX_POINTS)]
-    assert len(downsample(points)) == MAX_POINTS
-    assert {y for _, y in downsample(points)} == {0.5}
+    assert len(downsample(points, MAX_POINTS)) == MAX_POINTS
+    assert {y for _, y in downsample(points, MAX_POINTS)} == {0.5}
