@@ -10,9 +10,8 @@ new data the flow run ends at once, in a state named after the reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -46,6 +45,8 @@ from tasks.steps.graphs import GraphsStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.steps.training import TrainingStep
 from tasks.store import activities, ledger, runs
+from tasks.store.artifacts import Artifact
+from tasks.store.locks import Lock
 from tasks.store.store import open_store
 
 
@@ -83,19 +84,53 @@ def _round(context: Context) -> State[Any]:
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data; one that was judged and not promoted looks for new data.
     over = series.is_rejected(store, name)
-    with activities.begin(store, "run", name) as lock, Runner(context) as runner, ExitStack() as stack:
+    with activities.begin(store, "run", name) as lock, Runner(context) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
         runner.record_use(dataset)
-
-        base = runs.fetch(store, current.run)
-        weights = stack.enter_context(series.latest_checkpoint(store, current))
-        run = series.with_steps(profile, dataset)
-        run = run.model_copy(update={"name": name})
+        run = series.with_steps(profile, dataset).model_copy(update={"name": name})
         runner.context = replace(runner.context, profile=run)
+        result = _train(runner, current, tokenizer, dataset, lock, start_over=over)
+        losses = f"held-out loss {result.before:.4f} before, {result.after:.4f} after"
+        if not result.better:
+            series.reject(store, name)
+            return Completed(name="NotPromoted", message=f"{current.run} remains promoted: {losses}")
+        series.promote(store, profile.name, current, name, result.identity)
+        message = f"{name} replaces {current.run}: {losses}"
+        emit("promoted", name, message)
+        return Completed(name="Promoted", message=message)
+
+
+class _Result(NamedTuple):
+    """A trained round and its losses on the promoted model's held-out data."""
+
+    identity: str
+    before: float
+    after: float
+    tolerance: float
+
+    @property
+    def better(self) -> bool:
+        """Whether its model replaces the promoted one; never for a loss that is not a number."""
+        return self.after <= self.before + self.tolerance
+
+
+def _train(
+    runner: Runner,
+    current: series.Promoted,
+    tokenizer: Artifact,
+    dataset: Artifact,
+    lock: Lock,
+    *,
+    start_over: bool,
+) -> _Result:
+    """Train the promoted model on new data, evaluate it before and after, and export the result if it is better."""
+    context, store = runner.context, runner.context.store
+    run, base = context.profile, runs.fetch(store, current.run)
+    with series.latest_checkpoint(store, current) as weights:
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
         start = keys.digest([current.identity, weights.name])
@@ -103,37 +138,28 @@ def _round(context: Context) -> State[Any]:
         runs.record_flow_run(base, context.flow_run)
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
         lock.check()  # another process may have taken over the round while this one was suspended
-        with open_run(runner, run, identity, inputs, planned, replace=over) as overview:
+        with open_run(runner, run, identity, inputs, planned, replace=start_over) as overview:
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
-            before_context = replace(
+            of_promoted = replace(
                 runner.context, profile=resolve.load(str(base / run_files.PROFILE)), folder=base
             )
             what = keys.digest([current.identity, weights.name, held_out.key])
-            before = runner.run(EvaluationStep(held_out, what), before_context)
+            before = runner.run(EvaluationStep(held_out, what), of_promoted).summary["validation_loss"]
             graphs = compiling.result()
-            runner.run(
-                TrainingStep(dataset, identity, graphs, weights), with_training_progress(runner.context)
-            )
+            training = TrainingStep(dataset, identity, graphs, weights)
+            runner.run(training, with_training_progress(runner.context))
             what = keys.digest([identity, held_out.key])
             try:
-                after = runner.run(EvaluationStep(held_out, what, graphs))
+                evaluated = runner.run(EvaluationStep(held_out, what, graphs))
             except NotFinite:
                 series.reject(store, run.name)
                 raise
-            old, new = (evaluation.summary["validation_loss"] for evaluation in (before, after))
-            better = new <= old + profile.evaluate.tolerance  # never true for a loss that is not a number
-            if better:
+            after = evaluated.summary["validation_loss"]
+            result = _Result(identity, before, after, run.evaluate.tolerance)
+            if result.better:
                 with activities.begin(store, "exporting", run.name):
                     runner.run(ExportStep(tokenizer, identity))
-            runner.run(ReportStep(planned, after, runner.outcomes))
+            runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)
-
-            losses = f"held-out loss {old:.4f} before, {new:.4f} after"
-            if not better:
-                series.reject(store, run.name)
-                return Completed(name="NotPromoted", message=f"{current.run} remains promoted: {losses}")
-            series.promote(store, profile.name, current, run.name, identity)
-            message = f"{run.name} replaces {current.run}: {losses}"
-            emit("promoted", run.name, message)
-            return Completed(name="Promoted", message=message)
+        return result

@@ -151,35 +151,43 @@ def evaluate(
         inputs = runs.read_inputs(folder)
         runner.keep_recorded_artifacts()
         evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
-        done: set[CheckpointId] = set()  # a rolled-back run writes a step again
-        failures: list[Exception] = []
-        while True:
-            # Queried before listing checkpoints, so that one completed just before the run ends is not missed.
-            active = follow and activities.holder(opened, "run", name) is not None
-            steps = opened.run_folder(name).checkpoint_steps() if step is None else [step]
-            for each in steps:
-                checkpoint = CheckpointId.of(opened.run_folder(name), each)
-                if checkpoint is None or checkpoint in done:
-                    continue
-                done.add(checkpoint)
-                try:
-                    if evaluator.evaluate(checkpoint):
-                        _show(folder)
-                except (
-                    Exception
-                ) as error:  # later checkpoints may be removed before another attempt could evaluate them
-                    if not follow:
-                        raise
-                    log.warning("step %s: could not be evaluated: %s", each, error)
-                    failures.append(error)
-            if not active:
-                break
-            time.sleep(POLL_SECONDS)
+        failures = _evaluate_all(evaluator, folder, step, follow)
         if activities.holder(opened, "run", name) is None:  # otherwise the run's own trackers upload them
             catch_up(folder)
     if failures:
         raise failures[0]
     return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
+
+
+def _evaluate_all(evaluator: Evaluator, folder: Path, step: int | None, follow: bool) -> list[Exception]:
+    """Evaluate a run's checkpoints, or the one of a step, and with `follow` further ones until the run has ended.
+
+    Returns:
+        Errors of checkpoints that could not be evaluated; without `follow`, the first one is raised.
+    """
+    store, name = evaluator.store, evaluator.run
+    done: set[CheckpointId] = set()  # a rolled-back run writes a step again
+    failures: list[Exception] = []
+    while True:
+        # Queried before listing checkpoints, so that one completed just before the run ends is not missed.
+        active = follow and activities.holder(store, "run", name) is not None
+        for each in store.run_folder(name).checkpoint_steps() if step is None else [step]:
+            checkpoint = CheckpointId.of(store.run_folder(name), each)
+            if checkpoint is None or checkpoint in done:
+                continue
+            done.add(checkpoint)
+            try:
+                if evaluator.evaluate(checkpoint):
+                    _show(folder)
+            except Exception as error:
+                if not follow:
+                    raise
+                # Later checkpoints may be removed before another attempt could evaluate them.
+                log.warning("step %s: could not be evaluated: %s", each, error)
+                failures.append(error)
+        if not active:
+            return failures
+        time.sleep(POLL_SECONDS)
 
 
 def _split(text: str) -> tuple[str, int | None]:
