@@ -59,51 +59,73 @@ def run(options: argparse.Namespace) -> int:
         print_stderr(f"a Prefect server is already running{lacks}")
     for number in SIGNALS:  # also resets an ignored SIGINT, which children would inherit
         signal.signal(number, signal.default_int_handler)
-    logs = Path("store/logs")
-    logs.mkdir(parents=True, exist_ok=True)
-    registration = Registration(configure(logs.parent))
-    variables = {"PREFECT_API_URL": f"{address}/api", "TRAINSHED_FOLDER": str(Path.cwd())}
-    variables |= {"PREFECT_HOME": str(registration.home), **few_certificates(registration.home)}
-    settings = {"env": {**without_tokens(), **variables}, "stdin": subprocess.DEVNULL}
-    children: list[subprocess.Popen[bytes]] = []
-    try:
-        if SERVER in missing:
-            server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-            with registration.locked(), registration.register(port) as alive:
-                fds = [alive.fileno()]
-                children.append(start_module(server, logs / "server.log", pass_fds=fds, **settings))
-            with waiting(lambda: "starting Prefect's server"):
-                healthy = wait_healthy(f"{address}/api", lambda: children[0].poll() is None)
-            if not healthy:
-                print_stderr(f"trainshed: the Prefect server did not start; log: {logs / 'server.log'}")
+    return _Services(options, home, missing).run()
+
+
+class _Services:
+    """The server and the worker that `up` starts, if they are missing."""
+
+    def __init__(self, options: argparse.Namespace, home: Path, missing: Sequence[str]) -> None:
+        self.options, self.home, self.missing = options, home, missing
+        self.port, self.address = options.port, f"http://127.0.0.1:{options.port}"
+        self.logs = Path("store/logs")
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.registration = Registration(configure(self.logs.parent))
+        self.variables = {
+            "PREFECT_API_URL": f"{self.address}/api",
+            "TRAINSHED_FOLDER": str(Path.cwd()),
+            "PREFECT_HOME": str(self.registration.home),
+            **few_certificates(self.registration.home),
+        }
+        self.settings = {"env": {**without_tokens(), **self.variables}, "stdin": subprocess.DEVNULL}
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> int:
+        """Start what is missing and wait until it exits or the user interrupts; returns the exit code."""
+        try:
+            if SERVER in self.missing and not self._start_server():
+                print_stderr(f"trainshed: the Prefect server did not start; log: {self.logs / 'server.log'}")
                 return FAILED
-        if code := _deploy(options, home, logs / "deploy.log", settings):
-            return code
-        if WORKER in missing:
-            worker = ["prefect", "worker", "start", "--pool", POOL]
-            worker_settings = {**settings, "env": {**os.environ, **variables}}
-            children.append(start_module(worker, logs / "worker.log", **worker_settings))
-        print_stderr(
-            f"Prefect's UI: {address}\nstart `tiny` there: {_form(address)}\nor in another terminal:"
-        )
-        print_stderr(f"  PREFECT_API_URL={address}/api .venv/bin/prefect deployment run pretrain/tiny")
-        print_stderr(f"Prefect's database: {registration.home}")
-        if not children:
+            if code := _deploy(self.options, self.home, self.logs / "deploy.log", self.settings):
+                return code
+            if WORKER in self.missing:
+                worker = ["prefect", "worker", "start", "--pool", POOL]
+                settings = {**self.settings, "env": {**os.environ, **self.variables}}
+                self.children.append(start_module(worker, self.logs / "worker.log", **settings))
+            self._print_addresses()
+            if not self.children:
+                return DONE
+            stops = "everything" if SERVER in self.missing else "the worker, not the server"
+            print_stderr(f"Ctrl-C stops {stops}")
+            while all(child.poll() is None for child in self.children):
+                time.sleep(0.5)
+            print_stderr(f"trainshed: the server or the worker exited; logs: {self.logs}")
+            return FAILED
+        except KeyboardInterrupt:
+            print_stderr("stopping; press Ctrl-C again to kill everything")
             return DONE
-        stops = "everything" if SERVER in missing else "the worker, not the server"
-        print_stderr(f"Ctrl-C stops {stops}")
-        while all(child.poll() is None for child in children):
-            time.sleep(0.5)
-        print_stderr(f"trainshed: the server or the worker exited; logs: {logs}")
-        return FAILED
-    except KeyboardInterrupt:
-        print_stderr("stopping; press Ctrl-C again to kill everything")
-        return DONE
-    finally:
-        if SERVER in missing:
-            with registration.locked():
-                registration.close(port)
-        _stop(children, lambda: SERVER in missing and registration.is_used(port))
+        finally:
+            if SERVER in self.missing:
+                with self.registration.locked():
+                    self.registration.close(self.port)
+            _stop(self.children, lambda: SERVER in self.missing and self.registration.is_used(self.port))
+
+    def _start_server(self) -> bool:
+        """Start the server; returns whether it answers."""
+        server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
+        with self.registration.locked(), self.registration.register(self.port) as alive:
+            fds = [alive.fileno()]
+            child = start_module(server, self.logs / "server.log", pass_fds=fds, **self.settings)
+            self.children.append(child)
+        with waiting(lambda: "starting Prefect's server"):
+            return wait_healthy(f"{self.address}/api", lambda: child.poll() is None)
+
+    def _print_addresses(self) -> None:
+        print_stderr(
+            f"Prefect's UI: {self.address}\nstart `tiny` there: {_form(self.address)}\nor in another terminal:"
+        )
+        print_stderr(f"  PREFECT_API_URL={self.address}/api .venv/bin/prefect deployment run pretrain/tiny")
+        print_stderr(f"Prefect's database: {self.registration.home}")
 
 
 def _deploy(options: argparse.Namespace, home: Path, log_file: Path, settings: Mapping[str, Any]) -> int:

@@ -26,10 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.fx import GraphModule
 
 from modeling import exit_codes, job_log, run_files
@@ -54,6 +55,7 @@ from modeling.models.build import (
     layer_modes,
     partition_layers,
 )
+from modeling.models.language_model import LanguageModel
 from modeling.planning.operator_costs import axis_sizes
 from modeling.tracing import graph_stats
 from modeling.tracing.graph_stats import GraphStats, StageStats
@@ -205,39 +207,66 @@ def run_stage(
         compile_regions(model, profile.cluster.device, backend)
         if profile.parallel.data_sharding == "fsdp":
             build_optimizer(profile, [model], mesh)
-        axis, b = mesh.context, profile.micro_batch_rows
-        positions = zigzag_positions(settings.sequence_length, axis.size, axis.rank).to(device)  # (s/c)
-        tokens = torch.zeros(b, len(positions), dtype=torch.int64, device=device)  # (b, s/c)
-        keys = sample_keys(settings.seed, torch.arange(b, device=device))  # (b)
-        x = tokens
-        if number:
-            t = mesh.tensor.size if profile.parallel.sequence_parallel else 1
-            shape = (tokens.numel() // t, profile.model.hidden_size)  # (b·s/(c·t), h)
-            x = torch.empty(shape, dtype=DTYPES[settings.precision], device=device, requires_grad=True)
-        documents = torch.zeros_like(tokens) if profile.document_masks else None
-        y = model(x, positions, documents, samples=keys)
+        batch = _batch(profile, number, mesh, device)
+        y = model(batch.x, batch.positions, batch.documents, samples=batch.samples)
         compiles_loss = model.last and settings.loss is None  # a user-defined loss runs eager
         # For preference pairs, a step computes the losses of tokens, then their weighted sum.
         pairs = profile.rows_per_sample > 1
-        weights = torch.zeros(tokens.shape, device=device) if pairs else None
-        output = model.loss(y, tokens, weights) if compiles_loss else y
+        weights = torch.zeros(batch.tokens.shape, device=device) if pairs else None
+        output = model.loss(y, batch.tokens, weights) if compiles_loss else y
         saved = graph_stats.saved_bytes(output, [*model.parameters(), *model.buffers()])
         with torch.no_grad():
-            y = model(x.detach(), positions, documents)
-            if compiles_loss:
-                (model.token_losses if pairs else model.loss)(y, tokens)
-            if settings.balance == "global":
-                with counting_choices(expert_layers(model)):
-                    model(x.detach(), positions, documents)
-            if profile.scores_pairs_in_step:
-                with without_updates(model):
-                    model(x.detach(), positions, documents)
+            y = _run_without_gradients(profile, model, batch, compiles_loss)
             if compile := function_compiler(profile.cluster.device, backend):
                 layers = partition_layers(profile)
                 local = range(number % profile.parallel.pipeline, len(layers), profile.parallel.pipeline)
                 stages = [build_stage(profile, mesh, layers[stage], device) for stage in local]
                 rehearse(profile, model, stages, mesh, y, compile)
         return saved, model.last
+
+
+class _Batch(NamedTuple):
+    """Inputs of a stage for one microbatch of b rows."""
+
+    tokens: Tensor  # (b, s/c)
+    positions: Tensor  # (s/c)
+    samples: Tensor  # (b), keys of dropout
+    documents: Tensor | None  # (b, s/c)
+    x: Tensor  # the tokens on the first stage, hidden states (b·s/(c·t), h) on the others
+
+
+def _batch(profile: Profile, number: int, mesh: Mesh, device: torch.device) -> _Batch:
+    """Inputs of stage `number` on the device."""
+    settings, axis, b = profile.train, mesh.context, profile.micro_batch_rows
+    positions = zigzag_positions(settings.sequence_length, axis.size, axis.rank).to(device)
+    tokens = torch.zeros(b, len(positions), dtype=torch.int64, device=device)
+    x = tokens
+    if number:
+        t = mesh.tensor.size if profile.parallel.sequence_parallel else 1
+        shape = (tokens.numel() // t, profile.model.hidden_size)
+        x = torch.empty(shape, dtype=DTYPES[settings.precision], device=device, requires_grad=True)
+    documents = torch.zeros_like(tokens) if profile.document_masks else None
+    return _Batch(tokens, positions, sample_keys(settings.seed, torch.arange(b, device=device)), documents, x)
+
+
+def _run_without_gradients(
+    profile: Profile, model: LanguageModel, batch: _Batch, compiles_loss: bool
+) -> Tensor:
+    """Run all passes of a stage without gradients, of evaluation and of steps; returns evaluation's hidden states."""
+
+    def forward() -> Tensor:
+        return model(batch.x.detach(), batch.positions, batch.documents)
+
+    y = forward()
+    if compiles_loss:
+        (model.token_losses if profile.rows_per_sample > 1 else model.loss)(y, batch.tokens)
+    if profile.train.balance == "global":
+        with counting_choices(expert_layers(model)):
+            forward()
+    if profile.scores_pairs_in_step:
+        with without_updates(model):
+            forward()
+    return y
 
 
 @contextlib.contextmanager
