@@ -10,6 +10,7 @@ A compiler takes a graph as Dynamo captured it and compiles forward and backward
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -168,14 +169,15 @@ class Inductor(Compiler):
 
 
 def _without_spaces(folder: Path) -> Path:
-    """The folder, or a temporary link to it if its path has a space.
+    """The folder, or a link to it if its path has a space, removed when this process exits.
 
     inductor splits g++'s command at spaces.
     """
     if not re.search(r"\s", str(folder)):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    link = Path(tempfile.mkdtemp()) / "cache"
+    link = Path(tempfile.mkdtemp(prefix="trainshed-")) / "cache"
+    atexit.register(shutil.rmtree, link.parent, ignore_errors=True)
     link.symlink_to(folder.absolute(), target_is_directory=True)
     return link
 
