@@ -2,5 +2,5 @@
 
 Start with the training loop, `training/train.py`. `models/`, `data/`, `compilation/` and `supervision/` are the lowest layer;
 `training/`, `planning/`, `scaling/` and `conversion/` build on them, and `tracing/` on training and planning. Imports `parallel`
-and `profiles`, never `tasks`, `flows` or Prefect.
+and `profiles`.
 """

@@ -1,7 +1,8 @@
 """Parallelism: mesh, collectives, layers, attention, loss, pipeline, ZeRO-1, FSDP, checkpoints.
 
-Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. Imports only torch and its own
-dependencies (numpy, fsspec), nothing from the other folders.
+Start with `mesh` (process groups) and `layout` (how each parameter is sharded), then `layers`. Imports nothing else of this
+project.
+
 The names below are imported on first use, so that profile validation can import `parallel.constraints` without torch.
 """
 

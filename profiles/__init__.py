@@ -2,5 +2,5 @@
 
 Start at schema.py (every key) and resolve.py (`load`: file, `extends`, overrides). check.py has the rules between sections, with
 those of one subject in `rules/`, and errors.py the error type that all of them raise. Shipped profiles are in `shipped/`, with
-ladders and branches. Of Trainshed, imports only parallel.constraints.
+ladders and branches. Imports `parallel`.
 """

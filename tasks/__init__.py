@@ -2,5 +2,5 @@
 
 Start with `step.py` (the protocol of a step), then `steps/` (one file per step) and `keys.py` (their cache keys). `inputs.py`
 pins what a profile refers to; `fork.py`, `gate.py`, `continual.py` and `experiments/` relate one run to another. Imports
-`modeling`, `parallel` and `profiles`, never `flows` or Prefect.
+`modeling`, `parallel` and `profiles`.
 """

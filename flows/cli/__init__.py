@@ -2,5 +2,6 @@
 
 A subcommand is the function `run(options)`, which returns the exit code, in the module of the same name: here, in `runs/`
 (commands for existing runs) or in `experiments/` (ladder, mixture, branches). The module is imported when the command is called,
-so that `--help` loads neither torch nor Prefect. May import everything in flows and below; nothing imports it.
+so that `--help` loads neither torch nor Prefect. Nothing imports this package. Imports `flows`, `flows.server`, `flows.ui`,
+`modeling`, `profiles` and `tasks`.
 """

@@ -2,6 +2,6 @@
 
 `ladder.py` forecasts the loss of a large run from small ones, `mixture.py` proposes weights of data sources, `branches.py` decays
 one trunk at several lengths. Start reading at `side_by_side.py`, which plans the runs within a budget and trains several at a
-time; each is a run of `flows.pretrain`. May import the other flows and below, but not `cli` and `chain`; the three modules do not
-import each other.
+time; each is a run of `flows.pretrain`. The three modules do not import each other. Imports `flows`, `modeling`, `profiles` and
+`tasks`.
 """

@@ -1,5 +1,5 @@
 """The Prefect server that a command starts, and what a flow needs to connect to one.
 
 Start with `shared_server.py` (one server for all commands of a store), then `prefect_settings.py`; `secrets.py` reads Prefect's
-secret blocks. May import tasks, modeling and profiles, of flows only `working_folder`.
+secret blocks. Imports `modeling` and `profiles`.
 """

@@ -2,5 +2,5 @@
 
 Start with `corpus.py` (samples over many shards) and `records.py` (samples for fine-tuning); `sample_order.py` is the shuffle,
 `indexed.py` the Megatron file format, `shard_cache.py` the cache for remote shards, `prefetch.py` the background reader. Imports
-numpy, torch, `parallel` and `profiles` only.
+`parallel` and `profiles`.
 """

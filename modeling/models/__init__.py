@@ -2,5 +2,5 @@
 
 Start with `families/llama.py`, then `language_model.py`, the common part of all architectures (embedding, head, pipeline split).
 `build.py` builds the mesh and the stages of a profile, `flops.py` is the analytic FLOP count, `weight_names.py` describes how
-Hugging Face stores a tensor. Imports `parallel` and `profiles` only.
+Hugging Face stores a tensor. Imports `parallel` and `profiles`.
 """

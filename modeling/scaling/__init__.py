@@ -2,5 +2,5 @@
 
 Start at law.py; fit.py has the fit and its bootstrap, forecast.py the forecast, and metrics.py that of other metrics.
 planned_run.py makes small runs, of which rungs.py defines those of a ladder and proxies.py those of a mixture, whose losses by
-source mixture.py fits as a function of the weights. Imports numpy, modeling.models and profiles.
+source mixture.py fits as a function of the weights. Imports `modeling.models` and `profiles`.
 """

@@ -2,6 +2,6 @@
 
 Start at train.py: `TrainingRun` is the loop, `Trainer` (trainer.py) the model with its forward and backward passes, and
 outputs.py what these compute from the last hidden states. `recovery/` saves checkpoints and resumes from them; `preference/` has
-DPO and ORPO. modeling.supervision starts and watches the processes. Imports modeling.models, modeling.data,
-modeling.compilation, modeling.supervision, parallel and profiles; never Prefect.
+DPO and ORPO. modeling.supervision starts and watches the processes. Imports `modeling`, `modeling.compilation`, `modeling.data`,
+`modeling.models`, `modeling.supervision`, `parallel` and `profiles`.
 """

@@ -1,5 +1,4 @@
 """Attention: kernels behind one interface, tiling, ring attention over the context axis, dropout.
 
-Start with `attention.attention`, which dispatches to the others; `kernels` holds the formulas. Imports torch and, from
-`parallel`, mesh, device, collectives and random.
+Start with `attention.attention`, which dispatches to the others; `kernels` holds the formulas. Imports `parallel`.
 """

@@ -1,4 +1,4 @@
 """Files of experiments, several runs for a target profile: ladders, mixtures and branches.
 
-Start with `experiment.py`, what all have; `load.py` reads a file. Imports what `profiles` may.
+Start with `experiment.py`, what all have; `load.py` reads a file. Imports `profiles` and `profiles.sections`.
 """

@@ -1,5 +1,4 @@
 """Larger sections of a profile.
 
-`profiles/schema.py` has the other sections and the complete profile. Start with `model.py`. Imports only
-`profiles.errors`.
+`profiles/schema.py` has the other sections and the complete profile. Start with `model.py`. Imports `profiles`.
 """

@@ -1,5 +1,5 @@
 """Experiments in the store: a ladder's forecasts, proposed mixtures, and the runs of a branches file.
 
 Start with `forecasts.py`. `json_artifacts.py` stores forecasts and proposals. The runs themselves are ordinary ones, which
-`flows/experiments` starts. Imports what the steps of `tasks` may, and `tasks.fork`.
+`flows/experiments` starts. Imports `modeling`, `profiles`, `tasks`, `tasks.evaluation`, `tasks.steps` and `tasks.store`.
 """

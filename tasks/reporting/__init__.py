@@ -2,5 +2,5 @@
 
 Start with `run_report` (report.html) and `history` (what metrics.jsonl holds). `compare` builds the page that compares runs,
 `html` and `chart` are the building blocks of pages, `format` turns numbers into text, `outcome` is the result of one step.
-Of `tasks`, imports only `store` and `launchers`.
+Imports `modeling`, `profiles`, `tasks.launchers` and `tasks.store`.
 """

@@ -2,6 +2,6 @@
 
 Start with `dataset_plan` (what is tokenized, and its cache keys) and `tokenize_shard` (one shard to an artifact). `engines` and
 `word_cache` turn text into ids, `worker_pool` and `slurm_array` run many shards through `worker`. `tokenizer_fetch`,
-`tokenizer_files` and `tokenizer_training` make the tokenizer's own artifact. Of `tasks`, imports `sources`, `store`, `launchers`
-and `keys`.
+`tokenizer_files` and `tokenizer_training` make the tokenizer's own artifact. Imports `modeling`, `profiles`, `tasks`,
+`tasks.launchers`, `tasks.sources` and `tasks.store`.
 """

@@ -2,5 +2,5 @@
 
 Start with `protocol`, what a tracker implements. `process` is the flow's side: it starts `worker` once for each tracker, a
 separate process that follows metrics.jsonl and calls the tracker. `wandb`, `mlflow` and `trackio` are imported nowhere else.
-Of Trainshed, imports the folders below it in tasks, modeling's metrics and `profiles`.
+Imports `modeling`, `profiles`, `tasks.launchers`, `tasks.reporting` and `tasks.store`.
 """

@@ -1,7 +1,7 @@
 """Model families, one file each: block and model as in the paper, and Hugging Face weight names.
 
 Start with `llama.py`, on which all other families but GPT are based; each has an entry in `profiles/sections/families.py`.
-Imports the common modules of `modeling.models`, `parallel` and `profiles`.
+Imports `modeling.models`, `parallel` and `profiles`.
 """
 
 from __future__ import annotations
