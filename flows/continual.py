@@ -127,7 +127,7 @@ def _train(
     *,
     start_over: bool,
 ) -> _Result:
-    """Train the promoted model on new data, evaluate it before and after, and export the result if it is better."""
+    """Train the promoted model on new data, evaluate before and after, and export a better result."""
     context, store = runner.context, runner.context.store
     run, base = context.profile, runs.fetch(store, current.run)
     with series.latest_checkpoint(store, current) as weights:

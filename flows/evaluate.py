@@ -160,7 +160,9 @@ def evaluate(
 
 
 def _evaluate_all(evaluator: Evaluator, folder: Path, step: int | None, follow: bool) -> list[Exception]:
-    """Evaluate a run's checkpoints, or the one of a step, and with `follow` further ones until the run has ended.
+    """Evaluate a run's checkpoints, or the one of a step.
+
+    With `follow`, also further ones, until the run has ended.
 
     Returns:
         Errors of checkpoints that could not be evaluated; without `follow`, the first one is raised.

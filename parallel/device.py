@@ -1,7 +1,8 @@
 """Devices (CPU, CUDA, Neuron): backend, compiler, attention kernel, memory, bandwidths, peak FLOP/s.
 
-The only module with device-specific code: the rest of the tree asks a `Device` and never compares device types. Figures are the
-vendors' published dense ones, for one device as a launcher counts it (a Neuron logical core, a GPU, the entire CPU).
+All properties of a device are here. Other modules ask a `Device`, and compare types only where a feature exists on one type
+alone. Figures are the vendors' published dense ones, for one device as a launcher counts it (a Neuron
+logical core, a GPU, the entire CPU).
 """
 
 from __future__ import annotations

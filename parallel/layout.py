@@ -161,7 +161,7 @@ def global_name(parameter: str, section: str) -> str:
 def parameter(
     layout: Layout, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Parameter:
-    """Uninitialized local parameter with its layout as `.global_layout`; fill it with `initialize`."""
+    """Uninitialized local parameter with its layout as `.global_layout`; `initialize` fills it."""
     shape = layout.local_shape()
     if _deferred.get():
         result = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(shape))

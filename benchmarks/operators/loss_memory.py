@@ -1,4 +1,4 @@
-"""Measure peak memory of the vocabulary-parallel loss, fused with the output projection, and of torch's unfused one.
+"""Measure peak memory of the vocabulary-parallel loss, fused with the projection, and of torch's.
 
 Two processes share the vocabulary and run forward and backward. `linear_cross_entropy` never holds complete logits; torch's
 is a projection followed by `loss_parallel`. Each variant runs in its own processes, so that the peak of resident memory is that

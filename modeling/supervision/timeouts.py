@@ -4,7 +4,7 @@
     compile      from the start until a median of steps is known
     load, save, evaluate, data, report    PHASES
 
-All timeouts are defined here. The process group's ends a program without dumping stacks, so it is longer than the others.
+The process group's timeout, `MARGIN` longer than the longest of these, ends a program without dumping stacks.
 """
 
 from __future__ import annotations

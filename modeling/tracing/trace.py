@@ -252,7 +252,7 @@ def _batch(profile: Profile, number: int, mesh: Mesh, device: torch.device) -> _
 def _run_without_gradients(
     profile: Profile, model: LanguageModel, batch: _Batch, compiles_loss: bool
 ) -> Tensor:
-    """Run all passes of a stage without gradients, of evaluation and of steps; returns evaluation's hidden states."""
+    """Run all passes of a stage without gradients; returns the hidden states of evaluation."""
 
     def forward() -> Tensor:
         return model(batch.x.detach(), batch.positions, batch.documents)

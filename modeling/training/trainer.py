@@ -3,7 +3,8 @@
     device and process group -> mesh -> model or pipeline stages -> compiled blocks
 
 Its parameters have no memory yet: an optimizer initializes them from (seed, name) in its own memory, unit by unit
-(`build_optimizer`), so that with FSDP a rank never holds its complete stage. `initialize` does so without an optimizer.
+(`build_optimizer`), so that with FSDP a rank never holds its complete stage. `parallel.initialize` does so without an
+optimizer.
 
 Training, evaluation and the device check share it.
 """

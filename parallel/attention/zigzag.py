@@ -1,4 +1,4 @@
-"""The zigzag layout of a sequence over the context axis, and attention of one rank's tokens to those of each rank.
+"""Zigzag layout of a sequence over the context axis, and one rank's attention to each rank's keys.
 
 Rank r of c holds chunks r and 2c-1-r of the sequence's 2c, which balances causal work without computing masked blocks. For the
 keys of rank j:
@@ -38,7 +38,7 @@ def zigzag_positions(sequence: int, size: int, rank: int) -> Tensor:
 
 
 def positions_by_rank(sequence: int, size: int, device: torch.device | None = None) -> Tensor:
-    """Positions (s) of the tokens of all ranks of the context axis, in rank order; raises as `zigzag_positions`."""
+    """Positions (s) of the tokens of all ranks, in rank order; raises as `zigzag_positions`."""
     positions = torch.arange(sequence, device=device)
     if size == 1:
         return positions
@@ -99,7 +99,7 @@ class RankAttention(NamedTuple):
     documents: Tensor | None = None
 
     def blocks(self, length: int) -> Iterator[Block]:
-        """Yield the block of each source, s/c = length: the rank's own first, with causal squares before the rest."""
+        """Yield the block of each source for s/c = length, the rank's own first and causal squares first."""
         everything, first, second = slice(None), slice(0, length // 2), slice(length // 2, None)
         for step in range(self.size):
             source = (self.rank - step) % self.size
@@ -123,7 +123,10 @@ class RankAttention(NamedTuple):
                 yield Area(halves[i], halves[j], distance == 0, distance)
 
     def empty_results(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for out (b, n, s/c, d), whose `transpose(1, 2)` is contiguous, and lse (b, n, s/c), in float32 or wider."""
+        """Memory for out (b, n, s/c, d) and lse (b, n, s/c), in float32 or wider.
+
+        `transpose(1, 2)` of out is contiguous.
+        """
         b, n, s, d = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_empty(b, s, n, d, dtype=wide).transpose(1, 2), q.new_empty(b, n, s, dtype=wide)

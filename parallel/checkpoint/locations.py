@@ -12,9 +12,6 @@ A checkpoint without its marker is incomplete: never loaded, and safe to remove 
 of its successor.
 
 Only FileNotFoundError and NotADirectoryError mean absence. A read that fails for another reason is retried, then raised.
-
-The only modules of `parallel` that use more than torch are this one and `files.py`: fsspec, which torch requires, imported when
-needed.
 """
 
 from __future__ import annotations

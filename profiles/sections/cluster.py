@@ -47,7 +47,7 @@ class Kubernetes(Section):
     resources: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
         [],
         description="resources that a Pod requests, such as nvidia.com/gpu=8; empty: nvidia.com/gpu=devices_per_node for cuda, "
-        "nothing for cpu",
+        "nothing for cpu; required for neuron",
     )
     node_selector: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
         [], description="required node labels, such as node.kubernetes.io/instance-type=trn2.48xlarge"

@@ -74,7 +74,7 @@ class MixtureChange(Section):
 class Data(Section):
     """Training and validation data."""
 
-    sources: list[Source] = Field(min_length=1, description="sources, read in order")
+    sources: list[Source] = Field(min_length=1, description="sources of training and held-out documents")
     schedule: list[MixtureChange] = Field(
         [], description="changes of the sources' weights during training, in the order of their steps"
     )

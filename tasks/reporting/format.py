@@ -1,4 +1,4 @@
-"""Numbers as text: durations, counts, bytes and FLOPs; each kind of figure has one function here."""
+"""Numbers as text: one function for each kind, such as durations, counts, bytes and FLOPs."""
 
 from __future__ import annotations
 

@@ -2,10 +2,13 @@
 
     <store>/artifacts/<kind>/<key>/        artifacts.py
     <store>/runs/<run>/                    run_folder.py
+    <store>/ledger/                        ledger.py: the data that each run was trained on
     <store>/locks/, staging/, work/        work in progress
     <store>/uploads/                       artifacts.py: records of unfinished uploads
     <store>/quarantine/                    replica.py: what was corrupted, with the reason
-    <store>/notes/                         local cache, safe to delete
+    <store>/notes/, cache/                 local caches, safe to delete
+    <store>/ladders/, mixtures/, branches/ pages of experiments
+    <store>/logs/, prefect-home/           of commands, and of the local Prefect server
     <store>/belongs-to                     the store whose files these are: this folder, or a remote one
 
 A remote store has a local folder of the same layout, `work_dir`: artifacts are made and cached there, and runs write to it.

@@ -34,7 +34,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def imported_packages(package: str) -> list[str]:
-    """Other top folders, and of the package's own one the folders (or itself, for its modules) that it imports."""
+    """Imported top folders; in the package's own one, its folders, or itself for its modules."""
     top, found = package.split(".")[0], set()
     for path in (ROOT / package.replace(".", "/")).glob("*.py"):
         for module in imported_modules(path):
