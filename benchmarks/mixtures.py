@@ -101,13 +101,13 @@ def describe(folder: Path, seed: int) -> Mixture:
 
 
 def build_dataset(profile: Profile, store: Store) -> Path:
-    """The folder of the profile's data set, built unless it is in the store."""
+    """The folder of the profile's dataset, built unless it is in the store."""
     context = Context(profile, store)
     return store.artifacts.path(DatasetStep(TokenizerStep().run(context)).run(context))
 
 
 def train_on_dataset(profile: Profile, dataset: Path) -> Evaluation:
-    """Train on a data set, with one microbatch per step, and evaluate on its held-out split."""
+    """Train on a dataset, with one microbatch per step, and evaluate on its held-out split."""
     train = profile.train.model_copy(update={"micro_batch_size": profile.train.global_batch_size})
     profile = profile.model_copy(update={"train": train})
     validation = Samples(Corpus.open(dataset, "validation"), train.sequence_length, None)

@@ -1,4 +1,4 @@
-"""The main flow, from tokenizer, data set and optional pretrained weights to a Hugging Face model.
+"""The main flow, from tokenizer, dataset and optional pretrained weights to a Hugging Face model.
 
                    ┌─> tokenizer ─> dataset ─┐
     plan ─> resolve ─> checkpoint ───────────┼─> train ─> evaluate ─> export ─> report
@@ -113,7 +113,7 @@ def pretrain(
         overrides: Keys to override, each as in train.steps=100.
         name: Name of the run and of its folder, runs/NAME, in the store; empty: the profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
-        update: Resolve hub revisions and source files again instead of reading them from the run's lock.
+        update: Resolve hub revisions and source files again instead of reading them from the run's lockfile.
         replace: If a run with different mathematics has this name, move it to NAME~N and start over.
         fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position; empty: none.
     """

@@ -36,16 +36,12 @@ def check_gate(
     met, missed = [], []
     for condition in settings.gate:
         name, symbol, bound = CONDITION.fullmatch(condition).groups()
-        value = f"{name} is {values[name]:.4g}"
-        if OPERATORS[symbol](values[name], float(bound)):
-            met.append(f"{value}, {symbol} {bound}")
-        else:
-            missed.append(f"{value}, not {symbol} {bound}")
+        holds = OPERATORS[symbol](values[name], float(bound))
+        (met if holds else missed).append(f"{name} {values[name]:.4g} (required: {symbol} {bound})")
     if not settings.gate and before is not None:
         loss, start = values["validation_loss"], before["validation_loss"]
         if loss <= start + settings.tolerance:
-            allowed = f" + {settings.tolerance:g}" if settings.tolerance else ""
-            met.append(f"validation loss is {loss:.4f}, <= {start:.4f} before training{allowed}")
+            met.append(f"validation loss {loss:.4f} (before training: {start:.4f})")
         else:
             missed.append(f"validation loss rose from {start:.4f} to {loss:.4f}")
     if missed:

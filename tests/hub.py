@@ -1,4 +1,4 @@
-"""Hugging Face hub on loopback for real clients: models, data sets, commits, branches, gated repos.
+"""Hugging Face hub on loopback for real clients: models, datasets, commits, branches, gated repos.
 
 Point a process at it with `HF_ENDPOINT=<hub.url> HF_HUB_DISABLE_XET=1`; `patch` does the same for this process.
 """

@@ -196,7 +196,7 @@ def _add_planning(commands: Any) -> None:
     _with_default(up, "--port", 4200, "port of the UI and the API", type=integer(1, 65535), metavar="PORT")
     about = "send alerts to this Prefect notification block, such as slack-webhook/team"
     up.add_argument("--alerts", metavar="TYPE/NAME", help=about)
-    about = "evaluate each checkpoint when it is complete, and on these lm-evaluation-harness tasks"
+    about = "evaluate each complete checkpoint, also on these lm-evaluation-harness tasks"
     up.add_argument("--evaluate", nargs="*", metavar="TASK", help=about)
 
 
@@ -276,7 +276,7 @@ def _overrides(command: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def _update(command: argparse.ArgumentParser) -> None:
-    about = "resolve hub revisions and source files again instead of reading them from the run's lock"
+    about = "resolve hub revisions and source files again instead of reading them from the run's lockfile"
     command.add_argument("--update", action="store_true", help=about)
 
 

@@ -24,7 +24,7 @@ import psutil
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, few_certificates
+from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, one_certificate
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import Registration, start_module, wait_healthy
 from flows.ui.console import print_stderr, waiting
@@ -75,7 +75,7 @@ class _Services:
             "PREFECT_API_URL": f"{self.address}/api",
             "TRAINSHED_FOLDER": str(Path.cwd()),
             "PREFECT_HOME": str(self.registration.home),
-            **few_certificates(self.registration.home),
+            **one_certificate(self.registration.home),
         }
         self.settings = {"env": {**without_tokens(), **self.variables}, "stdin": subprocess.DEVNULL}
         self.children: list[subprocess.Popen[bytes]] = []

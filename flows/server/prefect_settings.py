@@ -68,7 +68,7 @@ def configure(store: Path) -> Path:
     return Path(os.environ["PREFECT_HOME"]).expanduser()
 
 
-def few_certificates(home: Path) -> dict[str, str]:
+def one_certificate(home: Path) -> dict[str, str]:
     """Setting that makes clients load one TLS certificate instead of all: faster, and enough for loopback.
 
     Every Prefect client loads certificates, needed or not, and deploying starts hundreds of clients.
@@ -86,7 +86,7 @@ def few_certificates(home: Path) -> dict[str, str]:
     return {"PREFECT_API_SSL_CERT_FILE": str(path)}
 
 
-def may_name_server(home: Path) -> bool:
+def may_configure_server(home: Path) -> bool:
     """Whether the user's settings may name a Prefect server, without importing Prefect (takes a second)."""
     if "prefect" in sys.modules:  # reading them costs nothing
         return True

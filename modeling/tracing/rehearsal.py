@@ -113,7 +113,7 @@ def _rehearse_statistics(
     functions.multiply(functions.add(number(), number()), number())
     model, found = profile.model, experts_by_layer(stages)
     layers = model.num_hidden_layers
-    load = torch.zeros(expert_load.numbers(model), device=device)
+    load = torch.zeros(expert_load.value_count(model), device=device)
     if found:
         tally = torch.zeros(model.num_experts + EXTRA, device=device)
         functions.add(tally, torch.zeros_like(tally))

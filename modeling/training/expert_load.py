@@ -43,8 +43,8 @@ class ExpertLoad:
         }
 
 
-def numbers(model: Model) -> int:
-    """How many numbers `take` returns: 0 for a model without experts."""
+def value_count(model: Model) -> int:
+    """Number of values that `take` returns: 0 for a model without experts."""
     return 0 if model.num_experts is None else model.num_hidden_layers * (model.num_experts + EXTRA)
 
 
@@ -58,7 +58,7 @@ def take(trainer: Trainer) -> Tensor:
         if experts.counted is not None:
             counts[layer], experts.counted = experts.counted, None
     if not counts:
-        return upload(torch.zeros(numbers(model)), trainer.torch_device)
+        return upload(torch.zeros(value_count(model)), trainer.torch_device)
     return trainer.functions.to_table([*counts.values()], tuple(counts), model.num_hidden_layers)
 
 

@@ -106,7 +106,7 @@ class QueuedStep:
         loss, stops, writers, *rest, differing, gradient_norm, parameter_norm, skipped = (
             self._numbers.wait().tolist()
         )
-        end = len(rest) - expert_load.numbers(trainer.profile.model)
+        end = len(rest) - expert_load.value_count(trainer.profile.model)
         experts = expert_load.read(rest[end:], trainer.profile.model.num_hidden_layers)
         rest, results = rest[:end], (differing, gradient_norm, parameter_norm, bool(skipped))
         statistics = StepStatistics(loss, stops, writers, rest[:-ranks], rest[-ranks:], *results, experts)

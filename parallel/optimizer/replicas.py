@@ -48,7 +48,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def count(self) -> Tensor:
-        """How many of this rank's buckets have copies that differ; (1), float32. Collective."""
+        """Number of this rank's buckets whose copies differ, (1) float32. Collective."""
         if not self._checked:
             return self.none
         highest = [

@@ -47,9 +47,8 @@ def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
     if round(passes) > MAX_PASSES:  # the last batch of an epoch is filled up
         steps = MAX_PASSES * profile.train.steps / passes
         yield (
-            f"{profile.train.steps:,} steps read the data about {format_number(passes)} times, and beyond "
-            f"{MAX_PASSES} times repeated text is worth less and less; add data, or train at most "
-            f"{format_number(int(steps))} steps"
+            f"{profile.train.steps:,} steps read the data about {format_number(passes)} times; after {MAX_PASSES} passes, "
+            f"repetition improves the loss less and less; add data, or train at most {format_number(int(steps))} steps"
         )
 
 

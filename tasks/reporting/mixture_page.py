@@ -48,7 +48,7 @@ def render(mixture: Mixture, proposal: Mapping[str, Any]) -> str:
     )
 
 
-def named(source: str | None) -> str:
+def source_label(source: str | None) -> str:
     """A source in a table of losses; None is the mean."""
     return "mean" if source is None else source
 
@@ -69,7 +69,7 @@ def _losses(proposal: Mapping[str, Any]) -> str:
         error = errors.get(row["source"])
         rows.append(
             (
-                named(row["source"]),
+                source_label(row["source"]),
                 f"{row['natural']:.4f}",
                 f"{row['loss']:.4f}",
                 f"{low:.4f} – {high:.4f}",
@@ -95,10 +95,12 @@ def _chart(proposal: Mapping[str, Any]) -> str:
     lines = []
     for number, (name, column) in enumerate(zip(names, losses.T, strict=True)):
         style = f"line-{number % LINE_STYLES + 1}"
-        lines.append(Series(named(name), style, list(zip(shares.tolist(), column.tolist(), strict=True))))
+        lines.append(
+            Series(source_label(name), style, list(zip(shares.tolist(), column.tolist(), strict=True)))
+        )
         if name in measured:
             point = [(1.0, measured[name])]
-            lines.append(Series(f"{named(name)}, measured", style, point, dots=True, joined=False))
+            lines.append(Series(f"{source_label(name)}, measured", style, point, dots=True, joined=False))
     return line_chart(
         lines, x_label="from the natural (0) to the proposed mixture (1)", y_label="held-out loss"
     )
@@ -109,7 +111,7 @@ def _outcome(proposal: Mapping[str, Any]) -> str:
     for row in proposal.get("outcome", ()):
         inside = "inside" if row["within"] else "outside"
         values = (f"{row['loss']:.4f}", f"{row['outcome']:.4f}", f"{row['error']:+.2%}", inside)
-        rows.append((named(row["source"]), *values))
+        rows.append((source_label(row["source"]), *values))
     return html.table(("source", "forecast", "outcome", "error of the forecast", "outcome is"), rows)
 
 

@@ -1,7 +1,7 @@
-"""Sources on the Hugging Face hub: the files of a data set's configuration and split, at one commit.
+"""Sources on the Hugging Face hub: the files of a dataset's configuration and split, at one commit.
 
 `datasets` finds the files; they are read like any others, over the network or from the hub's cache. A repository's code never
-runs: a data set with a loading script is rejected, naming the revision with its parquet files if the hub has converted it.
+runs: a dataset with a loading script is rejected, naming the revision with its parquet files if the hub has converted it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tasks.sources.file_shards import split_files
 from tasks.sources.files import describe_files, require_known_formats
 from tasks.sources.shard import HUB_PREFIX, Shard
 
-CONVERTED = "refs/convert/parquet"  # revision with the hub's parquet conversion of a data set
+CONVERTED = "refs/convert/parquet"  # revision with the hub's parquet conversion of a dataset
 
 
 def shards(source: Source, key: str, column: str, digests: DigestCache, token: str | None) -> list[Shard]:
-    """Shards of a data set's split. Raises ProfileError for an unknown name or format or a loading script."""
+    """Shards of a dataset's split. Raises ProfileError for an unknown name or format or a loading script."""
     from huggingface_hub import HfApi
 
     commit = huggingface.ask(
@@ -44,7 +44,7 @@ def shards(source: Source, key: str, column: str, digests: DigestCache, token: s
 
 
 def _split_files(source: Source, key: str, commit: str, token: str | None) -> list[str]:
-    """URLs of the split's files, in the data set's order."""
+    """URLs of the split's files, in the dataset's order."""
     from datasets import load_dataset_builder
 
     repository = source.repository
@@ -112,6 +112,6 @@ def _loading_script_error(source: Source, key: str, token: str | None) -> Profil
             CONVERTED,
         )
     except ProfileError:
-        reason += f", and the hub has no {CONVERTED} of it; choose a data set with parquet files"
+        reason += f", and the hub has no {CONVERTED} of it; choose a dataset with parquet files"
         return ProfileError(f"{key}.repository", source.repository, reason)
     return ProfileError(f"{key}.revision", source.revision or "main", reason, [CONVERTED])

@@ -111,7 +111,7 @@ class GraphsStep(Step):
         return store.artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
-        return summary.get("note") or counted(summary["total"])
+        return summary.get("note") or format_graphs(summary["total"])
 
 
 def _trace(profile: Profile, work: Path) -> dict[str, Any]:
@@ -263,10 +263,10 @@ def format_program(entry: Mapping[str, Any]) -> str:
     """A program's entry in one line: graphs, status, time and memory."""
     time = "" if entry["seconds"] is None else f", {format_duration(entry['seconds'])}"
     memory = "" if entry["peak_bytes"] is None else f", {format_bytes(entry['peak_bytes'])}"
-    return f"{entry['name']}: {counted(entry['graphs'])}, {entry['status']}{time}{memory}"
+    return f"{entry['name']}: {format_graphs(entry['graphs'])}, {entry['status']}{time}{memory}"
 
 
-def counted(graphs: int) -> str:
+def format_graphs(graphs: int) -> str:
     return f"{graphs} graph{'' if graphs == 1 else 's'}"
 
 
@@ -276,6 +276,6 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     slowest = max(timed, key=lambda entry: entry["seconds"], default=None)
     named = f"; slowest: {slowest['name']}, {format_duration(slowest['seconds'])}" if slowest else ""
     return (
-        f"{counted(summary['total'])}: {summary['successful']} successful, {summary['failed']} failed, "
+        f"{format_graphs(summary['total'])}: {summary['successful']} successful, {summary['failed']} failed, "
         f"{summary['from_cache']} cached{named}"
     )

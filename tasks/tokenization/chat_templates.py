@@ -35,7 +35,7 @@ class TemplateFailed(ValueError):
     """A template rejected a conversation, or does not show where its answers are."""
 
 
-def named(template: str) -> str:
+def read_template(template: str) -> str:
     """The source of a named template or of a file. Raises ProfileError if there is neither."""
     if template in NAMED:
         return NAMED[template]

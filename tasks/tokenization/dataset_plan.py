@@ -44,7 +44,7 @@ class DatasetPlan:
         records = None
         if profile.objective.kind != "pretrain":
             objective = profile.objective.model_dump(include=RECORD_OPTIONS)
-            template = objective["template"] and chat_templates.named(objective["template"])
+            template = objective["template"] and chat_templates.read_template(objective["template"])
             length = profile.train.sequence_length
             records = {**objective, "template": template, "sequence_length": length}
         names = [field.name for field in fields(cls) if hasattr(data, field.name)]

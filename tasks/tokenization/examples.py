@@ -149,7 +149,7 @@ class Examples:
     def _chat_pair(self, prompt: Any, chats: list[list[Message]]) -> tuple[list[int], list[list[int]], int]:
         equal = [a == b for a, b in zip(*chats, strict=False)]
         shared = equal.index(False) if False in equal else len(equal)
-        # Conversations that begin with the question contain the prompt, which some data sets give a second time.
+        # Conversations that begin with the question contain the prompt, which some datasets give a second time.
         asked, chats = chats[0][:shared] or _messages(prompt or []), [chat[shared:] for chat in chats]
         self._require_plain([*asked, *chats[0], *chats[1]])
         before = self._chat.render(asked, answer_next=True)

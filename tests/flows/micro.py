@@ -177,7 +177,7 @@ def final_state(home: Path, name: str) -> tuple[str, str]:
 
 
 def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
-    """An export in transformers: loss (nats per token) on held-out windows of a data set, generated text."""
+    """An export in transformers: loss (nats per token) on held-out windows of a dataset, generated text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

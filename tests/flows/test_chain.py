@@ -105,14 +105,12 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
     results, done = run(store)
     gates = [record.getMessage() for record in caplog.records if record.name == "tasks.gate"]
     assert len(gates) == 2
-    assert re.fullmatch(
-        r"run sft met its gate: validation loss is [\d.]+, <= [\d.]+ before training", gates[0]
-    )
+    assert re.fullmatch(r"run sft met its gate: validation loss [\d.]+ \(before training: [\d.]+\)", gates[0])
     assert done == {"micro": [], "sft": [], "dpo": []}
     assert [each["before"] for each in results] == [each["before"] for each in finished[1]]
     shutil.rmtree(store / "runs/dpo")
     with pytest.raises(
-        GateMissed, match=r"run sft missed its gate: perplexity is [\d.]+, not <= 1.5; the chain"
+        GateMissed, match=r"run sft missed its gate: perplexity [\d.]+ \(required: <= 1.5\); the chain"
     ):
         run(store, f"{stages[1]}:evaluate.gate=[validation_loss >= 0, perplexity <= 1.5]")
     assert not (store / "runs/dpo").exists()

@@ -94,7 +94,7 @@ def pretrained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hub(pretrained):
-    """A hub with gated weights and tokenizer, and the data set in Parquet, as the hub converts it."""
+    """A hub with gated weights and tokenizer, and the dataset in Parquet, as the hub converts it."""
     texts = documents()
     with Hub() as hub:
         hub.commit(REPOSITORY, {path.name: path.read_bytes() for path in pretrained.iterdir()}, gated=True)

@@ -16,7 +16,7 @@ from flows.ui.console import print_facts, relative
 from modeling.scaling.proxies import Proxy, mixture_target
 from profiles.experiments.load import load_experiment
 from profiles.experiments.mixture import Mixture
-from tasks.reporting.mixture_page import named
+from tasks.reporting.mixture_page import source_label
 
 SAME = ("batch", "learning_rate")  # for all proxies, so the table omits them
 
@@ -64,7 +64,7 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
     for row in result["losses"]:
         low, high = row["interval"]
         values = f"{row['natural']:.4f}", f"{row['loss']:.4f}", f"{low:.4f} to {high:.4f}"
-        losses.add_row(named(row["source"]), *values, f"{row['change']:+.4f}")
+        losses.add_row(source_label(row["source"]), *values, f"{row['change']:+.4f}")
     weights = Table(
         "weight", "natural", "proposed", "best of each draw", "times read", box=None, pad_edge=False
     )

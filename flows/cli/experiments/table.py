@@ -31,7 +31,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens": ("tokens", short),
     "steps": ("steps", str),
     "batch": ("batch", str),
-    "learning_rate": ("rate", "{:.2g}".format),
+    "learning_rate": ("lr", "{:.2g}".format),
     "devices": ("devices", str),
     "flops": ("FLOPs", short),
     "days": ("time", in_days),

@@ -23,8 +23,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the runs, the latest first. Raises ProfileError for an invalid store."""
     store = Store(options.store)
     found = sorted(read_fleet(store).runs, key=lambda run: -run.summary.changed)
-    stored = {name: _Stored.of(files) for name, files in files_by_run(store).items()}
-    rows = [(run, stored.get(run.name, _Stored())) for run in found]
+    stored = {name: _Files.of(files) for name, files in files_by_run(store).items()}
+    rows = [(run, stored.get(run.name, _Files())) for run in found]
     if options.json:
         print_json([{**run.to_json(), **asdict(files), "state": _state(run, files)} for run, files in rows])
     elif rows:
@@ -35,19 +35,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """What the store holds of a run."""
+class _Files:
+    """Size and latest checkpoint of a run folder in the store."""
 
     checkpoint: int = 0  # step of its latest checkpoint; 0 without one
     bytes: int = 0
 
     @classmethod
-    def of(cls, files: Mapping[str, int]) -> _Stored:
+    def of(cls, files: Mapping[str, int]) -> _Files:
         """Of a run with these files, by their sizes."""
         return cls(max(checkpoint_steps(files), default=0), sum(files.values()))
 
 
-def _print(rows: Sequence[tuple[RunView, _Stored]]) -> None:
+def _print(rows: Sequence[tuple[RunView, _Files]]) -> None:
     """Print a table, without the optional columns that are empty for all runs."""
     optional = {name: [text(run) for run, _ in rows] for name, text in _OPTIONAL.items()}
     optional = {name: values for name, values in optional.items() if any(values)}
@@ -72,13 +72,13 @@ def _print(rows: Sequence[tuple[RunView, _Stored]]) -> None:
     table_console().print(table)
 
 
-def _state(run: RunView, files: _Stored) -> str:
+def _state(run: RunView, files: _Files) -> str:
     """The run's state: it is finished once the checkpoint of its last step is saved."""
     unsaved = run.state == "finished" and files.checkpoint < (run.summary.steps or 0)
     return "stopped" if unsaved else run.state
 
 
-def _step(run: RunView, files: _Stored) -> str:
+def _step(run: RunView, files: _Files) -> str:
     """Step of the latest checkpoint, from which the run would resume; while running, of its latest loss."""
     step = max(run.step, files.checkpoint) if run.state in ACTIVE else files.checkpoint
     return f"{step:,} of {run.summary.steps:,}" if run.summary.steps else f"{step:,}"

@@ -1,6 +1,6 @@
 """Sources that are .bin/.idx pairs in Megatron's indexed format: verified once, then read in place.
 
-Documents are held out by order, as Megatron splits a data set: the last ones are for validation.
+Documents are held out by order, as Megatron splits a dataset: the last ones are for validation.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ ENOUGH = {"vocabulary_size": 4096}
     ("tokenizer", "tokens", "expected"),
     [
         (ENOUGH, 300 * STEP_TOKENS // 4, []),  # four passes
-        (ENOUGH, 3 * STEP_TOKENS, ["300 steps read the data about 100 times, .*at most 12 steps$"]),
+        (ENOUGH, 3 * STEP_TOKENS, ["300 steps read the data about 100 times; .*at most 12 steps$"]),
         ({"vocabulary_size": 583}, 300 * STEP_TOKENS, ["the tokenizer has 583 tokens instead of 4,096: "]),
     ],
 )

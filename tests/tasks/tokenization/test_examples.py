@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 
 def examples(folder, kind="sft", template="chatml", length=200, too_long="truncate", **options):
-    template = template and chat_templates.named(template)
+    template = template and chat_templates.read_template(template)
     prompts = {"maximum_prompt_length": None, "truncation": "keep_end", **options}
     return Examples(folder, RecordOptions(kind, template, length, too_long, **prompts), [], [257])
 
@@ -91,7 +91,7 @@ def test_templates_run_in_a_sandbox_and_may_reject_messages(folder, tmp_path):
         with pytest.raises(TemplateFailed):
             examples(folder, template=str(tmp_path / "chat.jinja")).of({"messages": CHAT})
     with pytest.raises(ProfileError, match="chatml, llama3"):
-        chat_templates.named("nothing")
+        chat_templates.read_template("nothing")
 
 
 @pytest.mark.parametrize(

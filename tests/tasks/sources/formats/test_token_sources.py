@@ -1,4 +1,4 @@
-"""Tokenized sources: Megatron pairs, and data sets written by save_to_disk."""
+"""Tokenized sources: Megatron pairs, and datasets written by save_to_disk."""
 
 import struct
 import subprocess
