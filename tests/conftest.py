@@ -122,8 +122,8 @@ def waits(monkeypatch):
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: one worker more than there are cores, because tests of clusters and servers mostly wait."""
-    return min(8, (os.cpu_count() or 1) + 1)
+    """`-n auto`: two workers more than there are cores, because tests of clusters and servers mostly wait."""
+    return min(8, (os.cpu_count() or 1) + 2)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -275,7 +275,7 @@ def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_progr
         "modeling/models/families/gpt.py:Attention.__init__",
         "modeling/models/families/gpt.py:MLP.__init__",
         "parallel/initialization.py:Constant.fill",
-        "parallel/initialization.py:initialize_parameter",
+        "parallel/initialization.py:initialize",
         "parallel/optimizer/buckets.py:Bucket.__init__",
         "parallel/optimizer/sharded_adamw.py:ShardedAdamW.__init__",
     }

@@ -133,7 +133,8 @@ def test_torchrun_gives_ranks_the_grace_to_save(job, tmp_path):
     handle = launcher.submit(job("rank-1-ignores-sigterm"))
     pids(tmp_path)
     launcher.cancel(handle, grace=20)  # torchrun kills the rank before, which by default it does after 30 s
-    assert "forcefully exiting" in handle.job.log_file.read_text()
+    log = handle.job.log_file.read_text()
+    assert "forcefully exiting" in log, log
 
 
 def test_job_interrupted_while_it_is_submitted_is_stopped(job, tmp_path):
