@@ -4,6 +4,7 @@ import fsspec
 import pytest
 import s3fs
 
+from profiles import state_files
 from tasks.launchers.conformance import wait
 from tasks.store import sync
 from tasks.store.backends import ObjectBackend
@@ -11,7 +12,7 @@ from tasks.store.sync import RunSync
 from tests import s3
 
 
-@pytest.mark.slow  # waits for an unreachable store
+@pytest.mark.slow  # a server, and waits for an unreachable store
 def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, monkeypatch, caplog):
     with s3.bucket(monkeypatch) as address:
         remote, run = s3fs.S3FileSystem(use_listings_cache=False), f"{address}/store/runs/r"
@@ -34,6 +35,8 @@ def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, mo
         assert remote.cat_file(f"{run}/logs/last.log") == b"changed since"
         assert not remote.exists(f"{run}/metrics.jsonl")  # unchanged, so not uploaded again
     # An unreachable store does not stop the run.
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(state_files, "DELAYS", (0.01,))
     with RunSync(tmp_path, ObjectBackend(f"{address}/store"), "runs/r", interval=60):
         pass
     assert "runs/r: cannot sync with the store" in caplog.text
