@@ -133,6 +133,9 @@ def train_profile(
     """
     opened = open_store(command.store, run.cluster.work_dir or "store")
     run = locate_runs(run, opened)
+    if not replace and activities.holder(opened, "run", run.name) is not None:
+        with suggest_commands(command, run.name):
+            runs.check_name(opened, run)  # rather than wait for a run that this one cannot continue
     with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened)) as runner:
         parent = find_parent(opened, fork, run.name) if fork else None
         if parent:

@@ -184,7 +184,8 @@ def test_sequence_length_change_keeps_only_the_tokenizer(pretrain, store):
 
 def test_other_mathematics_under_the_same_name_is_rejected_with_commands(pretrain, store):
     before = losses(store / "runs/micro")
-    with pytest.raises(ProfileError) as rejected:
+    # At once, though another process uses the run.
+    with activities.begin(Store(str(store)), "run", "micro"), pytest.raises(ProfileError) as rejected:
         pretrain(store, "train.learning_rate=1e-2", "train.seed=7", "train.steps=8")
     words = str(rejected.value)
     assert "at step 6 with different mathematics" in words
