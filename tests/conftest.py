@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
 
 import hypothesis
@@ -45,6 +46,9 @@ asyncio.run(provide_database_interface().create_db())
 """
 SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_database", "prefect_ui"}
 """Fixtures that start servers, clusters or processes: `make test-fast` skips tests that use one."""
+
+WAITING = {"slurm", "flows", "browser"}
+"""Folders whose tests mostly wait, for clusters and servers; the tests of all others mostly compute."""
 
 _LONGEST = ("slurm", "emulation", "docs", "flows", "browser", "benchmarks", "parity", "profiles")
 START_ORDER = {folder: position for position, folder in enumerate(_LONGEST)}
@@ -128,12 +132,24 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark slow tests, and put the longest groups first so that workers finish together."""
+    """Mark slow tests, and order groups so that workers use all cores and finish together.
+
+    The longest groups come first, and groups that wait alternate with groups that compute.
+    """
     for item in items:
         if SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker("slow")
     _skip_without_gpu([item for item in items if item.get_closest_marker("cuda")])
     items.sort(key=lambda item: START_ORDER.get(_folder(item.nodeid), len(START_ORDER)))
+    groups: dict[str, list] = {}
+    for item in items:
+        groups.setdefault(_group(item.nodeid), []).append(item)
+    waiting, computing = [], []
+    for name, members in groups.items():
+        (waiting if _folder(name) in WAITING else computing).append(members)
+    items[:] = [
+        item for pair in zip_longest(waiting, computing, fillvalue=()) for group in pair for item in group
+    ]
 
 
 def _skip_without_gpu(items):
@@ -147,14 +163,19 @@ def _skip_without_gpu(items):
 
 
 class Groups(LoadScopeScheduling):
-    """Sends all tests of a file to one worker, except in tests/docs, where each test is its own group."""
+    """Sends all tests of a group to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if _folder(nodeid) == "docs" else nodeid.partition("::")[0]
+        return _group(nodeid)
 
 
 def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log)
+
+
+def _group(nodeid: str) -> str:
+    """The file of a test; in tests/docs, where each test is its own group, the test."""
+    return nodeid if _folder(nodeid) == "docs" else nodeid.partition("::")[0]
 
 
 def _folder(nodeid: str) -> str:
