@@ -74,9 +74,10 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, positions: Tensor) -> Tensor:
         ]
         states = torch.arange(count) * len(local) + here.int().argmax(1)
         shard = trainer.functions.next_logits(parts, head.weight, upload(states, trainer.torch_device))
-        logits = collectives.all_gather(shard, mesh.tensor).T[:, : stage.model.vocab_size]  # (count, v)
+        # Transposed on the host: devices copy contiguous memory without a program of their own.
+        logits = collectives.all_gather(shard, mesh.tensor).cpu().T[:, : stage.model.vocab_size]  # (count, v)
         seeds = torch.arange(count) * tokens.shape[1] + positions
-        drawn = _draw(logits.cpu().float(), seeds).where(here.any(1), 0).double()
+        drawn = _draw(logits.float(), seeds).where(here.any(1), 0).double()
     # Every data rank drew the same tokens; along the other axes only one context rank of the last stage drew any.
     return torch.tensor(trainer.sum_on_host(drawn)).div(mesh.data.size).round().long()
 

@@ -379,7 +379,7 @@ class Trainer:
         if self.last:
             return self.functions.concatenate(output.collected)
         rows = self.profile.micro_batch_rows * self.profile.accumulation_steps
-        return torch.zeros(rows, self.profile.answers_per_row, device=self.torch_device)
+        return devices.upload(torch.zeros(rows, self.profile.answers_per_row), self.torch_device)
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Sum numbers over all axes but tensor, along which they must be equal; one all-reduce on the device."""

@@ -320,6 +320,9 @@ class ShardedAdamW:
                 bucket.add_sum(torch.zeros_like(bucket.gradient_shard, dtype=wide))
             if not (bucket.shares_master or bucket.in_graph):
                 self.arithmetic.assign(bucket.local_shard(bucket.values), bucket.master)
+        for bucket in self.frozen_buckets:
+            if not bucket.in_graph:
+                self.arithmetic.assign(bucket.local_shard(bucket.values), bucket.master)
         adamw_buckets = [bucket for bucket in self.buckets if bucket.sign_step is None]
         weights = [bucket.norm_weights for bucket in adamw_buckets]
         square = self.arithmetic.square_norm([bucket.gradient_shard for bucket in adamw_buckets], weights)
