@@ -11,7 +11,7 @@ INSTALLED := .venv/installed$(if $(NEURON_INDEX),-neuron)
 # nodes on this machine, postgresql for a shared Prefect server, chromium for reports and Prefect's UI.
 SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql chromium
 
-# One worker more than there are cores (tests/conftest.py), each with one OpenMP thread.
+# Two workers more than there are cores (tests/conftest.py), each with one OpenMP thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 # Without cached bytecode, each process of a run or a test compiles torch's modules again: 4 s each, and the suite starts hundreds.
