@@ -42,13 +42,16 @@ def abandon(profile, store, folder, identity, dataset):
     arguments = (profile, store.uri, folder, identity, dataset)
     flow = multiprocessing.get_context("spawn").Process(target=evaluate, args=arguments)
     flow.start()
-    while not handle_file.exists():
+    while not (handles := _evaluations(folder)) or not local._processes(handles[0].identifier):
         assert flow.is_alive()
         time.sleep(0.02)
     flow.kill()
     flow.join()
-    (handle,) = (each for each in latest_jobs(folder / "logs") if each.job.name == "evaluate")
-    return handle
+    return handles[0]
+
+
+def _evaluations(folder):
+    return [handle for handle in latest_jobs(folder / "logs") if handle.job.name == "evaluate"]
 
 
 def resume_once_found(processes, caplog):
