@@ -130,7 +130,7 @@ def ours(folder: Path, wanted: Profile, pairs: int) -> Callable[[int], list[Time
             optimizer.begin_step(1)
             first = step * count
             batch = trainer.read_batch(samples, first, count)
-            counted = samples.counted(first, count)
+            counted = samples.count_targets(first, count)
             trainer.forward_backward(batch, 1 / counted)
             optimizer.step(RATE)
             part = pairs / counted if wanted.objective.kind == "dpo" else 1.0

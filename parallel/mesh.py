@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.constraints import expert_shard_degree
-from parallel.torch_internals import register_process_group as register
+from parallel.torch_internals import register_process_group
 from parallel.torch_internals import resolve_process_group as resolve
 from parallel.torch_internals import unregister_process_group as unregister
 
@@ -210,7 +210,7 @@ class Mesh:
             ]
             if ranks in groups:
                 group = created[groups.index(ranks)]
-                register(name, group)
+                register_process_group(name, group)
                 self._registered.append(name)
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, supports_reduction)
 

@@ -130,7 +130,7 @@ def _cluster(profile: Profile) -> None:
     if cluster.launcher == "local" and cluster.device == "cpu" and cluster.devices_per_node > CPU_PROCESSES:
         reason = f"is more than {CPU_PROCESSES} processes, the limit on one machine's CPU"
         raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason)
-    limit = cluster.time and seconds(cluster.time)
+    limit = cluster.time and time_limit_seconds(cluster.time)
     if limit and cluster.time_left >= limit:
         reason = f"leaves no time to train within cluster.time {cluster.time}"
         raise ProfileError("cluster.time_left", cluster.time_left, reason, [limit - 1])
@@ -141,7 +141,7 @@ def _cluster(profile: Profile) -> None:
             raise ProfileError(f"cluster.slurm.{number}", option, f"the launcher sets --{name}", keys)
 
 
-def seconds(time: str) -> int:
+def time_limit_seconds(time: str) -> int:
     """Seconds of a Slurm time limit, rounded up to minutes as Slurm does; 0: no limit.
 
     Formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds

@@ -90,14 +90,14 @@ def prefect_server(prefect_database, tmp_path_factory):
     from prefect.logging.handlers import APILogWorker
     from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
 
-    from flows.server.prefect_settings import one_certificate
+    from flows.server.prefect_settings import single_certificate_setting
     from flows.server.shared_server import Server
 
     home = tmp_path_factory.mktemp("prefect-server")
     shutil.copy(prefect_database, home)
     server = Server(home, home / "server.log")
     url = server.wait()
-    certificate = one_certificate(home)["PREFECT_API_SSL_CERT_FILE"]
+    certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
     # Set for all threads, as in Prefect's own test harness.
     with (
         temporary_settings({PREFECT_API_URL: url, PREFECT_API_SSL_CERT_FILE: certificate}),

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.prefect_settings import configure, may_configure_server, one_certificate
+from flows.server.prefect_settings import configure, may_have_server_settings, single_certificate_setting
 from flows.server.shared_server import Server, shared_server
 from flows.ui.console import (
     PipeTolerantConsole,
@@ -165,7 +165,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         new = not (home / "prefect.db").exists()
 
         # If possible before Prefect is imported, so that the import overlaps with the server's start.
-        server = None if may_configure_server(home) else serve()
+        server = None if may_have_server_settings(home) else serve()
         with without_collection(), waiting(lambda: "loading Prefect"):
             from prefect.logging.handlers import APILogWorker
             from prefect.settings import (
@@ -182,7 +182,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         if configured:
             yield
             return
-        certificate = one_certificate(home)["PREFECT_API_SSL_CERT_FILE"]
+        certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
         with waiting(lambda: "starting Prefect's server"):
             url = server.wait()
         database = f", database in {relative(str(home))} (or in PREFECT_HOME)" if new else ""

@@ -24,7 +24,7 @@ import psutil
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, one_certificate
+from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, single_certificate_setting
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import Registration, start_module, wait_healthy
 from flows.ui.console import print_stderr, waiting
@@ -75,7 +75,7 @@ class _Services:
             "PREFECT_API_URL": f"{self.address}/api",
             "TRAINSHED_FOLDER": str(Path.cwd()),
             "PREFECT_HOME": str(self.registration.home),
-            **one_certificate(self.registration.home),
+            **single_certificate_setting(self.registration.home),
         }
         self.settings = {"env": {**without_tokens(), **self.variables}, "stdin": subprocess.DEVNULL}
         self.children: list[subprocess.Popen[bytes]] = []
@@ -113,7 +113,7 @@ class _Services:
     def _start_server(self) -> bool:
         """Start the server; returns whether it answers."""
         server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
-        with self.registration.locked(), self.registration.register(self.port) as alive:
+        with self.registration.locked(), self.registration.record_server(self.port) as alive:
             fds = [alive.fileno()]
             child = start_module(server, self.logs / "server.log", pass_fds=fds, **self.settings)
             self.children.append(child)

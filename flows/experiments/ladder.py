@@ -59,7 +59,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     results = run_side_by_side(described, rungs, store)
     losses = [result["validation_loss"] for result in results]
     metrics = [_metrics(rung, result) for rung, result in zip(rungs, results, strict=True)]
-    artifact = forecasts.register(opened, goal, rungs, losses, metrics)
+    artifact = forecasts.write_forecast(opened, goal, rungs, losses, metrics)
     document = json_artifacts.read(opened, artifact)
     low, high = document["interval"]
     log.info(

@@ -78,7 +78,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
         for proxy, found in zip(proxies, losses, strict=True)
     ]
     against = natural.weights or mixtures.shares_of(tokens, sources)
-    artifact = mixtures.register(opened, described, target, measured, against, tokens)
+    artifact = mixtures.write_proposal(opened, described, target, measured, against, tokens)
     document = json_artifacts.read(opened, artifact)
     mean = document["losses"][-1]
     log.info("proposed: mean loss %.4f, %+.4f against the natural mixture", mean["loss"], mean["change"])

@@ -68,7 +68,7 @@ def configure(store: Path) -> Path:
     return Path(os.environ["PREFECT_HOME"]).expanduser()
 
 
-def one_certificate(home: Path) -> dict[str, str]:
+def single_certificate_setting(home: Path) -> dict[str, str]:
     """Setting that makes clients load one TLS certificate instead of all: faster, and enough for loopback.
 
     Every Prefect client loads certificates, needed or not, and deploying starts hundreds of clients.
@@ -86,8 +86,8 @@ def one_certificate(home: Path) -> dict[str, str]:
     return {"PREFECT_API_SSL_CERT_FILE": str(path)}
 
 
-def may_configure_server(home: Path) -> bool:
-    """Whether the user's settings may name a Prefect server, without importing Prefect (takes a second)."""
+def may_have_server_settings(home: Path) -> bool:
+    """Whether Prefect settings of the user may name a server, without importing Prefect (takes a second)."""
     if "prefect" in sys.modules:  # reading them costs nothing
         return True
     files = (home / "profiles.toml", Path(".env"), Path("prefect.toml"))

@@ -59,7 +59,7 @@ class Registration:
         """Hold the lock of the home for a block."""
         return file_locks.locked(self.home / "server.lock")
 
-    def register(self, port: int) -> IO[bytes]:
+    def record_server(self, port: int) -> IO[bytes]:
         """Record the server of this home; returns a locked file for the server to inherit."""
         alive = self._file(port, "alive").open(file_locks.MODE)
         fcntl.flock(alive, fcntl.LOCK_EX)
@@ -135,7 +135,7 @@ class Server:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         home = str(self._registration.home)
         environment = {**without_tokens(), "PREFECT_HOME": home}
-        with self._registration.register(port) as alive:
+        with self._registration.record_server(port) as alive:
             options = {"stdin": subprocess.DEVNULL, "pass_fds": [alive.fileno()], "env": environment}
             start_module(("flows.server.shared_server", str(port), home), self._log_file, **options)
 

@@ -295,7 +295,7 @@ class Samples:
         starts = self.window_starts(np.arange(first, first + count)).tolist()
         return np.stack([self.corpus.read(start, s + 1) for start in starts])  # (count, s + 1)
 
-    def counted(self, first: int, count: int) -> int:
+    def count_targets(self, first: int, count: int) -> int:
         """Number of tokens of the samples [first, first + count) that the loss counts, which is all."""
         return count * self.sequence_length
 

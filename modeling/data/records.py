@@ -211,7 +211,7 @@ class RecordSamples:
         rows = self._rows(first, count)
         return self._ends[rows] - np.where(rows > 0, self._ends[rows - 1], 0)
 
-    def counted(self, first: int, count: int) -> int:
+    def count_targets(self, first: int, count: int) -> int:
         """Number of tokens, or pairs, over which the loss of these samples is averaged."""
         if self.rows_per_sample > 1:
             return int(self.sizes(first, count)[:: self.rows_per_sample].sum())
@@ -221,7 +221,7 @@ class RecordSamples:
         """Pairs of these samples per target token of their chosen sequences."""
         rows = self._rows(first, count)[:: self.rows_per_sample].tolist()
         tokens = sum(int((self._sequences(row)[1] - 1).sum()) for row in rows)
-        return self.counted(first, count) / max(1, tokens)
+        return self.count_targets(first, count) / max(1, tokens)
 
     def references(self, first: int, count: int) -> np.ndarray:
         """The reference model's log-probabilities of answers, float32 (rows, answers); 0 beyond a row's last."""

@@ -55,8 +55,8 @@ def take(trainer: Trainer) -> Tensor:
         return torch.empty(0, device=trainer.torch_device)
     counts = {}
     for layer, experts in trainer.experts.items():
-        if experts.counted is not None:
-            counts[layer], experts.counted = experts.counted, None
+        if experts.statistics is not None:
+            counts[layer], experts.statistics = experts.statistics, None
     if not counts:
         return upload(torch.zeros(value_count(model)), trainer.torch_device)
     return trainer.functions.to_table([*counts.values()], tuple(counts), model.num_hidden_layers)

@@ -183,7 +183,7 @@ class TrainingRun:
 
         rate = learning_rate(settings, self.step)
         optimizer.begin_step(self.profile.accumulation_steps)
-        token_weight = 1 / max(1, self.data.counted(self.step))  # weight of a token in the mean loss
+        token_weight = 1 / max(1, self.data.count_targets(self.step))  # weight of a token in the mean loss
         pairs_per_token = self.data.pairs_per_token(self.step)
         first_sample = self.data.first_sample(self.step)
         loss = self.trainer.forward_backward(
@@ -342,9 +342,9 @@ class TrainingData:
         """Number of the first sample of this data rank at a step."""
         return self._first_global(step) + self._data_axis.rank * self._local_batch
 
-    def counted(self, step: int) -> int:
+    def count_targets(self, step: int) -> int:
         """Number of tokens, or pairs, over which the loss of a step's global batch is averaged."""
-        return self._samples.counted(self._first_global(step), self._settings.global_batch_size)
+        return self._samples.count_targets(self._first_global(step), self._settings.global_batch_size)
 
     def pairs_per_token(self, step: int) -> float:
         """Pairs of a step's global batch per token of the chosen rows, for orpo; 0 for other objectives."""

@@ -262,7 +262,7 @@ _kernels: dict[str, Kernel] = {
 GROUP = "trainshed.attention_kernels"  # entry point group
 
 
-def register(name: str, kernel: Kernel) -> None:
+def register_kernel(name: str, kernel: Kernel) -> None:
     """Register a kernel under a name."""
     _kernels[name] = kernel
 
@@ -297,7 +297,7 @@ def load(name: str) -> str:
                 raise TypeError(
                     f"attention kernel {name!r}: its entry point {value} is no subclass of parallel.attention.kernels.Kernel"
                 )
-            register(name, kernel())
+            register_kernel(name, kernel())
     return name if name in _kernels else "math"
 
 

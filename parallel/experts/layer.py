@@ -149,18 +149,18 @@ class MixtureOfExperts(nn.Module):
             tuple(Section(str(expert), (hidden,), None) for expert in local if bias),
             *(mesh, output_initializer or initializer, True, placed),
         )
-        # Its gradient holds the statistics of a backward pass (balance.py), which `_count` adds to `counted`; `load` is for
+        # Its gradient holds the statistics of a backward pass (balance.py), which `_count` adds to `statistics`; `load` is for
         # `global` balance.
         tally = torch.zeros(routing.experts + EXTRA, device=device, requires_grad=True)
         tally.register_post_accumulate_grad_hook(self._count)
-        self.counted: Tensor | None = None  # statistics since they were last read
+        self.statistics: Tensor | None = None  # since they were last taken
         self.add: Callable[[Tensor, Tensor], Tensor] = add
         self.register_buffer("tally", tally, persistent=False)
         self.register_buffer("load", torch.zeros(routing.experts, device=device), persistent=False)
 
     def _count(self, tally: Tensor) -> None:
         found, tally.grad = tally.grad, None
-        self.counted = found if self.counted is None else self.add(self.counted, found)
+        self.statistics = found if self.statistics is None else self.add(self.statistics, found)
 
     def forward(self, x: Tensor, length: int) -> Tensor:
         """x (b·s/c, h), or (b·s/(c·t), h) with sequence parallelism, to the same shape.

@@ -37,7 +37,7 @@ def metrics_of(folder: Path, metrics: Mapping[str, float], step: int) -> dict[st
     return {name: value for name, value in {**later, **metrics}.items() if name != "validation_loss"}
 
 
-def register(
+def write_forecast(
     store: Store,
     target: PlannedRun,
     rungs: Sequence[PlannedRun],
@@ -71,7 +71,7 @@ def register(
 
     facts = {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens}
     summary = ("loss", "interval", "share", "extrapolation")
-    return json_artifacts.register(store, KIND, key, facts, compute, summary)
+    return json_artifacts.get_or_create(store, KIND, key, facts, compute, summary)
 
 
 def latest(store: Store, profile: Profile) -> Artifact | None:

@@ -12,7 +12,7 @@ from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
 
-def register(
+def get_or_create(
     store: Store,
     kind: str,
     key: str,

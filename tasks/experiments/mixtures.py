@@ -62,7 +62,7 @@ def shares_of(tokens: Mapping[str, int], sources: Sequence[str]) -> dict[str, fl
     return {name: tokens[name] / total for name in sources}
 
 
-def register(
+def write_proposal(
     store: Store,
     mixture: Mixture,
     target: PlannedRun,
@@ -122,7 +122,7 @@ def register(
         }
 
     facts = {"name": target.name, "settings": settings}
-    return json_artifacts.register(store, KIND, key, facts, compute, ("weights", "natural"))
+    return json_artifacts.get_or_create(store, KIND, key, facts, compute, ("weights", "natural"))
 
 
 def _proposal(

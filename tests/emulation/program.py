@@ -285,7 +285,7 @@ def main(arguments: list[str]) -> int:
         run, dataset = Path(entry["run"]), Path(entry["dataset"])
         kernels._kernels.pop("nki", None)
         if entry.get("kernel") == "bounds":
-            kernels.register("nki", Bounds())
+            kernels.register_kernel("nki", Bounds())
         made = []
         for name in entry["calls"]:
             if name == "trace" and os.environ["RANK"] != "0":

@@ -140,10 +140,10 @@ def ours(
         assert not wanted.packs or count < len(RECORDS)
         orpo = wanted.objective.kind == "orpo"
         pairs = {"pairs_per_token": samples.pairs_per_token(0, count) if orpo else 0.0}
-        loss = trainer.forward_backward(batch, 1 / samples.counted(0, count), **pairs)
+        loss = trainer.forward_backward(batch, 1 / samples.count_targets(0, count), **pairs)
         total, evaluated, *_ = trainer.evaluate(batch, len(batch.tokens), **pairs).tolist()
         assert (round(total), evaluated / total) == (
-            samples.counted(0, count),
+            samples.count_targets(0, count),
             pytest.approx(loss.item(), rel=1e-5),
         )
         trained = [(parameter, box) for parameter, box in boxes(model) if parameter.requires_grad]

@@ -12,7 +12,7 @@ from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.schedules import SCHEDULES, check_microbatches
 from parallel.pipeline.stages import cut_layers
 from profiles import resolve
-from profiles.check import seconds
+from profiles.check import time_limit_seconds
 from profiles.errors import ProfileError
 
 
@@ -51,7 +51,7 @@ def test_tiny_is_accepted():
     ],
 )
 def test_time_limit_is_parsed_like_slurm(time, minutes):
-    assert seconds(time) == 60 * minutes
+    assert time_limit_seconds(time) == 60 * minutes
     accepted(f"cluster.time='{time}'", "cluster.time_left=119")
 
 

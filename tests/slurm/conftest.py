@@ -141,7 +141,7 @@ def until(true, seconds: float = 180, every: float = 0.1) -> None:
         time.sleep(every)
 
 
-def register(api: str, name: str) -> None:
+def register_deployment(api: str, name: str) -> None:
     """Register the deployments of this name, like `trainshed up`."""
     environment = {**os.environ, "PREFECT_API_URL": api, "TRAINSHED_FOLDER": "/"}
     for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--name", name]):

@@ -19,7 +19,7 @@ import torch
 from tests.flows.cli.test_up import ask, only
 from tests.flows.micro import exported, losses
 from tests.hub import TOKEN, Hub
-from tests.slurm.conftest import register, until, worker
+from tests.slurm.conftest import register_deployment, until, worker
 
 REPOSITORY = "meta-llama/Meta-Llama-3-70B"  # of the profile's tokenizer, and here of weights to start from
 LENGTH, STEPS, KILLED_AT = 32, 40, 15
@@ -118,7 +118,7 @@ def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(tmp_path / "hub"),
     }
-    register(prefect_server, "llama3-70b")
+    register_deployment(prefect_server, "llama3-70b")
     with worker(prefect_server, tmp_path / "worker.log", **endpoints):
         started = subprocess.run(
             [

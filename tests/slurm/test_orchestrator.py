@@ -16,7 +16,7 @@ from tests.flows.cli.test_up import ask
 from tests.flows.micro import losses, settings, wait_for_step
 from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
-from tests.slurm.conftest import SLURM, ranks, register, until, worker
+from tests.slurm.conftest import SLURM, ranks, register_deployment, until, worker
 
 RUN = (*SLURM, "checkpoint.every=100", "evaluate.every=0")
 ENDLESS = "train.steps=100000"  # until it is cancelled
@@ -60,7 +60,7 @@ def server(prefect_database, tmp_path_factory):
 @pytest.fixture(scope="module")
 def deployment(server, tmp_path_factory):
     """A worker and the deployment `pretrain/tiny`, registered as by `trainshed up`; its id."""
-    register(server.api, "tiny")
+    register_deployment(server.api, "tiny")
     every = ask(f"{server.api}/deployments/filter")
     (found,) = (each for each in every if "pretrain" in each["tags"])
     with worker(server.api, tmp_path_factory.mktemp("worker") / "worker.log") as started:

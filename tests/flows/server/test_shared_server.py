@@ -68,7 +68,7 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
 def test_registration_locks_also_over_nfs(tmp_path, monkeypatch):
     faults.lock_as_nfs(monkeypatch)
     registration = Registration(tmp_path)
-    with registration.locked(), registration.register(4200):
+    with registration.locked(), registration.record_server(4200):
         port, users = registration.join()
     with users:
         assert port == 4200

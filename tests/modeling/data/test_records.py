@@ -77,8 +77,8 @@ def test_packed_rows_contain_complete_sequences_and_their_counts(tmp_path):
         [~40, ~41, 42, 43, PADDING, PADDING, PADDING, PADDING, PADDING],
     ]
     assert samples.document_starts(1, 1).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
-    assert [samples.counted(i, 1) for i in range(3)] == [5, 4, 2]
-    assert samples.counted(0, 3) == 11
+    assert [samples.count_targets(i, 1) for i in range(3)] == [5, 4, 2]
+    assert samples.count_targets(0, 3) == 11
     assert samples.prompt(1).tolist() == [10, 11]
 
 
@@ -93,7 +93,7 @@ def test_a_pair_is_two_rows(tmp_path):
     samples = make(tmp_path, sequences(5, 3, 7, 4), packed=False, rows_per_sample=2)
     assert samples.windows == 2
     assert [row[0] for row in samples.batch(1, 1).tolist()] == [~30, ~40]
-    assert samples.counted(1, 1) == 1
+    assert samples.count_targets(1, 1) == 1
     assert samples.pairs_per_token(0, 2) == 2 / (4 + 6)
     samples.reference = np.array([-1.0, -2.0, -3.0, -4.0], np.float32)
     assert samples.references(1, 1).tolist() == [[-3.0], [-4.0]]
@@ -104,7 +104,11 @@ def test_packed_pairs_have_numbers_and_counts_of_answers(tmp_path):
     assert samples.windows == 2
     assert samples.batch(0, 2)[:, :7:6].tolist() == [[~10, 53], [~20, 64], [~30, 36], [~40, 46]]
     assert samples.sizes(0, 2).tolist() == [2, 2, 1, 1]
-    assert [samples.counted(0, 1), samples.counted(1, 1), samples.counted(0, 2)] == [2, 1, 3]
+    assert [samples.count_targets(0, 1), samples.count_targets(1, 1), samples.count_targets(0, 2)] == [
+        2,
+        1,
+        3,
+    ]
     assert samples.answer_numbers(0, 1).tolist() == [[0, 0, -1, 1, 1, 1, -1, -1], [0, -1, 1, 1, 1, 1, 1, -1]]
     assert samples.pairs_per_token(0, 2) == 3 / (2 + 3 + 6)
     samples.reference = np.arange(6, dtype=np.float32)  # in order of rows

@@ -13,7 +13,7 @@ from tests.pool import mesh
 
 def attend(cases, kernel, compiled=False):
     """This rank's shards for each case, and the code of the last one's graphs, if compiled."""
-    kernels.register("bounds", Bounds())
+    kernels.register_kernel("bounds", Bounds())
     texts = []
 
     def keep(graph, _):

@@ -217,7 +217,7 @@ def record_events(case):
             events.append(("compute",))
             return kernel.backward(block, grad, out, lse)
 
-    kernels.register("recorded", Recorded())
+    kernels.register_kernel("recorded", Recorded())
     start_ring_send_recv = collectives.start_ring_send_recv
 
     def recorded_send_recv(x, axis, by=1):
@@ -257,7 +257,7 @@ def count_scores(s, window):
             scores.append((full + block.q.shape[2]) // 2 if block.causal else full)
             return super().forward(block)
 
-    kernels.register("counted", Counted())
+    kernels.register_kernel("counted", Counted())
     with mesh(context=torch.distributed.get_world_size()) as made:
         ring(Case(s=s, window=window), made.context, kernel="counted")
     return sum(scores)

@@ -173,7 +173,7 @@ def test_batch_balance_of_one_layer_matches_hugging_face():
     (layer(x, T // 2) * 0).sum().backward()
     logits = (x @ layer.router.weight.t()).detach().requires_grad_()
     expected = load_balancing_loss_func((logits,), 4, K)
-    assert layer.counted[-2].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert layer.statistics[-2].item() == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
     torch.testing.assert_close(layer.router.weight.grad, 0.1 * logits.grad.t() @ x, rtol=1e-4, atol=1e-6)
 
