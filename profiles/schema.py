@@ -247,7 +247,7 @@ class Train(Section):
 class Compile(Section):
     """Compilation of the training graphs."""
 
-    enabled: bool = Field(True, description="compile graphs ahead of time; false: eager")
+    enabled: bool = Field(True, description="compile graphs ahead of time; false: eager mode")
     backend: str | None = Field(
         None, min_length=1, description="inductor or neuron; null: the device's default"
     )

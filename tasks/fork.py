@@ -93,9 +93,7 @@ def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "de
         raise ProfileError(key, step, reason)
     if learning_rate(train, step) != train.learning_rate:
         reason = f"the learning rate of {run} has begun to decay before step {step:,}"
-        raise ProfileError(
-            key, steps, f"{reason}; the parent needs train.schedule = constant, or constant_steps up to there"
-        )
+        raise ProfileError(key, steps, f"{reason}; fork from a step at which its learning rate is constant")
     settings = {
         "steps": step + steps,
         "epochs": "null",
@@ -185,7 +183,7 @@ def record_data(store: Store, parent: Parent) -> None:
             DatasetStep.kind, found["dataset"], hash_limit=0
         )
         if not dataset:
-            message = "run %s: what it was trained on is not known, so no continual series can start from %s"
+            message = "run %s: its training data is unknown, so continual pretraining cannot start from %s"
             log.warning(message, above.run, parent.run)
             return
         ledger.record(store, above.run, above.identity, dataset, run.parent and run.parent.identity)

@@ -10,9 +10,9 @@ POOL = "trainshed"  # the work pool
 ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
     "started": "a run begins",
     "checkpoint": "a checkpoint is complete",
-    "spike": "steps are skipped for a loss or gradient norm that is a spike or not finite",
-    "rollback": "training went back to a checkpoint after skipped steps",
-    "not-saved": "a checkpoint could not be saved, and once more if training continues without for long",
+    "spike": "steps are skipped because their loss or gradient norm is a spike or not finite",
+    "rollback": "training rolled back to a checkpoint after skipped steps",
+    "not-saved": "a checkpoint could not be saved; again if no later one is complete for long",
     "corrupted-checkpoint": "a checkpoint was corrupted and moved to quarantine",
     "straggler": "a rank is slower than the others",
     "hang": "training hung and was stopped",

@@ -193,7 +193,7 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
         if profile.cluster.device != "cpu":
             hint = f"{reason} on {platform.node()}; install what is missing"
             raise ProfileError("compile.enabled", True, hint, [False])
-        log.warning(f"{reason} on this machine: training runs eager")
+        log.warning(f"{reason} on this machine: training runs in eager mode")
         return None, False
     return (folder, True) if folder else (run / run_files.GRAPHS / "own", False)
 

@@ -121,7 +121,9 @@ def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
                     raise
             size = path.stat().st_size >> 20
             log.info(
-                "%s: in the format from before torch 1.6; reading all %d MB into memory", path.name, size
+                "%s: saved in the format that torch used before 1.6; reading all %d MB into memory",
+                path.name,
+                size,
             )
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

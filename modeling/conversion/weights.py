@@ -64,12 +64,12 @@ class Weights:
         unknown = sorted(self.parts.keys() - self.shapes.keys())
         if unknown:
             raise ValueError(
-                f"tensors that the model does not have: {summarize(unknown)}; is the config this model's?"
+                f"tensors that the model does not have: {summarize(unknown)}; check that the config belongs to these weights"
             )
         missing = [name for name in self.shapes if not self.parts.get(name)]
         if missing:
             raise ValueError(
-                f"tensors of the model are missing: {summarize(missing)}; is the config this model's?"
+                f"tensors of the model are missing: {summarize(missing)}; check that the config belongs to these weights"
             )
         for name, shape in self.shapes.items():
             _check(name, shape, self.parts[name])

@@ -53,7 +53,7 @@ def _forecast(
     rises = _rises(rungs, values)
     falling = 1 - values if rises else values
     if falling.min() < MIN_VALUE:
-        raise ValueError("is not positive in every rung, or has reached its end")
+        raise ValueError("is not positive in every rung, or has reached its limit")
     points = [Observation(rung.n, rung.d, float(value)) for rung, value in zip(rungs, falling, strict=True)]
     tested = backtest(points, seed, draws=1)  # without intervals
     if tested is None:

@@ -209,7 +209,7 @@ def run_stage(
             build_optimizer(profile, [model], mesh)
         batch = _batch(profile, number, mesh, device)
         y = model(batch.x, batch.positions, batch.documents, samples=batch.samples)
-        compiles_loss = model.last and settings.loss is None  # a user-defined loss runs eager
+        compiles_loss = model.last and settings.loss is None  # a user-defined loss runs in eager mode
         # For preference pairs, a step computes the losses of tokens, then their weighted sum.
         pairs = profile.rows_per_sample > 1
         weights = torch.zeros(batch.tokens.shape, device=device) if pairs else None

@@ -90,7 +90,7 @@ class Trainer:
 
     Args:
         profile: resolved profile.
-        graphs: folder of compiled graphs, read and written; None runs eager.
+        graphs: folder of compiled graphs, read and written; None: eager mode.
         precompiled: whether the folder should hold every graph, so that a cache miss is logged.
 
     Attributes:

@@ -75,7 +75,7 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
         for name in set(NUMBERS) - set(OVERRIDES):
             found.report(f"model.{name}", Effect.HARMLESS, "NxD Training reads it from the config.json")
     elif all(found.has(f"model.{name}") for name in REQUIRED):
-        found.translate("model.model_config", {}, "not needed: the config has the numbers")
+        found.translate("model.model_config", {}, "not needed: the config states the dimensions")
         base = {"architecture": "llama"}
         _numbers(found, NUMBERS)
     else:
@@ -93,7 +93,7 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
 
 
 def _published(found: Translation, named: str | None) -> Published | None:
-    """The published model with the numbers in the config; reports an error unless there is exactly one."""
+    """The published model with the dimensions in the config; reports an error unless there is exactly one."""
     numbers = stated(found) | experts.stated(found)
     if (replicas := found.integer("distributed_strategy.kv_replicator", 1)) > 1:
         tensor = found.integer("distributed_strategy.tensor_model_parallel_size", 1)
@@ -105,11 +105,11 @@ def _published(found: Translation, named: str | None) -> Published | None:
     shown = ", ".join(f"{name} {format_value(value)}" for name, value in numbers.items())
     if len(matches) != 1:
         which = " and ".join(match.published.name for match in matches) or "no published model"
-        note = f"{where}, and {which} has the numbers that the config states ({shown}); pass --config FILE"
+        note = f"{where}, and {which} has the dimensions that the config states ({shown}); pass --config FILE"
         found.report("model.model_config", Effect.ERROR, note)
         return None
     match = matches[0]
-    note = f"{where}: the numbers are those of the published {match.published.name}, which has "
+    note = f"{where}: the dimensions are those of the published {match.published.name}, which has "
     note += ", ".join(f"{name} {format_value(numbers[name])}" for name in match.equal)
     if match.different:
         note += "; but not " + ", ".join(f"{name} {format_value(numbers[name])}" for name in match.different)

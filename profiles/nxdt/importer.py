@@ -83,7 +83,7 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
         raise errors[0].along_with(errors[1:])
     description = f"Imported from NxD Training's {path.name}"
     if model is not None:
-        description += f", with the numbers of {model.name}"
+        description += f", with the dimensions of {model.name}"
     if found.ours.get("init.from") and found.integer("distributed_strategy.kv_replicator", 1) > 1:
         found.ours["init.nxd_layout"] = found.ours["cluster.accelerator"]
     ours = {"description": description, **DEFAULTS, **found.ours}

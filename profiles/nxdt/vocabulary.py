@@ -120,7 +120,7 @@ def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Eff
     numbers = {name: value for name, value in architecture.stated(found).items() if name != "norm_eps"}
     if len(matches := published.find(numbers)) == 1:
         match = matches[0].published
-        return match.model.vocab_size, f"of {match.name}, which has the same numbers: check it", guessed
+        return match.model.vocab_size, f"of {match.name}, which has the same dimensions: check it", guessed
     return None, "", guessed
 
 

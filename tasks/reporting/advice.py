@@ -36,7 +36,7 @@ def _tokenizer(profile: Profile, summary: Mapping[str, Any]) -> Iterator[str]:
     wanted, size = profile.tokenizer.vocabulary_size, summary["vocabulary_size"]
     if profile.tokenizer.source == "train" and wanted and size < wanted:
         yield (
-            f"the tokenizer has {size:,} tokens instead of {wanted:,}: the text has no more words to merge; add text, or "
+            f"the tokenizer has {size:,} tokens instead of {wanted:,}: the text has no further pairs to merge; add text, or "
             f"set tokenizer.vocabulary_size and model.vocab_size to {size}"
         )
 
@@ -61,7 +61,7 @@ def interruption_warnings(profile: Profile, step_seconds: float | None) -> Itera
         between = format_duration((every or steps) * step_seconds)
         suitable = max(1, int(MAX_REPEATED / 2 / step_seconds))
         yield (
-            f"checkpoint.every = {every}: {between} of training between checkpoints, which a failure repeats; set it to about "
+            f"checkpoint.every = {every}: a failure repeats up to {between} of training; set it to about "
             f"{suitable:,}"
         )
     if not profile.checkpoint.on_stop:
@@ -71,8 +71,8 @@ def interruption_warnings(profile: Profile, step_seconds: float | None) -> Itera
     for name, seconds in given.items():
         if seconds < needed:
             yield (
-                f"cluster.{name} = {seconds}: a stop takes effect after up to {STOP_STEPS} steps, {format_duration(needed)}, and "
-                f"then saves; set it to at least {round(2 * needed)}"
+                f"cluster.{name} = {seconds}: a stop saves only after up to {STOP_STEPS} more steps, which take "
+                f"{format_duration(needed)}; set it to at least {round(2 * needed)}"
             )
 
 

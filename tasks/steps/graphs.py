@@ -85,7 +85,7 @@ class GraphsStep(Step):
         if lacks := compilers.missing_requirement(profile):
             # On devices other than the CPU, training runs on another machine, which may have the compiler.
             here = profile.cluster.device == "cpu"
-            note = f"{lacks} on this machine: training {'runs eager' if here else 'compiles graphs on first use'}"
+            note = f"{lacks} on this machine: training {'runs in eager mode' if here else 'compiles graphs on first use'}"
             log.warning("%s", note)
             with store.artifacts.publish(self.kind, key, {**summarize([], 0.0), "note": note}):
                 pass

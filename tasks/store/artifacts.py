@@ -299,7 +299,7 @@ class ArtifactStore:
                     log.info("%s %s was published by another process first; keeping its files", kind, key)
                     return
                 if self._folder.exists(path):
-                    reason = "another artifact than the store's" if present else "a folder without files"
+                    reason = "differs from the store's artifact" if present else "a folder without files"
                     self._local.quarantine(kind, key, reason)
 
     def _publish_remotely(

@@ -43,7 +43,9 @@ def open_store(uri: str, work_dir: str | Path = "store") -> Store:
     if owner is not None and any((folder / name).is_dir() for name in ("artifacts", "runs")):
         whose = "a store itself" if owner == LOCAL else f"the local folder of {owner}"
         other = f"{work_dir}-{_short_name(uri)}" if store.is_remote else owner
-        raise ProfileError(key, str(folder), f"is {whose}, and cannot be {uri}'s too", [other])
+        raise ProfileError(
+            key, str(folder), f"is {whose}, so it cannot be the local folder of {uri}", [other]
+        )
     try:
         state_files.write(folder / BELONGS_TO, f"{store.owner}\n".encode())
     except OSError as error:

@@ -99,4 +99,4 @@ def test_the_data_of_parents_that_never_ended_is_recorded(store, caplog):
     record_data(store, Parent("child", "two", 300))
     assert ledger.trained_on(store, "three") == {"shard of d", "shard of e"}
     record_data(store, Parent("removed", "four", 1))
-    assert "run removed: what it was trained on is not known" in caplog.text
+    assert "run removed: its training data is unknown" in caplog.text

@@ -44,7 +44,7 @@ def _plan(options: argparse.Namespace) -> int:
     found = {"branches": described.name, "runs": rows, "total": total, "from_scratch_flops": scratch}
     print_plan(options, found, [*rows, total], described.name, without=SAME)
     if not options.json:
-        print(f"\n{total['flops'] / scratch:.0%} of the compute of these lengths, each from scratch")
+        print(f"\n{total['flops'] / scratch:.0%} of the compute of training each length from scratch")
     return DONE
 
 

@@ -58,8 +58,8 @@ class NxDAdapters(Adapters):
         if not any(self._shards.values()):
             raise ValueError(f"{folder}: the shards hold no LoRA adapters")
         if layout is None and tensor > model.num_key_value_heads and self._has_attention():
-            reason = f"is missing: {tensor // model.num_key_value_heads} ranks share each KV head, and files cannot show which"
-            raise ProfileError("--nxd-layout", None, f"{reason} layout they are in", list(NXD_LAYOUTS))
+            reason = f"is missing: {tensor // model.num_key_value_heads} ranks share each KV head, and the files do not show"
+            raise ProfileError("--nxd-layout", None, f"{reason} which layout they are in", list(NXD_LAYOUTS))
         self._split = TensorSplit(model, tensor, layout or "trn1")
 
     def _has_attention(self) -> bool:

@@ -28,7 +28,7 @@ class TrainedAdapters(Adapters):
         about = checkpoint.read_marker(folder)
         profile = Profile.model_validate(about["profile"])
         if not profile.lora.rank:
-            raise ValueError(f"{folder}: is not a checkpoint of adapters")
+            raise ValueError(f"{folder}: not a checkpoint of LoRA adapters")
         self.model, self._lora, self.base = profile.model, profile.lora, profile.init.from_
         self.rank, self.dropout, self.dtype = (
             profile.lora.rank,

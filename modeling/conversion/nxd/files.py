@@ -189,7 +189,7 @@ def _detect_split(shards: Iterable[Tensors], model: Model, tensor: int, layout: 
     _check_heads(rows, model, tensor, multiplier)
     _check_vocabulary(rows, model, tensor)
     if multiplier > 1 and layout is None:
-        reason = f"is missing: {multiplier} ranks share each KV head, and files cannot show which layout they are in"
+        reason = f"is missing: {multiplier} ranks share each KV head, and the files do not show which layout they are in"
         raise ProfileError("--nxd-layout", None, reason, list(NXD_LAYOUTS))
     layout = layout or "trn1"
     log.info("NxD shards of %d tensor ranks, KV multiplier %d, layout %s", tensor, multiplier, layout)
@@ -245,7 +245,7 @@ def _check_vocabulary(rows: _LocalRows, model: Model, tensor: int) -> None:
     if not 0 <= padding < PADDING * tensor:
         held = rows.vocabulary * tensor
         raise ValueError(
-            f"the shards hold {held} rows of the vocabulary, the model's config {model.vocab_size}; is it this model's?"
+            f"the shards hold {held} rows of the vocabulary, the config {model.vocab_size}; check that it belongs to this model"
         )
 
 

@@ -35,7 +35,7 @@ class Replicas:
         return self._check.count() if due else self._check.none
 
     def synchronize(self, step: int) -> None:
-        """Set weights whose copies differ to the copy of the first rank, as resuming would, and log a warning.
+        """Overwrite replicas that differ by the first rank's, as a resume would, and log a warning.
 
         Args:
             step: step at which they were found to differ, or that is about to be saved.
@@ -51,6 +51,6 @@ class Replicas:
             largest = sorted(found, key=found.__getitem__, reverse=True)
             names = ", ".join(f"{name} by {found[name]:.2g}" for name in largest[:NAMED])
             more = f" ({len(found)} in all)" if len(found) > NAMED else ""
-            reason = f"copies of {names}{more} differ between ranks; set to those of the first rank, as by a resume"
+            reason = f"replicas differ between ranks: {names}{more}; overwritten by those of the first rank"
             log.warning(f"step {step}: {reason}")
             record_event(self._run, "replicas differ", step=step, weights=largest, reason=reason)

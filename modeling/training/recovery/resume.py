@@ -127,7 +127,7 @@ class FollowedRequest:
         names = ", ".join(checkpoint.quarantined(self._location))
         over = "set checkpoint.resume=none"
         if self._request.resume == "none":
-            over = f"remove {self._path}, so that checkpoint.resume=none is followed again,"
+            over = f"remove {self._path}, so that checkpoint.resume=none is applied again,"
         raise Rejected(
             f"{self._location}: no intact checkpoint; {names} are corrupted, in {checkpoint.QUARANTINE}: restore a checkpoint "
             f"from a backup, or {over} to train from the beginning"
@@ -146,8 +146,8 @@ class FollowedRequest:
             return {}
         if followed is None:  # following the request again would repeat all training since
             raise Rejected(
-                f"{self._path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were followed "
-                "already; remove it to follow them now, or remove these keys to resume from the latest checkpoint"
+                f"{self._path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were applied "
+                "already; remove it to apply them now, or remove these keys to resume from the latest checkpoint"
             )
         return followed
 
@@ -157,7 +157,7 @@ def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> Non
     for step, source in saved.items():
         if step > profile.train.steps:
             raise Rejected(
-                f"{source}: its step is after the run's last, train.steps = {profile.train.steps}; raise train.steps to "
+                f"{source}: its step is after the run's last step, train.steps = {profile.train.steps}; raise train.steps to "
                 "continue from it, or move the folder away"
             )
 

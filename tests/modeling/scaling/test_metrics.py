@@ -37,7 +37,9 @@ def test_metrics_are_forecast_if_a_fit_supports_them():
         assert row["backtest_error"] < 0.02
     assert "misses the largest rungs" in without["lm_eval/guessed/acc"]
     assert "hardly changes" in without["flat"]
-    assert without["emerged"] == without["signed"] == "is not positive in every rung, or has reached its end"
+    assert (
+        without["emerged"] == without["signed"] == "is not positive in every rung, or has reached its limit"
+    )
     few = slice(2, 8)  # two widths
     found, without = forecast_metrics(rungs[few], metrics[few], *TARGET)
     assert not found

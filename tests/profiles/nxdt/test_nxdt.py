@@ -205,7 +205,7 @@ def test_config_is_imported_and_planned_and_trains_at_small_size(pool, tmp_path,
             2,
             "did you mean model.optim.sched.constant_steps?",
         ),
-        ("hf_llama3_8B", "model.hidden_size", 5000, "no published model has the numbers"),
+        ("hf_llama3_8B", "model.hidden_size", 5000, "no published model has the dimensions"),
     ],
 )
 def test_mathematics_without_an_equivalent_is_rejected(tmp_path, name, key, given, message):
@@ -330,7 +330,9 @@ def test_several_models_of_the_same_numbers_are_named(tmp_path):
         "model": {"rope_theta": None, "max_position_embeddings": None},
         "data": {"train_dir": "/fsx/text"},
     }
-    with pytest.raises(ProfileError, match=r"llama3-8b and llama3\.1-8b has the numbers.*pass --config FILE"):
+    with pytest.raises(
+        ProfileError, match=r"llama3-8b and llama3\.1-8b has the dimensions.*pass --config FILE"
+    ):
         nxdt.import_config(write(tmp_path, "hf_llama3_8B", over))
 
 

@@ -210,7 +210,7 @@ def test_missing_cpp_compiler_is_one_warning_and_training_runs_eager(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     artifact = workspace.compile(run)
-    note = "no C++ compiler (g++ or clang++) on this machine: training runs eager"
+    note = "no C++ compiler (g++ or clang++) on this machine: training runs in eager mode"
     assert artifact.summary["note"] == note
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [note]
     assert note in workspace.train(run, artifact, processes=1)

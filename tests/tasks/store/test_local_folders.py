@@ -19,7 +19,8 @@ def test_local_folder_of_another_store_is_neither_listed_nor_changed_nor_used(tm
     assert local.files("quarantine") == {"kept/file": 12}
     assert read_fleet(remote).runs == []
     with pytest.raises(
-        ProfileError, match="is a store itself, and cannot be memory://local-folders/store's too"
+        ProfileError,
+        match="is a store itself, so it cannot be the local folder of memory://local-folders/store",
     ):
         open_store("memory://local-folders/store", folder)
 

@@ -150,7 +150,7 @@ def test_run_falls_back_to_the_latest_intact_checkpoint(run, finished, dataset):
 def test_checkpoint_beyond_the_last_step_is_rejected_by_name(run, dataset):
     shutil.copytree(run / "checkpoints/step_12", run / "checkpoints/step_13")
     output = train(run, dataset, code=2)
-    assert f"{run}/checkpoints/step_13: its step is after the run's last, train.steps = 12" in output
+    assert f"{run}/checkpoints/step_13: its step is after the run's last step, train.steps = 12" in output
 
 
 def test_requested_step_is_resumed_once_and_later_checkpoints_move_aside(run, finished, dataset):
