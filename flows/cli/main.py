@@ -78,7 +78,9 @@ def _add_training(commands: Any) -> None:
     _store(run)
     run.add_argument("--name", help="the run's name (default: the profile's)")
     _update(run)
-    about = "move a run of this name with different mathematics to NAME~N, and start over"
+    about = (
+        "if this name belongs to a run with another model, data or training, move it to NAME~N and start over"
+    )
     run.add_argument("--replace", action="store_true", help=about)
     run.set_defaults(fork=None)
     _json(run)
@@ -92,7 +94,7 @@ def _add_training(commands: Any) -> None:
     _overrides(chain, "; PROFILE:KEY.PATH=VALUE for one profile")
     _store(chain)
     chain.add_argument("--name", help="prefix of the runs' names: NAME-PROFILE")
-    about = "move runs of these names with different mathematics to NAME~N, and start over"
+    about = "if these names belong to runs with another model, data or training, move them to NAME~N and start over"
     chain.add_argument("--replace", action="store_true", help=about)
     _json(chain)
 
@@ -178,7 +180,7 @@ def _add_stores(commands: Any) -> None:
     about = "show or remove files of a store that no run refers to"
     collect = _command(commands, "gc", "", about, "trainshed gc", folder="runs")
     _store(collect)
-    collect.add_argument("--yes", action="store_true", help="remove what is shown")
+    collect.add_argument("--yes", action="store_true", help="remove the listed files")
     _json(collect)
 
 
@@ -187,7 +189,7 @@ def _add_planning(commands: Any) -> None:
     about = "plan a run: memory, communication, step time and cost"
     plan = _command(commands, "plan", "PROFILE", about, "trainshed plan tiny")
     _profile(plan)
-    about = "rank the topologies that fit the profile's cluster, and say why the others do not"
+    about = "rank the topologies that fit the profile's cluster, and show why others are rejected"
     plan.add_argument("--search", action="store_true", help=about)
     _json(plan)
 
@@ -196,7 +198,7 @@ def _add_planning(commands: Any) -> None:
     _with_default(up, "--port", 4200, "port of the UI and the API", type=integer(1, 65535), metavar="PORT")
     about = "send alerts to this Prefect notification block, such as slack-webhook/team"
     up.add_argument("--alerts", metavar="TYPE/NAME", help=about)
-    about = "evaluate each complete checkpoint, also on these lm-evaluation-harness tasks"
+    about = "evaluate each checkpoint once it is complete, and run these lm-evaluation-harness tasks on it"
     up.add_argument("--evaluate", nargs="*", metavar="TASK", help=about)
 
 
@@ -241,7 +243,7 @@ def _add_tools(commands: Any) -> None:
     importer.add_argument("--config", dest="model_config", metavar="FILE", help=about)
     about = "plan a new layout for this hardware; keep batch and schedule"
     importer.add_argument("--hardware", choices=("trn2", "h200"), help=about)
-    importer.add_argument("--verbose", action="store_true", help="list every key")
+    importer.add_argument("--verbose", action="store_true", help="list every key of the config")
     _json(importer)
 
 
@@ -281,33 +283,35 @@ def _update(command: argparse.ArgumentParser) -> None:
 
 
 def _conversion(command: argparse.ArgumentParser) -> None:
-    about = "Hugging Face or NxD files, repository, run folder"
+    about = "run, Hugging Face or NxD folder, or hub repository"
     command.add_argument("source", metavar="SOURCE", help=about)
-    about = "folder to write, or to compare with --verify"
+    about = "folder to write, or with --verify to compare"
     command.add_argument("destination", metavar="DESTINATION", help=about)
     kinds = ("hf", "nxd", "trainshed", "peft")
     about = f"format to write: {', '.join(kinds)}"
     command.add_argument("--to", choices=kinds, metavar="FORMAT", help=about)
     about = "average N latest checkpoints, or SOURCE and PATHs"
     command.add_argument("--average", metavar="N|PATH", action="append", default=[], help=about)
-    about = "merge LoRA adapters: run, NxD or PEFT folder"
+    about = "merge LoRA adapters of a run, NxD or PEFT folder"
     command.add_argument("--adapters", metavar="PATH", help=about)
     command.add_argument("--verify", action="store_true", help="compare both checkpoints tensor by tensor")
     command.add_argument("--revision", help="commit, tag or branch of a hub repository")
-    command.add_argument("--config", metavar="PATH", help="the model's config.json, which NxD shards lack")
+    command.add_argument("--config", metavar="PATH", help="the model's config.json; required for NxD shards")
     for axis in ("tensor", "pipeline"):
         _with_default(command, f"--{axis}", 1, f"{axis}-parallel degree to write", type=int, metavar="N")
-    about = "layout of shards with shared KV heads; writes trn1"
+    about = "KV head order of shards to read (writes only trn1)"
     command.add_argument("--nxd-layout", choices=("trn1", "trn2"), help=about)
     forms = ("separate", "fused", "coalesced")
-    about = "QKV in shards: separate, fused or coalesced"
+    about = "Q, K, V in NxD shards: separate, fused, coalesced"
     command.add_argument("--nxd-qkv", choices=forms, metavar="FORM", help=about)
-    _with_default(command, "--budget", 512, "memory for tensor buffers", type=integer(1), metavar="MB")
+    _with_default(command, "--budget", 512, "memory for tensor buffers in MB", type=integer(1), metavar="MB")
     _json(command)
 
 
 def _store(command: argparse.ArgumentParser) -> None:
-    _with_default(command, "--store", "./store", "store, a folder or s3:// prefix", metavar="URI")
+    _with_default(
+        command, "--store", "./store", "store of artifacts and runs: a folder or s3:// prefix", metavar="URI"
+    )
 
 
 def _work_dir(command: argparse.ArgumentParser) -> None:
