@@ -49,7 +49,7 @@ def chain(
         overrides: Keys to override: KEY=VALUE for all, PROFILE:KEY=VALUE for one.
         name: Prefix of the runs' names, as in NAME-PROFILE; empty: the profiles' names.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
-        replace: If a run of the same name has different mathematics, move it to NAME~N and start over.
+        replace: If the name belongs to a run with another model, data or training, move it to NAME~N and start over.
     """
     results = []
     for number, each in enumerate(load_chain(profiles, overrides, name), 1):

@@ -114,7 +114,7 @@ def pretrain(
         name: Name of the run and of its folder, runs/NAME, in the store; empty: the profile's.
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
         update: Resolve hub revisions and source files again instead of reading them from the run's lockfile.
-        replace: If a run with different mathematics has this name, move it to NAME~N and start over.
+        replace: If this name belongs to a run with another model, data or training, move it to NAME~N and start over.
         fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position; empty: none.
     """
     run = load(profile, overrides, name or None)

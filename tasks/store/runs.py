@@ -38,7 +38,7 @@ class RunExists(ProfileError):
 
     def __init__(self, name: str, differences: Sequence[str], step: int, forkable: bool) -> None:
         changes = "; ".join(differences)
-        reason = f"a run of this name is at step {step:,} with different mathematics ({changes})"
+        reason = f"a run of this name is at step {step:,} with other settings ({changes})"
         super().__init__("name", name, reason)
         self.step, self.forkable = step, forkable
         self.commands: Sequence[tuple[str, str]] = ()

@@ -188,7 +188,7 @@ def test_other_mathematics_under_the_same_name_is_rejected_with_commands(pretrai
     with activities.begin(Store(str(store)), "run", "micro"), pytest.raises(ProfileError) as rejected:
         pretrain(store, "train.learning_rate=1e-2", "train.seed=7", "train.steps=8")
     words = str(rejected.value)
-    assert "at step 6 with different mathematics" in words
+    assert "at step 6 with other settings" in words
     assert "train.seed is 1234 there, 7 here" in words
     assert "train.learning_rate is 0.003 there, 0.01 here" in words
     _, named, forked, replaced = words.splitlines()
