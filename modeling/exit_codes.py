@@ -1,4 +1,4 @@
-"""Exit codes of programs that run on devices: why one ended, which decides whether it is retried."""
+"""Exit codes of job modules: why a process ended, which decides whether the job is retried."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ INTERRUPTED = 143
 """Stopped by a signal; the last step is saved if `checkpoint.on_stop` is true."""
 
 
-def code_of(program: Callable[[], int]) -> int:
-    """Run a program. Returns its exit code, or the code for the error that ended it, which is logged."""
+def code_of(main: Callable[[], int]) -> int:
+    """Run a job module's `main`; returns its exit code, or that of an error, which is logged."""
     try:
-        return program()
+        return main()
     except ValueError as error:  # invalid profile, data or checkpoint
         if _follows_failed_read(error):
             log.exception("failed")
@@ -64,7 +64,7 @@ def leave(code: int) -> NoReturn:
     """Flush output and exit at once, without destructors.
 
     torch 2.13's teardown of gloo aborts some exits ("terminate called without an active exception"), which would turn a
-    finished program into a failed one.
+    finished process into a failed one.
     """
     logging.shutdown()
     sys.stdout.flush()

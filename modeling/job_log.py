@@ -1,4 +1,4 @@
-"""The log of a program that a job runs: messages as lines of text, warnings marked."""
+"""Log of a job module: messages as lines of text, warnings marked."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ EXPERT_LOADS = "expert_loads.json"  # tokens that chose each expert in one step,
 EVENTS = "events.jsonl"  # failures and anomalies
 ATTEMPTS = "attempts.jsonl"  # starts and ends of jobs
 ATTEMPT = "attempt"  # number of the current training attempt, the only one that may complete checkpoints
-RESUMED = "resumed.json"  # the request to resume that training followed
+RESUMED = "resumed.json"  # the request to resume that training applied
 FLOW_RUN = "flow-run"  # id of the flow run that uses the folder, or used it last
 GRAPHS = "graphs"  # the graph cache, unpacked
 LOGS = "logs"  # log, handle and stacks of each job
@@ -33,10 +33,10 @@ REPORT = "report.html"
 REPORT_JSON = "report.json"
 ALERTS = "alerts.json"  # the alerts that were emitted
 TRACKERS = "trackers"  # folder of what each tracker was sent
-STANDING = "standing.json"  # of a continual series: the model promoted last
-REJECTED = "rejected.json"  # of a continual round: why it was not promoted
+STANDING = "standing.json"  # of a continual series: the latest promoted model
+REJECTED = "rejected.json"  # of a continual round: marks that it was not promoted
 
 
-def followed_request(record: Mapping[str, Any]) -> Any:
+def applied_request(record: Mapping[str, Any]) -> Any:
     """The request in the contents of RESUMED; older runs call it "wish". None if there is none."""
     return record.get("request", record.get("wish"))

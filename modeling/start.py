@@ -1,6 +1,6 @@
-"""Import a program without garbage collection, run its `main`: `python -m modeling.start PROGRAM ...`
+"""Import a module without garbage collection, run its `main`: `python -m modeling.start MODULE ...`
 
-Imported objects live as long as the process, and scanning them for garbage takes a fifth of a torch program's start-up time.
+Imported objects live as long as the process, and scanning them for garbage takes a fifth of torch's start-up time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from modeling import exit_codes
 
 
 @contextlib.contextmanager
-def without_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection in the block, and exempt objects alive at its end from later ones."""
     gc.disable()
     try:
@@ -27,6 +27,6 @@ def without_collection() -> Iterator[None]:
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
-    with without_collection():
-        program = import_module(sys.argv[0])
-    exit_codes.leave(exit_codes.code_of(program.main))
+    with without_garbage_collection():
+        module = import_module(sys.argv[0])
+    exit_codes.leave(exit_codes.code_of(module.main))

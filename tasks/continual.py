@@ -63,12 +63,12 @@ def _is_finished(store: Store, name: str) -> bool:
 
 
 def reject(store: Store, name: str) -> None:
-    """Record that a round's model was judged and is not promoted."""
+    """Record that a round's model was evaluated and not promoted."""
     store.run_folder(name).write(run_files.REJECTED, b"{}")
 
 
 def is_rejected(store: Store, name: str) -> bool:
-    """Whether a round's model was judged and is not promoted."""
+    """Whether a round's model was evaluated and not promoted."""
     return store.run_folder(name).read(run_files.REJECTED) is not None
 
 

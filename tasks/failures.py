@@ -1,6 +1,6 @@
 """Classifies failed jobs: whether to retry, and what to change if a retry would fail again.
 
-Programs on devices report the cause by exit code (modeling/exit_codes.py); running out of memory is also recognised by the
+Job modules report the cause by exit code (modeling/exit_codes.py); running out of memory is also recognised by the
 system's messages. Everything else counts as a failure of the machines and is retried.
 """
 

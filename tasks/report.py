@@ -1,4 +1,4 @@
-"""Report step: `report.html`, one self-contained file, and `report.json`, the same facts for programs.
+"""Report step: `report.html`, one self-contained file, and `report.json`, the same facts to parse.
 
 They hold the outcome of each step, the curves, planned against measured values, graphs, data, incidents, evaluation, generated
 samples, and how to load the exported model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from flows.ui.console import waiting
-from modeling.start import without_collection
+from modeling.start import without_garbage_collection
 from profiles import resolve
 
 
@@ -14,12 +14,12 @@ def run(options: argparse.Namespace) -> int:
     profile = resolve.load(options.profile, options.overrides)
     loading = waiting(lambda: "loading the planner")
     if options.search:
-        with without_collection(), loading:
+        with without_garbage_collection(), loading:
             from flows.cli.search import show_search
 
         return show_search(profile, options.profile, options.overrides, as_json=options.json)
     resolve.check(profile)
-    with without_collection(), loading:
+    with without_garbage_collection(), loading:
         from flows.cli.plan_table import show_plan
 
     return show_plan(profile, as_json=options.json)

@@ -29,7 +29,7 @@ from flows.ui.console import (
     relative,
     waiting,
 )
-from modeling.start import without_collection
+from modeling.start import without_garbage_collection
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -166,7 +166,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
 
         # If possible before Prefect is imported, so that the import overlaps with the server's start.
         server = None if may_have_server_settings(home) else serve()
-        with without_collection(), waiting(lambda: "loading Prefect"):
+        with without_garbage_collection(), waiting(lambda: "loading Prefect"):
             from prefect.logging.handlers import APILogWorker
             from prefect.settings import (
                 PREFECT_API_SSL_CERT_FILE,

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flows.server.secrets import without_tokens
-from modeling.start import without_collection
+from modeling.start import without_garbage_collection
 from profiles import file_locks
 from profiles.errors import ProfileError
 
@@ -213,7 +213,7 @@ def main(port: int, home: Path) -> None:
     watch.start()
     os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
 
-    with without_collection():
+    with without_garbage_collection():
         import uvicorn
         from prefect.server.api.server import create_app
 

@@ -1,10 +1,10 @@
-"""Timeouts: how long a rank may take in each phase of a program before it counts as hung.
+"""Timeouts: how long a rank may take in each phase of a job before it counts as hung.
 
     step         hang_factor · median step time + hang_seconds, at most the longest of all
     compile      from the start until a median of steps is known
     load, save, evaluate, data, report    PHASES
 
-The process group's timeout, `MARGIN` longer than the longest of these, ends a program without dumping stacks.
+The process group's timeout, `MARGIN` longer than the longest of these, ends a process without dumping stacks.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from modeling.models.build import build_optimizer
 from modeling.training.generate import generate_samples
 from modeling.training.recovery.checkpoints import load_base, load_reference
 from modeling.training.recovery.resume import reject_beyond_last_step
-from modeling.training.trainer import Trainer, program_parser
+from modeling.training.trainer import Trainer, job_parser
 from parallel.checkpoint import checkpoint
 from parallel.device import Download
 from profiles import state_files
@@ -128,7 +128,7 @@ def evaluate_split(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program_parser("evaluate")
+    parser = job_parser("evaluate")
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
     parser.add_argument(
         "--weights", type=Path, help="checkpoint folder with the initial weights, for LoRA and dpo"

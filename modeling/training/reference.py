@@ -21,7 +21,7 @@ from modeling.data import shard_cache
 from modeling.data.records import RecordSamples, open_samples
 from modeling.models.build import build_optimizer
 from modeling.training.recovery.checkpoints import load_base
-from modeling.training.trainer import Trainer, program_parser
+from modeling.training.trainer import Trainer, job_parser
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
 
@@ -56,7 +56,7 @@ def log_probabilities(trainer: Trainer, samples: RecordSamples) -> np.ndarray:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program_parser("reference")
+    parser = job_parser("reference")
     parser.add_argument(
         "--weights", type=Path, required=True, help="checkpoint folder of the reference model"
     )

@@ -37,7 +37,7 @@ from modeling.training.recovery.replicas import Replicas
 from modeling.training.recovery.resume import Rejected
 from modeling.training.reporter import Reporter
 from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statistics
-from modeling.training.trainer import Trainer, program_parser, timeouts_of
+from modeling.training.trainer import Trainer, job_parser, timeouts_of
 from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
 from profiles.resolve import load
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = program_parser("train")
+    parser = job_parser("train")
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights")
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
     attempt_help = "number of this attempt, which may complete checkpoints while RUN/attempt contains it"
@@ -75,7 +75,7 @@ class TrainingRun:
     """The training loop on this rank, from its resume point to the last step, a stop signal or divergence.
 
     Args:
-        options: the arguments of this program.
+        options: the arguments of this module.
     """
 
     def __init__(

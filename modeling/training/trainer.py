@@ -71,9 +71,9 @@ if TYPE_CHECKING:
 Local = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
 
 
-def program_parser(program: str) -> argparse.ArgumentParser:
-    """Argument parser of a program in this folder, with the arguments of every job on devices."""
-    parser = argparse.ArgumentParser(prog=f"modeling.training.{program}")
+def job_parser(module: str) -> argparse.ArgumentParser:
+    """Argument parser of a job module in this folder, with the arguments that all of them accept."""
+    parser = argparse.ArgumentParser(prog=f"modeling.training.{module}")
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
     about = "folder of the graphs artifact; without it graphs compile on first use"

@@ -1,7 +1,7 @@
 """Credentials of S3 clients that outlive them.
 
 The AWS SDK renews the credentials of a role, an instance or `credential_process`. Those of a credentials file, such as a
-session token that another program renews, it reads only once for each client.
+session token that another process renews, it reads only once for each client.
 """
 
 from __future__ import annotations

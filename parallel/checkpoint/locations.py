@@ -104,14 +104,14 @@ def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
 
 
 def claim(location: Location, owner: str) -> None:
-    """Record who may write below a location, until somebody else claims it."""
+    """Record who may write below a location, until another writer claims it."""
     files, root = filesystem(location)
     files.makedirs(root, exist_ok=True)
     files.pipe_file(f"{root}/{OWNER}", owner.encode())
 
 
 def claimed_by(location: Location) -> str:
-    """Who claimed a location last; empty if nobody has."""
+    """The latest writer that claimed a location; empty if there is none."""
     files, root = filesystem(location)
     try:
         return retry_reads(root, lambda: files.cat_file(f"{root}/{OWNER}")).decode()

@@ -53,7 +53,7 @@ def translate(found: Translation, config: Path | None) -> Published | None:
 
 
 def stated(found: Translation) -> dict[str, Any]:
-    """The numbers that the config states, under our names."""
+    """The dimensions that the config states, under our names."""
     values = {}
     for name, ours in NUMBERS.items():
         if found.has(f"model.{name}"):

@@ -1,4 +1,4 @@
-"""Identify the published model whose numbers a config states, if its config.json is not local.
+"""Identify the published model whose dimensions a config states, if its config.json is not local.
 
 The numbers are those of the shipped profiles. hidden_size, rope_theta, widths and heads must match; num_layers and
 max_position_embeddings override those of the config.json, so they only decide between models that are equal otherwise.
@@ -29,7 +29,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Match:
-    """A published model, and the stated numbers that it matches and does not match."""
+    """A published model, and the stated dimensions that it matches and does not match."""
 
     published: Published
     equal: tuple[str, ...]
@@ -49,7 +49,7 @@ def models() -> tuple[Published, ...]:
 
 
 def find(stated: Mapping[str, Any], hint: str = "") -> list[Match]:
-    """The published models that best match stated numbers (names of the model section); several if tied.
+    """The published models that best match dimensions (names of the model section); several if tied.
 
     Args:
         hint: text that may contain the name of one of several models that match equally.

@@ -35,7 +35,7 @@ WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of env
 NODE_FAILED = "its node failed"  # in the note of a job that lost a node
 # Without it, `python -m` would import a user's tasks.py in the working folder instead of ours.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-START = "modeling.start"  # runs a program, with a faster start of torch
+START = "modeling.start"  # runs a job module, with a faster start of torch
 TORCHRUN = "modeling.supervision.torchrun"
 
 
@@ -44,7 +44,7 @@ class Job:
     """`python -m program arguments`: `nodes` × `processes` ranks, or a plain process if `processes` is 0."""
 
     name: str  # unique within the folder; names the log and the state files
-    program: str
+    program: str  # the job module
     arguments: tuple[str, ...]
     folder: Path  # of the log and the state files
     nodes: int = 1
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def module(self) -> list[str]:
-        """The arguments of `python -m` that run the program."""
+        """The arguments of `python -m` that run the job module."""
         return [START, self.program] if self.program.startswith("modeling.") else [self.program]
 
     @property

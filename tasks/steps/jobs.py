@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def cluster_job(
-    program: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, *arguments: str
+    module: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, *arguments: str
 ) -> Job:
-    """The program `modeling.training.<program>` on every device of the profile's cluster."""
+    """Job that runs `modeling.training.<module>` on every device of the profile's cluster."""
     store, folder, cluster = context.store, context.run_folder, context.profile.cluster
     options = ["--run-folder", str(folder), "--cache", str(store.work_dir / "cache")]
     options += ["--dataset", str(store.artifacts.path(dataset, with_required=False))]
@@ -31,8 +31,8 @@ def cluster_job(
     if graphs is not None:
         options += ["--graphs", str(store.artifacts.path(graphs))]
     return Job(
-        name=program,
-        program=f"modeling.training.{program}",
+        name=module,
+        program=f"modeling.training.{module}",
         arguments=(*options, *arguments),
         folder=folder / run_files.LOGS,
         nodes=cluster.nodes,

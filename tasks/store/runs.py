@@ -139,8 +139,8 @@ def _reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) -
     request, default = (each.model_dump(include=RESUME) for each in (profile.checkpoint, Checkpoint()))
     if request == default or profile.train.steps is None or _latest(run) < profile.train.steps:
         return
-    followed = state_files.read_json(folder / run_files.RESUMED) or {}
-    if run_files.followed_request(followed) != request:
+    applied = state_files.read_json(folder / run_files.RESUMED) or {}
+    if run_files.applied_request(applied) != request:
         reason = "the run is finished, so it does not resume; start another run from one of its checkpoints"
         choice = f"trainshed fork {run.name}@STEP NAME"
         raise ProfileError("checkpoint.resume", profile.checkpoint.resume, reason, [choice])

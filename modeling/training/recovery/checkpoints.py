@@ -29,7 +29,7 @@ from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
 from modeling.training.preference.reference_model import ReferenceModel
 from modeling.training.recovery.resume import (
-    FollowedRequest,
+    AppliedRequest,
     Rejected,
     ResumeRequest,
     check_same_model,
@@ -92,7 +92,7 @@ class Checkpoints:
         self._has_saved = False  # whether a save succeeded since the run was started
         settings = self.profile.checkpoint
         request = ResumeRequest(settings.resume, settings.weights)
-        self._followed = FollowedRequest(run / run_files.RESUMED, location, request)  # leader only
+        self._applied = AppliedRequest(run / run_files.RESUMED, location, request)  # leader only
         self._claim = (
             ""  # by which the latest attempt claims the location, also from another machine; leader only
         )
@@ -117,7 +117,7 @@ class Checkpoints:
         if start.resumes:
             found = self._load_latest(self.profile.train.steps)
             if found is None:
-                call_on_leader(self.mesh, self._followed.reject_without_intact_checkpoint)
+                call_on_leader(self.mesh, self._applied.reject_without_intact_checkpoint)
             step, marker = found
             message = f"resumed from step {step}"
         elif start.weights is not None:
@@ -314,21 +314,21 @@ class Checkpoints:
             any request but the default (newest, weights: false), the first time    as requested; recorded in RUN/resumed.json
             otherwise    latest checkpoint since, else what the last request started from, else `weights`, else the seed
 
-        So a request is followed once: a retried attempt resumes from its own latest checkpoint.
+        So a request is applied once: a retried attempt resumes from its own latest checkpoint.
         """
         self._check_fencing()
         self._claim_location()
         for name in checkpoint.discard_incomplete(self.location):
             log.info(f"removed incomplete checkpoint {name}")
         saved = dict(checkpoint.complete_checkpoints(self.location))
-        saved = self._followed.follow(saved)
+        saved = self._applied.apply(saved)
         reject_beyond_last_step(self.profile, saved)
         self._saved = self._read_markers(saved)
         if self._saved:
             return Start(resumes=True)
         parent = (state_files.parse(self._run_identity) or {}).get("parent")
-        self._followed.reject_lost_training(parent)
-        return Start(resumes=False, weights=self._followed.weights or weights)
+        self._applied.reject_lost_training(parent)
+        return Start(resumes=False, weights=self._applied.weights or weights)
 
     def _claim_location(self) -> None:
         """Let only this attempt write checkpoints from now on.

@@ -44,8 +44,8 @@ class ResumeRequest:
         return int(self.resume)
 
 
-class FollowedRequest:
-    """RUN/resumed.json: the request that training followed last, so that a request is followed once.
+class AppliedRequest:
+    """RUN/resumed.json: the request that training applied last, so that a request is applied once.
 
         {request: the request,
          weights: checkpoint whose weights it started from, or null,
@@ -67,8 +67,8 @@ class FollowedRequest:
         """The checkpoint whose weights the run started from; None if it is not one of its own."""
         return self._record.get("weights")
 
-    def follow(self, saved: dict[int, Location]) -> dict[int, Location]:
-        """Follow a new request: move aside the checkpoints after the requested one, or all for weights.
+    def apply(self, saved: dict[int, Location]) -> dict[int, Location]:
+        """Apply a new request: move aside the checkpoints after the requested one, or all for weights.
 
         Recorded first, so that the next attempt completes a move that is interrupted.
 
@@ -78,12 +78,12 @@ class FollowedRequest:
         is_default = self._request == ResumeRequest()
         self._record = self._read(required=not is_default or not saved)
         saved = self._complete_move(saved)
-        request, followed = asdict(self._request), run_files.followed_request(self._record)
-        if is_default and saved and followed not in (None, request):
+        request, applied = asdict(self._request), run_files.applied_request(self._record)
+        if is_default and saved and applied not in (None, request):
             # A later request is new, also one equal to the last.
             self._record = {"request": request, "weights": None}
             self._write()
-        if is_default or followed == request:
+        if is_default or applied == request:
             return saved
         step = self._request.step(saved)
         last_kept = 0 if step is None or self._request.weights else step
@@ -137,19 +137,19 @@ class FollowedRequest:
         state_files.write(self._path, json.dumps(self._record))
 
     def _read(self, *, required: bool) -> dict[str, Any]:
-        """Contents of the file; empty if no request was followed. Raises Rejected if corrupted and `required`."""
+        """Contents of the file; empty if no request was applied. Raises Rejected if corrupted and `required`."""
         text = state_files.read_text(self._path)
         if text is None:
             return {}
-        followed = state_files.parse(text)
-        if followed is None and not required:
+        applied = state_files.parse(text)
+        if applied is None and not required:
             return {}
-        if followed is None:  # following the request again would repeat all training since
+        if applied is None:  # applying the request again would repeat all training since
             raise Rejected(
                 f"{self._path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were applied "
                 "already; remove it to apply them now, or remove these keys to resume from the latest checkpoint"
             )
-        return followed
+        return applied
 
 
 def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> None:

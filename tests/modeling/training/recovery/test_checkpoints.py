@@ -192,7 +192,7 @@ def test_checkpoint_of_another_model_is_rejected_with_first_differing_field(run,
     )
 
 
-def test_corrupted_record_of_a_followed_request_is_named(run, dataset):
+def test_corrupted_record_of_an_applied_request_is_named(run, dataset):
     train(run, dataset)  # a request for the latest checkpoint needs none
     (run / "resumed.json").write_text("")
     train(run, dataset)

@@ -1,10 +1,10 @@
-"""Requests to resume are followed once, and never start a run over that lost its checkpoints."""
+"""Requests to resume are applied once, and never start a run over that lost its checkpoints."""
 
 from pathlib import Path
 
 import pytest
 
-from modeling.training.recovery.resume import FollowedRequest, Rejected, ResumeRequest
+from modeling.training.recovery.resume import AppliedRequest, Rejected, ResumeRequest
 from parallel.checkpoint import checkpoint
 
 
@@ -21,19 +21,19 @@ def write(location: Path, step: int) -> None:
     (location / f"step_{step}/complete.json").write_text("{}")
 
 
-def start(location: Path, request: ResumeRequest) -> FollowedRequest:
+def start(location: Path, request: ResumeRequest) -> AppliedRequest:
     """Start an attempt."""
-    followed = FollowedRequest(location.parent / "resumed.json", location, request)
-    remaining = followed.follow(dict(checkpoint.complete_checkpoints(location)))
+    applied = AppliedRequest(location.parent / "resumed.json", location, request)
+    remaining = applied.apply(dict(checkpoint.complete_checkpoints(location)))
     assert list(remaining) == steps(location)
-    return followed
+    return applied
 
 
 def steps(location: Path) -> list[int]:
     return [step for step, _ in checkpoint.complete_checkpoints(location)]
 
 
-def test_a_followed_request_does_not_start_over_after_corruption(location):
+def test_an_applied_request_does_not_start_over_after_corruption(location):
     checkpoint.quarantine(location, 12, "truncated")
     for _ in range(2):  # the corrupted checkpoint is known
         start(location, ResumeRequest("none")).reject_lost_training()
@@ -47,10 +47,10 @@ def test_a_followed_request_does_not_start_over_after_corruption(location):
 
 
 def test_a_checkpoint_that_is_corrupted_when_it_is_requested_is_not_replaced_by_a_new_start(location):
-    followed = start(location, ResumeRequest(4))
+    applied = start(location, ResumeRequest(4))
     checkpoint.quarantine(location, 4, "truncated")
     with pytest.raises(Rejected, match=r"step_4 are corrupted, .* or set checkpoint.resume=none to"):
-        followed.reject_lost_training()
+        applied.reject_lost_training()
 
 
 @pytest.mark.parametrize("moved", [0, 1, 3])
@@ -68,9 +68,9 @@ def test_an_attempt_killed_while_it_moves_checkpoints_aside_is_completed_by_the_
         with pytest.raises(KeyboardInterrupt):
             start(location, ResumeRequest(weights=True))
     for _ in range(2):
-        followed = start(location, again)
-        followed.reject_lost_training()
-        assert followed.weights == f"{location}~1/step_12"
+        applied = start(location, again)
+        applied.reject_lost_training()
+        assert applied.weights == f"{location}~1/step_12"
         assert (steps(location), steps(Path(f"{location}~1"))) == ([], [4, 8, 12])
     write(location, 4)
     start(location, again)
