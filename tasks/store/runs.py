@@ -123,7 +123,7 @@ def _stored_profile(folder: Path) -> Profile | None:
 
 
 def _require_no_checkpoint(run: RunFolder) -> None:
-    """Reject to continue a run without a readable profile: its learning rates could change unnoticed."""
+    """Reject resuming a run without a readable profile: its learning rates could change unnoticed."""
     if not _latest(run):
         return
     where = run.path / run_files.PROFILE
@@ -245,7 +245,7 @@ def _require_no_active_job(profile: Profile, existing: Profile | None, folder: P
 
 
 def _warn_of_active_job(existing: Profile, profile: Profile, folder: Path) -> None:
-    """Name the settings that an active job of the run, to which the flow attaches again, does not apply."""
+    """Name the settings that an active job of the run, to which the flow re-attaches, does not apply."""
     if existing.cluster.launcher != profile.cluster.launcher:
         return  # the other launcher's system may not exist here
     there, here = (each.model_dump(mode="json", exclude={"cluster"}) for each in (existing, profile))

@@ -101,7 +101,7 @@ def tokenize(
 def _tokenize_records(
     plan: DatasetPlan, store: Store, k: int, folder: Path, report: Report, token: str | None
 ) -> tuple[Counts, str]:
-    """Write records, one document per sequence; returns counts and why the first unusable one is unusable."""
+    """Write records, one document per sequence; returns counts and the first unusable record's defect."""
     shard, summary, counts = plan.shards[k], plan.tokenizer.summary, Counts()
     bos, eos = (
         [summary[name]] if given else []

@@ -1,4 +1,4 @@
-"""The flow's side of trackers: starts their processes and sends them the run's final_state state.
+"""The flow's side of trackers: starts their processes and sends them the run's final state.
 
 Nothing here waits for a tracker during the run. At its end, all trackers together have FINISH_SECONDS to send what is left, then
 they are killed. Only the first error of each tracker is logged.
@@ -94,7 +94,7 @@ class TrackerProcess:
                     stderr=output,
                     env={**QUIET, **environment, **SAFE_PATH},
                     text=True,
-                    start_new_session=True,  # Ctrl-C reaches the flow only, which then sends the final_state state
+                    start_new_session=True,  # Ctrl-C reaches the flow only, which then sends the final state
                 )
             self._send(first)
         except OSError as error:
@@ -103,7 +103,7 @@ class TrackerProcess:
         threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True).start()
 
     def end(self, final_state: FinalState) -> None:
-        """Send the final_state state of the run."""
+        """Send the final state of the run."""
         files = [(str(path.absolute()), kind) for path, kind in final_state.files]
         with contextlib.suppress(OSError):  # the process has ended already
             self._send(json.dumps({"state": final_state.state, "files": files}))

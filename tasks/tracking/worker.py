@@ -50,7 +50,7 @@ class EndMessage:
     files: list[tuple[str, str]] = field(default_factory=list)  # path and kind
 
     def read(self, stream: IO[str]) -> None:
-        """Wait for the second line."""
+        """Wait for the message, the second line of the stream."""
         with contextlib.suppress(ValueError):  # of a process that was killed while writing it
             message = json.loads(stream.readline() or "{}")
             self.state, self.files = message.get("state", "stopped"), message.get("files", [])

@@ -16,6 +16,6 @@ def test_drift_is_reported_at_the_next_check_and_undone(tmp_path):
     (event,) = [event for event in runs.read_events(run) if event["event"] == "replicas differ"]
     assert event["step"] == drift.STEP + 1
     assert set(event["weights"]) >= set(drift.DRIFT)
-    assert "set to those of the first rank" in event["reason"]
+    assert "overwritten by those of the first rank" in event["reason"]
     assert f"warning: step {drift.STEP + 1}: replicas differ between ranks: " in output
     assert sorted(micro.losses(run)) == list(range(1, 9))
