@@ -93,7 +93,9 @@ def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "de
         raise ProfileError(key, step, reason)
     if learning_rate(train, step) != train.learning_rate:
         reason = f"the learning rate of {run} has begun to decay before step {step:,}"
-        raise ProfileError(key, steps, f"{reason}; fork from a step at which its learning rate is constant")
+        raise ProfileError(
+            key, steps, f"{reason}; fork from an earlier step, or from a run with train.schedule = constant"
+        )
     settings = {
         "steps": step + steps,
         "epochs": "null",
