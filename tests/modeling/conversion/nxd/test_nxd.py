@@ -168,7 +168,7 @@ def test_trn2_is_merged_in_natural_order_and_not_written(config, tmp_path):
 
 def test_layout_is_required_with_shared_kv_heads(config, tmp_path):
     folder = nxd_shards.save(nxd_shards.shards(nxd_shards.model(), 4, ONE_STAGE), FILE, tmp_path / "nxd")
-    with pytest.raises(ProfileError, match=r"--nxd-layout: .*cannot show.*: trn1, trn2"):
+    with pytest.raises(ProfileError, match=r"--nxd-layout: .*do not show.*: trn1, trn2"):
         formats.read(folder, config, None)
 
 
