@@ -127,27 +127,32 @@ def start(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Workload
     return options, WORKLOADS[options.workload], rank, ranks
 
 
-def initial_weights(model: Model) -> dict[str, Tensor]:
-    """Initial float32 weights by global name: norms 1, matrices normal with the model's initializer_range."""
-    generator = torch.Generator().manual_seed(0)
+def initial_weights(model: Model, device: str | torch.device) -> dict[str, Tensor]:
+    """Initial float32 weights by global name: norms 1, matrices normal with the model's initializer_range.
+
+    Drawn on the device, where a billion of them take milliseconds; they depend on its type.
+    """
+    generator = torch.Generator(device).manual_seed(0)
     return {
-        name: torch.ones(shape)
+        name: torch.ones(shape, device=device)
         if len(shape) == 1
-        else torch.randn(shape, generator=generator).mul_(model.initializer_range)
+        else torch.randn(shape, generator=generator, device=device).mul_(model.initializer_range)
         for name, shape in global_shapes(model).items()
     }
 
 
-def huggingface_weights(model: Model) -> dict[str, Tensor]:
+def huggingface_weights(model: Model, device: str | torch.device) -> dict[str, Tensor]:
     """The initial weights by the names of Hugging Face's files."""
-    return {huggingface_tensor(model, name).name: weight for name, weight in initial_weights(model).items()}
+    weights = initial_weights(model, device)
+    return {huggingface_tensor(model, name).name: weight for name, weight in weights.items()}
 
 
 @torch.no_grad()
 def load_initial_weights(module: nn.Module, model: Model) -> None:
     """Load the initial weights into a module whose parameters have Hugging Face's names."""
     parameters = dict(module.named_parameters())
-    for name, weight in huggingface_weights(model).items():
+    device = next(iter(parameters.values())).device
+    for name, weight in huggingface_weights(model, device).items():
         parameters.pop(name).copy_(weight)
     assert not parameters, f"parameters without initial weights: {', '.join(parameters)}"
 

@@ -14,8 +14,9 @@ from benchmarks.harness.processes import Script, largest_difference, measure_scr
 from benchmarks.harness.timing import alternate, median_ratio
 from benchmarks.harness.workload import WORKLOADS
 from benchmarks.operators import ring_attention
+from modeling.cores import usable_cores
 
-THREADS = 2  # total for all processes of a side
+THREADS = 2  # of a CPU, total for all processes of a side
 TOLERANCES = {"float32": 1e-5, "bf16": 2e-2}  # relative, of each step's loss
 
 
@@ -153,7 +154,8 @@ class TrainingComparison:
         if self.bound_target:
             scripts["bound"] = Script("training_steps.bound")
         common = ["--workload", self.workload, "--precision", self.precision, "--device", self.device]
-        common += ["--threads", str(max(1, THREADS // self.processes))]
+        threads = THREADS if self.device == "cpu" else usable_cores()  # beside a GPU, they compile
+        common += ["--threads", str(max(1, threads // self.processes))]
         common += ["--warm-up", str(schedule.warm_up), "--steps", str(schedule.steps)]
         if self.compiled:
             common += ["--graphs", schedule.graphs]

@@ -26,7 +26,8 @@ def main() -> None:
     parser = workload.workload_parser(__doc__)
     parser.add_argument("--sequence-parallel", action="store_true")
     options, work, _, ranks = workload.start(parser)
-    model = Llama(work.model)
+    with torch.device(options.device):
+        model = Llama(work.model)
     workload.load_initial_weights(model, work.model)
     workload.convert(model, options)
     shard(model, init_device_mesh(options.device, (ranks,)), options.sequence_parallel)

@@ -14,9 +14,9 @@ from benchmarks.training_steps.llama import Llama, cross_entropy
 
 def main() -> None:
     options, work, rank, ranks = workload.start(workload.workload_parser(__doc__))
-    model = Llama(work.model)
+    with torch.device(options.device):
+        model = Llama(work.model)
     workload.load_initial_weights(model, work.model)
-    model.to(options.device)
     dtype = workload.DTYPES[options.precision]
     sharding = {
         "mesh": init_device_mesh(options.device, (ranks,)),

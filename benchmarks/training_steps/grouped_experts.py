@@ -59,7 +59,7 @@ class Experts(nn.Module):
 @torch.no_grad()
 def load(model: Llama, description: Model) -> None:
     """Load the initial weights, of experts those of this rank."""
-    weights = workload.huggingface_weights(description)
+    weights = workload.huggingface_weights(description, next(model.parameters()).device)
     for name, parameter in model.named_parameters():
         prefix, _, last = name.rpartition(".mlp.")
         if last in PROJECTIONS:

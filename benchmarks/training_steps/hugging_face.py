@@ -18,7 +18,8 @@ def main() -> None:
     options, work, _, _ = workload.start(parser)
     config_class, model_class = CLASSES[work.model.architecture]
     config = config_class.from_dict({**to_config_json(work.model), "use_cache": False})
-    weights = workload.huggingface_weights(work.model)
+    drawn = workload.huggingface_weights(work.model, options.device)
+    weights = {name: weight.cpu() for name, weight in drawn.items()}
     model = model_class.from_pretrained(None, config=config, state_dict=weights, attn_implementation="sdpa")
     if options.experts:
         model.set_experts_implementation(options.experts)

@@ -97,7 +97,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
 @torch.no_grad()
 def load_initial_weights(trainer: Trainer, optimizer: ShardedAdamW) -> None:
     """Load this rank's shards of the initial weights into the optimizer's master weights and the model."""
-    weights = workload.initial_weights(trainer.profile.model)
+    weights = workload.initial_weights(trainer.profile.model, trainer.torch_device)
     for box, states in optimizer.state_boxes():
         states["master"].copy_(weights[box.name][box.index()])
     optimizer.gather_parameters()

@@ -11,7 +11,8 @@ def main() -> None:
     parser = workload.workload_parser(__doc__)
     parser.add_argument("--fp8", action="store_true", help="torchao's rowwise float8 training of the blocks")
     options, work, _, _ = workload.start(parser)
-    model = Llama(work.model)
+    with torch.device(options.device):
+        model = Llama(work.model)
     workload.load_initial_weights(model, work.model)
     workload.convert(model, options)
 

@@ -21,14 +21,14 @@ from profiles.sections.model import Model
 def main() -> None:
     options, work, _, _ = workload.start(workload.workload_parser(__doc__))
     settings = make_settings(work.model)
-    model = Transformer(settings)
+    with torch.device(options.device):
+        model = Transformer(settings)
     if work.model.tie_word_embeddings:
         model.output.weight = model.tok_embeddings.weight
-    weights = workload.huggingface_weights(work.model)
+    weights = workload.huggingface_weights(work.model, options.device)
     loaded = Llama3StateDictAdapter(settings, None).from_hf(weights)
     missing = model.load_state_dict(loaded, strict=not work.model.tie_word_embeddings).missing_keys
     assert missing in ([], ["output.weight"]), f"parameters without initial weights: {', '.join(missing)}"
-    model.to(options.device)
     loss_function = cross_entropy_loss
     if options.graphs:
         apply_compile(model, Compile(enable=True))
