@@ -40,6 +40,9 @@ class Replicas:
         Args:
             step: step at which they were found to differ, or that is about to be saved.
         """
+        # Counted first, by compiled programs: naming the weights takes many operators outside of them.
+        if not sum(self._trainer.sum_on_host(self._check.count().cpu())):
+            return
         buckets, mesh = self._optimizer.buckets, self._trainer.mesh
         found = differing_replicas(buckets, mesh)
         if not found:
