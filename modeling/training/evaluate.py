@@ -162,7 +162,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     if step not in saved:
         raise ValueError(f"run {options.run_folder.name} has no complete checkpoint of step {step}")
     location = saved[step]
-    optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)
+    optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh, trainer.compile)
     if profile.lora.rank:
         load_base(options.weights, optimizer)
     load_reference(options.weights, trainer.reference_model)

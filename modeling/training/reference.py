@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     profile = load(str(options.run_folder / run_files.PROFILE))
     graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
     with Trainer(profile, graphs, precompiled=precompiled) as trainer:
-        optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh)
+        optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh, trainer.compile)
         if profile.lora.rank:
             load_base(options.weights, optimizer)  # adapters are initially zero
         else:
