@@ -30,9 +30,11 @@ class Arithmetic:
 
     def __init__(self, compile: Compile | None = None) -> None:
         self.compiled = compile is not None
-        self.assign, self.add, self.square_norm, self.root, self.clip, self.sign_step = (
-            compile(function) if compile else function
-            for function in (assign, add, square_norm, root, clip, sign_step)
+        self.assign, self.add, self.clear = (
+            compile(function) if compile else function for function in (assign, add, clear)
+        )
+        self.square_norm, self.root, self.clip, self.sign_step = (
+            compile(function) if compile else function for function in (square_norm, root, clip, sign_step)
         )
         self.checksums, self.count_differing = (
             compile(function) if compile else function for function in (checksums, count_differing)
@@ -48,6 +50,11 @@ def assign(target: Tensor, source: Tensor) -> None:
 def add(target: Tensor, source: Tensor) -> None:
     """Add the source to the target, in the target's dtype."""
     target.add_(source)
+
+
+def clear(target: Tensor) -> None:
+    """Set the target to zero."""
+    target.zero_()
 
 
 def square_norm(shards: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:

@@ -168,9 +168,7 @@ class Bucket:
     def accumulate(self, slot: Slot) -> None:
         """Add a parameter's gradient to `gradients`, and free it."""
         if self.gradients is None:
-            self.gradients = torch.empty_like(self.values, dtype=self.gradient_dtype)
-            for start, end in self._gaps:
-                self.gradients[start:end].zero_()
+            self.gradients = self._allocate_gradients()
         combine = self.arithmetic.add if slot.filled else self.arithmetic.assign
         combine(slot.view(self.gradients), slot.parameter.grad)
         slot.filled, slot.parameter.grad = True, None
@@ -178,21 +176,26 @@ class Bucket:
 
     def take_gradients(self) -> Tensor:
         """Return `gradients`, zeros where missing, for reduction; if not resident, later ones get new memory."""
-        gradients = self.gradients
-        if gradients is None:
-            gradients = torch.zeros_like(self.values, dtype=self.gradient_dtype)
+        gradients = self._allocate_gradients() if self.gradients is None else self.gradients
         for slot in self.slots:
             if not slot.filled:
-                slot.view(gradients).zero_()
+                self.arithmetic.clear(slot.view(gradients))
             slot.filled = False
         if not self.resident:
             self.gradients = None
         return gradients
 
+    def _allocate_gradients(self) -> Tensor:
+        """Memory for gradients, zero between parameters and undefined in them."""
+        gradients = torch.empty_like(self.values, dtype=self.gradient_dtype)
+        for start, end in self._gaps:
+            self.arithmetic.clear(gradients[start:end])
+        return gradients
+
     def complete_sum(self) -> None:
         """Set the shard of the summed gradients to zero if there were none."""
         if not self._summed:
-            self.gradient_shard.zero_()
+            self.arithmetic.clear(self.gradient_shard)
 
     @torch.no_grad()
     def add_sum(self, shard: Tensor) -> None:

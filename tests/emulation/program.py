@@ -57,9 +57,12 @@ GPU = {
     "concurrent_collectives": True,
     "attention_kernel": "math",
 }
-# With kernels that the check's own profile lacks: experts of static shapes, and products in FP8.
+# With kernels that the check's own profile lacks: experts of static shapes, keys gathered over ranks, and products in FP8.
 KERNEL_PROFILES = {
-    "tiny-moe": ["train.capacity_factor=1.25"],
+    "tiny-moe": [
+        *("train.capacity_factor=1.25", "parallel.context=2", "cluster.device=neuron"),
+        "cluster.devices_per_node=2",
+    ],
     "tiny": ["train.precision=fp8", "model.head_dim=32"],
 }
 
@@ -73,7 +76,8 @@ def run_steps(run: Path, dataset: Path, recorded: bool = False) -> object:
     """Train with the emulated compiler; counts from the second step on, when everything has been compiled.
 
     Returns:
-        number of the optimizer's buckets; if `recorded`, names and digests of the programs that were compiled.
+        number of the optimizer's buckets; if `recorded`, names and digests of the programs that were compiled; operators
+        outside compiled programs after the last step was queued, when a checkpoint may be saved.
     """
     register_compiler()
     torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
@@ -105,10 +109,10 @@ def run_steps(run: Path, dataset: Path, recorded: bool = False) -> object:
         mock.patch.object(CompileStatistics, "_compile", record),
     ):
         run_training(run, dataset)
-    usage.take()
+    after_last_step = usage.take().get(usage.EAGER, {})
     usage.counts.update(used)
     programs = [(name, digest(graphs)) for name, graphs in recorder.programs if len(graphs) == 1]
-    return {"buckets": buckets[0], "programs": programs + joints}
+    return {"buckets": buckets[0], "programs": programs + joints, "after": after_last_step}
 
 
 def trace_ahead(run: Path, dataset: Path) -> object:

@@ -20,6 +20,7 @@ SETTINGS = (
     *(f"train.steps={STEPS}", "train.spike_factor=2.0", "evaluate.every=3", "checkpoint.every=2"),
     "train.replicas_every=2",
     *("model.num_attention_heads=4", "model.num_key_value_heads=2"),
+    "model.vocab_size=163",  # so that buckets have gaps
 )
 GPT = (
     *("model.architecture=gpt", "model.num_key_value_heads=4", "model.dropout=0.1", "model.hidden_act=gelu"),
@@ -255,6 +256,8 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
         call = calls(run, rank)[0]
         buckets = call["returned"]["buckets"]
         assert training(run, rank)[usage.PROGRAM]["parallel/optimizer/adamw.py:update"] == steps * buckets
+        # Saves a checkpoint, in runs that do.
+        assert set(call["returned"]["after"]) <= copies
         # The device reads its settings once: the cache of compiled programs must be set before it is used.
         assert call["settings"] == {"TORCH_NEURONX_NEFF_CACHE_DIR": str(run / "graphs" / "own")}
 
@@ -301,7 +304,7 @@ def test_step_waits_for_the_device_once(name, runs):
     excluded = (
         "parallel/checkpoint",
         "modeling/training/recovery/checkpoints",
-        "parallel/optimizer/replicas.py:_differing",
+        "modeling/training/recovery/replicas.py:Replicas.synchronize",
         "parallel/experts/exchange.py:Exchange.ranges",  # without grouped products, which the emulation lacks
     )
     assert {site: count for site, count in waits.items() if not site.startswith(excluded)} == expected
@@ -400,6 +403,7 @@ def test_checks_of_check_device_pass(runs):
     # The compiler's cache was open when the check first used the device.
     assert "trainshed-check-" in found["settings"]["TORCH_NEURONX_NEFF_CACHE_DIR"]
     assert "experts: float32" in found["tiny-moe"]
+    assert "context attention" in found["tiny-moe"]
     assert "FP8 192 × 128: fp8" in found["tiny"]
 
 
