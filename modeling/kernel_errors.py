@@ -38,6 +38,7 @@ from modeling.product_errors import layer_kernels, tokens_of
 from parallel import device as devices
 from parallel.attention import kernels
 from parallel.attention.attention import attention
+from parallel.attention.gathered import gathered_attention
 from parallel.attention.zigzag import RankAttention, zigzag_positions
 from parallel.constraints import kv_replicas
 from parallel.experts.activations import ACTIVATIONS
@@ -65,7 +66,8 @@ def kernels_of(profile: Profile) -> list[KernelCheck]:
     ring, windows = _uses_ring(profile)
     found = []
     for window in windows:
-        name = "attention" if window is None else f"attention, window {window}"
+        name = "context attention" if _gathers_context(profile) else "attention"
+        name += "" if window is None else f", window {window}"
         found.append(KernelCheck(name, f"{heads}, {s} tokens", partial(attention_errors, profile, window)))
     if ring:
         length = _ring_tokens(profile)
@@ -87,7 +89,8 @@ def kernels_of(profile: Profile) -> list[KernelCheck]:
 def attention_errors(profile: Profile, window: int | None, device: torch.device) -> Errors:
     """Output and gradients of rank-local attention with this window and the profile's document mask.
 
-    With sinks, narrower values and a scale of the scores if the model's layers have them.
+    With sinks, narrower values and a scale of the scores if the model's layers have them. If the profile gathers keys and values
+    over a context axis, as for one rank of it: both causal squares, and a block of queries against earlier keys.
     """
     queries, kv, s, d = _attention_sizes(profile)
     heads = (
@@ -109,10 +112,23 @@ def attention_errors(profile: Profile, window: int | None, device: torch.device)
         options: dict[str, Any] = {"documents": None if documents is None else documents.to(q.device)}
         options |= {"window": window, "scale": _score_scale(profile), "kernel": kernel}
         options["sinks"] = leaves[3] if sinks else None
-        out = attention(*leaves[:3], Axis("context"), **options)
+        if gathers and kernel is None:
+            del options["kernel"]
+            out = _gathered_attention(*leaves[:3], **options)
+        else:
+            out = attention(*leaves[:3], Axis("context"), **options)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
+    gathers = _gathers_context(profile)
     return errors_of(run, inputs, device, run(*inputs, kernel="math"))
+
+
+def _gathered_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """`gathered_attention` by the device's kernel over a single rank; narrower values are padded, as by `attention`."""
+    width = v.shape[-1]
+    axis = Axis("context", graph_kernel=kernels.default_kernel(q))
+    padded = torch.nn.functional.pad(v, (0, k.shape[-1] - width))
+    return gathered_attention(q, k, padded, axis, **options)[..., :width]
 
 
 def ring_errors(profile: Profile, device: torch.device) -> Errors:
@@ -371,9 +387,14 @@ def _uses_ring(profile: Profile) -> tuple[bool, list[int | None]]:
     model = profile.model
     windows = list(dict.fromkeys(model.window(layer) for layer in range(model.num_hidden_layers)))
     masked = profile.document_masks or _has_sinks(profile)
-    in_graph = devices.KINDS[profile.cluster.device].compiles_operators  # attention/gathered.py
-    ring = profile.parallel.context > 1 and None in windows and not masked and not in_graph
+    context = profile.parallel.context > 1 and not _gathers_context(profile)
+    ring = context and None in windows and not masked
     return ring, [window for window in windows if not (ring and window is None)]
+
+
+def _gathers_context(profile: Profile) -> bool:
+    """Whether attention over the context axis gathers keys and values in the graph (attention/gathered.py)."""
+    return profile.parallel.context > 1 and devices.KINDS[profile.cluster.device].compiles_operators
 
 
 def _has_sinks(profile: Profile) -> bool:

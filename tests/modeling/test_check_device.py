@@ -129,7 +129,7 @@ def test_kernels_pass_on_a_gpu(settings):
         (RING, ["ring attention"]),
         ((*RING, "train.document_masks=true"), ["attention"]),
         ((*RING, *MASKED[1:]), ["attention, window 96"]),
-        ((*RING, "cluster.device=neuron"), ["attention"]),
+        ((*RING, "cluster.device=neuron"), ["context attention"]),
     ],
 )
 def test_blocks_of_ring_attention_are_checked_where_a_profile_uses_them(settings, names):
