@@ -288,8 +288,8 @@ def torch_neuronx_version() -> str:
     return found
 
 
-def has_fused_adamw(kind: str) -> bool:
-    """Whether torch has a fused AdamW kernel for this device type."""
+def has_adamw_kernel(kind: str) -> bool:
+    """Whether AdamW's update has a kernel for this device type: torch's, or on GPUs ours."""
     return kind in ("cpu", "cuda")
 
 

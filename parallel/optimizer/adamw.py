@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) on flat float32 tensors: torch's fused kernel or a compilable function.
+"""AdamW (arXiv 1711.05101) on flat float32 tensors: a kernel (gpu_kernels.py, torch's for CPUs) or a compilable function.
 
 With g the gradient divided by `divisor`, m and v the moments, at update t:
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.device import has_fused_adamw
+from parallel.device import has_adamw_kernel
 from parallel.torch_internals import fused_adamw
 
 Scalars = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -52,7 +52,8 @@ def adamw(
     divisor: Tensor,
     skip: Tensor,
     compiled: Update | None = None,
-) -> None:
+    values: Tensor | None = None,
+) -> bool:
     """One in-place AdamW step on flat float32 tensors of equal length; the gradient may have any dtype.
 
     Args:
@@ -61,17 +62,28 @@ def adamw(
         learning_rate: a number, or 0-dim float32 on the device, which a compiled update needs.
         divisor: of the gradient, for clipping.
         skip: 1 to change nothing, else 0.
-        compiled: compiled `update`; None uses torch's fused kernel, or `update` if there is none.
+        compiled: compiled `update`; None uses a kernel, or `update` if the device has none.
+        values: the weights in the parameters' dtype, which the kernel for GPUs also writes.
+
+    Returns:
+        whether it wrote `values`.
     """
-    if compiled is None and has_fused_adamw(weights.device.type):
+    if compiled is None and weights.is_cuda:
+        from parallel.optimizer import gpu_kernels
+
+        scalars = step, learning_rate, divisor, skip
+        gpu_kernels.update(weights, gradient, exp_avg, exp_avg_sq, *scalars, constants, values)
+        return values is not None
+    if compiled is None and has_adamw_kernel(weights.device.type):
         fused_adamw(
             [weights], [gradient.float()], [exp_avg], [exp_avg_sq], [], [step],
             lr=learning_rate, beta1=settings.betas[0], beta2=settings.betas[1], weight_decay=weight_decay,
             eps=settings.epsilon, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip,
         )  # fmt: skip
-        return
+        return False
     rate = learning_rate if isinstance(learning_rate, Tensor) else torch.full_like(step, learning_rate)
     (compiled or update)(weights, gradient, exp_avg, exp_avg_sq, (step, rate, divisor, skip), constants)
+    return False
 
 
 def update(

@@ -25,7 +25,7 @@ class Arithmetic:
         compile: compiles a function; None for devices with a kernel for each operator.
 
     Attributes:
-        update: compiled `adamw.update`; None for torch's fused kernel, if it has one for the device.
+        update: compiled `adamw.update`; None for a kernel, if there is one for the device.
     """
 
     def __init__(self, compile: Compile | None = None) -> None:
@@ -44,12 +44,26 @@ class Arithmetic:
 
 def assign(target: Tensor, source: Tensor) -> None:
     """Overwrite the target with the source, in the target's dtype."""
-    target.copy_(source)
+    if not _run_on_gpu(target, source, add=False):
+        target.copy_(source)
 
 
 def add(target: Tensor, source: Tensor) -> None:
     """Add the source to the target, in the target's dtype."""
-    target.add_(source)
+    if not _run_on_gpu(target, source, add=True):
+        target.add_(source)
+
+
+def _run_on_gpu(target: Tensor, source: Tensor, *, add: bool) -> bool:
+    """Assign or add by our kernel for GPUs, if it is faster than torch's. Returns whether it did."""
+    if not target.is_cuda:
+        return False
+    from parallel.optimizer import gpu_kernels
+
+    suits = gpu_kernels.suits(target, source)
+    if suits:
+        gpu_kernels.accumulate(target, source, add=add)
+    return suits
 
 
 def clear(target: Tensor) -> None:

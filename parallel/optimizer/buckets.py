@@ -149,6 +149,9 @@ class Bucket:
         self._gathering: dist.Work | None = None
         # whether `values` holds the parameters, or will once the gather in progress ends
         self.gathered = True
+        self.assigned = (
+            False  # whether this rank's shard of `values` holds the master weights since their update
+        )
         if not resident:
             self.release()
 
@@ -212,8 +215,9 @@ class Bucket:
                 return
             resize_storage(self.values, self.values.nbytes)
         self.gathered = True
-        if not self.shares_master:
+        if not (self.shares_master or self.assigned):
             self.arithmetic.assign(self.local_shard(self.values), self.master)
+        self.assigned = False
         if self.axis.size > 1:
             self._gathering = collectives.start_all_gather_into(self.values, self.axis)
 

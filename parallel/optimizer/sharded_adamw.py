@@ -344,7 +344,8 @@ class ShardedAdamW:
         if bucket.sign_step is not None:
             self.arithmetic.sign_step(bucket.master, bucket.gradient_shard, skip, bucket.sign_step)
             return
-        adamw(
+        shared = bucket.shares_master or not bucket.resident
+        bucket.assigned = adamw(
             bucket.master,
             bucket.gradient_shard,
             bucket.exp_avg,
@@ -357,6 +358,7 @@ class ShardedAdamW:
             divisor=divisor,
             skip=skip,
             compiled=self.arithmetic.update,
+            values=None if shared else bucket.local_shard(bucket.values),
         )
 
     @torch.no_grad()

@@ -85,7 +85,7 @@ def trained(
     ranks = torch.distributed.get_world_size()
     with mesh(data=ranks, shard_degree=degree) as m, pytest.MonkeyPatch.context() as patch:
         if not fused:
-            patch.setattr("parallel.optimizer.adamw.has_fused_adamw", lambda _: False)
+            patch.setattr("parallel.optimizer.adamw.has_adamw_kernel", lambda _: False)
         built = model()
         optimizer = ShardedAdamW(built.named_parameters(), m, clip=clip, bucket_size=bucket_size)
         norms = []
