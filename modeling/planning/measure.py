@@ -7,6 +7,8 @@ reads and writes memory, runs on one flat shard. Takes seconds on a CPU.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
@@ -20,18 +22,25 @@ from modeling.models.build import DTYPES, build_mesh, build_stage
 from modeling.planning.calibration import Calibration
 from modeling.planning.optimizer_traffic import ADAMW_BYTES
 from modeling.planning.stage_costs import StageCosts
+from parallel import device as devices
 from parallel.attention.attention import attention
-from parallel.device import Device, has_fused_adamw
+from parallel.device import Device, has_adamw_kernel
 from parallel.layers.products import E4M3, Float8, quantize
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, adamw, update
 from profiles.schema import Profile
 
 # Rows, and inner sizes or columns, of products; tokens of attention; the layer's hidden size and tokens; elements of an update.
-ACCELERATOR = ((1024, 8192), (512, 2048, 8192), (1024, 4096, 16384), (4096, 8192), 1 << 26)
+ACCELERATOR = (
+    *((1024, 8192), (512, 2048, 8192), (1024, 2048, 4096, 8192, 16384, 32768)),
+    *((4096, 8192), 1 << 26),
+)
 HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024), 1 << 22)
 HEAD_SIZES = (64, 128)
+HEADS, HOST_HEADS = 32, 8  # query heads of attention, 4 for each KV head
 ROUNDS, QUEUED = 5, 10
+LONG = 1e12  # FLOPs of attention above which a round is a single call
+BUSY = 8192  # rows and columns of products that keep an accelerator busy
 FP8 = Float8("rowwise")
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[int], tuple[int, int], int]
 
@@ -71,22 +80,46 @@ def calibrate(
     return replace(table, others=others)
 
 
-def fastest(device: Device, call: Callable[[], Any]) -> float:
+def fastest(device: Device, call: Callable[[], Any], queued: int = QUEUED) -> float:
     """Seconds per call in the fastest of ROUNDS rounds, after one that warms up.
 
-    On an accelerator, a round queues several calls between two events, so that the time of a launch is not counted.
+    On an accelerator, a round queues several calls between two events, behind other work that lasts until all are queued: small
+    operators take less time than their launch, and training queues them ahead. How often it calls does not depend on their time,
+    so that a call may be a collective.
     """
-    calls = 1 if device.synchronous else QUEUED
+    call()
+    device.synchronize()
+    if device.synchronous:
+        return min(_seconds(device, call, 1) for _ in range(ROUNDS))
+    begin = time.perf_counter()
+    for _ in range(queued):
+        call()
+    launch = time.perf_counter() - begin
+    device.synchronize()
+    local = devices.current(device.type)
+    a = torch.ones(BUSY, BUSY, dtype=torch.bfloat16, device=local)
+
+    def product() -> None:
+        a @ a
+
+    product()
+    products = math.ceil(2 * launch / _seconds(device, product, 2))
     times = []
-    for _ in range(ROUNDS + 1):
-        device.synchronize()
-        start = device.mark()
-        for _ in range(calls):
-            call()
-        end = device.mark()
-        device.synchronize()
-        times.append(device.seconds(start, end) / calls)
-    return min(times[1:])
+    for _ in range(ROUNDS):
+        for _ in range(products):
+            product()
+        times.append(_seconds(device, call, queued))
+    return min(times)
+
+
+def _seconds(device: Device, call: Callable[[], Any], calls: int) -> float:
+    """Seconds per call by the device's clock, from the end of what is queued."""
+    start = device.mark()
+    for _ in range(calls):
+        call()
+    end = device.mark()
+    device.synchronize()
+    return device.seconds(start, end) / calls
 
 
 def _products(
@@ -106,17 +139,18 @@ def _products(
 def _attentions(
     device: Device, local: torch.device, dtype: torch.dtype, tokens: Sequence[int]
 ) -> Iterator[tuple[str, int, int, int, float]]:
-    """Causal attention of 4 query heads per KV head, forward and backward together."""
+    """Causal attention, forward and backward together."""
+    heads = HOST_HEADS if device.synchronous else HEADS
     for s, d in product(tokens, HEAD_SIZES):
-        heads = 8
-        q, k, v = (torch.randn(1, n, s, d, device=local).to(dtype).requires_grad_() for n in (heads, 2, 2))
+        sizes = ((1, n, s, d) for n in (heads, heads // 4, heads // 4))
+        q, k, v = (torch.randn(size, device=local).to(dtype).requires_grad_() for size in sizes)
 
         def call(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
             torch.autograd.grad(attention(q, k, v, Axis("context")), (q, k, v), torch.ones_like(q))
 
         # as operator_costs.py counts: 2 products in forward and 5 in backward, half of each
         flops = 7 * 2 * heads * s * s * d / 2
-        yield "attention", s, s, d, flops / fastest(device, call)
+        yield "attention", s, s, d, flops / fastest(device, call, 1 if flops > LONG else QUEUED)
 
 
 def _others(
@@ -150,7 +184,7 @@ def _update_bandwidth(device: Device, local: torch.device, elements: int, compil
     one, zero = torch.ones((), device=local), torch.zeros((), device=local)
     settings = AdamW((0.9, 0.95), 1e-8)
     constants, program = settings.constants(0.1, local), None
-    if compiled and not has_fused_adamw(device.type):
+    if compiled and not has_adamw_kernel(device.type):
         program = torch.compile(update, backend=device.compile_backend, fullgraph=True, dynamic=False)
 
     def call() -> None:

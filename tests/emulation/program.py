@@ -180,6 +180,7 @@ def check_devices(run: Path, dataset: Path) -> object:
     with (
         mock.patch.object(kind, "start_process_group", start_once),
         mock.patch.object(check_device, "_elements", return_value=1 << 10),
+        mock.patch.object(measure, "BUSY", 64),
     ):
         for check in (
             check_device.check_kernels,
@@ -195,10 +196,9 @@ def check_devices(run: Path, dataset: Path) -> object:
             words[check.__name__] = result.measured
             if check is check_device.check_compilation:
                 words["settings"] = dict(usage.settings)
-    local = device.NEURON.set_current()
-    table = measure.calibrate(
-        device.NEURON, local, "trn2", ((32,), (32, 64), (32,), (128, 32), 256), compiled=True
-    )
+        local = device.NEURON.set_current()
+        sizes = (32,), (32, 64), (32,), (128, 32), 256
+        table = measure.calibrate(device.NEURON, local, "trn2", sizes, compiled=True)
     words["calibrate"] = sorted(table.products)
     for name, settings in KERNEL_PROFILES.items():
         result = check_device.check_kernels("neuron", load(name, settings))
