@@ -8,7 +8,6 @@ line.
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from benchmarks.harness.timing import make_parser
 from modeling.conversion.weights import global_shapes
 from modeling.models.families import huggingface_tensor
+from parallel import device as devices
 from profiles.sections.model import Model
 
 ADAMW = {
@@ -191,21 +191,23 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
 def measure(step: Callable[[Tensor], Tensor], options: argparse.Namespace) -> None:
     """Run and time `step` on every batch; rank 0 prints the result.
 
+    A GPU's own clock times it: the host queues a step while the one before still runs, as in training.
+
     Args:
-        step: (batch, sequence + 1) token ids of all ranks -> 0-dim mean loss, equal on all ranks.
+        step: (batch, sequence + 1) token ids of all ranks, on the device -> mean loss of one element, equal on all ranks.
     """
-    workload = WORKLOADS[options.workload]
+    workload, device = WORKLOADS[options.workload], devices.KINDS[options.device]
+    local = devices.current(options.device)
     batches = [batch(workload, number) for number in range(options.warm_up + options.steps)]
-    seconds, losses = [], []
+    marks, results = [], []
     for samples in batches:
-        if dist.is_initialized():
+        if dist.is_initialized() and device.synchronous:
             dist.barrier()
-        begin = time.perf_counter()
-        loss = step(samples)
-        if options.device != "cpu":
-            torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - begin)
-        losses.append(float(loss))
+        begin = device.mark()
+        results.append(step(devices.upload(samples, local)))
+        marks.append((begin, device.mark()))
+    device.synchronize()
+    seconds, losses = [device.seconds(*each) for each in marks], [float(loss) for loss in results]
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps({"seconds": seconds[options.warm_up :], "losses": losses}), flush=True)
     if dist.is_initialized():

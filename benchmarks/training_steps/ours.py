@@ -30,7 +30,7 @@ def main() -> None:
         optimizer.begin_step(profile.accumulation_steps)
         loss = trainer.forward_backward(local, 1 / work.tokens)
         optimizer.step(profile.train.learning_rate)
-        return trainer.sum(loss[None]).item()
+        return trainer.sum(loss[None])
 
     workload.measure(step, options)
 
