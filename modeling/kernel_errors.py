@@ -393,7 +393,7 @@ def _uses_ring(profile: Profile) -> tuple[bool, list[int | None]]:
 
 
 def _gathers_context(profile: Profile) -> bool:
-    """Whether attention over the context axis gathers keys and values in the graph (attention/gathered.py)."""
+    """Whether attention over the context axis gathers keys in the graph (attention/gathered.py)."""
     return profile.parallel.context > 1 and devices.KINDS[profile.cluster.device].compiles_operators
 
 

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) on flat float32 tensors: a kernel (gpu_kernels.py, torch's for CPUs) or a compilable function.
+"""AdamW (arXiv 1711.05101) on flat float32 tensors: a kernel or a compilable function.
 
 With g the gradient divided by `divisor`, m and v the moments, at update t:
 

@@ -42,7 +42,7 @@ def update(
 
 
 def suits(target: Tensor, source: Tensor) -> bool:
-    """Whether `accumulate` is faster than torch: for large tensors of different dtypes, in the same order in memory."""
+    """Whether `accumulate` is faster than torch: for large contiguous tensors of different dtypes."""
     converts = target.is_cuda and source.is_cuda and target.dtype != source.dtype
     return converts and target.is_contiguous() and source.is_contiguous() and target.numel() >= SMALL
 
