@@ -124,7 +124,7 @@ def attention_errors(profile: Profile, window: int | None, device: torch.device)
 
 
 def _gathered_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """`gathered_attention` by the device's kernel over a single rank; narrower values are padded, as by `attention`."""
+    """`gathered_attention` by the device's kernel over one rank; pads narrower values."""
     width = v.shape[-1]
     axis = Axis("context", graph_kernel=kernels.default_kernel(q))
     padded = torch.nn.functional.pad(v, (0, k.shape[-1] - width))

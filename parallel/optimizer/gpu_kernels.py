@@ -30,7 +30,7 @@ def update(
     constants: Tensor,
     values: Tensor | None = None,
 ) -> None:
-    """`adamw.update`, in place, of flat contiguous tensors of equal length, float32 except the gradient and `values`.
+    """`adamw.update` of flat contiguous tensors, float32 except the gradient and `values`.
 
     Args:
         step, divisor, skip, constants: as for `adamw.update`.
