@@ -56,7 +56,7 @@ def add(target: Tensor, source: Tensor) -> None:
 
 def _run_on_gpu(target: Tensor, source: Tensor, *, add: bool) -> bool:
     """Assign or add by our kernel for GPUs, if it is faster than torch's. Returns whether it did."""
-    if not target.is_cuda:
+    if not target.is_cuda or type(target) is not Tensor:  # a fake tensor, in a trace
         return False
     from parallel.optimizer import gpu_kernels
 

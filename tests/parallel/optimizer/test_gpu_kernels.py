@@ -5,6 +5,7 @@ import torch
 
 from parallel.optimizer.adamw import AdamW, adamw, update
 from parallel.optimizer.arithmetic import add, assign
+from parallel.torch_internals import FakeTensorMode
 
 LENGTH = (1 << 17) + 40  # the last block is incomplete
 
@@ -34,12 +35,20 @@ def test_update_equals_the_formula_and_also_writes_the_rounded_weights(gradient_
         assert values.eq(7.0).all() if skip else values.equal(actual[0].bfloat16())
 
 
+@pytest.mark.cuda  # only torch's CUDA builds assign to fake tensors of a GPU
+def test_traces_take_operators_of_torch():
+    with FakeTensorMode():
+        target, source = (
+            torch.empty(LENGTH, dtype=dtype, device="cuda") for dtype in (torch.float32, torch.bfloat16)
+        )
+        for function in (add, assign):
+            function(target, source)
+
+
 @pytest.mark.cuda
 def test_gradients_are_assigned_and_added_as_by_torch():
-    for source in (
-        normal(0).bfloat16(),
-        normal(0).bfloat16().view(-1, 8).t(),
-    ):  # also in another order in memory
+    transposed = normal(0).bfloat16().view(-1, 8).t()  # in another order in memory
+    for source in (normal(0).bfloat16(), transposed):
         found, expected = normal(1).view(source.shape).cuda(), normal(1).view(source.shape)
         for function in (add, assign):
             function(found, source.cuda())
