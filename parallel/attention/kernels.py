@@ -35,6 +35,7 @@ from parallel.torch_internals import (
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+HALF = torch.bfloat16, torch.float16
 MULTIPROCESSORS = 132  # of H100 and H200, for plans
 
 
@@ -221,8 +222,7 @@ class CudaFlash(Kernel):
                 *(no_dropout, no_dropout),
                 scale=block.scale,
             )
-        if q.dtype != torch.float32:
-            # torch 2.11 on an H100: with a mask, dq and dk in bf16 are wrong.
+        if q.dtype in HALF:  # torch 2.11 on an H100: with a mask, dq and dk in bf16 are wrong
             wide = replace(block, q=q.float(), k=k.float(), v=v.float())
             return self.backward(wide, grad.float(), out.float(), lse)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -237,7 +237,7 @@ class CudaFlash(Kernel):
     @staticmethod
     def _flash(block: Block) -> bool:
         q, d = block.q, block.q.shape[-1]
-        return block.mask is None and q.dtype in (torch.bfloat16, torch.float16) and d % 8 == 0 and d <= 256
+        return block.mask is None and q.dtype in HALF and d % 8 == 0 and d <= 256
 
     @staticmethod
     def _bias(block: Block) -> Tensor | None:
