@@ -32,8 +32,11 @@ from profiles.schema import Profile
 
 # Rows, and inner sizes or columns, of products; tokens of attention; the layer's hidden size and tokens; elements of an update.
 ACCELERATOR = (
-    *((1024, 8192), (512, 2048, 8192), (1024, 2048, 4096, 8192, 16384, 32768)),
-    *((4096, 8192), 1 << 26),
+    (1024, 8192),
+    (512, 2048, 8192),
+    (1024, 2048, 4096, 8192, 16384, 32768),
+    (4096, 8192),
+    1 << 26,
 )
 HOST = ((256, 2048), (128, 512, 2048), (256, 1024), (512, 1024), 1 << 22)
 HEAD_SIZES = (64, 128)
