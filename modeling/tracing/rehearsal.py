@@ -40,6 +40,8 @@ def rehearse(
 ) -> None:
     """Run what a rank computes outside a stage's forward and backward passes, so that it is compiled.
 
+    Each argument of a function is a tensor of its own, since one that is passed twice would be a single input of the graph.
+
     Args:
         model: the stage.
         stages: all stages of the rank, including this one, for the optimizer.
@@ -107,7 +109,6 @@ def _rehearse_statistics(
     """The statistics that ranks exchange after backward, and decisions based on them."""
 
     def number() -> Tensor:
-        """A new tensor, because a tensor that is passed twice would be a single input of the graph."""
         return torch.zeros((), device=device)
 
     functions.multiply(functions.add(number(), number()), number())
@@ -176,14 +177,16 @@ def _rehearse_last_stage(
     weight = model.output_embedding().weight
     _rehearse_user_functions(profile, functions, model, mesh, hidden)
     if model.tied:
-        model.tied.add(weight, weight)
+        model.tied.add(weight, torch.empty_like(weight))
     if profile.train.loss is None:
         factor = torch.zeros((), device=hidden.device)
         for gradient in (hidden, weight):
             model.loss_programs.scale(gradient, factor)
     ranks = mesh.tensor.size if model.sequence_parallel else 1
-    gathered = hidden.new_empty(len(hidden) * ranks, hidden.shape[1])  # (b·s/c, h)
     rows = generate.rows_of_pass(profile)
-    parts = [gathered] * (rows // profile.micro_batch_rows)
+    parts = [
+        hidden.new_empty(len(hidden) * ranks, hidden.shape[1])  # (b·s/c, h)
+        for _ in range(rows // profile.micro_batch_rows)
+    ]
     states = torch.zeros(min(generate.SAMPLES, rows), dtype=torch.int64, device=hidden.device)
     functions.next_logits(parts, weight, states)

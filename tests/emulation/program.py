@@ -68,8 +68,10 @@ KERNEL_PROFILES = {
 
 
 def run_training(run: Path, dataset: Path) -> object:
-    reference = ["--reference", str(dataset)] if (dataset / "reference.npz").exists() else []
-    return train.main(["--run-folder", str(run), "--dataset", str(dataset), *reference])
+    """Train; RUN/weights, if any, is the checkpoint with the initial weights."""
+    given = ["--reference", str(dataset)] if (dataset / "reference.npz").exists() else []
+    given += ["--weights", str(run / "weights")] if (run / "weights").exists() else []
+    return train.main(["--run-folder", str(run), "--dataset", str(dataset), *given])
 
 
 def run_steps(run: Path, dataset: Path, recorded: bool = False) -> object:

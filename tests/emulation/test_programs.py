@@ -12,7 +12,8 @@ from tests.emulation.program import FAULTS, SLOW_SECONDS
 from tests.forked_jobs import run_forked
 from tests.modeling import micro
 
-pytestmark = pytest.mark.slow
+SECONDS = 1800  # that a fixture of compiled runs may take on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS)]
 
 STEPS, PASSES = 3, 2  # of an evaluation
 STEPS_OF_TRAINING = ("train", "slow", "steps", "recorded steps")
@@ -42,6 +43,7 @@ EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_exper
 BF16 = ("train.precision=bf16",)
 SFT = ("objective.kind=sft", "objective.packing=true")
 DPO = ("objective.kind=dpo", "objective.packing=false")
+LORA = ("lora.rank=4", "lora.targets=[qkv, output, gate_up, down]")
 USERS = "compiled, user functions"
 COMPILED = {
     "compiled, tensor": ("parallel.tensor=2",),
@@ -63,11 +65,12 @@ COMPILED = {
     ),
     "compiled, sft": (*SFT, "parallel.tensor=1", "parallel.context=2"),  # a ring with documents
     "compiled, dpo": (*DPO, "parallel.tensor=2"),
+    "compiled, lora": (*LORA, "parallel.tensor=1", "parallel.data_sharding=fsdp"),
     "compiled, bf16": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
 }
 TRACED = (
     *(USERS, "compiled, tensor", "compiled, bounds", "compiled, zero bubble", "compiled, fsdp"),
-    *("compiled, experts", "compiled, dpo"),
+    *("compiled, experts", "compiled, dpo", "compiled, lora"),
 )
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
 SETUP = {
@@ -100,7 +103,8 @@ SHARDED_TWICE = (
 # On the paths for GPUs.
 GPU = {
     "gpu, ring": ("parallel.tensor=1", "parallel.context=2", MASKED),
-    "gpu, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp"),
+    "gpu, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "compile.enabled=true"),
+    "gpu, pipeline": (*PIPELINE, "compile.enabled=true"),
     "gpu, experts": (*EXPERTS, "parallel.tensor=1", "parallel.expert=2"),
     "gpu, compiled": ("parallel.tensor=2", "compile.enabled=true"),
 }
@@ -128,12 +132,14 @@ def start_runs(
             "cluster.device=neuron",
         )
         folders[name] = micro.run_folder(folder / name.replace(" ", "_"), *settings)
+        if weights := entry.pop("weights", None):
+            (folders[name] / "weights").symlink_to(weights)
         kernel = "bounds" if "bounds" in name else None
         job.append(
             {"run": str(folders[name]), "dataset": str(datasets[objective(own)]), "kernel": kernel, **entry}
         )
     (folder / "job.json").write_text(json.dumps(job))
-    code, output = run_forked("tests.emulation.program", [folder / "job.json"], ranks)
+    code, output = run_forked("tests.emulation.program", [folder / "job.json"], ranks, SECONDS)
     assert code == 0, output[-4000:]
     return folders
 
@@ -152,13 +158,14 @@ def training(run: Path, rank: int = 0) -> dict[str, dict[str, int]]:
 def cpu_runs(tmp_path_factory, datasets) -> dict[tuple[str, ...], Path]:
     """Runs of one process on the CPU, by the settings that change their losses; the first is evaluated."""
     runs = {}
-    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, SFT, DPO, (MASKED,))):
+    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA, (MASKED,))):
         run = micro.run_folder(
             tmp_path_factory.mktemp(f"cpu{number}"), *SETTINGS, *settings, "parallel.tensor=1", "cluster.devices_per_node=1"
         )  # fmt: skip
         dataset = datasets[objective(settings)]
-        reference = ["--reference", dataset] if settings == DPO else []
-        micro.run("training.train", "--run-folder", run, "--dataset", dataset, *reference, processes=0)
+        given = ["--reference", dataset] if settings == DPO else []
+        given += ["--weights", base_weights(runs)] if settings == LORA else []
+        micro.run("training.train", "--run-folder", run, "--dataset", dataset, *given, processes=0)
         runs[settings] = run
     evaluation = (
         "--run-folder",
@@ -196,7 +203,7 @@ def runs(tmp_path_factory, datasets) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def compiled_runs(tmp_path_factory, datasets) -> dict[str, Path]:
+def compiled_runs(tmp_path_factory, datasets, cpu_runs) -> dict[str, Path]:
     traced = {
         f"traced, {name}": {"settings": (*COMPILED[name], *COMPILE), "calls": ["trace"]} for name in TRACED
     }
@@ -207,6 +214,7 @@ def compiled_runs(tmp_path_factory, datasets) -> dict[str, Path]:
     for name in ("compiled, tensor", USERS):
         entries[name]["settings"] += (f"checkpoint.every={STEPS}",)
         entries[name]["calls"].append("evaluate")
+    entries["compiled, lora"]["weights"] = base_weights(cpu_runs)
     entries = traced | entries
     return start_runs(tmp_path_factory.mktemp("compiled"), datasets, entries, 2)
 
@@ -218,9 +226,14 @@ def larger_runs(tmp_path_factory, datasets) -> dict[str, Path]:
     return start_runs(tmp_path_factory.mktemp("four"), datasets, entries, 4)
 
 
+def base_weights(cpu_runs: dict[tuple[str, ...], Path]) -> Path:
+    """The checkpoint that adapters are trained on."""
+    return cpu_runs[()] / "checkpoints" / f"step_{STEPS}"
+
+
 def mathematics(settings: tuple[str, ...]) -> tuple[str, ...]:
     """The settings that change losses."""
-    for model in (GPT, DEEP, EXPERTS, BF16, SFT, DPO):
+    for model in (GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA):
         if settings[: len(model)] == model:
             return model
     return tuple(setting for setting in settings if setting == "train.document_masks=true")
