@@ -16,8 +16,12 @@ from typing import Any
 import functorch.compile
 from torch.fx import GraphModule
 
+from modeling.tracing.graph_stats import digest
 from tests.emulation import usage
 from tests.emulation.usage import inside_compiled_program, outside_compiled_programs
+
+inference_programs: list[str] = []
+"""Digests of the graphs without a backward pass that were compiled."""
 
 
 @cache
@@ -30,6 +34,7 @@ def register_compiler() -> None:
     capture = aot_autograd(
         fw_compiler=_compile,
         bw_compiler=_compile,
+        inference_compiler=_compile_inference,
         partition_fn=_partition,
         keep_inference_input_mutations=True,
     )
@@ -43,6 +48,11 @@ def register_compiler() -> None:
 def _partition(joint: GraphModule, *arguments: Any, **options: Any) -> Any:
     """The partition of the programs that are traced ahead, looked up when it runs: tests record it."""
     return functorch.compile.min_cut_rematerialization_partition(joint, *arguments, **options)
+
+
+def _compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    inference_programs.append(digest([graph]))
+    return _compile(graph, inputs)
 
 
 def _compile(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ compiled and the rest is not, attention is a ring, FSDP gathers in hooks, and ex
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -30,20 +29,18 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling import check_device
-from modeling.compilation.graph_cache import CompileStatistics
 from modeling.planning import measure
 from modeling.supervision import stragglers
 from modeling.tracing import trace as tracing
 from modeling.tracing.graph_stats import digest
-from modeling.tracing.trace import Recorder
 from modeling.training import evaluate, train
 from modeling.training.trainer import Trainer
-from parallel import collectives, device
+from parallel import collectives, device, torch_internals
 from parallel.attention import kernels
 from parallel.layers import overlap
 from parallel.optimizer import buckets
 from profiles.resolve import load
-from tests.emulation import process_group, usage
+from tests.emulation import compiler, process_group, usage
 from tests.emulation.compiler import register_compiler
 from tests.emulation.device import host_alias, install, queue_work
 from tests.modeling import micro
@@ -74,17 +71,16 @@ def run_training(run: Path, dataset: Path) -> object:
     return train.main(["--run-folder", str(run), "--dataset", str(dataset), *given])
 
 
-def run_steps(run: Path, dataset: Path, recorded: bool = False) -> object:
+def run_steps(run: Path, dataset: Path) -> object:
     """Train with the emulated compiler; counts from the second step on, when everything has been compiled.
 
     Returns:
-        number of the optimizer's buckets; if `recorded`, names and digests of the programs that were compiled; operators
-        outside compiled programs after the last step was queued, when a checkpoint may be saved.
+        number of the optimizer's buckets; digests of the programs that were compiled; operators outside compiled programs after
+        the last step was queued, when a checkpoint may be saved.
     """
     register_compiler()
     torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
-    recorder, joints = Recorder(), []
-    compile_graph = CompileStatistics._compile
+    compiler.inference_programs.clear()
     queue_step = train.TrainingRun._queue_step
 
     def queue(training: train.TrainingRun) -> None:
@@ -96,44 +92,39 @@ def run_steps(run: Path, dataset: Path, recorded: bool = False) -> object:
 
             buckets.append(len(training.optimizer.buckets))
 
-    def record(statistics: CompileStatistics, region: str, graph: Any, inputs: Any) -> Any:
-        if recorded and not torch.is_grad_enabled():
-            recorder.backend(region)(copy.deepcopy(graph), inputs)
-        with joint_graphs() as found:
-            compiled = compile_graph(statistics, region, graph, inputs)
-        joints.extend(found if recorded else [])
-        return compiled
-
     used: dict[str, Any] = {}
     buckets: list[int] = []
-    with (
-        mock.patch.object(train.TrainingRun, "_queue_step", queue),
-        mock.patch.object(CompileStatistics, "_compile", record),
-    ):
+    with mock.patch.object(train.TrainingRun, "_queue_step", queue), joint_graphs() as joints:
         run_training(run, dataset)
     after_last_step = usage.take().get(usage.EAGER, {})
     usage.counts.update(used)
-    programs = [(name, digest(graphs)) for name, graphs in recorder.programs if len(graphs) == 1]
-    return {"buckets": buckets[0], "programs": programs + joints, "after": after_last_step}
+    programs = compiler.inference_programs + joints
+    return {"buckets": buckets[0], "programs": programs, "after": after_last_step}
 
 
 def trace_ahead(run: Path, dataset: Path) -> object:
-    """Names and digests of the programs that are compiled ahead for a run; before a process group exists."""
+    """Digests of the programs that are compiled ahead for a run; before a process group exists."""
     register_compiler()
     local = device.NEURON.set_current()
-    with mock.patch.object(tracing, "trace_device", return_value=local), joint_graphs() as joints:
+    # As the compiler captures them.
+    capture = partial(torch_internals.aot_autograd, keep_inference_input_mutations=True)
+    with (
+        mock.patch.object(tracing, "trace_device", return_value=local),
+        mock.patch.object(torch_internals, "aot_autograd", capture),
+        joint_graphs() as joints,
+    ):
         programs = tracing.trace(load(str(run / "profile.yaml"))).programs
-    return [(program.name, program.digest) for program in programs if len(program.graphs) == 1] + joints
+    return [program.digest for program in programs if len(program.graphs) == 1] + joints
 
 
 @contextmanager
-def joint_graphs() -> Iterator[list[tuple[str, str]]]:
+def joint_graphs() -> Iterator[list[str]]:
     """Digests of joint forward-backward graphs; partitioning depends on which weights stay in memory."""
-    found: list[tuple[str, str]] = []
+    found: list[str] = []
     partition = functorch.compile.min_cut_rematerialization_partition
 
     def keep(joint: torch.fx.GraphModule, *arguments: Any, **options: Any) -> Any:
-        found.append(("forward and backward", digest([joint])))
+        found.append(digest([joint]))
         return partition(joint, *arguments, **options)
 
     with mock.patch.object(functorch.compile, "min_cut_rematerialization_partition", keep):
@@ -153,8 +144,11 @@ def run_with_slow_device(run: Path, dataset: Path) -> object:
 
 
 def run_evaluation(run: Path, dataset: Path) -> object:
+    """Digests of the programs that were compiled."""
+    compiler.inference_programs.clear()
     output = ["--output", str(run / "evaluation.json")]
-    return evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output])
+    evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output])
+    return [*compiler.inference_programs]
 
 
 def resume_training(run: Path, dataset: Path) -> object:
@@ -213,7 +207,6 @@ CALLS: dict[str, Callable[[Path, Path], object]] = {
     "train": run_training,
     "slow": run_with_slow_device,
     "steps": run_steps,
-    "recorded steps": partial(run_steps, recorded=True),
     "evaluate": run_evaluation,
     "resume": resume_training,
     "check_device": check_devices,
