@@ -144,7 +144,7 @@ def run_with_slow_device(run: Path, dataset: Path) -> object:
 
 
 def run_evaluation(run: Path, dataset: Path) -> object:
-    """Digests of the programs that were compiled."""
+    """Evaluate; returns the digests of the programs that were compiled."""
     compiler.inference_programs.clear()
     output = ["--output", str(run / "evaluation.json")]
     evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output])
