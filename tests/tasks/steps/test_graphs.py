@@ -119,10 +119,47 @@ def test_graphs_of_other_shapes_are_cache_misses_and_are_named(workspace, compil
     assert "block, training; loss, training" in output
 
 
-def test_after_a_kill_and_a_failure_only_what_is_missing_is_compiled(
-    workspace, run, compiled, tmp_path, caplog
+def test_after_a_kill_a_failure_and_an_interrupt_only_what_is_missing_is_compiled_and_once(
+    workspace, run, compiled, tmp_path, caplog, monkeypatch
 ):
+    caplog.set_level(logging.INFO)
     workspace.forget(run, LOSS)
+    kill_while_compiling(workspace, run)
+
+    tight = micro.run_folder(tmp_path / "tight", *SETTINGS, "compile.memory_gib=0.3")
+    profile, tables = load(str(tight / "profile.yaml")), []
+    with pytest.raises(graphs.GraphsFailed, match=LOSS):
+        workspace.compile(tight, table=lambda *table: tables.append(table))
+    ((_, title, rows),) = tables
+    assert "5 graphs: 4 successful, 1 failed" in title
+    assert [row["program"] for row in rows if row["error"]] == [LOSS]
+    assert workspace.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
+
+    monkeypatch.setattr(local, "subprocess", subprocess)  # processes that pgrep finds
+    caplog.clear()
+    interrupt_while_compiling(workspace, run, caplog)
+    monkeypatch.undo()
+    left = ["pgrep", "-f", f"modeling.tracing.compile.*{workspace.folder}"]
+    assert subprocess.run(left, capture_output=True, text=True, check=False).stdout == ""
+    assert "waiting for" not in caplog.text  # no process left a lock
+
+    # Runs that differ in layers and learning rate share every program; of two at a time, one compiles it.
+    others = ("model.num_hidden_layers=5", "model.num_hidden_layers=6")
+    runs = [
+        micro.run_folder(tmp_path / str(n), *SETTINGS, other, f"train.learning_rate={n}e-4")
+        for n, other in enumerate(others, 1)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        artifacts = [*pool.map(workspace.compile, runs)]
+    assert len({compiled.key, *(artifact.key for artifact in artifacts)}) == 3
+    second, first = sorted(artifacts, key=lambda artifact: artifact.summary["from_cache"], reverse=True)
+    assert second.summary["from_cache"] == second.summary["total"] == compiled.summary["total"]
+    assert {name for name, how in status(first.summary).items() if how == "compiled"} == {LOSS}
+    assert first.summary["failed"] == 0
+
+
+def kill_while_compiling(workspace: Workspace, run: Path) -> None:
+    """Compile in another process, which is killed when it starts to compile LOSS."""
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True);"
         "from profiles.resolve import load; from tasks.steps.graphs import GraphsStep;"
@@ -136,62 +173,23 @@ def test_after_a_kill_and_a_failure_only_what_is_missing_is_compiled(
             break
     process.send_signal(signal.SIGKILL)
     process.wait()
-    caplog.set_level(logging.INFO)
-
-    tight = micro.run_folder(tmp_path, *SETTINGS, "compile.memory_gib=0.3")
-    profile, tables = load(str(tight / "profile.yaml")), []
-    with pytest.raises(graphs.GraphsFailed, match=LOSS):
-        workspace.compile(tight, table=lambda *table: tables.append(table))
-    ((_, title, rows),) = tables
-    assert "5 graphs: 4 successful, 1 failed" in title
-    assert [row["program"] for row in rows if row["error"]] == [LOSS]
-    assert workspace.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
-
-    retried = workspace.compile(run)
-    assert {name for name, how in status(retried.summary).items() if how == "compiled"} == {LOSS}
-    assert retried.summary["failed"] == 0
-    assert "waiting for" not in caplog.text  # neither process left a lock
 
 
-def test_cancelled_step_ends_its_processes_and_concurrent_steps_compile_a_graph_once(
-    workspace, run, compiled, caplog, monkeypatch, tmp_path
-):
-    workspace.forget(run, LOSS)
-    caplog.set_level(logging.INFO, logger="tasks.steps.graphs")
+def interrupt_while_compiling(workspace: Workspace, run: Path, caplog) -> None:
+    """Compile in this process, which gets a SIGINT when it starts to compile LOSS."""
 
     def interrupt() -> None:
         while f"compiling {LOSS}" not in caplog.text:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(local, "subprocess", subprocess)  # processes that pgrep finds
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             workspace.compile(run)
     finally:
-        monkeypatch.undo()
         signal.signal(signal.SIGINT, before)
-    left = subprocess.run(
-        ["pgrep", "-f", f"modeling.tracing.compile.*{workspace.folder}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert left.stdout == ""
-
-    runs = [micro.run_folder(tmp_path / str(n), *SETTINGS, f"model.num_hidden_layers={n}") for n in (2, 6)]
-    with ThreadPoolExecutor(2) as pool:
-        found = [status(artifact.summary)[LOSS] for artifact in pool.map(workspace.compile, runs)]
-    assert sorted(found) == ["compiled", "from cache"]
-
-
-def test_another_number_of_layers_shares_every_graph(workspace, compiled, tmp_path):
-    deeper = micro.run_folder(tmp_path, *SETTINGS, "model.num_hidden_layers=5", "train.learning_rate=1e-4")
-    artifact = workspace.compile(deeper)
-    assert artifact.key != compiled.key
-    assert artifact.summary["from_cache"] == artifact.summary["total"] == compiled.summary["total"]
 
 
 def test_programs_that_share_a_name_have_separate_jobs():
