@@ -48,15 +48,13 @@ USERS = "compiled, user functions"
 COMPILED = {
     "compiled, tensor": ("parallel.tensor=2",),
     "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", MASKED),
-    "compiled, interleaved": (*DEEP, *PIPELINE, "parallel.schedule=interleaved"),
     "compiled, zero bubble": (*PIPELINE, "parallel.schedule=zero_bubble"),
-    # with tied embeddings, whose gradient the user's loss adds to
+    # with dropout, with tied embeddings, whose gradient the user's loss adds to, and with parameters of more shapes than torch
+    # recompiles for by default
     USERS: (
         *(*GPT, "parallel.tensor=2", "train.loss=tests.emulation.user_functions:cross_entropy"),
         "evaluate.metrics=[tests.emulation.user_functions:accuracy]",
     ),
-    # with parameters of more shapes than torch recompiles for by default
-    "compiled, dropout": (*GPT, "parallel.tensor=1"),
     # in microbatches, with room for every row
     "compiled, experts": (
         *(*EXPERTS, "parallel.tensor=1", "parallel.expert=2", "train.capacity_factor=2.0"),
@@ -103,7 +101,7 @@ SHARDED_TWICE = (
 GPU = {
     "gpu, ring": ("parallel.tensor=1", "parallel.context=2", MASKED),
     "gpu, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "compile.enabled=true"),
-    "gpu, pipeline": (*PIPELINE, "compile.enabled=true"),
+    "gpu, pipeline": (*DEEP, *PIPELINE, "parallel.schedule=interleaved", "compile.enabled=true"),
     "gpu, experts": (*EXPERTS, "parallel.tensor=1", "parallel.expert=2"),
     "gpu, compiled": ("parallel.tensor=2", "compile.enabled=true"),
 }
@@ -312,7 +310,8 @@ def test_step_waits_for_the_device_once(name, runs):
         "parallel/device.py:Download.wait event": STEPS + PASSES,
     }
     if "parallel.pipeline=2" in settings:
-        expected["parallel/pipeline/pipeline.py:Pipeline._run _local_scalar_dense"] = 1
+        stages = 2 if "parallel.schedule=interleaved" in settings else 1  # of a rank
+        expected["parallel/pipeline/pipeline.py:Pipeline._run _local_scalar_dense"] = stages
     if name == "gpu, experts":  # each of two layers waits for the numbers of rows that it exchanges
         expected["parallel/device.py:Download.wait event"] *= 3
     excluded = (
