@@ -1,16 +1,19 @@
-"""One fork server per test worker: imports torch and the trainer, then forks in milliseconds."""
+"""One fork server per test worker: imports torch and the trainer, then forks in milliseconds.
+
+Importing this module also makes garbage collection and Dynamo cheaper in the process that does.
+"""
 
 import gc
 import multiprocessing
 from multiprocessing.context import ForkServerContext
+
+import torch._dynamo.guards
 
 PRELOADED = [
     *("torch.distributed", "modeling.training.train", "modeling.training.evaluate"),
     *("torch._inductor.compile_fx", "modeling.tracing.compile"),  # 3 s of CPU in each process that compiles
     "tests.forkserver",  # last
 ]
-COLLECTION = (50_000, 20, 100)
-"""Allocations between garbage collections: with torch's modules alive, Python's defaults cost a tenth to a quarter of the CPU."""
 
 
 def forkserver() -> ForkServerContext:
@@ -20,10 +23,9 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-def collect_rarely() -> None:
-    """Collect garbage rarely in this process, and never among the objects that exist now."""
-    gc.freeze()
-    gc.set_threshold(*COLLECTION)
+# With all of torch's modules alive, Python's default of a collection every 700 allocations costs tests a tenth of their CPU time.
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)
 
-
-collect_rarely()
+# Dynamo times the guards of each frame after it has emptied the CPU's caches, for a log line: a tenth of the time of a trace.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
