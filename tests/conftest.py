@@ -17,8 +17,6 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-import tests.forkserver  # noqa: F401 which makes garbage collection rare
-
 pytest_plugins = ["tests.pool"]
 
 # Set before anything imports Prefect, so that tests never touch the user's settings and database. Each xdist worker
