@@ -30,13 +30,8 @@ from tasks.store.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-OUTAGE_PAUSES = (
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
-)  # seconds before each retry after an outage; the last applies to all further
+OUTAGE_PAUSES = (30.0, 60.0, 120.0, 300.0, 600.0)
+"""Seconds before each retry after an outage; the last applies to all further."""
 OUTAGE_SECONDS = 3600.0  # that a run waits in all for outages, without a new checkpoint
 
 
