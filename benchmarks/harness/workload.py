@@ -177,8 +177,9 @@ def batch(workload: Workload, step: int) -> Tensor:
 
 
 def adamw(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.AdamW:
-    """torch's AdamW; `settings` select an implementation other than the default."""
-    return torch.optim.AdamW(parameters, **ADAMW, **settings)
+    """torch's AdamW; `settings` select an implementation other than torch's default, on a GPU other than the fused one."""
+    given = list(parameters)
+    return torch.optim.AdamW(given, **ADAMW, **(settings or {"fused": given[0].is_cuda}))
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:
