@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.harness import MANY_STEPS, Case, differences, one_process, run
+from tests.parity.harness import MANY_STEPS, STEPS, Case, differences, one_process, run
 
 CASES = {
     "tensor 2": Case(tensor=2),
@@ -177,7 +177,7 @@ CASES = {
     "dropout, tensor 2, data 2, fsdp": Case("gpt dropout", tensor=2, data=2, sharding="fsdp"),
 }
 
-# One of each kind of parallelism, also trained for many steps.
+# One of each kind of parallelism, trained for many steps.
 LONGER = (
     "tensor 2, data 2, tied",
     "context 2, gpt",
@@ -189,16 +189,10 @@ LONGER = (
 )
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_matches_one_process(case, pool):
-    assert differences(run(case, pool), one_process(case.reference)) == []
-
-
-@pytest.mark.parametrize("name", LONGER)
-def test_matches_one_process_over_many_steps(name, pool):
-    case = CASES[name]
-    expected = one_process(case.reference, MANY_STEPS)
-    assert differences(run(case, pool, steps=MANY_STEPS), expected) == []
+@pytest.mark.parametrize("name", CASES)
+def test_matches_one_process(name, pool):
+    case, steps = CASES[name], MANY_STEPS if name in LONGER else STEPS
+    assert differences(run(case, pool, steps=steps), one_process(case.reference, steps)) == []
 
 
 @pytest.mark.parametrize(
