@@ -6,6 +6,8 @@ are counted operator by operator (modeling/planning/operator_costs.py).
 
 from __future__ import annotations
 
+from functools import cache
+
 from profiles.schema import Profile
 
 
@@ -27,15 +29,17 @@ def _weights_and_scores(profile: Profile) -> list[tuple[int, int]]:
     model, s = profile.model, profile.train.sequence_length
     h, both = model.hidden_size, model.head_dim + (model.v_head_dim or model.head_dim)
     matrices = model.family.mlp_matrices
-    layers = []
-    for layer in range(model.num_hidden_layers):
+
+    @cache
+    def of_kind(has_experts: bool, window: int | None) -> tuple[int, int]:
         mlp = matrices * h * model.intermediate_size
-        if model.has_experts(layer):
+        if has_experts:
             experts = model.num_experts_per_tok + (model.n_shared_experts or 0)
             mlp = experts * matrices * h * model.expert_width + h * model.num_experts
-        scores = int(visible_keys(s, model.window(layer)) * model.num_attention_heads * both)
-        layers.append((model.projection_weights + mlp, scores))
-    return layers
+        scores = int(visible_keys(s, window) * model.num_attention_heads * both)
+        return model.projection_weights + mlp, scores
+
+    return [of_kind(model.has_experts(i), model.window(i)) for i in range(model.num_hidden_layers)]
 
 
 def _head(profile: Profile) -> int:

@@ -6,6 +6,8 @@ are kept if that plan fits and its step is shorter or, where times are unknown, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from modeling.models.build import partition_layers
 from modeling.planning import memory
 from modeling.planning.planner import Plan, device_bytes, host_bytes, plan, reserved_share
@@ -55,22 +57,29 @@ def _choose_recompute(profile: Profile, cache: CostCache) -> Profile:
         return without
     costs, partition, ranks = StageCosts(profile, cache), partition_layers(profile), profile.parallel.pipeline
     chosen: list[list[str]] = [[]] * len(partition)
+    plan_buckets = memory.bucket_planner(profile)
     for rank in range(ranks):
-        chosen[rank::ranks] = _choose_on_rank(profile, costs, partition[rank::ranks], rank)
+        layers, microbatches = partition[rank::ranks], memory.microbatches_in_flight(profile, rank)
+        buckets = plan_buckets(*map(costs.module, layers))
+        chosen[rank::ranks] = _choose_on_rank(profile, costs, layers, microbatches, buckets)
     return with_value(profile, "train.recompute", from_layer_modes(chosen))
 
 
 def _choose_on_rank(
-    profile: Profile, costs: StageCosts, partition: list[range], rank: int
+    profile: Profile,
+    costs: StageCosts,
+    partition: Sequence[range],
+    microbatches: float,
+    buckets: Sequence[memory.PlannedBucket],
 ) -> list[list[str]]:
     """The modes of the layers of a pipeline rank's stages."""
     room = (1 - reserved_share(profile)) * device_bytes(profile) - host_bytes(profile)
-    buckets = memory.plan_buckets(profile, [costs.module(layers) for layers in partition])
     # With working memory this large, the peak is never at another time, so everything else simply adds to it.
-    rest = sum(memory.rank_bytes(profile, rank, HUGE, costs.hidden_bytes, buckets).values()) - HUGE
+    held = memory.rank_bytes(profile, HUGE, microbatches, costs.hidden_bytes, buckets)
+    rest = sum(held.values()) - HUGE
 
     def cost(layer: LayerCosts) -> tuple[float, float]:
         return layer_seconds(profile, layer), layer.moved
 
     stages = [[{mode: costs.layer(i, mode) for mode in MODES} for i in layers] for layers in partition]
-    return choose_modes(stages, memory.microbatches_in_flight(profile, rank), room - rest, cost)
+    return choose_modes(stages, microbatches, room - rest, cost)

@@ -6,7 +6,8 @@ The plan and the traced plan both count bytes here; planner.py lists what each k
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from torch import nn
@@ -65,6 +66,11 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
         *(PlannedBucket.of(profile, group.members, resident=False) for group in sharded),
         *(PlannedBucket.of(profile, each, resident=True) for each in members),
     ]
+
+
+def bucket_planner(profile: Profile) -> Callable[..., list[PlannedBucket]]:
+    """`plan_buckets` of stages given one by one, once for all ranks that share their stages."""
+    return cache(lambda *stages: plan_buckets(profile, stages))
 
 
 def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
@@ -138,10 +144,9 @@ def microbatches_in_flight(profile: Profile, rank: int) -> float:
 
 
 def rank_bytes(
-    profile: Profile, rank: int, working: int, hidden_bytes: int, buckets: Sequence[PlannedBucket]
+    profile: Profile, working: int, microbatches: float, hidden_bytes: int, buckets: Sequence[PlannedBucket]
 ) -> dict[str, int]:
     """Bytes of a pipeline rank by kind; arguments as for `activation_bytes`."""
-    microbatches = microbatches_in_flight(profile, rank)
     activations = activation_bytes(profile, working, microbatches, hidden_bytes, buckets)
     return state_bytes(profile, buckets) | {"activations": activations}
 

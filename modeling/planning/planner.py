@@ -233,13 +233,15 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
     """The plan of each pipeline rank, which has several stages with interleaving."""
     ranks, partition = profile.parallel.pipeline, partition_layers(profile)
 
+    plan_buckets = memory.bucket_planner(profile)
+
     def plan_rank(rank: int) -> StagePlan:
         layers = partition[rank::ranks]
         modules = [costs.module(stage) for stage in layers]
         stages = [costs.layers(stage) for stage in layers]
-        buckets = memory.plan_buckets(profile, modules)
-        working = memory.eager_working_bytes(stages, memory.microbatches_in_flight(profile, rank))
-        held = memory.rank_bytes(profile, rank, working, costs.hidden_bytes, buckets)
+        buckets, microbatches = plan_buckets(*modules), memory.microbatches_in_flight(profile, rank)
+        working = memory.eager_working_bytes(stages, microbatches)
+        held = memory.rank_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         traffic = optimizer_traffic(profile, buckets)
         return StagePlan(
             layers=tuple((stage.start, stage.stop) for stage in layers),

@@ -77,8 +77,7 @@ class StageCosts:
 
     def layers(self, layers: range) -> list[LayerCosts]:
         """Costs of a stage's layers, in order."""
-        modes = layer_modes(self.profile)
-        return [self.layer(layer, modes[layer]) for layer in layers]
+        return [self.layer(layer, self._modes[layer]) for layer in layers]
 
     def module(self, layers: range) -> nn.Module:
         """A stage on the meta device with the same parameters as the stage of `layers`."""
@@ -88,6 +87,10 @@ class StageCosts:
         if key not in self._cache:
             self._cache[key] = build_model(self.profile, self.mesh, layers, META)
         return self._cache[key]
+
+    @cached_property
+    def _modes(self) -> list[str]:
+        return layer_modes(self.profile)
 
     @cached_property
     def _setting(self) -> tuple[Any, ...]:

@@ -61,8 +61,10 @@ def group_parameters(
     frozen = [item for item in named if not item[1].requires_grad]
     remaining, sharded = frozen or trained, []
     for unit in units:
-        held = [item for item in remaining if unit.holds(*item)]
-        remaining = [item for item in remaining if not unit.holds(*item)]
+        held, others = [], []
+        for item in remaining:
+            (held if unit.holds(*item) else others).append(item)
+        remaining = others
         sharded.append((unit, _fill_buckets(held, weight_decay, sys.maxsize)))
     resident = _fill_buckets(trained if frozen else remaining, weight_decay, size)
     return Groups(sharded, bool(frozen), resident, remaining if frozen else [])

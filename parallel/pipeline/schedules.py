@@ -52,6 +52,10 @@ def choose_extra_forwards(costs: Sequence[float], microbatches: int) -> int:
 
 @lru_cache
 def _choose_extra_forwards(costs: tuple[float, ...], microbatches: int) -> int:
+    # No step is shorter: a stage waits for the first forward, and its last backward passes the stages before it.
+    shortest = max(sum(costs[:rank]) + microbatches * cost for rank, cost in enumerate(costs))
+    if step_time(costs, microbatches, 0) <= shortest * (1 + WORTHWHILE):
+        return 0
     times = [step_time(costs, microbatches, extra) for extra in range(len(costs))]
     return next(extra for extra, time in enumerate(times) if time <= min(times) * (1 + WORTHWHILE))
 
@@ -60,20 +64,23 @@ def step_time(costs: Sequence[float], microbatches: int, extra_forwards: int) ->
     """Time of a 1f1b step in the unit of the costs, without communication."""
     ranks = len(costs)
     orders = [one_forward_one_backward(ranks, rank, microbatches, extra_forwards) for rank in range(ranks)]
-    clocks = [0.0] * ranks
-    ended: dict[tuple[str, int, int], float] = {}  # by kind, rank, microbatch
-    while any(orders):
+    clocks, done = [0.0] * ranks, [0] * ranks
+    # Times at which each rank's passes ended, in order of microbatches; the ends of the pipeline wait for nobody.
+    start = [0.0] * microbatches
+    forwards = [start, *([] for _ in range(ranks))]
+    backwards = [*([] for _ in range(ranks)), start]
+    while min(done) < 2 * microbatches:
         for rank, order in enumerate(orders):
-            while order:
-                kind, i = order[0]
-                source = rank - 1 if kind == "F" else rank + 1
-                if 0 <= source < ranks:
-                    if (kind, source, i) not in ended:
-                        break
-                    clocks[rank] = max(clocks[rank], ended[kind, source, i])
-                clocks[rank] += costs[rank] * (1 if kind == "F" else 2) / 3
-                ended[kind, rank, i] = clocks[rank]
-                order.pop(0)
+            clock, seconds = clocks[rank], costs[rank] / 3
+            for kind, i in order[done[rank] :]:
+                forward = kind == "F"
+                source = forwards[rank] if forward else backwards[rank + 1]
+                if i >= len(source):
+                    break
+                clock = max(clock, source[i]) + (seconds if forward else 2 * seconds)
+                (forwards[rank + 1] if forward else backwards[rank]).append(clock)
+                done[rank] += 1
+            clocks[rank] = clock
     return max(clocks)
 
 
