@@ -177,7 +177,7 @@ def batch(workload: Workload, step: int) -> Tensor:
 
 
 def adamw(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.AdamW:
-    """torch's AdamW; `settings` select an implementation other than torch's default, on a GPU other than the fused one."""
+    """torch's AdamW; `settings` select an implementation, by default the fused one on a GPU."""
     given = list(parameters)
     return torch.optim.AdamW(given, **ADAMW, **(settings or {"fused": given[0].is_cuda}))
 
