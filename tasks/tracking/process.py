@@ -30,6 +30,7 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
+LAST_WORDS_SECONDS = 5.0  # for the errors of a process that has ended to be read
 # Disable the telemetry of the trackers' vendors.
 QUIET = {"DO_NOT_TRACK": "1", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
@@ -74,6 +75,7 @@ class TrackerProcess:
         self.name = name
         self._warned = False
         self._child: subprocess.Popen[str] | None = None
+        self._listener = threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True)
         run = {
             "name": profile.name,
             "project": profile.tracking.project,
@@ -96,11 +98,10 @@ class TrackerProcess:
                     text=True,
                     start_new_session=True,  # Ctrl-C reaches the flow only, which then sends the final state
                 )
+            self._listener.start()
             self._send(first)
         except OSError as error:
             self._warn(str(error))
-            return
-        threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True).start()
 
     def end(self, final_state: FinalState) -> None:
         """Send the final state of the run."""
@@ -120,6 +121,7 @@ class TrackerProcess:
             self._warn(f"did not finish within {FINISH_SECONDS:.0f} s")
         else:
             if code:
+                self._listener.join(LAST_WORDS_SECONDS)  # the reason, if it gave one, says more than the code
                 self._warn(f"ended with exit code {code}")
 
     def kill(self) -> None:

@@ -132,7 +132,7 @@ def test_torchrun_gives_ranks_the_grace_to_save(job, tmp_path):
     launcher = LocalLauncher(grace=1)
     handle = launcher.submit(job("rank-1-ignores-sigterm"))
     pids(tmp_path)
-    launcher.cancel(handle, grace=20)  # torchrun kills the rank before, which by default it does after 30 s
+    launcher.cancel(handle, grace=60)  # torchrun kills the rank before, which by default it does after 30 s
     log = handle.job.log_file.read_text()
     assert "forcefully exiting" in log, log
 
