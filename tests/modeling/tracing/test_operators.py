@@ -1,4 +1,4 @@
-"""Operators that a run needs from its device: listed by name, equal on all ranks, static."""
+"""Operators that a run needs from its device: listed by name, static."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from modeling.tracing import graph_stats, operators
 from modeling.tracing.trace import trace
 from profiles.resolve import load
 from tests.modeling import micro
-from tests.modeling.tracing.test_trace import SPREAD, profile
+from tests.modeling.tracing.test_trace import profile
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +23,6 @@ def test_operators_are_counted_by_program(tmp_path):
     }
     assert set(found["aten.silu_backward"]) == {"block, training"}
     assert found["trainshed.attention"] == {"block, training": 1, "block, evaluation": 1}
-
-
-def test_operators_are_the_same_on_every_rank(tmp_path):
-    spread = profile(tmp_path, *SPREAD)
-    first, *others = (operators.count_operators(trace(spread, rank)) for rank in (0, 3, 7))
-    assert all(other == first for other in others)
 
 
 def test_dynamic_shape_is_rejected():
@@ -72,10 +66,13 @@ def test_command_lists_operators_and_those_missing_from_a_table(tmp_path, capsys
 def test_trainium_docs_list_the_operators_of_the_largest_profiles():
     text = (Path(__file__).parents[3] / "docs/trainium.md").read_text()
     listed = text.partition("<!-- operators -->")[2].partition("<!-- /operators -->")[0]
-    fewer = ["model.num_hidden_layers=4", "train.recompute=full 2"]  # with the same programs
+    smallest = {  # with the same programs
+        "llama3-70b": ["model.num_hidden_layers=2", "train.recompute=full 1"],
+        "gpt3-175b": ["model.num_hidden_layers=2", "train.recompute=[full, none]", "parallel.pipeline=2"],
+    }
     found = {
         name
-        for each in ("llama3-70b", "gpt3-175b")
+        for each, fewer in smallest.items()
         for name in operators.count_operators(trace(load(each, fewer)))
     }
     assert set(listed.replace("`", "").replace(",", " ").split()) == found

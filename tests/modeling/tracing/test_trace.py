@@ -1,6 +1,9 @@
 """Tracing: the same few graphs for every layer, stage and rank; statistics that agree with real runs."""
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -12,8 +15,8 @@ from modeling.models.flops import flops_per_token
 from modeling.planning.memory import activation_bytes, plan_buckets
 from modeling.planning.planner import plan
 from modeling.planning.stage_costs import StageCosts
-from modeling.tracing import compile, graph_stats
-from modeling.tracing.trace import trace
+from modeling.tracing import compile, graph_stats, operators
+from modeling.tracing.trace import Trace, trace
 from modeling.tracing.traced_plan import apply_trace, traced_ranks
 from modeling.training.trainer import Trainer
 from parallel import device, initialize
@@ -32,6 +35,7 @@ SPREAD = (
     "cluster.devices_per_node=16",
     "train.micro_batch_size=1",
 )
+ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.global_batch_size=2")  # one process
 GPT = (
     *("model.architecture=gpt", "model.num_key_value_heads=4", "model.dropout=0.1", "model.hidden_act=gelu"),
     *("model.tie_word_embeddings=true", "model.attention_bias=true", "model.mlp_bias=true"),
@@ -43,13 +47,19 @@ def profile(tmp_path, *overrides: str):
     return load(str(folder / "profile.yaml"))
 
 
-def digests(traced) -> dict[str, str]:
-    return {program.name: program.digest for program in traced.programs}
+@cache
+def traced(*overrides: str, rank: int = 0) -> Trace:
+    """The trace of a profile, made once; each takes some seconds of CPU."""
+    with TemporaryDirectory() as folder:
+        return trace(profile(Path(folder), *overrides), rank)
 
 
-def test_run_has_a_few_graphs_of_known_names(tmp_path):
-    found = trace(profile(tmp_path))
-    assert {program.name: len(program.graphs) for program in found.programs} == {
+def digests(found: Trace) -> dict[str, str]:
+    return {program.name: program.digest for program in found.programs}
+
+
+def test_run_has_a_few_graphs_of_known_names():
+    assert {program.name: len(program.graphs) for program in traced().programs} == {
         "block, evaluation": 1,
         "block, training": 2,
         "loss, evaluation": 1,
@@ -58,8 +68,8 @@ def test_run_has_a_few_graphs_of_known_names(tmp_path):
 
 
 def test_document_masks_change_the_block_graphs(tmp_path):
-    masked = digests(trace(profile(tmp_path / "masked", "train.document_masks=true")))
-    plain = digests(trace(profile(tmp_path / "plain")))
+    masked = digests(trace(profile(tmp_path, "train.document_masks=true")))
+    plain = digests(traced())
     assert {name for name in plain if masked[name] != plain[name]} == {"block, evaluation", "block, training"}
 
 
@@ -105,9 +115,10 @@ def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
         assert (forward[gather], backward[gather], backward[scatter]) == (1, 1, 1)
 
 
-def test_graphs_are_the_same_on_every_rank(tmp_path):
-    spread = profile(tmp_path, *SPREAD)
-    assert len({tuple(digests(trace(spread, rank)).items()) for rank in (0, 3, 7)}) == 1
+def test_graphs_and_operators_are_the_same_on_every_rank():
+    first, last = traced(*SPREAD), traced(*SPREAD, rank=7)  # on which all ranks of the axes differ
+    assert digests(first) == digests(last)
+    assert operators.count_operators(first) == operators.count_operators(last)
 
 
 def test_graph_that_depends_on_the_rank_has_another_digest(tmp_path, monkeypatch):
@@ -125,16 +136,15 @@ def test_graph_that_depends_on_the_rank_has_another_digest(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("more", [(), GPT], ids=["llama", "gpt"])
 def test_number_of_graphs_is_independent_of_layers_and_ranks(tmp_path, more):
-    small = trace(profile(tmp_path / "small", *more))
     wide = ("cluster.devices_per_node=16", "train.global_batch_size=16", "parallel.pipeline=2")
-    large = trace(profile(tmp_path / "large", *more, *wide, "model.num_hidden_layers=12"))
-    assert digests(large) == digests(small)
+    large = trace(profile(tmp_path, *more, *wide, "model.num_hidden_layers=6"))
+    assert digests(large) == digests(traced(*more))
     assert len(large.stages) == 2
 
 
 def test_each_mode_of_recomputation_has_its_block_programs_for_any_stage(tmp_path):
-    layers, alone = "model.num_hidden_layers=3", ("parallel.tensor=1", "cluster.devices_per_node=1")
-    mixed = profile(tmp_path / "mixed", layers, *alone, "train.recompute=full 1 + selective 1")
+    layers = "model.num_hidden_layers=3"
+    mixed = profile(tmp_path / "mixed", layers, *ALONE, "train.recompute=full 1 + selective 1")
     found = trace(mixed)
     assert {program.name for program in found.programs if "block" in program.name} == {
         f"{kind}, {mode}"
@@ -150,8 +160,7 @@ def test_each_mode_of_recomputation_has_its_block_programs_for_any_stage(tmp_pat
 
 
 def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):
-    one = profile(tmp_path, "parallel.tensor=1", "cluster.devices_per_node=1", "train.global_batch_size=2")
-    found = trace(one)
+    one, found = profile(tmp_path, *ALONE), traced(*ALONE)
     # Traced FLOPs include attention's recomputed scores, which are few for 32 tokens.
     tokens = one.train.global_batch_size * one.train.sequence_length
     (rank,) = traced_ranks(one, found.to_json())
@@ -181,7 +190,7 @@ def test_traced_costs_agree_with_analytic_flops_and_eager_memory(tmp_path):
 
 def test_traced_costs_replace_the_plans_estimates(tmp_path):
     spread = profile(tmp_path, *SPREAD)
-    planned, found = plan(spread), trace(spread).to_json()
+    planned, found = plan(spread), traced(*SPREAD).to_json()
     after = apply_trace(spread, planned, found)
     first, costs = found["stages"][0], StageCosts(spread)
     working = 2 * first["saved"] + first["peak"]  # two microbatches in flight
@@ -192,15 +201,14 @@ def test_traced_costs_replace_the_plans_estimates(tmp_path):
     assert after.stages[0].flops == pytest.approx(planned.stages[0].flops, rel=0.1)
 
 
-def test_communication_volume_follows_from_the_degrees(tmp_path):
-    found = trace(profile(tmp_path, "train.micro_batch_size=1"))
-    forward = next(p for p in found.programs if p.name == "block, evaluation").graphs[0]
-    # Sequence parallelism over 2: two gathers and two scatters of 32 tokens x 32 features x 4 bytes, half of each sent.
-    assert forward.communication == {"tensor": 4 * 32 * 32 * 4 // 2}
+def test_communication_volume_follows_from_the_degrees():
+    forward = next(p for p in traced().programs if p.name == "block, evaluation").graphs[0]
+    # Sequence parallelism over 2: two gathers and two scatters of 2 x 32 tokens x 32 features x 4 bytes, half of each sent.
+    assert forward.communication == {"tensor": 4 * 2 * 32 * 32 * 4 // 2}
 
 
-def test_backward_graph_gathers_inputs_again_instead_of_saving_them(tmp_path):
-    block = next(p for p in trace(profile(tmp_path)).programs if p.name == "block, training")
+def test_backward_graph_gathers_inputs_again_instead_of_saving_them():
+    block = next(p for p in traced().programs if p.name == "block, training")
     forward, backward = (graph.operators["_c10d_functional.all_to_all_single"] for graph in block.graphs)
     assert forward == 4  # of column and row layers, twice each
     assert backward == 6  # theirs, and X twice
@@ -232,8 +240,8 @@ class MockCompiler:
 
 def test_program_whose_code_names_its_device_is_compiled_for_each_device_of_a_node(tmp_path, monkeypatch):
     """Without a GPU: the CPU stands for two devices."""
-    settings = profile(tmp_path, "parallel.tensor=1", "cluster.devices_per_node=2")
-    program = trace(settings).programs[0]
+    settings = profile(tmp_path, *ALONE, "cluster.devices_per_node=2")
+    program = traced(*ALONE).programs[0]
     monkeypatch.setitem(device.KINDS, "cpu", replace(device.CPU, code_names_device=True))
     compiler = MockCompiler()
     result = compile.compile_program(settings, 0, program.name, program.digest, compiler)
@@ -243,9 +251,9 @@ def test_program_whose_code_names_its_device_is_compiled_for_each_device_of_a_no
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_graphs_are_compiled_for_the_kernels_that_training_chooses(tmp_path, monkeypatch, deterministic):
     """The CPU stands in for a device with nondeterministic kernels; Inductor's cache keys have the choice."""
+    program = traced(*ALONE).programs[0]
     monkeypatch.setitem(device.KINDS, "cpu", replace(device.CPU, nondeterministic=True))
-    settings = profile(tmp_path, "parallel.tensor=1", f"train.deterministic={deterministic}")
-    program = trace(settings).programs[0]
+    settings = profile(tmp_path, *ALONE, f"train.deterministic={deterministic}")
     compiler = MockCompiler()
     result = compile.compile_program(settings, 0, program.name, program.digest, compiler)
     assert (result["error"], compiler.deterministic) == (None, deterministic)
