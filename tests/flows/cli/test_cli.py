@@ -425,7 +425,10 @@ def test_run_prints_steps_final_loss_and_output_paths(command, profile, prefect_
 
 
 @pytest.mark.parametrize("kind", ["files", "megatron"])
-def test_corrupted_data_is_rejected_with_exit_code_2(command, profile, prefect_server, tmp_path, kind):
+def test_corrupted_data_is_rejected_with_exit_code_2(
+    prefect_server, capsys, monkeypatch, tmp_path, profile, kind
+):
+    monkeypatch.chdir(tmp_path)
     texts = {"kind": "files", "path": str(profile.with_name("texts.jsonl"))}
     if kind == "files":
         (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
@@ -434,7 +437,8 @@ def test_corrupted_data_is_rejected_with_exit_code_2(command, profile, prefect_s
         write_pair(tmp_path / "bad", [[1, 2], [3, 999]])
         bad, expected = {"kind": kind, "path": str(tmp_path / "bad")}, "bad.bin, byte 6: token 999 is not in"
     sources = f"data.sources={json.dumps([texts, bad] if kind == 'megatron' else [bad])}"
-    code, _, err = command("run", str(profile), *settings(sources), PREFECT_API_URL=prefect_server).result()
+    code = main(["run", str(profile), *settings(sources)])
+    err = capsys.readouterr().err
     assert code == 2, err
     assert expected in err.splitlines()[-1]
     assert "Traceback" not in err

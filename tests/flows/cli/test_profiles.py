@@ -1,4 +1,4 @@
-"""A small shipped profile of each kind of parallelism on two ranks, from the tokenizer to an export.
+"""A small shipped profile of each kind of parallelism on two forked ranks, from the tokenizer to an export.
 
 That every shipped profile trains, with its own degrees, recomputation and schedule, is tested in tests/profiles/test_training.py.
 """
@@ -7,13 +7,14 @@ import json
 
 import pytest
 
+from flows.cli.main import main
 from profiles import resolve
 from tests.flows.micro import losses, settings, write_profile
 from tests.forked_jobs import forked_jobs
 
 pytestmark = pytest.mark.slow
 
-THROUGH_THE_COMMAND = "llama3-70b"  # by `trainshed run` and torchrun; the ranks of the others are forked
+THROUGH_THE_COMMAND = "llama3-70b"  # the others by calling the flow
 SMALL = (
     *(
         "model.hidden_size=64",
@@ -74,12 +75,14 @@ def test_profile_trains_and_exports(prefect_server, family_store, name):
     _check(folder, name)
 
 
-def test_profile_trains_and_exports_through_the_command(prefect_server, command, family_store):
+def test_profile_trains_and_exports_through_the_command(prefect_server, family_store, capsys):
     """As JSON: one document on standard output, the rest on standard error."""
     folder, data = family_store
     overrides = settings(*SMALL, *FAMILIES[THROUGH_THE_COMMAND], *data)
     arguments = ("run", THROUGH_THE_COMMAND, *overrides, "--store", str(folder / "store"), "--json")
-    code, out, err = command(*arguments, PREFECT_API_URL=prefect_server).result()
+    with forked_jobs():
+        code = main([*arguments])
+    out, err = capsys.readouterr()
     assert code == 0, err
     result = json.loads(out)
     assert result["run"] == THROUGH_THE_COMMAND
