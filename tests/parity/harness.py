@@ -30,7 +30,7 @@ from profiles.recompute import Recompute
 from profiles.schema import Profile
 from tests.pool import Pool
 
-STEPS, BATCH, SEQUENCE = 4, 8, 32
+STEPS, BATCH, SEQUENCE = 3, 8, 32
 MANY_STEPS = 20  # in which small differences would grow
 RATE = 3e-3
 # Tolerances, all relative. The losses of a router are squares of its weights, which AdamW moves by full steps however small a
