@@ -248,16 +248,20 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        self.total, self.peak = 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
                 reference = StorageWeakRef(leaf.untyped_storage())
-                self.storages[reference.cdata] = (reference, leaf.untyped_storage().nbytes())
-        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+                _, before = self.storages.get(reference.cdata, (reference, 0))
+                self.storages[reference.cdata] = (reference, size := leaf.untyped_storage().nbytes())
+                self.total += size - before
+        if self.total > self.peak:  # if it is without the storages that are gone
+            self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+            self.total = sum(size for _, size in self.storages.values())
+            self.peak = max(self.peak, self.total)
         return result
 
 
