@@ -5,9 +5,11 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling.models.families import model_class
@@ -132,8 +134,9 @@ def test_only_full_recomputes_products_and_attention():
     assert calls["full"] == (24 + 9, 3)
 
 
-def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> int:
+def attention_in_backward(mode: str, context: int, graph_kernel: str | None = None) -> int:
     """Number of ring attentions in backward, or for in-graph attention, of its batched products."""
+    torch.compiler.reset()  # earlier graphs are of another mesh
     graphs = []
 
     def keep(graph, _):
@@ -160,19 +163,22 @@ def attention_in_backward(mode: str, context: int, graph_kernel: str | None) -> 
     return sum(node.target in products for graph in graphs for node in graph.graph.nodes)
 
 
-@pytest.mark.parametrize(("context", "graph_kernel"), [(2, None), (2, "math"), (1, "math")])
-def test_only_full_recomputes_attention_over_a_context_axis_or_in_the_graph(pool, context, graph_kernel):
-    captures_ring = graph_kernel is not None and context > 1  # 10 s of CPU for each mode
-    found = {
-        mode: pool.run(attention_in_backward, context, mode=mode, context=context, graph_kernel=graph_kernel)[
-            0
-        ]
-        for mode in MODES
-        if mode != "none" or not captures_ring
-    }
+def test_only_full_recomputes_attention_over_a_context_axis(pool):
+    found = {mode: pool.run(attention_in_backward, 2, mode=mode, context=2)[0] for mode in MODES}
+    assert found["none"] == found["selective"] < found["full"]
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_only_full_recomputes_attention_in_the_graph(context):
+    """On one rank of a fake process group: the graphs of all ranks are equal."""
+    modes = MODES if context == 1 else MODES[1:]  # 10 s of CPU for each mode
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=context)
+    try:
+        found = {mode: attention_in_backward(mode, context, "math") for mode in modes}
+    finally:
+        dist.destroy_process_group()
     assert found["selective"] < found["full"]
-    if not captures_ring:
-        assert found["none"] == found["selective"]
+    assert found.get("none", found["selective"]) == found["selective"]
 
 
 def backward_products(native: bool) -> int:
