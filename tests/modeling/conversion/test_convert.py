@@ -41,11 +41,10 @@ from modeling.conversion import convert as convert_module
 from modeling.conversion import formats, huggingface, journal, native
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert
-from parallel.checkpoint import checkpoint
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
 from tests.modeling.conversion.nxd import nxd_shards
-from tests.parallel.checkpoint.test_checkpoint import build, train_step
+from tests.modeling.conversion.trained import save_trained
 from tests.parity.harness import Case
 
 LLAMA = {
@@ -168,15 +167,6 @@ def test_float8_weights_with_block_scales_are_read_as_bf16(tmp_path):
     save_file(quantized, path)
     with pytest.raises(ValueError, match=r"o_proj\.weight: is in float8_e4m3fn, but the files have no"):
         formats.read(tmp_path / "fp8", None, None)
-
-
-def save_trained(folder: Path, case: Case) -> None:
-    trainer, optimizer = build(case)
-    try:
-        train_step(trainer, optimizer, case, 0)
-        checkpoint.save(folder, optimizer, {"step": 1, "profile": case.profile().model_dump(mode="json")})
-    finally:
-        trainer.mesh.close()
 
 
 def test_fsdp_checkpoint_converts_like_a_zero1_checkpoint(pool, tmp_path):
