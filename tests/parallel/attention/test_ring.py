@@ -65,7 +65,7 @@ def test_matches_dense_formula(pool, size):
     documents = (s // 2 - 3, 1, s // 4, s // 4 + 2)
     cases = [
         Case(b=2, n=n, k=k, s=s, causal=causal, documents=lengths, dtype=dtype, scale=0.4)
-        for n, k in ((4, 4), (6, 2), (5, 1))
+        for n, k in (((4, 4), (6, 2), (5, 1)) if size <= 2 else ((6, 2),))  # alike on all rings
         for causal in (True, False)
         for lengths in (None, documents)
         for dtype in (torch.float64, torch.float32, torch.bfloat16)
