@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from flows.cli.main import main
 from flows.hooks import cancel_jobs
 from tests.flows.micro import LONGER, final_state, logged, losses, settings, wait_for_step
 
@@ -53,32 +55,47 @@ def ranks(folder) -> list[psutil.Process]:
     return found
 
 
-def test_run_killed_repeatedly_retries_while_it_makes_progress(pretrain, undisturbed, tmp_path, caplog):
-    """More often than cluster.retries: a new checkpoint resets the count."""
+def test_killed_ranks_fail_a_command_without_retries_and_a_flow_with_a_retry_completes_the_run(
+    command, pretrain, profile, undisturbed, tmp_path, prefect_server, caplog
+):
+    """Killed three times, twice in a flow with one retry: a new checkpoint resets the count."""
     folder = tmp_path / "store/runs/micro"
+    overrides = settings(*LONGER, "cluster.retries=0")
+    started = command("run", str(profile), *overrides, PREFECT_API_URL=prefect_server)
+    wait_for_step(folder, INTERRUPTED_AT)
+    os.kill(ranks(folder)[0].pid, signal.SIGKILL)
+    code, _, err = started.result()
+    assert code == 1
+    assert "rank 0 was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    assert "Traceback" in (tmp_path / "store/logs/micro.log").read_text()
+    assert started.left_behind() == []
 
-    def kill_one():
-        for step in (INTERRUPTED_AT, 2 * INTERRUPTED_AT):
+    def kill_twice():
+        for step in (2 * INTERRUPTED_AT, 3 * INTERRUPTED_AT):
             wait_for_step(folder, step)
             os.kill(ranks(folder)[1].pid, signal.SIGKILL)
             while ranks(folder):
                 time.sleep(0.05)
 
     caplog.set_level("INFO")
-    killer = threading.Thread(target=kill_one)
+    killer = threading.Thread(target=kill_twice)
     killer.start()
     result = pretrain(tmp_path / "store", *LONGER, "cluster.retries=1", torchrun=True)
     killer.join()
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "was killed by SIGKILL" in said
-    assert "restarting from step 40, attempt 2 of 2" in said
-    assert "resumed from step 40" in said
+    assert "restarting from step 80, attempt 2 of 2" in said
+    assert "restarting from step 120, attempt 2 of 2" in said
+    assert "resumed from step 120" in said
     assert losses_of(result) == undisturbed
     kinds, reasons = incidents(folder)
-    assert kinds == ["train tried again", "resumed"] * 2
-    assert "rank 1 was killed by SIGKILL" in reasons[0]
+    assert kinds == ["train failed", "resumed", *["train tried again", "resumed"] * 2]
+    assert "rank 0 was killed by SIGKILL" in reasons[0]
     assert reasons[1] == "start 2, from the checkpoint of step 40"
+    assert "rank 1 was killed by SIGKILL" in reasons[2]
     assert reasons[3] == "start 3, from the checkpoint of step 80"
+    assert reasons[5] == "start 4, from the checkpoint of step 120"
     report = (folder / "report.html").read_text()
     assert all(part in report for part in (*kinds, *map(html.escape, reasons), "3 attempts"))
 
@@ -105,20 +122,6 @@ def test_failures_before_the_run_folder_exists_are_recorded(pretrain, tmp_path, 
     assert sum(line.startswith("step ") and "tokens/s" in line for line in lines) <= 2
 
 
-def test_killed_rank_without_retries_fails_the_run_with_its_cause(command, profile, tmp_path, prefect_server):
-    folder = tmp_path / "store/runs/micro"
-    overrides = settings(*LONGER, "cluster.retries=0")
-    started = command("run", str(profile), *overrides, PREFECT_API_URL=prefect_server)
-    wait_for_step(folder, INTERRUPTED_AT)
-    os.kill(ranks(folder)[0].pid, signal.SIGKILL)
-    code, _, err = started.result()
-    assert code == 1
-    assert "rank 0 was killed by SIGKILL" in err
-    assert "Traceback" not in err
-    assert "Traceback" in (tmp_path / "store/logs/micro.log").read_text()
-    assert started.left_behind() == []
-
-
 def test_command_stopped_by_sigterm_during_its_start_leaves_no_process(command, profile, tmp_path):
     started = command("run", str(profile), PREFECT_HOME="")
     while not (tmp_path / "store/prefect-home/server.json").exists():
@@ -132,11 +135,13 @@ def test_command_stopped_by_sigterm_during_its_start_leaves_no_process(command, 
 
 
 def test_interrupted_command_leaves_no_process_and_a_resumable_run(
-    command, pretrain, profile, undisturbed, tmp_path
+    command, pretrain, profile, undisturbed, prefect_database, tmp_path
 ):
     """With a local Prefect server, which has to stop, too, and touches nothing outside of the store."""
     folder = tmp_path / "store/runs/micro"
     home = tmp_path / "store/prefect-home"
+    home.mkdir(parents=True)
+    shutil.copy(prefect_database, home)
     started = command("run", str(profile), *settings(*LONGER), PREFECT_HOME="", HOME=str(tmp_path / "home"))
     wait_for_step(folder, INTERRUPTED_AT)
     os.killpg(started.process.pid, signal.SIGINT)  # like a terminal
@@ -145,13 +150,12 @@ def test_interrupted_command_leaves_no_process_and_a_resumable_run(
     assert "run the same command again to resume" in err
     assert "Traceback" not in err
     assert started.left_behind() == []
-    assert (home / "prefect.db").is_file()
     assert not (tmp_path / "home/.prefect").exists()
     done = len(losses(folder))
     assert INTERRUPTED_AT <= done < 240
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
     assert f"stopped, saved at step {done}" in err
-    assert final_state(tmp_path / "store/prefect-home", "micro") == ("Stopped", f"saved at step {done}")
+    assert final_state(home, "micro") == ("Stopped", f"saved at step {done}")
     assert losses_of(pretrain(tmp_path / "store", *LONGER)) == undisturbed
     assert incidents(folder) == (
         ["interrupted", "resumed"],
@@ -160,8 +164,9 @@ def test_interrupted_command_leaves_no_process_and_a_resumable_run(
 
 
 def test_command_started_again_reattaches_to_running_training(
-    command, profile, undisturbed, tmp_path, prefect_server
+    command, profile, undisturbed, tmp_path, prefect_server, capsys, monkeypatch
 ):
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "store/runs/micro"
     patient = "cluster.hang_seconds=600"  # the ranks are suspended for as long as a loaded machine takes
     arguments = ("run", str(profile), *settings(*LONGER, patient))
@@ -173,21 +178,25 @@ def test_command_started_again_reattaches_to_running_training(
     for process in training:  # so that training outlasts the start of the second command
         process.suspend()
     # Neither another run of that name nor the cancellation of another flow run stops it.
-    other = ("--set", "train.seed=2", "--replace")
-    code, _, err = command(*arguments, *other, PREFECT_API_URL=prefect_server).result()
-    assert code == 2
-    assert "its train job is still active as process" in err
+    assert main([*arguments, "--set", "train.seed=2", "--replace"]) == 2
+    assert "its train job is still active as process" in capsys.readouterr().err
     assert not (tmp_path / "store/runs/micro~1").exists()
     given = {"profile": str(profile), "overrides": LONGER, "store": str(tmp_path / "store")}
     cancel_jobs(None, SimpleNamespace(id=uuid.uuid4(), parameters=given), None)
     assert {process.pid for process in ranks(folder)} == before
-    second = command(*arguments, PREFECT_API_URL=prefect_server)
-    log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 300
-    while "re-attached to it" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for process in training:
-        process.resume()
-    code, out, err = second.result()
+
+    def resume():
+        log, deadline = tmp_path / "store/logs/micro.log", time.monotonic() + 300
+        while "re-attached to it" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in training:
+            process.resume()
+
+    resuming = threading.Thread(target=resume)
+    resuming.start()
+    code = main([*arguments])
+    resuming.join()
+    out, err = capsys.readouterr()
     assert code == 0, err
     assert "is already running: re-attached to it" in out
     assert len(before) == 2
