@@ -143,11 +143,15 @@ def until(true, seconds: float = 180, every: float = 0.1) -> None:
 
 def register_deployment(api: str, name: str) -> None:
     """Register the deployments of this name, like `trainshed up`."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows import registration
+
+    with temporary_settings({PREFECT_API_URL: api}):
+        assert registration.main([]) == 0
+    deploy = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--name", name]
     environment = {**os.environ, "PREFECT_API_URL": api, "TRAINSHED_FOLDER": "/"}
-    for setup in (["flows.registration"], ["prefect", "--no-prompt", "deploy", "--name", name]):
-        subprocess.run(
-            [sys.executable, "-m", *setup], cwd=HOME, env=environment, check=True, capture_output=True
-        )
+    subprocess.run(deploy, cwd=HOME, env=environment, check=True, capture_output=True)
 
 
 @contextmanager
