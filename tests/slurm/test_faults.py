@@ -13,6 +13,18 @@ from tests.forked_jobs import forked_jobs
 from tests.slurm.conftest import INTERRUPTED_AT, LOCAL, alive, until
 
 
+def test_two_nodes_with_two_ranks_each_train_like_one_rank(cluster, lab):
+    one = lab.run("one", *LOCAL, "parallel.tensor=1", "train.steps=20")
+    with forked_jobs():
+        one.train()
+    four = lab.run("four", "cluster.devices_per_node=2", "train.steps=20", "train.micro_batch_size=2")
+    four.train()
+    assert "on n1 n2" in four.log
+    assert four.losses.keys() == one.losses.keys()
+    for step, loss in one.losses.items():
+        assert four.losses[step] == pytest.approx(loss, rel=1e-5)
+
+
 def test_stale_attempt_without_its_slurmd_completes_no_checkpoint(cluster, lab, undisturbed):
     """Network partition: Slurm restarts the job elsewhere, while ranks on the lost nodes keep computing."""
     run = lab.run("fenced", "cluster.hang_seconds=600")
@@ -42,9 +54,8 @@ def test_stale_attempt_without_its_slurmd_completes_no_checkpoint(cluster, lab, 
     assert (run.folder / "attempt").read_text() == "2"
 
 
-def test_job_saves_and_requeues_before_its_time_limit_and_when_preempted(cluster, lab, undisturbed):
-    spot = ("cluster.partition=spot", "cluster.slurm=['--nodelist=n[1-2]']")
-    run = lab.run("limited", *spot, "cluster.time=10", "cluster.time_left=240", "cluster.hang_seconds=600")
+def test_job_saves_and_requeues_before_its_time_limit(cluster, lab, undisturbed):
+    run = lab.run("limited", "cluster.time=10", "cluster.time_left=240", "cluster.hang_seconds=600")
 
     def shorten():
         # So that three to four minutes are left. Slurm checks every 30 s, so the ranks are suspended until then.
@@ -67,16 +78,37 @@ def test_job_saves_and_requeues_before_its_time_limit_and_when_preempted(cluster
 
         until(extended)
 
-    def preempt():
-        alone = ("-N4", "--exclusive", "-p", "train")
-        cluster.command("sbatch", *alone, "-o", "/dev/null", "--wrap", "sleep 3")
-
     run.at_step(INTERRUPTED_AT, shorten)
-    run.at_step(INTERRUPTED_AT + 20, preempt)  # of the second start
     run.train()
-    assert run.log.count("[rank 0] interrupted: saved step") == 2
+    assert "interrupted: saved step" in run.log
     assert "saved; requeued" in run.log
-    assert "start 3" in run.log
+    assert "start 2" in run.log
+    assert run.losses == undisturbed
+
+
+def test_preempted_job_saves_and_resumes_once_nodes_are_free(cluster, lab, undisturbed):
+    run = lab.run("preempted", "cluster.partition=spot", "cluster.slurm=['--nodelist=n[1-2]']")
+    other: list[str] = []
+
+    def preempt():
+        identifier = cluster.command(
+            "sbatch",
+            "--parsable",
+            "-N4",
+            "--exclusive",
+            "-p",
+            "train",
+            "-o",
+            "/dev/null",
+            "--wrap",
+            "sleep 3",
+        )
+        other.append(identifier.strip())
+
+    run.at_step(INTERRUPTED_AT, preempt)
+    run.train()
+    assert "start 2" in run.log
+    assert "interrupted: saved step" in run.log
     assert run.losses == undisturbed
 
 
@@ -96,20 +128,13 @@ def test_hanging_rank_fails_the_attempt_and_leaves_the_stacks_of_all_ranks(clust
 def test_killed_rank_fails_the_attempt_by_name_and_the_next_one_resumes_on_fewer_nodes(
     cluster, lab, undisturbed
 ):
-    """Two nodes with two ranks each, which first train like a single rank."""
-    one = lab.run("one", *LOCAL, "parallel.tensor=1")
-    with forked_jobs():
-        one.train()
-    overrides = ("cluster.devices_per_node=2", "train.micro_batch_size=2")
+    overrides = ("parallel.tensor=1", "train.micro_batch_size=1")
     run = lab.run("elastic", *overrides, "cluster.nodes=2")
-    run.at_step(INTERRUPTED_AT, lambda: os.kill(run.ranks()[3].pid, signal.SIGKILL))
-    with pytest.raises(JobFailed, match="rank 3 on n2 was killed by SIGKILL"):
+    run.at_step(INTERRUPTED_AT, lambda: os.kill(run.ranks()[1].pid, signal.SIGKILL))
+    with pytest.raises(JobFailed, match="rank 1 on n2 was killed by SIGKILL"):
         run.train()
-    assert "on n1 n2" in run.log
     fewer = lab.run("elastic", *overrides, "cluster.nodes=1")
     fewer.train()
     assert "resumed from step 40" in fewer.log
-    assert fewer.losses.keys() == one.losses.keys()
-    for step in one.losses:
-        for expected in one.losses, undisturbed:
-            assert fewer.losses[step] == pytest.approx(expected[step], rel=1e-5 if step <= 20 else 1e-3)
+    for step, loss in undisturbed.items():
+        assert fewer.losses[step] == pytest.approx(loss, rel=1e-5 if step <= 20 else 1e-3)
