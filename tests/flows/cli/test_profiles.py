@@ -1,4 +1,4 @@
-"""A small shipped profile of each kind of parallelism on two forked ranks, from the tokenizer to an export.
+"""A small shipped profile of each kind of parallelism on two ranks, from the tokenizer to an export.
 
 That every shipped profile trains, with its own degrees, recomputation and schedule, is tested in tests/profiles/test_training.py.
 """
