@@ -114,7 +114,8 @@ class StageCosts:
         last = layer == model.num_hidden_layers - 1
         kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
-        key = (*self._setting, *shape, layer == 0, last, *kind, mode)
+        accelerator = self.profile.cluster.accelerator if last else None  # its memory and speed decide the loss's chunk
+        key = (*self._setting, *shape, layer == 0, last, accelerator, *kind, mode)
         key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled, self.profile.document_masks)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)

@@ -161,7 +161,10 @@ def resume_training(run: Path, dataset: Path) -> object:
 
 
 def check_devices(run: Path, dataset: Path) -> object:
-    """Run check_device's checks and a calibration at small sizes; they start the process group themselves."""
+    """Run check_device's checks and a calibration at small sizes; they start the process group themselves.
+
+    On rank 1 only the checks that need several ranks run.
+    """
     register_compiler()
     words = {}
     kind = type(device.NEURON)
@@ -177,11 +180,12 @@ def check_devices(run: Path, dataset: Path) -> object:
         mock.patch.object(kind, "start_process_group", start_once),
         mock.patch.object(check_device, "_elements", return_value=1 << 10),
         mock.patch.object(measure, "BUSY", 64),
+        mock.patch.object(measure, "ROUNDS", 1),
     ):
+        first = os.environ["RANK"] == "0"
         for check in (
-            check_device.check_kernels,
-            check_device.check_training,
-            check_device.check_compilation,
+            *((check_device.check_kernels, check_device.check_training) if first else ()),
+            *((check_device.check_compilation,) if first else ()),
             check_device.check_parallel_training,  # the first that starts the group, after the CPU's losses
             check_device.check_collectives,
             check_device.measure_links,
@@ -192,6 +196,8 @@ def check_devices(run: Path, dataset: Path) -> object:
             words[check.__name__] = result.measured
             if check is check_device.check_compilation:
                 words["settings"] = dict(usage.settings)
+        if not first:
+            return words
         local = device.NEURON.set_current()
         sizes = (32,), (32, 64), (32,), (128, 32), 256
         table = measure.calibrate(device.NEURON, local, "trn2", sizes, compiled=True)
