@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks import layouts
 from modeling.models.build import partition_layers
 from modeling.models.families import model_class
 from modeling.planning.planner import plan
@@ -21,6 +22,7 @@ from profiles.check import ACCELERATORS, PLANNED_ONLY
 from profiles.huggingface.config import from_config_json
 from profiles.schema import Cluster, Profile
 from profiles.sections.model import Model
+from tests.benchmarks.test_layouts import DOCUMENTED, PAGE
 
 # Exact numbers of parameters; GPT-3's with a vocabulary of 50257, tied.
 PARAMETERS = {
@@ -246,6 +248,18 @@ def test_parameters_match_the_table_and_the_plan_fits_with_its_reserve(name):
     assert max(stage.total for stage in planned.stages) <= (1 - planned.reserve) * planned.device_bytes
     assert planned.fits
     assert planned.basis == "uncalibrated, published peaks × 0.55"
+
+
+def test_documented_layouts_are_those_of_the_profiles():
+    """Plans are compared too, except on a CPU, whose memory is that of this machine."""
+    profiles = layouts.startable()
+    headings = [line.removeprefix("## ") for line in PAGE.read_text().splitlines() if line.startswith("## ")]
+    assert headings == list(dict.fromkeys(map(layouts.model_of, profiles)))
+    assert [tuple(row[:4]) for row in DOCUMENTED.values()] == list(map(layouts.describe, profiles))
+    for profile in profiles:
+        if profile.cluster.device != "cpu":
+            row = DOCUMENTED[profile.name]
+            assert (row[4], row[7]) == layouts.describe_plan(plan(profile, CACHE)), profile.name
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *(f"{model}-trn1" for model in PUBLISHED)])
