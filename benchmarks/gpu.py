@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.timing import make_parser, print_table
-from benchmarks.operators import kernels
+from benchmarks.operators import kernels, ring_attention
 from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, RANKS, SMALL_HEADS
 from benchmarks.rows.checks import DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import (
@@ -204,6 +204,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="run the rows on the CPU with tiny sizes")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
     options = parser.parse_args()
+    ring_attention.preload()
     if not options.rehearse and not torch.cuda.is_available():
         print(
             "benchmarks.gpu: torch finds no CUDA device; run it on a machine with a GPU, or with --rehearse",

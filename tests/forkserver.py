@@ -17,11 +17,13 @@ PRELOADED = [
 ]
 
 
+# Once: the server starts with the first process that anything forks.
+multiprocessing.set_forkserver_preload(PRELOADED)
+
+
 def forkserver() -> ForkServerContext:
-    """Context whose processes are forked from the server, which starts with the first of them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+    """Context whose processes are forked from the server."""
+    return multiprocessing.get_context("forkserver")
 
 
 # With all of torch's modules alive, Python's default of a collection every 700 allocations costs tests a tenth of their CPU time.

@@ -88,7 +88,7 @@ class Group:
         blocks: int = 1,
         share: float = 1,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         port = free_port()
         self.share = share
         self.connections: list[Connection] = []
@@ -115,6 +115,11 @@ class Group:
     def seconds(self, workload: Workload) -> float:
         """Seconds of one forward and backward on the slowest rank, times the share that counts."""
         return self.share * max(self._request("seconds", workload))
+
+
+def preload() -> None:
+    """Let the processes of groups fork from one that has imported this module, and torch, but has not used a device."""
+    multiprocessing.set_forkserver_preload([__spec__.name])
 
 
 def make_sides(device: str, blocks: int | None = None) -> dict[str, Group]:
@@ -232,6 +237,7 @@ def main() -> int:
         "--blocks", type=int, metavar="RANKS", help="the blocks of the first of so many ranks"
     )
     options = parser.parse_args()
+    preload()
     sides, ring = make_sides(options.device, options.blocks), f"ring of {RANKS}"
     if options.blocks:
         ring = f"blocks of 1 of {options.blocks} ranks"

@@ -114,7 +114,8 @@ class StageCosts:
         last = layer == model.num_hidden_layers - 1
         kind = model.window(layer), model.has_experts(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
-        accelerator = self.profile.cluster.accelerator if last else None  # its memory and speed decide the loss's chunk
+        # the loss's chunk depends on the accelerator's memory and speed
+        accelerator = self.profile.cluster.accelerator if last else None
         key = (*self._setting, *shape, layer == 0, last, accelerator, *kind, mode)
         key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled, self.profile.document_masks)
         if key not in self._cache:

@@ -1,7 +1,6 @@
 """Evaluation of a run in real processes: rejected runs, and flows killed while the job runs."""
 
 import json
-import multiprocessing
 import time
 from threading import Thread
 
@@ -15,6 +14,7 @@ from tasks.launchers import create, latest_jobs, local
 from tasks.step import Context
 from tasks.steps.training import TrainingStep
 from tasks.store.store import Store
+from tests.forkserver import forkserver
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def abandon(profile, store, folder, identity, dataset):
     handle_file = folder / "logs/evaluate.job.json"
     handle_file.unlink(missing_ok=True)
     arguments = (profile, store.uri, folder, identity, dataset)
-    flow = multiprocessing.get_context("spawn").Process(target=evaluate, args=arguments)
+    flow = forkserver().Process(target=evaluate, args=arguments)
     flow.start()
     while not (handles := _evaluations(folder)) or not local._processes(handles[0].identifier):
         assert flow.is_alive()
