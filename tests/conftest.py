@@ -17,12 +17,15 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from flows.server.prefect_settings import single_certificate_setting
+
 pytest_plugins = ["tests.pool"]
 
 # Set before anything imports Prefect, so that tests never touch the user's settings and database. Each xdist worker
 # has its own home, hence its own server and database.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="trainshed-tests-prefect-")
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
+os.environ |= single_certificate_setting(Path(os.environ["PREFECT_HOME"]))
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 for _name in ("PREFECT_API_URL", "PREFECT_PROFILE"):
     os.environ.pop(_name, None)
@@ -88,19 +91,17 @@ def prefect_server(prefect_database, tmp_path_factory):
     """One Prefect server per worker; yields the URL of its API."""
     from prefect import context
     from prefect.logging.handlers import APILogWorker
-    from prefect.settings import PREFECT_API_SSL_CERT_FILE, PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from flows.server.prefect_settings import single_certificate_setting
     from flows.server.shared_server import Server
 
     home = tmp_path_factory.mktemp("prefect-server")
     shutil.copy(prefect_database, home)
     server = Server(home, home / "server.log")
     url = server.wait()
-    certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
     # Set for all threads, as in Prefect's own test harness.
     with (
-        temporary_settings({PREFECT_API_URL: url, PREFECT_API_SSL_CERT_FILE: certificate}),
+        temporary_settings({PREFECT_API_URL: url}),
         context._temporary_global_settings_context(context.get_settings_context()),
     ):
         yield url
