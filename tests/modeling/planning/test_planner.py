@@ -16,7 +16,7 @@ from modeling.planning.measure import FP8, ROUNDS, calibrate
 from modeling.planning.planner import fits, plan, require_fit
 from modeling.planning.recomputation import TOLERANCE
 from modeling.planning.search import explain, search
-from modeling.planning.stage_costs import StageCosts
+from modeling.planning.stage_costs import CostCache, StageCosts
 from parallel import device as devices
 from parallel.layers.products import Float8
 from profiles import resolve
@@ -176,6 +176,14 @@ def test_recomputation_trades_memory_for_time():
     memory = [planned.stages[0].bytes["activations"] for planned in plans]
     assert memory[0] > 1.5 * memory[1] > 1.5 * memory[2]
     assert plans[0].step_seconds < plans[1].step_seconds < plans[2].step_seconds
+
+
+def test_plans_that_share_measurements_are_those_of_separate_plans():
+    """Of two accelerators, whose bandwidths let them split the loss into 1 and 2 chunks."""
+    profile = resolve.load("llama3-8b-h200", ["train.sequence_length=2304"])
+    cache: CostCache = {}
+    h100, h200 = (with_value(profile, "cluster.accelerator", name) for name in ("h100", "h200"))
+    assert plan(h100, cache).needs > plan(h200, cache).needs == plan(h200).needs
 
 
 @pytest.mark.parametrize("tensor", [8, 16, 32])
