@@ -118,7 +118,7 @@ class Group:
 
 
 def preload() -> None:
-    """Let the processes of groups fork from one that has imported this module, and torch, but has not used a device."""
+    """Let the processes of groups fork from one that has imported this module but used no device."""
     multiprocessing.set_forkserver_preload([__spec__.name])
 
 
