@@ -62,6 +62,7 @@ def test_results_are_bit_identical(architecture, mode, backend):
     assert all(torch.equal(x, y) for x, y in zip(recomputed, saved, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_results_are_bit_identical():
     recomputed, saved = results("llama", "selective", "inductor"), results("llama", "none", "inductor")
     assert all(torch.equal(x, y) for x, y in zip(recomputed, saved, strict=True))
@@ -168,6 +169,7 @@ def test_only_full_recomputes_attention_over_a_context_axis(pool):
     assert found["none"] == found["selective"] < found["full"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [1, 2])
 def test_only_full_recomputes_attention_in_the_graph(context):
     """On one rank of a fake process group: the graphs of all ranks are equal."""

@@ -41,6 +41,7 @@ def servers() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(environment, tmp_path):
     home, log = tmp_path / "home", tmp_path / "server.log"
     first = Server(home, log)

@@ -110,6 +110,7 @@ def best_rate(width: int, exponents: range, **model: object) -> int:
     return min(exponents, key=lambda e: final_loss(profile(width, 2.0**e, **model)))
 
 
+@pytest.mark.slow
 def test_best_rate_is_the_same_at_eight_times_the_width():
     base = best_rate(BASE, range(-8, -5))
     mup = {"parametrization": "mup", "base_hidden_size": BASE}

@@ -1,5 +1,7 @@
 """Replica check: drifting copies of weights are reported at the next check, and equal from then on."""
 
+import pytest
+
 from tasks.store import runs
 from tests.forked_jobs import run_forked
 from tests.modeling import drift, micro
@@ -8,6 +10,7 @@ FOUR_RANKS = ("parallel.tensor=4", "cluster.devices_per_node=4")  # two for each
 SETTINGS = (*FOUR_RANKS, "train.steps=8", "train.replicas_every=2", "evaluate.every=0")
 
 
+@pytest.mark.slow
 def test_drift_is_reported_at_the_next_check_and_undone(tmp_path):
     run, dataset = micro.run_folder(tmp_path / "run", *SETTINGS), micro.dataset(tmp_path / "data")
     code, output = run_forked("tests.modeling.drift", ["--run-folder", run, "--dataset", dataset], 4)
