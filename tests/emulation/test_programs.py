@@ -48,7 +48,7 @@ USERS = "compiled, user functions"
 COMPILED = {
     "compiled, tensor": ("parallel.tensor=2",),
     "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", MASKED),
-    "compiled, zero bubble": (*PIPELINE, "parallel.schedule=zero_bubble"),
+    "compiled, dpo, zero bubble": (*DPO, *PIPELINE, "parallel.schedule=zero_bubble"),
     # with dropout, with tied embeddings, whose gradient the user's loss adds to, and with parameters of more shapes than torch
     # recompiles for by default
     USERS: (
@@ -69,8 +69,8 @@ COMPILED = {
     ),
 }
 TRACED = (
-    *(USERS, "compiled, tensor", "compiled, bounds", "compiled, zero bubble", "compiled, experts"),
-    *("compiled, dpo", "compiled, lora"),
+    *(USERS, "compiled, tensor", "compiled, bounds", "compiled, dpo, zero bubble", "compiled, experts"),
+    "compiled, lora",
 )
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
 SETUP = {
