@@ -36,7 +36,7 @@ lint: .venv/installed-for-tests
 test: lint
 	$(PYTEST)
 
-# Without the tests that start servers, clusters or processes.
+# Without the tests that start servers, clusters or processes, or compute for long.
 test-fast: lint
 	$(PYTEST) -m "not slow"
 

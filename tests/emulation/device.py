@@ -209,7 +209,10 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
             if not (non_blocking and _is_page_locked(source)):
                 record(usage.BLOCKING_UPLOAD, str(source.dtype))
         host_alias(target).copy_(copied)
-    elif non_blocking and _is_page_locked(target):
+        return target
+    if not source.is_contiguous() or source.dtype != target.dtype:  # first becomes a contiguous copy on the device
+        record_operator("copy_")
+    if non_blocking and _is_page_locked(target):
         record(usage.DOWNLOAD)
         _copies.append((copied.clone(), target))
         fill_garbage(target)
