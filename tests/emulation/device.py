@@ -210,7 +210,7 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
                 record(usage.BLOCKING_UPLOAD, str(source.dtype))
         host_alias(target).copy_(copied)
         return target
-    if not source.is_contiguous() or source.dtype != target.dtype:  # first becomes a contiguous copy on the device
+    if not source.is_contiguous() or source.dtype != target.dtype:  # is first copied on the device
         record_operator("copy_")
     if non_blocking and _is_page_locked(target):
         record(usage.DOWNLOAD)

@@ -43,7 +43,7 @@ EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_exper
 BF16 = ("train.precision=bf16",)
 SFT = ("objective.kind=sft", "objective.packing=true")
 DPO = ("objective.kind=dpo", "objective.packing=false")
-LORA = ("lora.rank=4", "lora.targets=[qkv, output, gate_up, down]", *BF16)
+LORA = ("lora.rank=4", "lora.targets=[qkv, output, gate_up, down]")
 USERS = "compiled, user functions"
 COMPILED = {
     "compiled, tensor": ("parallel.tensor=2",),
@@ -62,15 +62,12 @@ COMPILED = {
     ),
     "compiled, sft": (*SFT, "parallel.tensor=1", "parallel.context=2"),  # a ring with documents
     "compiled, dpo": (*DPO, "parallel.tensor=2"),
-    # in bf16, with one block that is recomputed
-    "compiled, lora": (
-        *(*LORA, "parallel.tensor=1", "parallel.data_sharding=fsdp"),
-        *("train.micro_batch_size=1", "train.recompute=full 1"),
-    ),
+    "compiled, lora": (*LORA, "parallel.tensor=1", "parallel.data_sharding=fsdp"),
+    "compiled, bf16": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
 }
 TRACED = (
     *(USERS, "compiled, tensor", "compiled, bounds", "compiled, dpo, zero bubble", "compiled, experts"),
-    "compiled, lora",
+    *("compiled, dpo", "compiled, lora"),
 )
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
 SETUP = {
@@ -158,7 +155,7 @@ def training(run: Path, rank: int = 0) -> dict[str, dict[str, int]]:
 def cpu_runs(tmp_path_factory, datasets) -> dict[tuple[str, ...], Path]:
     """Runs of one process on the CPU, by the settings that change their losses; the first is evaluated."""
     runs = {}
-    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, SFT, DPO, LORA, (MASKED,))):
+    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA, (MASKED,))):
         run = micro.run_folder(
             tmp_path_factory.mktemp(f"cpu{number}"), *SETTINGS, *settings, "parallel.tensor=1", "cluster.devices_per_node=1"
         )  # fmt: skip
@@ -232,7 +229,7 @@ def base_weights(cpu_runs: dict[tuple[str, ...], Path]) -> Path:
 
 def mathematics(settings: tuple[str, ...]) -> tuple[str, ...]:
     """The settings that change losses."""
-    for model in (GPT, DEEP, EXPERTS, SFT, DPO, LORA):
+    for model in (GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA):
         if settings[: len(model)] == model:
             return model
     return tuple(setting for setting in settings if setting == "train.document_masks=true")
