@@ -224,9 +224,8 @@ def chunk_loss(
         gradients: the chunk's rows of dX (c, h), written, and dW (ceil(v/t), h) in float32, added to, or None
             for a frozen weight; None in evaluation.
     """
-    # The logits (c, ceil(v/t)) have no name here, so that they are freed as soon as they are converted.
     train = gradients is not None
-    losses, grad_logits = _logits_loss(multiply(x, weight.t()), targets, axis, first, vocabulary, train)
+    losses, grad_logits = _logits_loss(_logits(x, weight), targets, axis, first, vocabulary, train)
     if train:
         _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, weights, *gradients)
     return total + (losses if weights is None else losses * weights).sum()
@@ -269,7 +268,7 @@ def chunk_token_losses(
     x: Tensor, weight: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int
 ) -> Tensor:
     """Cross-entropy (c) of each token of a chunk x (c, h), 0 for an ignored target."""
-    return _logits_loss(multiply(x, weight.t()), targets, axis, first, vocabulary, train=False)[0]
+    return _logits_loss(_logits(x, weight), targets, axis, first, vocabulary, train=False)[0]
 
 
 def join(losses: Sequence[Tensor]) -> Tensor:
@@ -288,14 +287,19 @@ class LossPrograms(NamedTuple):
     scale: Callable[[Tensor, Tensor], Tensor] = scale
 
 
+def _logits(x: Tensor, weight: Tensor) -> Tensor:
+    """The logits (c, ceil(v/t)) of a chunk in at least float32; those in the weight's dtype are freed on return."""
+    logits = multiply(x, weight.t())
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def _logits_loss(
     logits: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int, train: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Losses (c), 0 for ignored targets, and their sum's gradient with respect to logits (c, ceil(v/t)).
 
-    Overwrites float32 logits on several ranks. The gradient includes ignored targets.
+    Overwrites the logits on several ranks. The gradient includes ignored targets.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if vocabulary % axis.size:
         logits.masked_fill_(_padding(logits, first, vocabulary), -torch.inf)
     counted = targets != IGNORE_INDEX  # (c)

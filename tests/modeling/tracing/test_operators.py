@@ -1,11 +1,14 @@
 """Operators that a run needs from its device: listed by name, static."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from modeling.models.families import llama
+from modeling.planning.planner import plan
 from modeling.tracing import graph_stats, operators
 from modeling.tracing.trace import trace
 from profiles.resolve import load
@@ -31,17 +34,19 @@ def test_dynamic_shape_is_rejected():
         graph_stats.measure(graph, {})
 
 
-def test_data_dependent_branch_is_rejected(tmp_path, monkeypatch):
-    import modeling.models.families.llama
+def test_data_dependent_branch_is_rejected_and_later_plans_are_the_same(tmp_path):
+    """After a failed capture, calls in this process hold their arguments until they return."""
+    planned, forward = plan(load("deepseek-coder-1.3b")), llama.MLP.forward
 
-    forward = modeling.models.families.llama.MLP.forward
-    monkeypatch.setattr(
-        modeling.models.families.llama.MLP,
-        "forward",
-        lambda self, x, keys=None: forward(self, x if x.sum() > 0 else x + 1, keys),
-    )
-    with pytest.raises(Exception, match="Data-dependent branching"):
+    def branching(self: llama.MLP, x: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
+        return forward(self, x if x.sum() > 0 else x + 1, keys)
+
+    with (
+        mock.patch.object(llama.MLP, "forward", branching),
+        pytest.raises(Exception, match="Data-dependent branching"),
+    ):
         trace(profile(tmp_path))
+    assert plan(load("deepseek-coder-1.3b")) == planned
 
 
 def test_command_lists_operators_and_those_missing_from_a_table(tmp_path, capsys):
