@@ -132,14 +132,10 @@ class Mesh:
             raise ValueError(f"mesh: rank {self.rank} is outside a world of size {self.size}")
         self.shared_embedding = shared_embedding
         self._registered: list[str] = []
-        for name, groups in self._groups().items():
+        lanes = [f"pipeline_{lane}" for lane in range(1, pipeline_lanes)]
+        for name, groups in self._groups(lanes).items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
-        self.pipeline_lanes = [self.pipeline.group]
-        for lane in range(1, pipeline_lanes):
-            groups = self._groups()["pipeline"]
-            more = self._axis(f"pipeline_{lane}", groups, planned, supports_reduction, timeout)
-            setattr(self, more.name, more)
-            self.pipeline_lanes.append(more.group)
+        self.pipeline_lanes = [getattr(self, name).group for name in ("pipeline", *lanes)]
         self.tensor = replace(self.tensor, chunks=chunks)
         self.context = replace(self.context, graph_kernel=graph_kernel, masks_by_flex=masks_by_flex)
         if expert == 1:
@@ -165,20 +161,24 @@ class Mesh:
     world: Axis
     host: dist.ProcessGroup | None  # of all ranks, for host data; None if there is only one rank
 
-    def _groups(self) -> dict[str, list[tuple[int, ...]]]:
-        """Global ranks of every group of every axis, in the order in which all ranks create the groups."""
+    def _groups(self, lanes: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
+        """Global ranks of every group of every axis, in the order in which all ranks create the groups.
+
+        `embedding` is the last, because torch names groups after their ranks and the number of groups that a rank has already.
+        """
         grid = torch.arange(self.size).view(*self.shape.values())
         unfolded = grid.view(*grid.shape[:-1], -1, self.kv_replicas)
         groups = {name: list(_lines(grid, [dim])) for dim, name in enumerate(AXES)}
+        groups |= dict.fromkeys(lanes, groups["pipeline"])
         groups["kv_replica"] = list(_lines(unfolded, [4]))
         shards = grid.view(grid.shape[0], -1, self.shard_degree, grid.shape[-1])
         groups["dp_shard"] = list(_lines(shards, [2]))
         groups["dp_replicate"] = list(_lines(shards, [1]))
         if self.expert_degree > 1:
             groups |= self._expert_groups(grid)
+        groups["world"] = [tuple(range(self.size))]
         shared = self.shared_embedding and self.shape["pipeline"] > 1
         groups["embedding"] = list(_lines(grid[[0, -1]], [0])) if shared else []
-        groups["world"] = [tuple(range(self.size))]
         return groups
 
     def _expert_groups(self, grid: torch.Tensor) -> dict[str, list[tuple[int, ...]]]:
@@ -203,13 +203,8 @@ class Mesh:
         ranks = next((group for group in groups if self.rank in group), (self.rank,))
         group = None
         if not planned and name != "data" and any(len(members) > 1 for members in groups):
-            # Creating a group is collective over the world, members or not.
-            created = [
-                dist.group.WORLD if name == "world" else dist.new_group(list(members), timeout=timeout)
-                for members in groups
-            ]
-            if ranks in groups:
-                group = created[groups.index(ranks)]
+            group = dist.group.WORLD if name == "world" else _create_groups(name, groups, timeout)
+            if group is not None:
                 register_process_group(name, group)
                 self._registered.append(name)
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, supports_reduction)
@@ -225,6 +220,30 @@ class Mesh:
         if self.host is not None and self.host is not dist.group.WORLD:
             dist.destroy_process_group(self.host)
         self.host = None
+
+
+def _create_groups(
+    axis: str, groups: Sequence[Sequence[int]], timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    """Create an axis's disjoint groups, which is collective over the world, and return this rank's, if it is in one.
+
+    Where torch can split the world's communicator, one split makes all groups. Else torch would split it for each of them, with
+    all ranks taking part: 240 times instead of 4 for DeepSeek-V3 on 512 GPUs.
+    """
+    if _splits_world():
+        split = [list(ranks) for ranks in groups]
+        return dist.split_group(split_ranks=split, timeout=timeout, group_desc=axis)
+    created = [dist.new_group(list(ranks), timeout=timeout, group_desc=axis) for ranks in groups]
+    return next((group for group in created if isinstance(group, dist.ProcessGroup)), None)
+
+
+def _splits_world() -> bool:
+    """Whether `split_group` supports the default group: its communicator exists and its backend can split it."""
+    world = dist.group.WORLD
+    device = world.bound_device_id
+    if device is None or not torch.accelerator.is_available():
+        return False
+    return world._get_backend(device).supports_splitting
 
 
 def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:

@@ -76,6 +76,7 @@ ATTRIBUTES = {
     "_cdata": "torch.UntypedStorage",
     "_checkpoint_offset": "torch.serialization",
     "_device_types": "torch.distributed.ProcessGroup",
+    "_get_backend": "torch.distributed.ProcessGroup",
     "_overloadpacket": "torch._ops.OpOverload",
     "_parameters": "torch.nn.Module",
     "_schema": "torch._ops.OpOverload",

@@ -1,13 +1,18 @@
 """The device of process groups, threads and kernels, without a GPU: calls to torch are recorded."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallel import device as devices
+from parallel.mesh import Axis
 from tests.pool import mesh
 
 
@@ -24,19 +29,65 @@ def test_process_groups_of_gpus_are_bound_to_their_device(monkeypatch):
     ]
 
 
+@contextmanager
+def world_bound_to(device: str | None) -> Iterator[None]:
+    world = dist.group.WORLD
+    before, world.bound_device_id = world.bound_device_id, torch.device(device) if device else None
+    try:
+        yield
+    finally:
+        world.bound_device_id = before
+
+
 def mesh_beside_a_gpu() -> None:
     """Create a mesh as on a GPU, to which torch binds the host group too."""
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    try:
-        with mesh(data=2):
-            pass
-    finally:
-        dist.group.WORLD.bound_device_id = None
+    with world_bound_to("cuda:0"), mesh(data=2):
+        pass
 
 
 def test_barrier_of_a_mesh_needs_no_device_memory(pool):
     """torch without CUDA could not allocate any."""
     pool.run(mesh_beside_a_gpu, 2)
+
+
+def split_mesh(degrees: dict[str, int]) -> tuple[list[str], dict[str, tuple[tuple[int, ...], float]]]:
+    """The axes whose groups were made by splits, and each group's ranks with their sum.
+
+    Only NCCL splits reliably, so the split is a mock.
+    """
+    new_group, split, made = dist.new_group, [], {}
+
+    def split_group(split_ranks: list[list[int]], timeout: timedelta | None, group_desc: str) -> Any:
+        split.append(group_desc)
+        with world_bound_to(None):
+            groups = [new_group(ranks, timeout=timeout) for ranks in split_ranks]
+        return next((group for group in groups if isinstance(group, dist.ProcessGroup)), None)
+
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(dist, "new_group", side_effect=AssertionError("a split for each group")),
+        mock.patch.object(dist, "split_group", split_group),
+        world_bound_to("cuda:0"),
+        mesh(**degrees) as m,
+    ):
+        for axis in vars(m).values():
+            if isinstance(axis, Axis) and axis.group is not None and axis.name not in made:
+                total = torch.tensor(float(m.rank))
+                dist.all_reduce(total, group=axis.group)
+                made[axis.name] = axis.ranks, total.item()
+    return split, made
+
+
+def test_groups_of_an_axis_are_made_by_one_split_of_the_world(pool):
+    """Also if the ranks of a middle pipeline stage are not in a group of the embedding."""
+    degrees = {"pipeline": 3, "data": 2, "pipeline_lanes": 2}
+    for rank, (split, made) in enumerate(pool.run(split_mesh, 6, degrees=degrees)):
+        assert split == ["pipeline", "pipeline_1", "dp_shard", "embedding"]
+        stage, pair, line = rank // 2, (rank & ~1, rank | 1), (rank % 2, rank % 2 + 2, rank % 2 + 4)
+        ranks = {"pipeline": line, "pipeline_1": line, "dp_shard": pair, "world": tuple(range(6))}
+        if stage != 1:
+            ranks["embedding"] = line[::2]
+        assert made == {name: (each, sum(each)) for name, each in ranks.items()}
 
 
 def test_thread_gets_the_device_of_its_rank(monkeypatch):
