@@ -288,7 +288,7 @@ class LossPrograms(NamedTuple):
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """The logits (c, ceil(v/t)) of a chunk in at least float32; those in the weight's dtype are freed on return."""
+    """The logits (c, ceil(v/t)) of a chunk in float32 (float64 for float64); bf16 ones are freed."""
     logits = multiply(x, weight.t())
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

@@ -225,9 +225,9 @@ class Mesh:
 def _create_groups(
     axis: str, groups: Sequence[Sequence[int]], timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
-    """Create an axis's disjoint groups, which is collective over the world, and return this rank's, if it is in one.
+    """Create the disjoint groups of an axis and return this rank's, if there is one.
 
-    Where torch can split the world's communicator, one split makes all groups. Else torch would split it for each of them, with
+    This is collective over the world. Where torch can split the world's communicator, one split makes all groups. Else torch would split it for each of them, with
     all ranks taking part: 240 times instead of 4 for DeepSeek-V3 on 512 GPUs.
     """
     if _splits_world():
