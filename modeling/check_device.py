@@ -47,7 +47,8 @@ TIMEOUT = 900  # seconds of a check; the first compilation on an accelerator tak
 GRACE = 10.0  # seconds that processes of a check that timed out have to end
 TOLERANCES = {precision: KERNEL_TOLERANCES[precision] for precision in ("float32", "bf16")}
 STEPS = 5
-WAYS = ("tensor", "context", "pipeline", "data", "fsdp")  # in which training is split over all devices
+MAX_SPLIT = 8  # ranks over which training is split in a way; further ranks are data-parallel
+WAYS = ("tensor", "context", "pipeline", "data", "fsdp")  # in which training is split over devices
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def check_matrix_products(kind: str) -> Result:
 def check_memory_bandwidth(kind: str) -> Result:
     """Bandwidth of copies in device memory, compared with the published bandwidth."""
     device, local = _device(kind)
-    size = (1 << 28) if kind == "cpu" else (1 << 32)
+    size = (1 << 28) if kind == "cpu" else (1 << 30)
     x = torch.zeros(size, dtype=torch.uint8, device=local)
     y = torch.empty_like(x)
     rate = 2 * size / fastest(device, lambda: y.copy_(x))
@@ -135,7 +136,7 @@ def check_collectives(kind: str) -> Result:
     device.start_process_group(local)
     mesh = Mesh(data=dist.get_world_size(), supports_reduction=device.supports_reduction)
     axis = mesh.world
-    n, count = axis.size, _elements(kind)
+    n, count = axis.size, _elements(kind, axis.size)
     x = torch.full((n * count,), axis.rank + 1.0, device=local)
     total = n * (n + 1) / 2
     calls: dict[str, tuple[Callable[[], Tensor], float]] = {
@@ -186,7 +187,7 @@ def measure_links(kind: str) -> Result:
     links = {}
     for level, axis in (("chip", mesh.tensor), ("node", mesh.dp_shard)):
         if axis.size > 1:
-            x = torch.ones(axis.size * _elements(kind), device=local)
+            x = torch.ones(axis.size * _elements(kind, axis.size), device=local)
             shard = x[: x.numel() // axis.size].clone()
             seconds = fastest(device, lambda x=x, axis=axis: collectives.reduce_scatter(x, axis))
             seconds += fastest(device, lambda shard=shard, axis=axis: collectives.all_gather(shard, axis))
@@ -204,14 +205,17 @@ def write_calibration(kind: str, processes: int, deterministic: bool = True) -> 
     Args:
         deterministic: which kernels to measure, as `train.deterministic` chooses them.
     """
+    links = {}
+    if processes > 1:  # before this process uses a device: Neuron's runtime would reserve all of them
+        measured = _run_isolated(LINKS, kind, processes)
+        if not measured.passed:
+            raise RuntimeError(f"collectives over {processes} devices: {measured.measured}")
+        links = json.loads(measured.measured)
     device, local = _device(kind)
     device.choose_kernels(deterministic)
     table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
-    if processes > 1:
-        links = _run_isolated(LINKS, kind, processes)
-        if not links.passed:
-            raise RuntimeError(f"collectives over {processes} devices: {links.measured}")
-        table = replace(table, links=json.loads(links.measured))
+    if links:
+        table = replace(table, links=links)
     path = calibration.path_of(table.accelerator)
     table.save(path)
     return path
@@ -230,9 +234,9 @@ def _device(kind: str) -> tuple[devices.Device, torch.device]:
     return device, device.set_current(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def _elements(kind: str) -> int:
-    """Number of float32 elements per rank in timed collectives."""
-    return (1 << 20) if kind == "cpu" else (1 << 26)
+def _elements(kind: str, ranks: int) -> int:
+    """Number of float32 elements per rank in timed collectives; on an accelerator, 1 GiB over all ranks."""
+    return (1 << 20) if kind == "cpu" else (1 << 28) // ranks
 
 
 def _error(actual: list[float], expected: list[float]) -> float:
@@ -242,22 +246,24 @@ def _error(actual: list[float], expected: list[float]) -> float:
 
 
 def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> Profile:
-    """A small Llama that splits over `ranks` ranks in any `way`; without one, it runs in one process."""
-    parallel = {way: ranks} if way in ("tensor", "context", "pipeline") else {}
+    """A small Llama that `ranks` ranks train, split in a `way`; without one, it trains in one process."""
+    # Each rank of a large machine computes the reference on one CPU thread.
+    split = max(degree for degree in range(1, MAX_SPLIT + 1) if ranks % degree == 0)
+    parallel = {way: split} if way in ("tensor", "context", "pipeline") else {}
     if way == "fsdp":
         parallel = {"data_sharding": "fsdp"}
-    heads = ranks * max(1, 8 // ranks)
+    heads = split * max(1, 8 // split)
     return Profile.model_validate(
         {
             "name": "check",
             "model": {
                 "hidden_size": heads * 16,
                 "intermediate_size": heads * 32,
-                "num_hidden_layers": max(2, ranks),
+                "num_hidden_layers": max(2, split),
                 "num_attention_heads": heads,
-                "num_key_value_heads": 1 if ranks % 2 else 2,
+                "num_key_value_heads": 1 if split % 2 else 2,
                 "vocab_size": 512,
-                "max_position_embeddings": 16 * max(4, ranks),
+                "max_position_embeddings": 16 * max(4, split),
             },
             "tokenizer": {"source": "train", "vocabulary_size": 512},
             "data": {"sources": [{"kind": "python-docs"}]},
@@ -265,11 +271,10 @@ def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> P
             "train": {
                 "steps": STEPS,
                 "global_batch_size": 2 * ranks,
-                "sequence_length": 16 * max(4, ranks),
+                "sequence_length": 16 * max(4, split),
                 "learning_rate": 1e-3,
                 "precision": precision,
             },
-            # Every rank computes the reference at the same time.
             "cluster": {"device": kind, "devices_per_node": ranks if way else 1, "threads": 1},
         }
     )

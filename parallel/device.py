@@ -8,19 +8,24 @@ logical core, a GPU, the entire CPU).
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+log = logging.getLogger(__name__)
 
 GIB = 1024**3
 Mark = Any  # a point in a device's work: seconds of the host's clock, or an event
@@ -78,8 +83,8 @@ class Device:
     def choose_kernels(self, deterministic: bool, precision: str = "float32") -> None:
         """Let this process use deterministic kernels only, or the fastest ones.
 
-        In another precision than float32, the few float32 products, those of routers, run in TF32 on tensor cores. It holds the
-        bf16 values of forward exactly, and rounds the gradients of the logits to 10 bits.
+        Unless the precision is float32, the few float32 products, those of routers, run in TF32 on tensor cores: it holds bf16
+        values exactly in forward, and rounds the gradients of the logits to 10 bits.
         """
         if self.nondeterministic:
             torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
@@ -88,7 +93,7 @@ class Device:
 
     @contextmanager
     def chosen_kernels(self, deterministic: bool, precision: str = "float32") -> Iterator[None]:
-        """Choose kernels for a block, such as capture and compilation of the graphs that training looks up."""
+        """Choose kernels within a `with` statement, for example while graphs are captured and compiled."""
         before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
         self.choose_kernels(deterministic, precision)
         try:
@@ -118,7 +123,7 @@ class Device:
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
 
     def compiled_for(self, count: int) -> int:
-        """Number of this machine's first devices to compile code for if a node has `count` devices."""
+        """How many of this machine's devices, from device 0, need their own code if a node has `count`."""
         return max(1, min(count, self.available())) if self.code_names_device else 1
 
     def peak(self, precision: str) -> float | None:
@@ -286,6 +291,25 @@ def torch_neuronx_version() -> str:
     if found.split(".")[:2] != release.split(".")[:2]:
         raise RuntimeError(f"torch-neuronx {found} is not built for torch {release}; {source}")
     return found
+
+
+def name_replica_groups(name: str, groups: Sequence[Sequence[int]] | None) -> None:
+    """Tell TorchNeuron, if it is loaded, the ranks of all groups of a registered name; None: forget them.
+
+    Its compiler replaces a collective's name by the groups of all ranks. Unless a `DeviceMesh` has made them, it would know only
+    this rank's, which does not compile: every rank must be in one, and each rank would have its own graph.
+    """
+    if "torch_neuronx" not in sys.modules:
+        return
+    try:
+        known = vars(import_module("torch_neuronx.distributed.mesh_registry"))["_MESH_REGISTRY"]
+    except (ImportError, KeyError) as error:
+        log.warning("TorchNeuron is not told the groups of collectives, which may not compile: %s", error)
+        return
+    if groups is None:
+        known.pop(name, None)
+    else:
+        known[name] = [list(ranks) for ranks in groups]
 
 
 def has_adamw_kernel(kind: str) -> bool:

@@ -34,6 +34,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
+from parallel import device as devices
 from parallel.constraints import expert_shard_degree
 from parallel.torch_internals import register_process_group
 from parallel.torch_internals import resolve_process_group as resolve
@@ -206,6 +207,7 @@ class Mesh:
             group = dist.group.WORLD if name == "world" else _create_groups(name, groups, timeout)
             if group is not None:
                 register_process_group(name, group)
+                devices.name_replica_groups(name, groups)
                 self._registered.append(name)
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, supports_reduction)
 
@@ -214,6 +216,7 @@ class Mesh:
         for name in self._registered:
             axis: Axis = getattr(self, name)
             unregister(name)
+            devices.name_replica_groups(name, None)
             if name != "world" and axis.group is not None:
                 dist.destroy_process_group(axis.group)
         self._registered.clear()

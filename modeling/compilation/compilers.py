@@ -38,8 +38,8 @@ Compiled = Callable[..., Any]
 def without_random_state() -> Iterator[None]:
     """Partition graphs without saving the state of random numbers for recomputed operators.
 
-    Because torch's attention could drop out, it would be called by an operator that saves or restores this state, which needs
-    more inputs and which not every compiler supports. Our dropout is stateless (parallel/random.py).
+    As torch's attention can apply dropout, it would be called by an operator that saves or restores this state, which needs more
+    inputs and which not every compiler supports. Our dropout is stateless (parallel/random.py).
     """
     from parallel.torch_internals import partitioners
 
@@ -190,6 +190,10 @@ class Neuron(Compiler):
         # The public index has placeholder packages of this name; the real one registers its backend.
         if find_spec("torch_neuronx") is None or "neuron" not in torch.compiler.list_backends():
             return "no TorchNeuron (torch-neuronx from AWS's index)"
+        if (
+            not torch.accelerator.is_available()
+        ):  # on a head node; traced on a CPU, programs would have other operators
+            return "no Neuron device"
         return None
 
     def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:

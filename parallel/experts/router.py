@@ -121,6 +121,8 @@ def _choose(scores: Tensor, indices: Tensor) -> Tensor:
 def _within_best_groups(selected: Tensor, groups: int, top: int) -> Tensor:
     """Scores (T, E) with -inf for the experts of all but a token's `top` best groups."""
     grouped = selected.unflatten(1, (groups, -1))  # (T, groups, E/groups)
-    best = grouped.topk(2).values.sum(-1).topk(top).indices  # (T, top)
+    # Neuron's compiler has topk in two dims only.
+    highest = grouped.flatten(0, 1).topk(2).values.sum(-1)  # (T·groups)
+    best = highest.view(-1, groups).topk(top).indices  # (T, top)
     kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)  # (T, groups)
     return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)

@@ -118,21 +118,41 @@ def checksums(shards: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     Of the bits, so that no difference is rounded away; sums wrap around.
 
     Returns:
-        int32, a sum for each tensor, followed by their complements, whose maximum is the complement of the minimum.
+        the halves of the sums (`halves`), followed by their negatives, whose maximum is the negative of the minimum.
     """
     blocks = (shard.view(torch.int32).view(len(w), -1) for shard, w in zip(shards, weights, strict=True))
     sums = [block.sum(1, dtype=torch.int32) for block in blocks]
     totals = torch.stack([(s * w).sum(dtype=torch.int32) for s, w in zip(sums, weights, strict=True)])
-    return torch.cat((totals, ~totals))
+    parts = halves(totals)
+    return torch.cat((parts, -parts))
 
 
 def count_differing(highest: Sequence[Tensor]) -> Tensor:
     """Number (1) of sums that differ between ranks, given the maxima of `checksums` over ranks; float32."""
-    total = torch.zeros_like(highest[0][:1], dtype=torch.float32)
+    total = torch.zeros_like(highest[0][:1])
     for extremes in highest:
-        sums, complements = extremes.chunk(2)
-        total = total + (sums != ~complements).sum(dtype=torch.float32)
+        total = total + differ(extremes).sum(dtype=torch.float32)
     return total
+
+
+def differ(highest: Tensor) -> Tensor:
+    """Whether each sum differs between ranks, given the maximum of halves and negatives (4n) over ranks; (n)."""
+    largest, negative = highest.chunk(2)
+    return (largest != -negative).unflatten(0, (2, -1)).any(0)
+
+
+def halves(bits: Tensor) -> Tensor:
+    """The upper 16 bits of n int32 numbers, followed by the lower ones, as float32 (2n).
+
+    Collectives of Neuron reduce in float32, which holds no more than 24 bits of an integer.
+    """
+    return torch.cat((bits >> 16, bits & 0xFFFF)).to(torch.float32)
+
+
+def join_halves(parts: Tensor) -> Tensor:
+    """The n int32 numbers whose halves these are (2n)."""
+    upper, lower = parts.to(torch.int32).chunk(2)
+    return (upper << 16) | lower
 
 
 EAGER = Arithmetic()

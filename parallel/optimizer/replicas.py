@@ -5,7 +5,7 @@ Norms on all tensor ranks, KV heads on some of them, an embedding on the first a
 computes differently, its copies drift apart without any error. A checkpoint has one copy of each, so a resumed run starts from
 equal ones.
 
-    ReplicaCheck          a checksum for each bucket that has copies, compared by one all-reduce per axis of 8 bytes per bucket;
+    ReplicaCheck          a checksum for each bucket that has copies, compared by one all-reduce per axis of 16 bytes per bucket;
                           reads the buckets' master weights once; the host never waits
     differing_replicas    which weights differ, and by how much; the host waits
     synchronize_replicas  copies the first rank's weights and moments; moves their bytes once for each axis
@@ -22,7 +22,7 @@ from torch import Tensor
 from parallel import collectives
 from parallel.layout import layout_of
 from parallel.mesh import Axis, Mesh
-from parallel.optimizer.arithmetic import Arithmetic
+from parallel.optimizer.arithmetic import Arithmetic, differ, halves, join_halves
 from parallel.optimizer.buckets import Bucket, ShardBox
 from parallel.optimizer.sharded_adamw import STATES
 
@@ -92,8 +92,10 @@ def synchronize_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> None:
         for bucket, box in _replicated(buckets, mesh, axis):
             for state in STATES:
                 bits = box.view(getattr(bucket, state)).view(torch.int32)
-                lowest = torch.full_like(bits, torch.iinfo(torch.int32).min)
-                bits.copy_(collectives.all_reduce_max(lowest if axis.rank else bits, axis))
+                parts = halves(bits.flatten())
+                lowest = torch.full_like(parts, -torch.inf)
+                first = collectives.all_reduce_max(lowest if axis.rank else parts, axis)
+                bits.copy_(join_halves(first).view_as(bits))
 
 
 def _axes(mesh: Mesh) -> list[Axis]:
@@ -147,9 +149,9 @@ def _differing(buckets: Sequence[Bucket], mesh: Mesh, axis: Axis) -> dict[str, f
     if not boxes:
         return found
     # Sums of the bits, so that no difference is rounded away; they wrap around.
-    sums = torch.stack([values.view(torch.int32).sum(dtype=torch.int32) for _, values in boxes])
-    highest, complement = collectives.all_reduce_max(torch.cat((sums, ~sums)), axis).chunk(2)
-    for (name, values), differs in zip(boxes, (highest != ~complement).tolist(), strict=True):
+    parts = halves(torch.stack([values.view(torch.int32).sum(dtype=torch.int32) for _, values in boxes]))
+    differing = differ(collectives.all_reduce_max(torch.cat((parts, -parts)), axis)).tolist()
+    for (name, values), differs in zip(boxes, differing, strict=True):
         if differs:
             highest_value = collectives.all_reduce_max(values, axis)
             spread = highest_value + collectives.all_reduce_max(-values, axis)

@@ -277,7 +277,7 @@ class ShardedAdamW:
         return StepResult(norm, skipped)
 
     def gather_before_use(self, units: Sequence[Unit]) -> None:
-        """Let `step` return before resident parameters are gathered; hooks await a unit's before its forward.
+        """Let `step` return before resident parameters are gathered; hooks wait for a unit's before its forward pass.
 
         Raises:
             ValueError: a resident parameter is in none of the units.

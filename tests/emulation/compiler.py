@@ -14,12 +14,15 @@ from types import ModuleType
 from typing import Any
 
 import functorch.compile
+import torch.distributed as dist
 from torch.fx import GraphModule
 
 from modeling.tracing.graph_stats import digest
 from tests.emulation import usage
-from tests.emulation.usage import inside_compiled_program, outside_compiled_programs
+from tests.emulation.usage import Rejected, inside_compiled_program, outside_compiled_programs
 
+REPLICA_GROUPS: dict[str, list[list[int]]] = {}
+"""Ranks of all groups, by the name that collectives have in graphs; each rank's compiler must know those of all ranks."""
 inference_programs: list[str] = []
 """Digests of the graphs without a backward pass that were compiled."""
 
@@ -42,7 +45,9 @@ def register_compiler() -> None:
     package = ModuleType("torch_neuronx")
     package.__spec__ = ModuleSpec("torch_neuronx", None)
     package.get_dynamo_metrics = list
-    sys.modules["torch_neuronx"] = package
+    registry = ModuleType("torch_neuronx.distributed.mesh_registry")
+    registry._MESH_REGISTRY = REPLICA_GROUPS
+    sys.modules |= {package.__name__: package, registry.__name__: registry}
 
 
 def _partition(joint: GraphModule, *arguments: Any, **options: Any) -> Any:
@@ -57,7 +62,12 @@ def _compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..
 
 def _compile(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     for node in graph.graph.nodes:
-        if getattr(node.target, "namespace", "").startswith("trainshed"):
+        namespace = getattr(node.target, "namespace", "")
+        if namespace == "_c10d_functional" and isinstance(name := node.args[-1], str):
+            ranks = sorted(rank for group in REPLICA_GROUPS.get(name, ()) for rank in group)
+            if ranks != list(range(dist.get_world_size())):
+                raise Rejected(f"{node.target} over {name!r}: its groups on all ranks are not known")
+        if namespace.startswith("trainshed"):
             node.target = _opaque(node.target)
     graph.recompile()
 

@@ -1,7 +1,7 @@
 """Process group of the emulated device: accepts only its tensors, and has gloo work on their memory.
 
 The result of a collective is garbage until it is waited for, and the inputs must not change before. All-to-alls must be even,
-apart from empty messages: a ring's send/recv is one with a single message each way.
+apart from empty messages: a ring's send/recv is one with a single message each way. Reductions are in floating point.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.emulation.usage import Rejected, call_site, record_use
 Tensors = Tensor | Sequence["Tensors"]
 # The arguments of each collective that are results; an argument in both roles is overwritten.
 RESULTS = {"recv": (0,), "send": (), "allreduce": (0,), "broadcast": (0,), "alltoall_base": (0,)}
+REDUCTIONS = "allreduce", "_reduce_scatter_base"
 RESULTS |= {"_allgather_base": (0,), "_reduce_scatter_base": (0,), "allgather": (0,)}
 
 
@@ -91,6 +92,8 @@ class Group(dist.ProcessGroup):
         self.used = True
         what = f"{name} from {call_site()}"
         given = [_hosts(x, what) for x in arguments]
+        if name in REDUCTIONS and not all(x.is_floating_point() for each in given for x in _leaves(each)):
+            raise Rejected(f"{what}: a reduction of integers")
         # gloo works on copies of the results, which the memory of the device gets when it is waited for.
         used = [_map(torch.clone, x) if i in RESULTS[name] else x for i, x in enumerate(given)]
         results, inputs = [], []
