@@ -20,6 +20,7 @@ from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile, Train
 from tasks.keys import POSITION
+from tasks.launchers.log_follower import is_metrics
 from tasks.steps.dataset import DatasetStep
 from tasks.store import ledger, runs
 from tasks.store.backends import FolderBackend
@@ -33,24 +34,29 @@ HELD_PARENT = f"{HELD}/parent.json"  # written once the copy is complete
 
 
 def find_parent(store: Store, text: str, child: str) -> Parent:
-    """Parent of the run `child`, named by RUN or RUN@STEP; without STEP its own, else the latest.
+    """Parent of the run `child`, named by RUN or RUN@STEP.
 
-    So the same command resumes a fork though the parent has meanwhile saved, or removed, checkpoints.
+    Without STEP, it is the checkpoint that `child` was already forked from, else the parent's latest. So the same command resumes
+    a fork even if the parent has saved or removed checkpoints since, or was itself removed or replaced.
 
     Raises ProfileError if there is no such run or checkpoint.
     """
     name, _, wanted = text.partition("@")
     run = store.run_folder(name)
     identity = run.stored_identity
-    if identity is None:
-        raise runs.unknown_run(store, "fork", name)
     try:
         forked = store.run_folder(child)
     except ValueError as error:
         raise ProfileError("name", child, str(error)) from error
     known = forked.parent or _held_parent(forked)
-    if known and known == Parent(name, identity, known.step) and wanted in ("", str(known.step)):
-        return known
+    if known and known.run == name and wanted in ("", str(known.step)):
+        if known.identity == identity:
+            return known
+        if _is_independent(forked, known):
+            log.info("run %s was removed or replaced; %s resumes from its own checkpoint", name, child)
+            return known
+    if identity is None:
+        raise runs.unknown_run(store, "fork", name)
     steps = run.checkpoint_steps()
     if not steps:
         raise ProfileError("fork", text, f"run {name} has no complete checkpoint to start from")
@@ -63,14 +69,15 @@ def find_parent(store: Store, text: str, child: str) -> Parent:
     return Parent(name, identity, int(wanted))
 
 
-def parent_profile(store: Store, parent: Parent) -> Path:
-    """The profile.yaml of a parent on this machine."""
-    return runs.fetch(store, parent.run) / run_files.PROFILE
+def parent_profile(store: Store, parent: Parent, child: str) -> Path:
+    """The profile.yaml of a parent on this machine; the fork's own if the parent was removed or replaced."""
+    is_there = store.run_folder(parent.run).stored_identity == parent.identity
+    return runs.fetch(store, parent.run if is_there else child) / run_files.PROFILE
 
 
-def decay_overrides(store: Store, parent: Parent, steps: int) -> list[str]:
-    """Overrides for a fork that decays the learning rate of a parent in the store to 0 in `steps` steps."""
-    train = resolve.load(str(parent_profile(store, parent))).train
+def decay_overrides(profile: str | Path, parent: Parent, steps: int) -> list[str]:
+    """Overrides for a fork that decays the learning rate of a parent's profile.yaml to 0 in `steps` steps."""
+    train = resolve.load(str(profile)).train
     return decay_settings(train, parent.run, parent.step, steps, key="--decay")
 
 
@@ -109,7 +116,7 @@ def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "de
 
 def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
     """Raise ProfileError if a run of this profile cannot start from the parent's checkpoint."""
-    existing = resolve.load(str(parent_profile(store, parent)))
+    existing = resolve.load(str(parent_profile(store, parent, profile.name)))
     if existing.model != profile.model:
         reason = f"differs from the model of {parent.run}; start from its weights alone with init.from = <its export folder>"
         raise ProfileError("model", None, reason)
@@ -135,14 +142,17 @@ def require_new_name(store: Store, parent: Parent, name: str) -> None:
 
 
 def hold_checkpoint(store: Store, parent: Parent, name: str) -> None:
-    """Copy a parent's checkpoint for a run without one, before the parent removes it; safe to repeat.
+    """Copy a parent's checkpoint and metrics for a run without them, before the parent removes it.
 
-    Raises ProfileError if the parent has removed it.
+    Raises ProfileError if the parent has removed it, or was itself removed or replaced.
     """
     source, run = store.run_folder(parent.run), store.run_folder(name)
     if not _needs_checkpoint(run) or _held_parent(run) == parent:
         return
     store.remove(f"runs/{name}/{HELD}")  # of an interrupted start
+    if source.stored_identity != parent.identity:
+        reason = "the run was removed or replaced before its checkpoint was copied"
+        raise ProfileError("fork", f"{parent.run}@{parent.step}", reason)
     part = f"step_{parent.step}"
     try:
         source.copy_checkpoint(f"{run_files.CHECKPOINTS}/{part}", run, f"{HELD}/{part}")
@@ -150,6 +160,11 @@ def hold_checkpoint(store: Store, parent: Parent, name: str) -> None:
         text = f"{parent.run}@{parent.step}"
         reason = f"run {parent.run} has removed this checkpoint (checkpoint.keep); fork from a later one"
         raise ProfileError("fork", text, reason, _nearest(source, parent.step)) from error
+    # From the store: the local folder may be of another run of that name, or lack what another machine has trained since.
+    lines = (source.read(run_files.METRICS) or b"").decode(errors="replace").splitlines()
+    rows = [row for line in lines if (row := state_files.parse(line)) and is_metrics(row)]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows if row["step"] <= parent.step)
+    store.backend.write(f"runs/{name}/{HELD}/{run_files.METRICS}", text.encode())
     store.backend.write(f"runs/{name}/{HELD_PARENT}", json.dumps(asdict(parent)).encode())
 
 
@@ -158,12 +173,10 @@ def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
 
     Raises ProfileError if the parent has removed it.
     """
-    source, run = store.run_folder(parent.run), store.run_folder(name)
+    run = store.run_folder(name)
     if _needs_checkpoint(run):
         hold_checkpoint(store, parent, name)
-        rows = [row for row in runs.read_metrics(source.path) if row.get("step", 0) <= parent.step]
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        FolderBackend(run.path).write(run_files.METRICS, text.encode())
+        FolderBackend(run.path).write(run_files.METRICS, run.read(f"{HELD}/{run_files.METRICS}") or b"")
         part = f"step_{parent.step}"
         run.copy_checkpoint(f"{HELD}/{part}", run, f"{run_files.CHECKPOINTS}/{part}")
         if run.checkpoint_steps() != [parent.step]:
@@ -193,8 +206,15 @@ def record_data(store: Store, parent: Parent) -> None:
 
 
 def _needs_checkpoint(run: RunFolder) -> bool:
-    """Whether a fork has never had a checkpoint; not if all of them are corrupted."""
-    return not run.checkpoint_steps() and not run.files(f"{run_files.CHECKPOINTS}/{QUARANTINE}")
+    """Whether a fork has never had a checkpoint; not if all of them are corrupted or missing."""
+    if run.checkpoint_steps() or run.files(f"{run_files.CHECKPOINTS}/{QUARANTINE}"):
+        return False
+    return not (state_files.parse(run.read(run_files.RESUMED) or b"") or {}).get("saved")
+
+
+def _is_independent(run: RunFolder, parent: Parent) -> bool:
+    """Whether a fork of this parent was opened and has a checkpoint: it resumes without its parent."""
+    return run.parent == parent and (not _needs_checkpoint(run) or _held_parent(run) == parent)
 
 
 def _held_parent(run: RunFolder) -> Parent | None:

@@ -27,11 +27,13 @@ from tasks import keys
 from tasks.sources import corpus, weights
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import Shard
+from tasks.store import run_artifacts
+from tasks.store.manifest import Corrupted
 from tasks.store.store import Store
 from tasks.tokenization.tokenizer_fetch import folder_digest, is_folder
 
 FORMAT = 1
-EXPORT = "export"  # the part of a run that `run:NAME` refers to
+EXPORT = "export"  # the part of a run that `run:NAME` refers to, and the kind of its artifact
 NEAREST = 3  # finished runs to name in an error
 Reference = Mapping[str, Any]
 # Returns what a reference is pinned to; if it is not, resolves it with the function.
@@ -126,8 +128,11 @@ def resolve(
 def locate_runs(profile: Profile, store: Store) -> Profile:
     """Replace `run:NAME` in init.from and tokenizer.source by the store location of that run's export.
 
-    Raises ProfileError for a run without an export.
+    An export that another machine has made since is downloaded.
+
+    Raises ProfileError for a run without an export, or whose latest one is not in the store.
     """
+    digests = DigestCache(store.local_cache)
 
     def export(key: str, source: str) -> str:
         name = source.removeprefix(RUN)
@@ -136,13 +141,22 @@ def locate_runs(profile: Profile, store: Store) -> Profile:
         except ValueError as error:
             raise ProfileError(key, source, str(error)) from error
         if not run.files(EXPORT):
-            reason = f"the store {store.uri} has no finished run {name}"
+            reason = f"the store {store.uri} has no run {name} with an export"
             if name in profile_names():
                 option = "" if store.uri == "./store" else f" --store {shlex.quote(store.uri)}"
                 reason += f"; train it first: trainshed run {name}{option}"
             raise ProfileError(key, source, reason, [RUN + nearest for nearest in _finished(store, name)])
         if identity := run.stored_identity:
             run.prepare(identity)  # downloads it if another machine has trained it
+            run.restore(EXPORT)
+            try:
+                run_artifacts.refresh(store, EXPORT, name, digests.sha256)
+            except (Corrupted, FileNotFoundError) as error:
+                reason = (
+                    f"the latest export of {name} has not been uploaded completely ({error}); try again later, or start {name} "
+                    "again where it was exported, which uploads it"
+                )
+                raise ProfileError(key, source, reason) from error
         return run.location(EXPORT)
 
     init, tokenizer = profile.init, profile.tokenizer

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,8 @@ class MetricsWriter:
     """Writes a run's metrics on the leading rank.
 
     While the disk is full, rows are buffered and written later, each one complete or not at all. The file is replaced on resume,
-    so an orphaned earlier attempt keeps writing to the old, unlinked file.
+    so an orphaned earlier attempt keeps writing to the old, unlinked file. A stale handle (NFS) is therefore only reopened if no
+    other attempt has replaced the file.
 
     Args:
         run: the run folder.
@@ -60,16 +62,19 @@ class MetricsWriter:
         total_steps: number of steps, shown in log lines.
 
     Attributes:
-        kept, last: last training row after later steps were dropped, and before that; None if there is none.
+        kept: last training row up to `step`; None if there is none.
+        last: last training row before later ones were dropped; None if there is none.
     """
 
     def __init__(self, run: Path, step: int, total_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.total_steps = total_steps
-        path = run / run_files.METRICS
-        self.kept, self.last = truncate(path, step)
-        self.file = path.open("ab", buffering=0)
+        self._run, self._path = run, run / run_files.METRICS
+        self.kept, self.last = truncate(self._path, step)
+        self.file = self._path.open("ab", buffering=0)
+        self._inode = os.fstat(self.file.fileno()).st_ino
+        self._attempt = state_files.read_text(run / run_files.ATTEMPT)
         self._unwritten: list[bytes] = []
         self._tensorboard = SummaryWriter(
             str(run / run_files.TENSORBOARD), purge_step=step + 1 if step else None
@@ -78,21 +83,48 @@ class MetricsWriter:
     def write(self, row: dict[str, Any]) -> None:
         """Append one row, which has a `step`."""
         self._unwritten.append(json.dumps(row).encode() + b"\n")
-        try:
-            while self._unwritten:
-                self._append(self._unwritten[0])
-                del self._unwritten[0]
-        except OSError as error:
-            if len(self._unwritten) == 1:
-                log.warning(f"metrics cannot be written: {error}; buffering them until they can")
+        error = self.flush()
+        if error and len(self._unwritten) == 1:
+            log.warning(f"metrics cannot be written: {error}; buffering them until they can")
         try:
             for name, value in scalars(row):
                 self._tensorboard.add_scalar(name, value, row["step"])
         except OSError as error:  # a full disk, raised by TensorBoard's writer thread
             log.debug(f"TensorBoard file is incomplete: {error}")
 
+    def flush(self) -> OSError | None:
+        """Write the buffered rows; returns the error if some still cannot be written."""
+        try:
+            while self._unwritten:
+                self._append(self._unwritten[0])
+                del self._unwritten[0]
+        except OSError as error:
+            return error
+        return None
+
     def _append(self, line: bytes) -> None:
-        """Write the complete line, or nothing."""
+        """Write the complete line, or nothing; reopens the file if its handle is stale."""
+        try:
+            self._write_line(line)
+        except OSError as error:
+            if error.errno != errno.ESTALE or not self._reopen():
+                raise
+            self._write_line(line)
+
+    def _reopen(self) -> bool:
+        """Open the file again, unless another attempt has replaced it; returns whether it is open."""
+        file = self._path.open("r+b", buffering=0)
+        inode = os.fstat(file.fileno()).st_ino
+        # A later file may have the inode of ours, which was freed.
+        if inode != self._inode or state_files.read_text(self._run / run_files.ATTEMPT) != self._attempt:
+            file.close()
+            return False
+        with contextlib.suppress(OSError):
+            self.file.close()
+        self.file = file
+        return True
+
+    def _write_line(self, line: bytes) -> None:
         size = self.file.seek(0, 2)
         if self.file.write(line) < len(line):
             self.file.truncate(size)
@@ -109,7 +141,13 @@ class MetricsWriter:
         )
 
     def close(self) -> None:
-        self.file.close()
+        """Write the buffered rows; logs a warning if some are lost."""
+        if error := self.flush():
+            log.warning(f"{self._path}: buffered rows are lost ({len(self._unwritten)}): {error}")
+        try:
+            self.file.close()
+        except OSError as error:  # on a network file system, of earlier writes
+            log.warning(f"{self._path}: the last rows may be lost: {error}")
         with contextlib.suppress(OSError):
             self._tensorboard.close()
 
@@ -122,6 +160,23 @@ def truncate(path: Path, step: int) -> tuple[dict[str, Any] | None, dict[str, An
     kept = [line for line in lines if _step(line) <= step]
     state_files.write(path, "".join(f"{line}\n" for line in kept))
     return _last_training_row(kept), _last_training_row(lines)
+
+
+def checkpoint_completed(run: Path) -> bool:
+    """Whether a run's metrics show that it has completed a checkpoint; unknown cases are False.
+
+    `checkpoint_seconds` grows once or twice per save: when it begins and, if asynchronous, when it ends. Events count those that
+    failed, and the last one may not have ended.
+    """
+    totals = {row.get("checkpoint_seconds", 0.0) for row in _rows(run / run_files.METRICS)} - {0.0}
+    failed = sum(row.get("event") == "not saved" for row in _rows(run / run_files.EVENTS))
+    return len(totals) > 2 * failed + 1
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a .jsonl file, without corrupted lines; none if it does not exist."""
+    lines = (state_files.read_text(path) or "").splitlines()
+    return (row for row in map(state_files.parse, lines) if row is not None)
 
 
 def _last_training_row(lines: Sequence[str]) -> dict[str, Any] | None:

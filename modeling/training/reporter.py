@@ -137,8 +137,13 @@ class Reporter:
         self._metrics.write({**row, **result.graphs})
         log.info(f"step {step}/{self._settings.steps}  validation loss {result.loss:.4f}")
 
+    def flush(self) -> None:
+        """Write metrics rows that are buffered because they could not be written before."""
+        self._metrics.flush()
+
     def rewind(self, step: int, restore_seconds: float) -> None:
         """Drop the metrics rows after the step that the run was rolled back to."""
+        self._metrics.close()
         self._metrics = MetricsWriter(self._run, step, self._settings.steps)
         dropped = self._account.restart(self._metrics.kept)
         self._row_totals = self._account.totals

@@ -258,8 +258,13 @@ class TrainingRun:
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.replicas.synchronize(self.step)
-            options = {"last": finished or self._stopping, "prune": not skipping, "wait": self._wait_to_save}
+            options = {"last": finished or self._stopping, "prune": not skipping}
+            options |= {"wait": self._wait_to_save, "flush": self._flush_metrics}
             self.checkpoints.save(self.step, validation_loss, **options, **state)
+
+    def _flush_metrics(self) -> None:
+        if self.reporter:
+            self.reporter.flush()
 
     def _wait_to_save(self, seconds: int) -> bool:
         """Wait, or until a rank receives a stop signal; returns whether one has. Collective."""

@@ -7,9 +7,11 @@ like any other artifact before they are used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from tasks.store.artifacts import HASH_LIMIT, Artifact
@@ -54,7 +56,7 @@ def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
     folder, part = store.run_folder(run), artifact.summary["part"]
     pointer = store.artifacts.path(artifact) / POINTER
     try:
-        manifest = Manifest.from_bytes(state_files.read(pointer) or b"", kind, key)
+        manifest = _read_pointer(pointer, kind, key)
         if folder.is_remote(part):
             manifest.verify_sizes(folder.files(part))
         else:
@@ -70,3 +72,40 @@ def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
         store.artifacts.quarantine(kind, key, reason)
         return None
     return artifact
+
+
+def refresh(store: Store, kind: str, run: str, sha256: Callable[[Path], str]) -> None:
+    """Download the part of a run folder that its latest artifact of a kind points to, unless it is there.
+
+    Another machine may have published the artifact after the folder was downloaded.
+
+    Args:
+        sha256: of a local file.
+
+    Raises:
+        Corrupted, FileNotFoundError: the files in the remote store are not those of the artifact, either.
+    """
+    if not store.is_remote:
+        return
+    folder = store.run_folder(run)
+    used = state_files.parse(folder.read(run_files.ARTIFACTS) or b"") or {}
+    found = filter(None, (store.artifacts.find(kind, key, hash_limit=0) for key in used.get(kind, ())))
+    pointers = [
+        (_read_pointer(store.artifacts.path(each) / POINTER, kind, each.key), each.summary["part"])
+        for each in found
+    ]
+    if not pointers:
+        return
+    manifest, part = max(pointers, key=lambda pointer: pointer[0].created)
+    try:
+        manifest.verify_sizes(FolderBackend(folder.path / part).files(""))
+        for file in manifest.files:
+            file.compare(sha256(folder.path / part / file.name))
+    except Corrupted:
+        folder.download(part, manifest)
+        log.info("run %s: downloaded %s, which another machine has replaced", run, part)
+
+
+def _read_pointer(path: Path, kind: str, key: str) -> Manifest:
+    """Manifest of the files that an artifact points to. Raises Corrupted if it is missing or invalid."""
+    return Manifest.from_bytes(state_files.read(path) or b"", kind, key)

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -26,14 +26,18 @@ from profiles.errors import ProfileError
 from profiles.file_locks import locked
 from profiles.state_files import retried
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
+from tasks.store.manifest import Manifest
 from tasks.store.staging import staging_folder
-from tasks.store.sync import RunSync, attempt_in, is_excluded
+from tasks.store.sync import DIRECT, RunSync, attempt_in, is_append_only, is_excluded
 
 log = logging.getLogger(__name__)
 
 COMPLETE = re.compile(rf"{run_files.CHECKPOINTS}/step_(\d+)/{locations.MARKER}")
 REPLACED = re.compile(r"~\d+$")  # ends the name of a run that was replaced by another
 TRACES = (run_files.CHECKPOINTS, run_files.METRICS)  # by which a run's folder is recognised without run.json
+# Local file with the attempt that the folder was downloaded with; no training has run in the folder since, if that is still its
+# attempt.
+DOWNLOADED = ".downloaded"
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,8 @@ class RunFolder:
     def prepare(self, identity: str, parent: Parent | None = None) -> Path:
         """The run's local folder; created, or downloaded from the remote store, if this machine has none.
 
-        A local copy of another run of that name is moved to `<name>~N`. Raises ProfileError for a folder with a run's files
-        but without run.json.
+        Files that another machine has added to the run are downloaded, too. A local copy of another run of that name is moved to
+        `<name>~N`. Raises ProfileError for a folder with a run's files but without run.json.
         """
         local = self.identity
         traces = (name for name in TRACES if self._local.exists(f"{self._prefix}/{name}"))
@@ -191,6 +195,25 @@ class RunFolder:
         else:
             _link_files(self.path / part, target.path / into)
 
+    def restore(self, part: str) -> None:
+        """Download a part of the run that only the remote store has."""
+        if self._remote and not self._local.exists(f"{self._prefix}/{part}"):
+            self._fetch(self._remote, part, self.files(part))
+
+    def download(self, part: str, manifest: Manifest) -> None:
+        """Replace a part of the local folder by its files in the remote store.
+
+        Raises:
+            Corrupted, FileNotFoundError: the store's files are not those of the manifest; the local ones are kept.
+        """
+        if self._remote:
+            files, name = {file.name: file for file in manifest.files}, f"{self._prefix}/{part}"
+            manifest.verify_sizes(self.files(part))
+            with self._staging() as folder:
+                self._remote.download(name, list(files), folder, lambda file: files[file].verify(folder))
+                self._local.remove(name)
+                self._local.move(str(folder), name)
+
     def quarantine_checkpoint(self, part: str, reason: str) -> None:
         """Move a corrupted checkpoint to training's quarantine.
 
@@ -223,13 +246,54 @@ class RunFolder:
         return found
 
     def _restore(self, remote: ObjectBackend, identity: str) -> None:
-        """Download the run if the remote store has it, and this machine none or an earlier attempt."""
+        """Download the run if the remote store has it, and this machine none or an earlier attempt.
+
+        If both have the same attempt, download what is missing or out of date here.
+        """
         if self._identity_in(remote) != identity:
             return
-        if self.identity is None or attempt_in(remote, self._prefix) > attempt_in(self._local, self._prefix):
-            sizes = {file: size for file, size in remote.files(self._prefix).items() if not is_excluded(file)}
+        # The store before the local folder: a job that runs here writes to this folder first, and must not make it seem outdated.
+        stored = attempt_in(remote, self._prefix)
+        here = None if self.identity is None else attempt_in(self._local, self._prefix)
+        if here is not None and here > stored:
+            return
+        sizes = {file: size for file, size in remote.files(self._prefix).items() if not is_excluded(file)}
+        if here is None or here < stored:
             self._fetch(remote, "", sizes)
+            attempt = attempt_in(self._local, self._prefix)
+            self._local.write(f"{self._prefix}/{DOWNLOADED}", str(attempt).encode())
             log.info("run %s: downloaded from %s to resume here", self.name, remote.location(self._prefix))
+        else:
+            self._update(remote, sizes, here)
+
+    def _update(self, remote: ObjectBackend, sizes: Mapping[str, int], attempt: int) -> None:
+        """Download files that are missing or out of date in the local folder, whose attempt is the store's.
+
+        If training ran in this folder, its rows and logs are the latest, and it may still write to them: they are not replaced.
+        Otherwise, the longer copy is the later one. Results of jobs in logs/ are removed once they have been used, and an export
+        is downloaded only where it is used (`run_artifacts.refresh`).
+        """
+        here = self._local.files(self._prefix)
+        is_copy = self._local.read(f"{self._prefix}/{DOWNLOADED}") == str(attempt).encode()
+
+        def is_outdated(file: str) -> bool:
+            if file == run_files.RESUMED:
+                name = f"{self._prefix}/{file}"  # may have been removed here so that the request is applied again
+                return is_copy and self._local.read(name) != remote.read(name)
+            if file in here:
+                return is_append_only(file) and (is_copy or file in DIRECT) and sizes[file] > here[file]
+            return is_append_only(file) or not file.startswith((f"{run_files.LOGS}/", f"{run_files.EXPORT}/"))
+
+        names = list(filter(is_outdated, sizes))
+        if not names:
+            return
+        with self._staging() as folder:
+            self._download(remote, self._prefix, {name: sizes[name] for name in names}, folder)
+            for name in names:
+                target = self._local.path(f"{self._prefix}/{name}")
+                retried(lambda target=target: target.parent.mkdir(parents=True, exist_ok=True))
+                retried(lambda name=name, target=target: os.replace(folder / name, target))
+        log.info("run %s: updated from %s", self.name, remote.location(self._prefix))
 
     @contextmanager
     def _downloaded(
@@ -255,20 +319,27 @@ class RunFolder:
         """Download files of a part of the run, which appears here, or as `target`, complete or not at all."""
         name = f"{self._prefix}/{part}".rstrip("/")
         target = target or name
-        with staging_folder(self._local.path("staging"), f"run-{self.name}") as folder:
-
-            def check(file: str) -> None:
-                if (size := (folder / file).stat().st_size) < sizes[file]:
-                    reason = f"only {size} of {sizes[file]} bytes were downloaded"
-                    raise OSError(errno.EIO, reason, remote.location(f"{name}/{file}"))
-
-            remote.download(name, list(sizes), folder, check)
+        with self._staging() as folder:
+            self._download(remote, name, sizes, folder)
             # Keep local files that the store lacks, such as those of an interrupted start.
             for file in self._local.files(target).keys() - sizes.keys():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 _link(self._local.path(f"{target}/{file}"), folder / file)
             self._local.remove(target)
             self._local.move(str(folder), target)
+
+    def _staging(self) -> AbstractContextManager[Path]:
+        return staging_folder(self._local.path("staging"), f"run-{self.name}")
+
+    def _download(self, remote: ObjectBackend, name: str, sizes: Mapping[str, int], folder: Path) -> None:
+        """Download files below `name` into a folder. Raises OSError if one is shorter than listed."""
+
+        def check(file: str) -> None:
+            if (size := (folder / file).stat().st_size) < sizes[file]:
+                reason = f"only {size} of {sizes[file]} bytes were downloaded"
+                raise OSError(errno.EIO, reason, remote.location(f"{name}/{file}"))
+
+        remote.download(name, list(sizes), folder, check)
 
     def _free_name(self) -> str:
         """The first `<name>~N` that neither the store nor this machine has."""

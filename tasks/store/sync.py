@@ -4,8 +4,8 @@ Checkpoints are excluded: training writes them to the store directly, and the me
 upload is retried with the next sync; training neither waits for it nor fails.
 
 Newer data in the store is never overwritten: nothing is uploaded if the store has files of a later training attempt (from
-another machine), and a log or metrics file does not replace a longer copy of the same attempt. A new attempt does replace
-metrics.jsonl, which it has truncated to the step that it resumes from.
+another machine) or of another run of that name, and a log or metrics file does not replace a longer copy of the same attempt. A
+new attempt does replace metrics.jsonl, which it has truncated to the step that it resumes from.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 from modeling import run_files
+from profiles import state_files
 from tasks.store.backends import Backend, FolderBackend, ObjectBackend
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,11 @@ def is_excluded(name: str) -> bool:
     part, *inner = name.split("/")
     hidden = any(component.startswith(".") for component in (part, *inner))
     return part.partition("~")[0] in EXCLUDED or part.endswith(".partial") or hidden
+
+
+def is_append_only(name: str) -> bool:
+    """Whether a run folder's file only grows during an attempt, so that its longer copy is the newer one."""
+    return name.endswith(APPENDED) or ".tfevents." in PurePosixPath(name).name
 
 
 def attempt_in(backend: Backend, folder: str) -> int:
@@ -73,6 +79,13 @@ class RunSync:
     def upload(self, *, postpone_large: bool = False) -> None:
         """Upload files changed since the last call; `postpone_large`: large ones at most every LARGE_INTERVAL."""
         if self._remote is None:
+            return
+        stored_record = self._remote.read(f"{self._name}/{run_files.IDENTITY}")
+        records = FolderBackend(self._folder).read(run_files.IDENTITY), stored_record
+        ours, theirs = ((state_files.parse(record or b"") or {}).get("identity") for record in records)
+        if theirs not in (None, ours):
+            message = "%s: not uploaded: the store has another run of this name, which replaced this one"
+            log.warning(message, self._name)
             return
         here = attempt_in(FolderBackend(self._folder), "")
         stored = attempt_in(self._remote, self._name)
@@ -112,8 +125,7 @@ class RunSync:
 
     def _is_shorter(self, name: str, size: int) -> bool:
         """Whether another machine has uploaded a longer copy of an append-only file."""
-        grows = name.endswith(APPENDED) or ".tfevents." in PurePosixPath(name).name
-        if not grows or name in self._uploaded or size >= self._stored.get(name, 0):
+        if not is_append_only(name) or name in self._uploaded or size >= self._stored.get(name, 0):
             return False
         message = "%s/%s: has %d bytes here, %d in the store; not replaced"
         log.warning(message, self._name, name, size, self._stored[name])

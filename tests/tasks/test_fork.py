@@ -1,10 +1,21 @@
-"""Forks of runs whose parent still trains, and removes checkpoints meanwhile."""
+"""Forks of runs whose parent still trains and removes checkpoints meanwhile, or is itself removed."""
+
+import json
 
 import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import load
-from tasks.fork import copy_checkpoint, find_parent, hold_checkpoint, record_data
+from tasks.fork import (
+    copy_checkpoint,
+    decay_overrides,
+    find_parent,
+    hold_checkpoint,
+    parent_profile,
+    record_data,
+    require_forkable,
+    require_new_name,
+)
 from tasks.store import ledger, runs
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
@@ -20,7 +31,7 @@ def store(request, tmp_path) -> Store:
 
         fsspec.filesystem("memory").store.clear()
     store = Store("memory://bucket/store" if request.param == "memory" else str(tmp_path), tmp_path)
-    runs.open_run(store, load("tiny", (), "parent"), "one", "flow", INPUTS)
+    runs.open_run(store, load("tiny", ["train.schedule=constant"], "parent"), "one", "flow", INPUTS)
     save(store, 100)
     save(store, 200)
     return store
@@ -86,7 +97,63 @@ def test_the_same_command_resumes_a_fork_whose_parent_has_trained_on(store, open
     store.run_folder("parent").move_aside()
     runs.open_run(store, load("tiny", (), "parent"), "another", "flow", INPUTS)
     save(store, 200)
+    # A fork that was opened resumes from its own checkpoint.
+    assert find_parent(store, "parent", "child").identity == ("one" if opened else "another")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_fork_resumes_without_its_parent(store, replaced, caplog):
+    caplog.set_level("INFO")
+    parent = find_parent(store, "parent", "child")
+    before = decay_overrides(parent_profile(store, parent, "child"), parent, 50)
+    hold_checkpoint(store, parent, "child")
+    profile = load("tiny", before, "child")
+    runs.open_run(store, profile, "two", "flow", INPUTS, parent=parent)
+    store.remove("runs/parent")
+    assert find_parent(store, "parent", "child") == parent  # interrupted before it had its checkpoint
+    copy_checkpoint(store, parent, "child")
+    if replaced:
+        runs.open_run(store, load("tiny", ["model.num_hidden_layers=5"], "parent"), "another", "flow", INPUTS)
+        save(store, 300)
+    assert find_parent(store, "parent", "child") == find_parent(store, "parent@200", "child") == parent
+    assert "run parent was removed or replaced; child resumes from its own checkpoint" in caplog.text
+    assert decay_overrides(parent_profile(store, parent, "child"), parent, 50) == before
+    require_new_name(store, parent, "child")
+    require_forkable(store, parent, profile)
+    with pytest.raises(ProfileError, match="model: differs from the model of parent"):
+        require_forkable(store, parent, load("tiny", ["model.num_hidden_layers=5"], "child"))
+    with pytest.raises(ProfileError):
+        find_parent(store, "parent@100", "child")
+    if replaced:
+        assert find_parent(store, "parent", "other").identity == "another"
+    else:
+        with pytest.raises(ProfileError, match="fork = parent: no such run"):
+            find_parent(store, "parent", "other")
+
+
+def test_checkpoints_of_a_run_that_has_replaced_the_parent_are_not_copied(store):
+    parent = find_parent(store, "parent", "child")
+    open_child(store, parent)
+    store.remove("runs/parent")
+    runs.open_run(store, load("tiny", (), "parent"), "another", "flow", INPUTS)
+    save(store, 200)
     assert find_parent(store, "parent", "child").identity == "another"
+    with pytest.raises(ProfileError, match="fork = parent@200: the run was removed or replaced"):
+        copy_checkpoint(store, parent, "child")
+
+
+def test_a_fork_has_the_rows_of_its_parent_in_the_store(store):
+    """The copy of the parent on this machine may be outdated."""
+    (store.run_folder("parent").path / "metrics.jsonl").write_text('{"step": 1}\n')
+    rows = "".join(f"{json.dumps({'step': step})}\n" for step in (1, 200, 201))
+    store.backend.write("runs/parent/metrics.jsonl", f'{rows}{{"step": 20'.encode())
+    parent = find_parent(store, "parent", "child")
+    hold_checkpoint(store, parent, "child")
+    store.backend.write("runs/parent/metrics.jsonl", b"")
+    open_child(store, parent)
+    copy_checkpoint(store, parent, "child")
+    rows = runs.read_metrics(store.run_folder("child").path)
+    assert [row["step"] for row in rows] == [1, 200]
 
 
 def test_the_data_of_parents_that_never_ended_is_recorded(store, caplog):

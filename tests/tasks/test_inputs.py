@@ -10,6 +10,7 @@ import pytest
 from profiles.errors import ProfileError
 from profiles.resolve import load as resolve_profile
 from tasks.inputs import Lockfile, locate_runs, resolve
+from tasks.store import run_artifacts
 from tasks.store.store import Store
 from tests.tasks.source_files import files
 
@@ -84,14 +85,14 @@ def test_run_without_an_export_is_rejected_with_advice_for_its_store(store, tmp_
             locate_runs(resolve_profile("tiny-sft", [f"init.from=run:{name}"]), store)
         return str(caught.value)
 
-    none = f"init.from = run:tiny: the store {store.uri} has no finished run tiny"
+    none = f"init.from = run:tiny: the store {store.uri} has no run tiny with an export"
     assert rejected("tiny") == f"{none}; train it first: trainshed run tiny --store {store.uri}"
     for name, file in (("tiny-1", "export/config.json"), ("tiny-2", "run.json"), ("other", "export/x")):
         path = tmp_path / "store/runs" / name / file
         path.parent.mkdir(parents=True)
         path.write_text("{}")
     assert rejected("tiny").endswith(f"--store {store.uri}; nearest valid: run:tiny-1, run:other")
-    assert rejected("tiny-3").endswith("no finished run tiny-3; nearest valid: run:tiny-1, run:other")
+    assert rejected("tiny-3").endswith("no run tiny-3 with an export; nearest valid: run:tiny-1, run:other")
 
 
 def test_the_export_of_a_run_on_another_machine_is_downloaded(tmp_path):
@@ -103,3 +104,33 @@ def test_the_export_of_a_run_on_another_machine_is_downloaded(tmp_path):
     there.run_folder("tiny").sync().upload()
     found = locate_runs(resolve_profile("tiny-sft", ["init.from=run:tiny"]), here)
     assert (Path(found.init.from_) / "model.safetensors").read_bytes() == b"1"
+
+
+def test_an_export_that_another_machine_has_replaced_is_downloaded_again(tmp_path):
+    fsspec.filesystem("memory").store.clear()
+    here, there = (Store("memory://bucket/store", tmp_path / machine) for machine in ("here", "there"))
+    folder = there.run_folder("tiny").prepare("one")
+    here.run_folder("tiny").prepare("one")
+
+    def export(weights: bytes) -> None:
+        (folder / "export").mkdir(exist_ok=True)
+        (folder / "export/model.safetensors").write_bytes(weights)
+        key = weights.decode()
+        run_artifacts.publish(there, "export", key, "tiny", "export", {})
+        there.run_folder("tiny").write("artifacts.json", json.dumps({"export": ["removed", key]}).encode())
+
+    def located() -> bytes:
+        found = locate_runs(resolve_profile("tiny-sft", ["init.from=run:tiny"]), here)
+        return (Path(found.init.from_) / "model.safetensors").read_bytes()
+
+    export(b"1")
+    there.run_folder("tiny").sync().upload()
+    assert located() == b"1"
+    export(b"2")
+    with pytest.raises(
+        ProfileError, match=r"export of tiny has not been uploaded completely .model.safetensors"
+    ):
+        located()
+    assert (here.run_folder("tiny").path / "export/model.safetensors").read_bytes() == b"1"
+    there.run_folder("tiny").sync().upload()
+    assert located() == b"2"

@@ -13,8 +13,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the flow of the new run. Raises ProfileError for an unknown run, step, name or setting."""
     store = open_store(options.store, options.work_dir)
     parent = find_parent(store, options.parent, options.name)
-    options.profile = str(parent_profile(store, parent))
+    options.profile = str(parent_profile(store, parent, options.name))
     if options.decay:
-        options.overrides = [*decay_overrides(store, parent, options.decay), *options.overrides]
+        options.overrides = [*decay_overrides(options.profile, parent, options.decay), *options.overrides]
     options.fork, options.replace = f"{parent.run}@{parent.step}", False
     return run_command.run(options)

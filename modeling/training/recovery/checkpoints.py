@@ -4,8 +4,8 @@ A corrupted checkpoint is moved to quarantine, and the run resumes from the late
 
 Kept are the latest `checkpoint.keep`, the multiples of `checkpoint.keep_every` steps, and the one with the lowest validation
 loss, if an evaluation fell on its step. A failed save is logged and retried after 1, 2, 4, ... steps while training continues.
-The final save is retried for an hour, or within the grace period of a job that is being stopped. Then the run fails, or if
-FIRST_SAVES earlier attempts have failed and none has succeeded since it was started, since its training would be lost.
+The final save is retried for an hour, or within the grace period of a job that is being stopped; if it still fails, training
+fails. It also fails if its first FIRST_SAVES saves have all failed, because what it trains could not be kept.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Checkpoints:
         self._step = 0  # step of the current or latest save
         self._validation_loss: float | None = None
         self._prune = True
+        self._flush: Callable[[], None] = lambda: None
         self._last = False  # whether it is the final one
         self._failures = 0  # consecutive failed saves
         self._has_saved = False  # whether a save succeeded since the run was started
@@ -141,11 +142,17 @@ class Checkpoints:
 
         Returns:
             Its step and marker; None if there is none.
+
+        Raises:
+            LoadFailed: it cannot be read.
+            StaleAttempt: another attempt has begun, which may have resumed from a later checkpoint.
         """
+        call_on_leader(self.mesh, self._check_fencing)
         if self._saver.pending:
             self._finish()
         found = self._load_latest(step - 1)
         if found is not None:
+            call_on_leader(self.mesh, self._check_fencing)  # again, because loading may take minutes
             for later in [saved for saved in self._saved if saved > found[0]]:
                 self._discard(later)
         return found
@@ -205,6 +212,7 @@ class Checkpoints:
         last: bool = False,
         prune: bool = True,
         wait: Callable[[int], bool],
+        flush: Callable[[], None],
         **state: Any,
     ) -> None:
         """Write step_<n>; `checkpoint.async` only starts it, but a `last` checkpoint is complete on return.
@@ -213,6 +221,7 @@ class Checkpoints:
             prune: whether to remove, once it is complete, checkpoints that the profile does not keep.
             wait: called before another attempt at a `last` checkpoint: waits so many seconds, or until the job is being stopped;
                 returns whether it is, alike on all ranks.
+            flush: called before each attempt: writes buffered metrics rows, so that none up to the checkpoint is missing.
             state: JSON values to add to the marker.
 
         Raises:
@@ -221,7 +230,7 @@ class Checkpoints:
         """
         if self._saver.pending:
             self._finish()
-        self._prune, self._last = prune, last
+        self._prune, self._last, self._flush = prune, last, flush
         error = self._begin(step, validation_loss, state)
         if last or not self.profile.checkpoint.async_:
             error = error or self._finish()
@@ -249,6 +258,7 @@ class Checkpoints:
     ) -> checkpoint.SaveFailed | None:
         """Start a save; returns the error if it failed."""
         self._step, self._validation_loss = step, validation_loss
+        self._flush()
         settings = self.profile.train
         marker = {
             "step": step,
@@ -278,6 +288,7 @@ class Checkpoints:
         self._failures, self._has_saved = 0, True
         if self.leader:
             self._saved[self._step] = self._validation_loss
+            self._applied.record_saved()
             settings = self.profile.checkpoint
             kept = retained(self._saved, settings.keep, settings.keep_every)
             for step in set(self._saved) - kept if self._prune else ():
@@ -317,7 +328,6 @@ class Checkpoints:
         So a request is applied once: a retried attempt resumes from its own latest checkpoint.
         """
         self._check_fencing()
-        self._claim_location()
         for name in checkpoint.discard_incomplete(self.location):
             log.info(f"removed incomplete checkpoint {name}")
         saved = dict(checkpoint.complete_checkpoints(self.location))
@@ -325,13 +335,14 @@ class Checkpoints:
         reject_beyond_last_step(self.profile, saved)
         self._saved = self._read_markers(saved)
         if self._saved:
+            self._applied.record_saved()
             return Start(resumes=True)
         parent = (state_files.parse(self._run_identity) or {}).get("parent")
         self._applied.reject_lost_training(parent)
         return Start(resumes=False, weights=self._applied.weights or weights)
 
     def _claim_location(self) -> None:
-        """Let only this attempt write checkpoints from now on.
+        """Let only this attempt write checkpoints from now on; a warning if the claim cannot be written.
 
         Raises:
             StaleAttempt: a later attempt, from another machine, or another run of the name has claimed it before.
@@ -347,8 +358,10 @@ class Checkpoints:
         try:
             checkpoint.claim(self.location, json.dumps(claim))
             self._claim = json.dumps(claim)
-        except Exception as error:  # of any storage; saves are retried, which may succeed later
-            log.warning(f"{self.location}: cannot be claimed by this attempt: {error!r}")
+        except Exception as error:  # of any storage
+            log.warning(
+                f"{self.location}: cannot be claimed by this attempt: {error!r}; retrying when it saves"
+            )
 
     def _read_markers(self, saved: dict[int, Location]) -> dict[int, float | None]:
         """Validation loss of each checkpoint, by step; one with a corrupted marker is moved to quarantine."""
@@ -369,7 +382,7 @@ class Checkpoints:
         """Raise StaleAttempt if a later attempt has begun, or the folder is gone or belongs to another run.
 
         A rank that is cut off from its launcher may keep running, also on another machine, whose run folder is a copy: so an
-        attempt claims the checkpoints' location too.
+        attempt claims the checkpoints' location too, as soon as that can be written.
         """
         identity = run_identity(self.run)
         if identity != self._run_identity:
@@ -378,7 +391,9 @@ class Checkpoints:
             raise checkpoint.StaleAttempt(f"{self.run}: moved or removed during training; this attempt ends")
         if self.attempt is not None:
             self._check_attempt()
-        if self._claim and (owner := checkpoint.claimed_by(self.location)) != self._claim:
+        if not self._claim:
+            self._claim_location()
+        elif (owner := checkpoint.claimed_by(self.location)) != self._claim:
             reason = f"claimed by {_describe(owner)}" if owner else "moved or removed during training"
             raise checkpoint.StaleAttempt(f"{self.location}: {reason}; this attempt ends")
 

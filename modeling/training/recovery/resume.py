@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from modeling import run_files
+from modeling.training.metrics import checkpoint_completed
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
 from profiles import state_files
@@ -49,6 +50,7 @@ class AppliedRequest:
 
         {request: the request,
          weights: checkpoint whose weights it started from, or null,
+         saved: whether a checkpoint has been completed since, also without a request,
          quarantined: the corrupted checkpoints at that time, if it chose another start,
          moving: {steps, to}: checkpoints to move aside, until they are moved}
 
@@ -81,13 +83,15 @@ class AppliedRequest:
         request, applied = asdict(self._request), run_files.applied_request(self._record)
         if is_default and saved and applied not in (None, request):
             # A later request is new, also one equal to the last.
-            self._record = {"request": request, "weights": None}
+            self._record = {"request": request, "weights": None, "saved": True}
             self._write()
         if is_default or applied == request:
             return saved
         step = self._request.step(saved)
+        if step is None and self._request.resume != "none":
+            self.reject_lost_training()
         last_kept = 0 if step is None or self._request.weights else step
-        self._record = {"request": request, "weights": None}
+        self._record = {"request": request, "weights": None, "saved": False}
         if step is not None or self._request.resume == "none":
             self._record["quarantined"] = checkpoint.quarantined(self._location)
         if later := [s for s in saved if s > last_kept]:
@@ -109,6 +113,17 @@ class AppliedRequest:
         self._write()
         return {s: at for s, at in saved.items() if s not in moving["steps"]}
 
+    def record_saved(self) -> None:
+        """Record that the run has a complete checkpoint: if that is missing later, it is not started over."""
+        if self._record.get("saved") or not self._path.parent.exists():  # a moved run folder is not recreated
+            return
+        self._record["saved"] = True
+        try:
+            self._write()
+        except OSError as error:
+            self._record["saved"] = False
+            log.warning(f"{self._path}: cannot be written: {error}; retrying after the next save")
+
     def reject_lost_training(self, parent: Mapping[str, Any] | None = None) -> None:
         """Raise Rejected for a run that has lost its checkpoints, unless a start without is requested.
 
@@ -117,39 +132,60 @@ class AppliedRequest:
         """
         if {*checkpoint.quarantined(self._location)} - {*self._record.get("quarantined", ())}:
             self.reject_without_intact_checkpoint()
-        if parent and "quarantined" not in self._record:
+        if parent and "quarantined" not in self._record and not self._record.get("saved"):
             raise Rejected(
                 f"{self._location}: the checkpoint of the parent, {parent['run']}@{parent['step']}, is missing; restore it, or "
                 "fork again under another name"
             )
+        if self._has_saved():
+            raise Rejected(
+                f"{_describe(self._location)}: no checkpoint, although this run has saved some: mount or restore the folder, "
+                f"or {self._way_to_start_over()} to train from the beginning"
+            )
 
     def reject_without_intact_checkpoint(self) -> NoReturn:
         names = ", ".join(checkpoint.quarantined(self._location))
-        over = "set checkpoint.resume=none"
-        if self._request.resume == "none":
-            over = f"remove {self._path}, so that checkpoint.resume=none is applied again,"
         raise Rejected(
             f"{self._location}: no intact checkpoint; {names} are corrupted, in {checkpoint.QUARANTINE}: restore a checkpoint "
-            f"from a backup, or {over} to train from the beginning"
+            f"from a backup, or {self._way_to_start_over()} to train from the beginning"
         )
+
+    def _has_saved(self) -> bool:
+        """Whether the run has completed a checkpoint since it was last started over."""
+        saved = self._record.get("saved")
+        return checkpoint_completed(self._path.parent) if saved is None else saved
+
+    def _way_to_start_over(self) -> str:
+        if self._request.resume != "none":
+            return "set checkpoint.resume=none"
+        return f"remove {self._path}, so that checkpoint.resume=none is applied again,"
 
     def _write(self) -> None:
         state_files.write(self._path, json.dumps(self._record))
 
     def _read(self, *, required: bool) -> dict[str, Any]:
-        """Contents of the file; empty if no request was applied. Raises Rejected if corrupted and `required`."""
+        """Contents of the file; empty without one. Raises Rejected if corrupted and `required`.
+
+        If it is corrupted and not `required`, the run has checkpoints; the file stays as it is.
+        """
         text = state_files.read_text(self._path)
         if text is None:
             return {}
         applied = state_files.parse(text)
         if applied is None and not required:
-            return {}
+            return {"saved": True}
         if applied is None:  # applying the request again would repeat all training since
             raise Rejected(
                 f"{self._path}: corrupted, so it is unknown whether checkpoint.resume and checkpoint.weights were applied "
                 "already; remove it to apply them now, or remove these keys to resume from the latest checkpoint"
             )
         return applied
+
+
+def _describe(location: Location) -> str:
+    """A location, and where it points to if it is a symbolic link."""
+    linked = isinstance(location, Path) and location.is_symlink()
+    return f"{location} (a link to {location.readlink()})" if linked else str(location)
 
 
 def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> None:

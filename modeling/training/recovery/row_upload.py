@@ -1,7 +1,8 @@
-"""Uploads metrics and events to a remote store, so that it has all rows up to a checkpoint.
+"""Uploads metrics, and what a machine needs to take over a run, to a remote store before a checkpoint.
 
-The flow uploads the entire run folder too (tasks/store/sync.py), but large files rarely, and nothing while no flow follows the
-job. A machine that takes over the run has only what is in the store.
+So the store has all rows up to a checkpoint. The flow uploads the entire run folder too (tasks/store/sync.py), but large files
+rarely, and nothing while no flow follows the job. A machine that takes over the run has only what is in the store: by the
+attempt, it finds that its own copy of the run is outdated, and counts its own attempts from there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from modeling import run_files
 from parallel.checkpoint.locations import Location, filesystem
 
-FILES = (run_files.METRICS, run_files.EVENTS)
+# The attempt is last, as in a sync: until it is uploaded, the others count as the earlier attempt's.
+FILES = (run_files.METRICS, run_files.EVENTS, run_files.RESUMED, run_files.ATTEMPT)
 log = logging.getLogger(__name__)
 
 

@@ -1,6 +1,11 @@
-"""metrics.jsonl on resume, and TensorBoard tags."""
+"""metrics.jsonl on resume and after write errors, and TensorBoard tags."""
 
+import errno
 import json
+import os
+from pathlib import Path
+
+import pytest
 
 from modeling.supervision.telemetry import Telemetry
 from modeling.training.metrics import MetricsWriter, tag
@@ -16,6 +21,71 @@ def test_resume_drops_corrupted_and_later_rows(tmp_path):
     metrics.write({"step": 3, "loss": 5.0})
     metrics.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+class Failing:
+    """A file whose writes fail."""
+
+    def __init__(self, file, code: int) -> None:
+        self._file, self._code = file, code
+
+    def write(self, line: bytes) -> int:
+        raise OSError(self._code, os.strerror(self._code))
+
+    def __getattr__(self, name: str):
+        return getattr(self._file, name)
+
+
+def written(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def metrics(tmp_path) -> MetricsWriter:
+    (tmp_path / "attempt").write_text("1")
+    metrics = MetricsWriter(tmp_path, 0, 9)
+    metrics.write({"step": 1})
+    return metrics
+
+
+def test_buffered_rows_are_written_when_the_file_is_closed(metrics, tmp_path):
+    ours, metrics.file = metrics.file, Failing(metrics.file, errno.ENOSPC)
+    metrics.write({"step": 2})
+    metrics.write({"step": 3})
+    assert written(tmp_path) == [1]
+    metrics.file = ours  # the disk has room again
+    metrics.close()
+    assert written(tmp_path) == [1, 2, 3]
+
+
+def test_lost_rows_are_counted(metrics, tmp_path, caplog):
+    metrics.file = Failing(metrics.file, errno.ENOSPC)
+    metrics.write({"step": 2})
+    metrics.write({"step": 3})
+    metrics.close()
+    assert "metrics.jsonl: buffered rows are lost (2): [Errno 28] No space left on device" in caplog.text
+
+
+def test_stale_handle_is_reopened(metrics, tmp_path):
+    metrics.file = Failing(metrics.file, errno.ESTALE)
+    metrics.write({"step": 2})
+    metrics.write({"step": 3})
+    metrics.close()
+    assert written(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("same_inode", [False, True])
+def test_stale_handle_of_a_file_that_another_attempt_replaced_is_not_reopened(
+    metrics, tmp_path, caplog, same_inode
+):
+    (tmp_path / "attempt").write_text("2" if same_inode else "1")
+    if not same_inode:
+        MetricsWriter(tmp_path, 1, 9).close()
+    metrics.file = Failing(metrics.file, errno.ESTALE)
+    metrics.write({"step": 2})
+    metrics.close()
+    assert written(tmp_path) == [1]
+    assert "buffered rows are lost (1)" in caplog.text
 
 
 def test_user_metrics_and_telemetry_have_separate_tags():

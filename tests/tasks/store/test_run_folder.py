@@ -1,6 +1,7 @@
 """Run folders resume by identity, and are never overwritten."""
 
 import errno
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -64,6 +65,66 @@ def test_prepare_downloads_a_run_that_was_resumed_on_another_machine(remote):
     assert (folder / "metrics.jsonl").read_text() == "of attempt 3"
     assert (folder / "attempt").read_text() == "3"
     assert (folder / "graphs/cache").read_text() == "kept"
+
+
+def write_files(folder: Path, **files: str) -> None:
+    """Write files of a run folder; `__` in a keyword stands for a dot, `___` for a slash."""
+    for name, text in files.items():
+        path = folder / name.replace("___", "/").replace("__", ".")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def machines(tmp_path) -> tuple[RunFolder, RunFolder]:
+    """One run on two machines."""
+    fsspec.filesystem("memory").store.clear()
+    here, there = (Store("memory://bucket/store", tmp_path / machine) for machine in ("here", "there"))
+    return here.run_folder("tiny"), there.run_folder("tiny")
+
+
+def test_takeover_from_a_copy_of_the_same_attempt_keeps_the_rows_since_that_copy(tmp_path):
+    """Such as the copy that an evaluation downloaded while another machine trained."""
+    here, there = machines(tmp_path)
+    folder = there.prepare("one")
+    write_files(folder, attempt="1", metrics__jsonl="1\n", attempts__jsonl="1\n", profile__yaml="name: tiny")
+    there.sync().upload()
+    write_files(here.prepare("one"), attempts__jsonl="1\nof this machine\n", profile__yaml="name: new")
+    write_files(folder, metrics__jsonl="1\n2\n3\n", logs___train__log="step 3", resumed__json="{}")
+    write_files(folder, attempts__jsonl="1\n2\n", logs___task__json="{}")
+    there.sync().upload()
+    folder = here.prepare("one")
+    assert (folder / "metrics.jsonl").read_text() == "1\n2\n3\n"
+    assert (folder / "logs/train.log").read_text() == "step 3"
+    assert (folder / "resumed.json").read_text() == "{}"
+    # Kept, since it is longer here, or may have been written here.
+    assert (folder / "attempts.jsonl").read_text() == "1\nof this machine\n"
+    assert (folder / "profile.yaml").read_text() == "name: new"
+    assert not (
+        folder / "logs/task.json"
+    ).exists()  # a result of a job that the other machine uses and removes
+    write_files(folder, attempt="2")
+    here.sync().upload()
+    assert here.read("metrics.jsonl") == b"1\n2\n3\n"
+
+
+def test_files_of_the_machine_that_trains_are_not_replaced_by_longer_ones(tmp_path):
+    """After a rollback, its metrics are shorter than the store's, and open in its job."""
+    here, _ = machines(tmp_path)
+    folder = here.prepare("one")
+    write_files(folder, attempt="1", metrics__jsonl="1\n2\n", events__jsonl="1\n", resumed__json="{}")
+    write_files(folder, evaluations__jsonl="1\n", logs___task__json="{}", logs___train__log="1\n")
+    here.sync().upload()
+    fsspec.filesystem("memory").pipe_file("/bucket/store/runs/tiny/evaluations.jsonl", b"1\n2\n")
+    write_files(folder, metrics__jsonl="1\n", evaluations__jsonl="1\n")
+    for name in ("events.jsonl", "resumed.json", "logs/task.json"):
+        (folder / name).unlink()
+    assert here.prepare("one") == folder
+    assert (folder / "metrics.jsonl").read_text() == "1\n"
+    assert (folder / "events.jsonl").read_text() == "1\n"
+    assert (folder / "evaluations.jsonl").read_text() == "1\n2\n"
+    # Removed by the user so that the request is applied again, and by the step that used the result.
+    assert not (folder / "resumed.json").exists()
+    assert not (folder / "logs/task.json").exists()
 
 
 def test_a_run_whose_identity_cannot_be_read_is_left_alone(store, monkeypatch):

@@ -1,5 +1,7 @@
 """RunSync uploads a run folder while it is written."""
 
+import json
+
 import fsspec
 import pytest
 import s3fs
@@ -84,6 +86,20 @@ def test_longer_copies_in_the_store_are_not_replaced(tmp_path, caplog):
     machine("a", metrics__jsonl="1\n2\n3\n4\n5\n").upload()
     assert (stored("metrics.jsonl"), stored("attempt")) == (b"1\n2", b"4")
     assert "the store has attempt 4, this folder attempt 3" in caplog.text
+
+
+def test_run_that_replaced_this_one_in_the_store_is_not_overwritten(tmp_path, caplog):
+    fsspec.filesystem("memory").store.clear()
+    remote = ObjectBackend("memory://bucket/store")
+    for identity, attempt in (("old", "3"), ("new", "1")):  # the new run's attempts are counted from 1
+        folder = tmp_path / identity
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"identity": identity}))
+        (folder / "attempt").write_text(attempt)
+    for identity in ("new", "old"):
+        RunSync(tmp_path / identity, remote, "runs/r").upload()
+    assert remote.read("runs/r/attempt") == b"1"
+    assert "runs/r: not uploaded: the store has another run of this name" in caplog.text
 
 
 def test_large_files_are_uploaded_less_often(tmp_path, monkeypatch):

@@ -193,12 +193,27 @@ def test_checkpoint_of_another_model_is_rejected_with_first_differing_field(run,
 
 
 def test_corrupted_record_of_an_applied_request_is_named(run, dataset):
-    train(run, dataset)  # a request for the latest checkpoint needs none
+    train(run, dataset)
     (run / "resumed.json").write_text("")
     train(run, dataset)
     output = train(run, dataset, "checkpoint.resume=4", code=2)
     assert f"{run}/resumed.json: corrupted" in output
     assert steps(run) == [4, 8, 12]
+
+
+def test_missing_checkpoints_are_rejected_and_metrics_are_kept(run, dataset):
+    losses = micro.losses(run)
+    assert json.loads((run / "resumed.json").read_text()) == {"saved": True}
+    (run / "checkpoints").rename(run / "elsewhere")
+    (run / "checkpoints").symlink_to(run / "unmounted")
+    output = train(run, dataset, code=2)
+    assert (
+        "unmounted): no checkpoint, although this run has saved some: mount or restore the folder" in output
+    )
+    assert micro.losses(run) == losses
+    (run / "checkpoints").unlink()
+    assert "from scratch" in train(run, dataset, "checkpoint.resume=none")
+    assert micro.losses(run) == losses
 
 
 def test_fork_without_a_checkpoint_is_rejected(dataset, tmp_path):

@@ -1,5 +1,7 @@
 """Requests to resume are applied once, and never start a run over that lost its checkpoints."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,44 @@ def test_a_request_is_followed_again_after_a_start_without_it(location):
     start(location, ResumeRequest())
     start(location, ResumeRequest(8))
     assert steps(location) == [4, 8]
+
+
+def test_missing_checkpoints_are_not_replaced_by_a_new_start(location, tmp_path):
+    start(location, ResumeRequest()).record_saved()
+    location.rename(tmp_path / "elsewhere")
+    location.symlink_to(tmp_path / "unmounted")
+    message = (
+        r"checkpoints \(a link to .*/unmounted\): no checkpoint, although .* or set checkpoint.resume=none to"
+    )
+    with pytest.raises(Rejected, match=message):
+        start(location, ResumeRequest()).reject_lost_training()
+    with pytest.raises(Rejected, match=message):
+        start(location, ResumeRequest(weights=True))
+    location.unlink()
+    (tmp_path / "elsewhere").rename(location)  # mounted again: the request has not been applied yet
+    assert start(location, ResumeRequest(weights=True)).weights == f"{location}~1/step_12"
+
+
+def test_a_run_that_is_started_over_may_have_no_checkpoint_until_its_next_save(location):
+    start(location, ResumeRequest()).record_saved()
+    shutil.rmtree(location)
+    for request in (ResumeRequest("none"), ResumeRequest("none"), ResumeRequest()):
+        start(location, request).reject_lost_training()
+    start(location, ResumeRequest("none")).record_saved()
+    with pytest.raises(Rejected, match=r"no checkpoint, .* or remove .*/resumed\.json, so"):
+        start(location, ResumeRequest("none")).reject_lost_training()
+
+
+@pytest.mark.parametrize(
+    ("saving", "failed", "is_known"), [((0, 0, 0), 0, False), ((0, 1, 1, 2), 0, True), ((0, 1, 2), 1, False)]
+)
+def test_metrics_of_a_run_without_record_show_whether_it_has_saved(tmp_path, saving, failed, is_known):
+    rows = [{"step": step, "checkpoint_seconds": float(total)} for step, total in enumerate(saving, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "events.jsonl").write_text('{"event": "not saved"}\n' * failed)
+    applied = start(tmp_path / "checkpoints", ResumeRequest())
+    if is_known:
+        with pytest.raises(Rejected, match="no checkpoint, although this run has saved some"):
+            applied.reject_lost_training()
+    else:
+        applied.reject_lost_training()
