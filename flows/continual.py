@@ -84,7 +84,7 @@ def _round(context: Context) -> State[Any]:
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data; one that was judged and not promoted looks for new data.
     over = series.is_rejected(store, name)
-    with activities.begin(store, "run", name) as lock, Runner(context) as runner:
+    with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
         dataset = series.new_data(store, current, everything, profile.train.sequence_length)

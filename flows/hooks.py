@@ -1,6 +1,6 @@
 """Handlers for flow runs that do not complete; the first two are Prefect hooks.
 
-cancelled          cancels the run's jobs, if its process has not done so
+cancelled          cancels the jobs of the run or of its subflows' runs, if the flow's process has not done so
 failed, crashed    shows the failure and the next action on the overview; jobs keep running, and a rerun re-attaches to them
 stopped            shows what is saved; the jobs have been cancelled by the flow itself
 """
@@ -9,9 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
 
 from flows import working_folder
 from flows.chained_runs import chained_runs
@@ -36,6 +46,25 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
             _cancel(create(cluster.launcher, cluster), folder, cluster.grace)
     for folder in runs.scratch_folders_of_flow_run(located[0][0], str(flow_run.id)):
         _cancel(create("local"), folder, grace=0)  # compilation jobs
+
+
+def cancel_subflow_jobs(flow: Any, flow_run: Any, state: Any) -> None:
+    """Cancel the running jobs of a flow run's unfinished subflows, such as a ladder's rungs; idempotent."""
+    unfinished = FlowRunFilterState(type=FlowRunFilterStateType(not_any_=[StateType.COMPLETED]))
+    parent = FlowRunFilterParentFlowRunId(any_=[flow_run.id])
+    with get_client(sync_client=True) as client:
+        subflows = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(parent_flow_run_id=parent, state=unfinished)
+        )
+
+    def cancel(subflow: FlowRun) -> None:
+        try:
+            cancel_jobs(flow, subflow, state)
+        except Exception as error:  # must not keep the other jobs running
+            log.warning("%s: its jobs cannot be cancelled: %r; cancel them by hand", subflow.name, error)
+
+    with ThreadPoolExecutor() as pool:  # each may take cluster.grace to save
+        list(pool.map(cancel, subflows))
 
 
 def show_failure(flow: Any, flow_run: Any, state: Any) -> None:
@@ -72,6 +101,7 @@ def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
 
 SHOW_FAILURE = {"on_failure": [show_failure], "on_crashed": [show_failure]}
 HOOKS = {"on_cancellation": [cancel_jobs], **SHOW_FAILURE}
+EXPERIMENT_HOOKS = {"on_cancellation": [cancel_subflow_jobs], **SHOW_FAILURE}
 
 
 def _cancel(launcher: Launcher, folder: Path, grace: float) -> None:

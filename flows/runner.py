@@ -45,6 +45,7 @@ from tasks.sources.shard import SOURCE_ERRORS
 from tasks.step import Context, Step
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
+from tasks.store.locks import Lock, LockLost
 from tasks.tokenization.worker_pool import PoolClosed
 
 log = logging.getLogger(__name__)
@@ -119,10 +120,15 @@ class Background:
 
 
 class Runner:
-    """Context manager that runs a flow run's steps and records outcomes; `open` adds the run folder."""
+    """Context manager that runs a flow run's steps and records outcomes; `open` adds the run folder.
 
-    def __init__(self, context: Context) -> None:
+    Args:
+        lock: the run's lock, which every attempt of a step requires; None if the flow does not train a run.
+    """
+
+    def __init__(self, context: Context, lock: Lock | None = None) -> None:
         self.context = context
+        self._lock = lock
         self.outcomes: list[Outcome] = []  # in the order in which the steps were started
         self._background: list[Background] = []
         self._used: dict[str, list[str]] = {}  # keys of the artifacts that were used, by kind
@@ -193,6 +199,7 @@ class Runner:
             try:
                 while time.monotonic() < call.retry_at:
                     time.sleep(RETRY_POLL)
+                self._require_lock()
                 found = step.find(context, key) if key is not None else None
                 call.artifact, call.cached = found or step.run(context, key), found is not None
             except STOPS as stop:
@@ -205,6 +212,17 @@ class Runner:
         options = {"task_run_name": step.title(profile), "cache_policy": NO_CACHE}
         call.task = task(work, name=step.name, **options, **self._retries(call, context))
         return call
+
+    def _require_lock(self) -> None:
+        """Raise FatalError if another process has taken over the run, which this one must then leave alone."""
+        if self._lock is None:
+            return
+        try:
+            self._lock.check()
+        except LockLost as error:
+            reason = "another process took it over while this one was suspended or could not reach the store"
+            todo = "start it again to wait for that process, under another name if the run was replaced"
+            raise FatalError(f"run {self.context.profile.name}: {reason}; {todo}") from error
 
     def _retries(self, call: _Call, context: Context) -> dict[str, Any]:
         """Prefect's options for the retries of a step."""

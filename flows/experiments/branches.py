@@ -16,7 +16,7 @@ from prefect import flow
 
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
-from flows.hooks import SHOW_FAILURE
+from flows.hooks import EXPERIMENT_HOOKS
 from flows.pretrain import pretrain
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
@@ -50,7 +50,7 @@ def load(file: str, store: Store | None = None) -> tuple[Branches, PlannedRun, l
     return described, trunk, branches, plan_within(described, [trunk, *branches])
 
 
-@flow(name="branches", flow_run_name=file_name, task_runner=THREADS, **SHOW_FAILURE)
+@flow(name="branches", flow_run_name=file_name, task_runner=THREADS, **EXPERIMENT_HOOKS)
 @final_states
 def branches(file: str, store: str = "./store") -> dict[str, Any]:
     """Train a trunk and branches, average checkpoints, compare them; returns losses and the page's path.

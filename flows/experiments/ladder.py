@@ -19,7 +19,7 @@ from prefect import flow
 
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
-from flows.hooks import SHOW_FAILURE
+from flows.hooks import EXPERIMENT_HOOKS
 from flows.pretrain import pretrain
 from modeling.planning.planner import Plan
 from modeling.scaling.planned_run import PlannedRun, target_of
@@ -41,7 +41,7 @@ def load(file: str) -> tuple[Ladder, PlannedRun, list[PlannedRun], list[Plan]]:
     return ladder, target, rungs, plan_within(ladder, rungs)
 
 
-@flow(name="ladder", flow_run_name=file_name, **SHOW_FAILURE)
+@flow(name="ladder", flow_run_name=file_name, **EXPERIMENT_HOOKS)
 @final_states
 def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str, Any]:
     """Train the rungs of a ladder and forecast its target; returns the forecast and the path of its page.

@@ -19,7 +19,7 @@ from prefect import flow
 
 from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
 from flows.final_states import final_states
-from flows.hooks import SHOW_FAILURE
+from flows.hooks import EXPERIMENT_HOOKS
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from modeling.planning.auto import resolve_auto
@@ -52,7 +52,7 @@ def load(file: str) -> tuple[Mixture, PlannedRun, list[Proxy], list[Plan]]:
     return mixture, target, proxies, plan_within(mixture, [proxy.run for proxy in proxies])
 
 
-@flow(name="mixture", flow_run_name=file_name, task_runner=THREADS, **SHOW_FAILURE)
+@flow(name="mixture", flow_run_name=file_name, task_runner=THREADS, **EXPERIMENT_HOOKS)
 @final_states
 def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str, Any]:
     """Train a mixture's proxies and propose weights for its target; returns the proposal and file paths.

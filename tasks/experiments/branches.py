@@ -82,7 +82,10 @@ def members_of(
     found = []
     for text in average.of:
         run, end = resolve_member(spec, average, text, trunk, branches)
-        steps = [step for step in store.run_folder(run.name).checkpoint_steps() if step <= end]
+        # Those of the schedule: one that was saved because the run was interrupted must not change the average.
+        every, planned = run.profile.checkpoint.every, (run.first_step, end)
+        saved = store.run_folder(run.name).checkpoint_steps()
+        steps = [step for step in saved if step in planned or (every and step < end and step % every == 0)]
         if len(steps) < average.last or end not in steps:
             reason = f"{run.name} has the checkpoints {', '.join(map(str, steps)) or 'none'} up to step {end}"
             raise ProfileError(f"averages.{average.name}.last", average.last, reason)

@@ -18,17 +18,21 @@ from __future__ import annotations
 import hashlib
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from string import Template
 
 from modeling import exit_codes
 from parallel import device as devices
+from profiles import state_files
 from profiles.schema import Cluster
 from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import LOG_TAIL, RANK_PREFIX
 
 MAX_NAME_LENGTH = 60
+REQUEUE_SECONDS = 600  # for which a requeue is retried while the controller does not answer
+REQUEUE_PAUSE = 5  # seconds before each retry
 # Exit codes of ranks that ended on a signal: after saving; before their handler was installed, from torchrun and from srun.
 INTERRUPTED = (exit_codes.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)
 
@@ -95,11 +99,19 @@ case $$stopping in
   requeue) # sleeps until the requeue kills this script
     echo "$requeued"
     record null
-    # The requeue ends this job's processes, perhaps before scontrol has heard that it succeeded.
-    if (trap "" TERM && exec scontrol requeue "$$SLURM_JOB_ID"); then
-      [ "$$stopping" = killed ] || exec sleep 60
-      exit 1
-    fi
+    # Slurm kills this script if the time limit is reached first, and a stop request ends the loop.
+    give_up=$$((SECONDS + $requeue_seconds))
+    while [ "$$stopping" = requeue ]; do
+      # The requeue ends this job's processes, perhaps before scontrol has heard that it succeeded.
+      if (trap "" TERM && exec scontrol requeue "$$SLURM_JOB_ID"); then
+        [ "$$stopping" = killed ] || exec sleep 60
+        exit 1
+      fi
+      [ "$$SECONDS" -lt "$$give_up" ] || break
+      sleep $requeue_pause
+    done
+    if [ "$$stopping" = killed ]; then exit "$$code"; fi
+    echo "not requeued; start the run again to resume it"
     ;;
   killed)
     record null
@@ -140,11 +152,10 @@ while kill -0 "$ranks" 2> /dev/null; do
 done"""
 
 COUNT_ATTEMPT = Template(r"""
-# Increment the attempt number, which fences earlier starts that are still running. If the file is corrupted, continue from the
-# Unix time, which exceeds every earlier number.
+# Increment the attempt number, which fences earlier starts that are still running. The submission has created the file, so one
+# that cannot be read ends the job. If it is corrupted, continue from the Unix time, which exceeds every earlier number.
 attempt_file=$file
-attempt=0
-if [ -e "$$attempt_file" ]; then attempt=$$(cat "$$attempt_file") || exit 1; fi
+attempt=$$(cat "$$attempt_file") || exit 1
 case "$$attempt" in ''|*[!0-9]*) echo "$$attempt_file: corrupted; continuing from the Unix time"; attempt=$$(date +%s) ;; esac
 attempt=$$((attempt + 1))
 printf %d "$$attempt" > "$$attempt_file.partial" && sync "$$attempt_file.partial" &&
@@ -174,11 +185,24 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
         tail=LOG_TAIL,
         interrupted="|".join(map(str, INTERRUPTED)),
         requeued="saved; requeued" if job.attempt_file else "requeued",
+        requeue_seconds=REQUEUE_SECONDS,
+        requeue_pause=REQUEUE_PAUSE,
         count=COUNT_ATTEMPT.substitute(file=quote(str(job.attempt_file))) if job.attempt_file else "",
         command="\n".join(f"  {' '.join(map(quote, arguments))}" for arguments in _command(job, cluster))
         + ('\n  --attempt "$attempt"' if job.attempt_file else "")
         + ('\n  --index "$SLURM_ARRAY_TASK_ID"' if job.array else ""),
     )
+
+
+def create_attempt_file(path: Path) -> None:
+    """Create the file of a job's attempt number, which is 0 before its first start, unless it exists."""
+
+    def create() -> None:
+        with path.open("x") as file:
+            file.write("0")
+
+    with suppress(FileExistsError):
+        state_files.retried(create)
 
 
 def job_name(job: Job) -> str:

@@ -93,6 +93,8 @@ class SlurmLauncher:
         submission = uuid.uuid4().hex[:16]
         path = job.folder / f"{job.name}.sbatch"
         path.write_text(batch.script(job, self._cluster, submission))
+        if job.attempt_file:
+            batch.create_attempt_file(job.attempt_file)
         log_start = size_of(job.log_file)
         handle = Handle(job, self._sbatch(job, submission), log_start)
         _write_handle(handle)

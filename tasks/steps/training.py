@@ -27,6 +27,7 @@ from tasks.steps.jobs import LogForwarder, cluster_job
 from tasks.store import run_artifacts, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
+from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,11 @@ class TrainingStep(Step):
 
         Raises:
             JobFailed: the attempt failed; another one resumes from the latest checkpoint.
-            FatalError: it failed, and another attempt would fail for the same reason.
+            FatalError: it failed, and another attempt would fail for the same reason; or the folder is no longer this run's.
         """
         profile, store, folder = context.profile, context.store, context.run_folder
+        run = store.run_folder(folder.name)
+        self._require_same_run(store, run)
         job = cluster_job("train", context, key, self.dataset, self.graphs)
         job = replace(job, attempt_file=folder / run_files.ATTEMPT)
         if self.weights is not None:
@@ -79,11 +82,8 @@ class TrainingStep(Step):
             forwarder.forward()
             context.watch()
 
-        steps, run = profile.train.steps, store.run_folder(folder.name)
+        steps = profile.train.steps
         if steps not in run.checkpoint_steps():  # else the job ended while no flow followed it
-            if not (folder / run_files.PROFILE).exists():
-                reason = "moved or removed while the run was active; move it back, or start the run again"
-                raise failures.FatalError(f"{folder}: {reason}")
             try:
                 with run.sync():
                     launcher = create(profile.cluster.launcher, profile.cluster)
@@ -101,6 +101,17 @@ class TrainingStep(Step):
         last = marker if "loss" in marker else runs.last_training_row(folder)
         summary = {"steps": steps, "loss": last["loss"] if last else math.nan, "tokens": tokens}
         return run_artifacts.publish(store, self.kind, key, folder.name, part, summary)
+
+    def _require_same_run(self, store: Store, run: RunFolder) -> None:
+        """Raise FatalError if the run was removed or replaced since it was opened, here or in the store."""
+        local, stored = run.identity, run.stored_identity
+        if local is None:
+            reason = "moved or removed while the run was active; move it back, or start the run again"
+            raise failures.FatalError(f"{run.path}: {reason}")
+        if local != self.identity or stored not in (None, self.identity):  # None: not uploaded yet
+            where = run.path if local != self.identity else f"{store.uri}/runs/{run.name}"
+            reason = "now belongs to another run, which replaced this one; start this one under another name"
+            raise failures.FatalError(f"{where}: {reason}")
 
     def may_retry(self, context: Context) -> Callable[[BaseException], float | None]:
         run = context.store.run_folder(context.run_folder.name)

@@ -8,8 +8,11 @@ import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 
+from flows.experiments.branches import branches
+from flows.experiments.ladder import ladder
+from flows.experiments.mixture import mixture
 from flows.export import export
-from flows.hooks import cancel_jobs, show_failure
+from flows.hooks import EXPERIMENT_HOOKS, cancel_jobs, cancel_subflow_jobs, show_failure
 from flows.pretrain import pretrain
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -93,6 +96,45 @@ def test_cancellation_ends_the_compiles_of_a_flow_run_whose_process_is_gone(prof
         assert launcher.location(theirs)
     finally:
         launcher.cancel(theirs, grace=0)
+
+
+def test_cancellation_ends_the_jobs_of_unfinished_subflows_whose_process_is_gone(
+    prefect_server, profile, tmp_path
+):
+    store = Store(str(tmp_path / "store"))
+    jobs, parents = {}, []
+
+    @flow
+    def member(profile: str, overrides: list[str], name: str, store: str) -> None:
+        folder = Store(store).run_folder(name).path
+        (folder / "logs").mkdir(parents=True)
+        (folder / "profile.yaml").write_text(resolve.dump(resolve.load(profile, overrides, name)))
+        runs.record_flow_run(folder, str(flow_run.id))
+        jobs[name] = create("local").submit(Job("train", "http.server", ("0",), folder / "logs"))
+        if name != "finished":
+            raise RuntimeError("its process ended")
+
+    @flow(**EXPERIMENT_HOOKS)
+    def experiment() -> None:
+        parents.append(flow_run.id)
+        for name in ("broken", "interrupted", "finished"):
+            member(str(profile), ROUND, name, store.uri, return_state=True)
+
+    launcher = create("local")
+    try:
+        experiment()
+        (store.run_folder("broken").path / "profile.yaml").write_text("none")
+        (hook,) = experiment.on_cancellation_hooks
+        hook(experiment, SimpleNamespace(id=parents[0]), None)
+        assert [name for name in jobs if launcher.location(jobs[name])] == ["broken", "finished"]
+    finally:
+        for job in jobs.values():
+            launcher.cancel(job, grace=0)
+
+
+@pytest.mark.parametrize("experiment", [branches, ladder, mixture], ids=lambda experiment: experiment.name)
+def test_cancellation_of_an_experiment_cancels_the_jobs_of_its_runs(experiment):
+    assert experiment.on_cancellation_hooks == [cancel_subflow_jobs]
 
 
 @pytest.mark.parametrize(

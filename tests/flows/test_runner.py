@@ -14,10 +14,11 @@ from flows import runner
 from flows.runner import THREADS, Runner
 from profiles import resolve
 from tasks import keys
+from tasks.failures import FatalError
 from tasks.step import Context, Step
 from tasks.steps import training
 from tasks.steps.training import RetryBudget
-from tasks.store import runs
+from tasks.store import activities, runs
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tests.flows.cli.test_up import ask
@@ -158,6 +159,29 @@ def test_failed_step_is_retried_although_its_run_folder_cannot_be_read(context, 
     monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
     assert retrying() == {"number": 1}
     assert ToyStep.made == [1, 1]
+
+
+def test_step_is_not_retried_once_another_process_has_taken_over_the_run(context, monkeypatch):
+    store = context.store
+
+    @dataclass
+    class SuspendedStep(ToyStep):
+        """Fails after the run's lock has expired and another process has acquired it."""
+
+        def make(self, context, key):
+            self.made.append(self.number)
+            store.backend.write("locks/run-tiny/9", b"{}")
+            raise OSError(errno.EIO, "the first attempt fails")
+
+    @flow(task_runner=THREADS)
+    def suspended():
+        with activities.begin(store, "run", "tiny") as lock, Runner(context, lock) as started:
+            started.run(SuspendedStep(1))
+
+    monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
+    with pytest.raises(FatalError, match="run tiny: another process took it over"):
+        suspended()
+    assert ToyStep.made == [1]
 
 
 def test_failed_background_step_raises_where_its_result_is_needed(context):

@@ -102,7 +102,7 @@ class Lab:
         """Create a run, on the cluster unless overridden."""
         own = resolve.load(str(self.path), [*STEPS, *SLURM, *overrides], name)
         resolve.check(own)
-        folder = self.store.run_folder(name).prepare("identity")
+        folder = self.store.run_folder(name).prepare(name)
         (folder / "profile.yaml").write_text(resolve.dump(own))
         return Run(own, folder, self)
 

@@ -9,8 +9,10 @@ import yaml
 from safetensors.torch import load_file
 
 from flows.cli.main import main
+from flows.experiments.branches import load
 from modeling.conversion.convert import Options, convert
 from profiles.errors import ProfileError
+from tasks.experiments.branches import members_of
 from tasks.fork import decay_overrides, find_parent
 from tasks.store.store import Store
 from tests.flows.micro import exported, losses
@@ -54,7 +56,8 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     assert [(run["run"], run["step"], run["steps"]) for run in first["runs"]] == [
         ("stable-trunk", 0, 6), ("stable-long", 6, 10)
     ]  # fmt: skip
-    decay = decay_overrides(Store(str(store)), find_parent(Store(str(store)), "stable-trunk@6", "branch"), 4)
+    parent = find_parent(Store(str(store)), "stable-trunk@6", "branch")
+    decay = decay_overrides(store / "runs/stable-trunk/profile.yaml", parent, 4)
     pretrain(store, *decay, name="from-scratch")
     assert losses(store / "runs/stable-long") == losses(store / "runs/from-scratch")
 
@@ -86,10 +89,11 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     page = Path(second["page"]).read_text()
     for text in ("Loss by length", "stable-8-2", "soup", "Training loss"):
         assert text in page
+    parent = find_parent(Store(str(store)), "stable-long@8", "branch")
     with pytest.raises(
         ProfileError, match="the learning rate of stable-long has begun to decay before step 8"
     ):
-        decay_overrides(Store(str(store)), find_parent(Store(str(store)), "stable-long@8", "branch"), 4)
+        decay_overrides(store / "runs/stable-long/profile.yaml", parent, 4)
     run, merged = str(store / "runs/stable-long"), tmp_path / "merged"
     average = ["--average", "2", "--average", str(store / "runs/from-scratch/export")]
     assert main(["convert", run, str(merged), "--to", "hf", *average]) == 0
@@ -98,6 +102,20 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
         mean = sum(load_file(folder / "model.safetensors")[name] for folder in three) / 3
         torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-7)
     assert main(["convert", run, str(tmp_path / "many"), "--to", "hf", "--average", "9"]) == 2
+
+
+def test_average_excludes_checkpoints_that_interruptions_saved(profile, tmp_path):
+    average = {"name": "last", "of": ["trunk", "long"], "last": 3}
+    described, trunk, found, _ = load(str(write_branches(tmp_path, profile, averages=[average])))
+    store = Store(str(tmp_path / "store"))
+    for run, steps in (("trunk", (2, 4, 5, 6)), ("long", (6, 7, 8, 10))):
+        for step in steps:
+            store.run_folder(f"stable-{run}").write(f"checkpoints/step_{step}/complete.json", b"{}")
+    members = members_of(described, described.averages[0], trunk, found, store)
+    assert members == [
+        *(("stable-trunk", step) for step in (2, 4, 6)),
+        *(("stable-long", step) for step in (6, 8, 10)),
+    ]
 
 
 @pytest.mark.parametrize(

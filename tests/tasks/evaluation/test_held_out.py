@@ -19,8 +19,8 @@ from tests.forkserver import forkserver
 pytestmark = pytest.mark.slow
 
 
-def run_folder(profile, store, name):
-    folder = store.run_folder(name).prepare("identity")
+def run_folder(profile, store, name, identity="identity"):
+    folder = store.run_folder(name).prepare(identity)
     (folder / "profile.yaml").write_text(resolve.dump(profile))
     return folder
 

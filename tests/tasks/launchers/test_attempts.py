@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from profiles import state_files
 from tasks.launchers import base, batch
 
 
@@ -13,6 +14,7 @@ def count_locally(path):
 
 
 def count_in_batch_script(path):
+    batch.create_attempt_file(path)  # by the submission
     script = batch.COUNT_ATTEMPT.substitute(file=path) + '\necho "$attempt"'
     return int(
         subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()[-1]
@@ -28,3 +30,14 @@ def test_attempt_numbers_increase_from_any_file(tmp_path, count):
         assert count(path) > time.time() - 60  # above every number that an earlier attempt may have
         assert int(path.read_text()) > time.time() - 60
     assert [each.name for each in tmp_path.iterdir()] == ["attempt"]
+
+
+@pytest.mark.parametrize("count", [count_locally, count_in_batch_script])
+def test_unreadable_attempt_file_does_not_restart_the_count(tmp_path, count, monkeypatch):
+    """A link to itself exists but cannot be opened, like a file of a server that does not answer."""
+    monkeypatch.setattr(state_files, "DELAYS", ())
+    path = tmp_path / "attempt"
+    path.symlink_to(path)
+    with pytest.raises((OSError, subprocess.CalledProcessError)):
+        count(path)
+    assert path.is_symlink()

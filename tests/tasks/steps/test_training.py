@@ -1,16 +1,20 @@
-"""Training step: the grace period of a stopped job, log forwarding, and moved run folders."""
+"""Training step: the grace period of a stopped job, log forwarding, moved and replaced run folders."""
 
 import contextlib
 import logging
 import time
 
+import fsspec
 import psutil
 import pytest
 
+from profiles import resolve
 from tasks.failures import FatalError
 from tasks.step import Context
 from tasks.steps.training import LogForwarder, TrainingStep
 from tasks.store import runs
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tests.tasks.evaluation.test_held_out import run_folder
 
 pytestmark = pytest.mark.slow
@@ -67,3 +71,17 @@ def test_moved_run_folder_is_fatal_and_not_recreated(tokenized):
     ):
         TrainingStep(dataset, "identity").run(Context(profile, store, folder))
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_run_that_replaced_this_one_is_not_trained(tmp_path, remote):
+    """Another host has replaced the run while this flow was suspended."""
+    fsspec.filesystem("memory").store.clear()
+    uri, profile = "memory://bucket/store" if remote else str(tmp_path / "store"), resolve.load("tiny")
+    here, there = Store(uri, tmp_path / "here"), Store(uri, tmp_path / "there")
+    folder = run_folder(profile, here, "run")
+    there.run_folder("run").move_aside()
+    replacement = run_folder(profile, there, "run", "another")
+    with pytest.raises(FatalError, match=rf"{uri}/runs/run: now belongs to another run"):
+        TrainingStep(Artifact("dataset", "key", "", {}), "identity").run(Context(profile, here, folder))
+    assert sorted(path.name for path in replacement.iterdir()) == ["profile.yaml", "run.json"]
