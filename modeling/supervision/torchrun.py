@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -31,10 +32,12 @@ from modeling.supervision.time_account import BEGUN
 GRACE = 1.5  # seconds after the deadline in which a rank can dump its own stacks
 POLL = 0.5  # seconds
 PY_SPY_TIMEOUT = 10.0  # seconds
+MAX_FILES = 65_535  # open files of a process
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments, store = with_free_port(sys.argv[1:] if arguments is None else arguments)
+    raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
         os.environ[heartbeat.FOLDER] = folder
         os.environ[BEGUN] = str(psutil.Process().create_time())
@@ -43,6 +46,17 @@ def main(arguments: list[str] | None = None) -> int:
         run.main(arguments)
     del store
     return 0
+
+
+def raise_file_limit() -> None:
+    """Let this process and its ranks open as many files as they may.
+
+    Each rank has two connections to the store for each of its process groups.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < MAX_FILES:  # negative: unlimited
+        raised = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
 
 def with_free_port(arguments: Sequence[str]) -> tuple[list[str], TCPStore | None]:

@@ -136,7 +136,7 @@ def count_differing(highest: Sequence[Tensor]) -> Tensor:
 
 
 def differ(highest: Tensor) -> Tensor:
-    """Whether each sum differs between ranks, given the maximum of halves and negatives (4n) over ranks; (n)."""
+    """Whether each of n sums differs between ranks, given the maxima of halves and negatives (4n)."""
     largest, negative = highest.chunk(2)
     return (largest != -negative).unflatten(0, (2, -1)).any(0)
 

@@ -106,11 +106,15 @@ class ShardedAdamW:
                 bucket.transient = unit.block and not keep_gathered
         if seed is not None:
             initialize(self.frozen, mesh.tensor, seed)
+
+        def position(bucket: Bucket) -> int:
+            return min(order[slot.name] for slot in bucket.slots)
+
+        # Backward completes first what forward uses last. A bucket with all norms, for instance, is complete at the end.
         self._resident = [self._add_bucket(group) for group in groups.resident]
+        self._resident.sort(key=position, reverse=True)
         # Those whose weights the next forward needs first are updated and gathered first.
-        self._updated = sorted(
-            self.buckets, key=lambda bucket: min(order[slot.name] for slot in bucket.slots)
-        )
+        self._updated = sorted(self.buckets, key=position)
         self._to_gather: deque[Bucket] = deque()
         self._gathering: deque[Bucket] = deque()
         self._gathers_ahead = False  # whether `step` returns before the parameters are gathered
@@ -277,7 +281,7 @@ class ShardedAdamW:
         return StepResult(norm, skipped)
 
     def gather_before_use(self, units: Sequence[Unit]) -> None:
-        """Let `step` return before resident parameters are gathered; hooks wait for a unit's before its forward pass.
+        """Let `step` return before resident parameters are gathered; hooks wait before a unit's forward pass.
 
         Raises:
             ValueError: a resident parameter is in none of the units.
@@ -293,7 +297,9 @@ class ShardedAdamW:
         self._gathers_ahead = True
 
     def _start_gathers(self) -> None:
-        while self._to_gather and len(self._gathering) < IN_FLIGHT:
+        # In place, unless the backend needs a copy for each rank.
+        limit = len(self.buckets) if self.mesh.dp_shard.supports_reduction else IN_FLIGHT
+        while self._to_gather and len(self._gathering) < limit:
             self._gathering.append(self._to_gather.popleft())
             self._gathering[-1].start_gather()
 

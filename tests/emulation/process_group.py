@@ -112,6 +112,8 @@ class Group(dist.ProcessGroup):
         for x in shared:
             x.copy_(replaced[id(x)])
         work = getattr(self._gloo, name)(*used, *rest)
+        if name == "_allgather_base":
+            work.wait()  # gloo of torch 2.13 corrupts the heap if it runs several at a time
         return Pending(work, results, [x for x in inputs if not any(x is y for y in shared)], what)
 
     def barrier(self, opts: Any = None) -> Work:
