@@ -4,8 +4,8 @@
     plan ─> resolve ─> checkpoint ───────────┼─> train ─> evaluate ─> export ─> report
        └─> graphs ───────────────────────────┘
 
-Each step is a Prefect task that publishes an artifact; a step whose artifact is complete is not run again. Graphs need only the
-profile, so they compile while the data is tokenized.
+Each step is a Prefect task. All but plan, resolve and report publish an artifact, and do not run again once it is complete.
+Graphs need only the profile, so they compile while the data is tokenized.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def train_profile(
     if not replace and activities.holder(opened, "run", run.name) is not None:
         with suggest_commands(command, run.name):
             runs.check_name(opened, run)  # rather than wait for a run that this one cannot continue
-    with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened)) as runner:
+    with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened), lock) as runner:
         parent = find_parent(opened, fork, run.name) if fork else None
         if parent:
             run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_VALUE_LENGTH = 80  # characters
-OVERRIDE_SYNTAX = "is not of the form KEY.PATH=VALUE, without spaces; for instance --set train.steps=100"
+OVERRIDE_SYNTAX = (
+    "is not of the form KEY.PATH=VALUE, without spaces around =; for instance --set train.steps=100"
+)
 
 
 class ProfileError(ValueError):

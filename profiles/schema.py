@@ -57,7 +57,7 @@ class Init(Section):
         None,
         alias="from",
         min_length=1,
-        description="hub repository, folder or s3:// folder of initial weights, or run:NAME, a finished run in the store; null: "
+        description="hub repository, folder or s3:// folder of initial weights, or run:NAME, an exported run of the store; null: "
         "train from scratch",
     )
     revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
@@ -268,12 +268,17 @@ class Checkpoint(Section):
     """Checkpoints: when to save, what to keep, what to resume from."""
 
     every: Natural = Field(0, description="steps between checkpoints; 0: only at the end")
-    keep: Natural = Field(3, description="number of latest checkpoints to keep; 0: all")
+    keep: Natural = Field(
+        3, description="number of latest checkpoints to keep, in addition to the best; 0: all"
+    )
     keep_every: Natural = Field(
         0, description="keep checkpoints at multiples of this many steps permanently; 0: none"
     )
     async_: bool = Field(False, alias="async", description="save asynchronously, while training continues")
-    resume: Literal["newest", "none"] | Natural = Field("newest", description='"newest", "none", or a step')
+    resume: Literal["newest", "none"] | Natural = Field(
+        "newest",
+        description="checkpoint to resume from: newest, a step, or none (start from the initial weights again)",
+    )
     on_stop: bool = Field(True, description="save before exiting when stopped by a signal")
     weights: bool = Field(False, description="resume only the weights, with a new optimizer and schedule")
 
@@ -372,7 +377,7 @@ class Profile(Section):
 
     @property
     def copies_reference(self) -> bool:
-        """Whether a frozen copy of the initial weights is in memory for this."""
+        """Whether training holds a frozen copy of the initial weights, as DPO's reference model."""
         return self.scores_pairs_in_step and not self.lora.rank
 
     @property

@@ -85,7 +85,7 @@ class Step(ABC):
 
     @abstractmethod
     def make(self, context: Context, key: str) -> Artifact:
-        """Make and publish the artifact, which is not in the store."""
+        """Make and publish the artifact; called only if the store lacks it."""
 
     def find(self, context: Context, key: str) -> Artifact | None:
         """The artifact of this key, if it is in the store and complete."""

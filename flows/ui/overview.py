@@ -55,7 +55,7 @@ class Overview:
         self._artifact.update(lambda: f"{notice}\n\n{rest}", now=True)
 
     def _render(self, *, ended: bool = False) -> str:
-        """The page without a notice, for which only new metrics are read; no time left if the run has ended."""
+        """The page without a notice; reads new metrics only, and omits the time left if the run has ended."""
         self._history.update()
         profile, folder = self._profile, self._folder
         plan = state_files.read_json(folder / run_files.PLAN)

@@ -51,7 +51,7 @@ def choose_modes(
 ) -> list[list[str]]:
     """The modes of a rank's layers, by stage: the cheapest within the limit, else the smallest.
 
-    Optimal if a mode that saves fewer bytes than another needs no fewer bytes in addition to them.
+    Optimal if, of two modes, the one that saves fewer bytes needs at least as much temporary memory.
 
     Args:
         stages: the layers of each stage.

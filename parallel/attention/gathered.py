@@ -9,9 +9,9 @@ Rank r has chunks r and 2c-1-r:
     m <= r                  r           r - m
     m > r                   2c-1-r      2c-1-m
 
-These are all earlier chunks of keys of both, each once. Results are merged by their log-sum-exp (zigzag.py); only documents need
-a mask. With a sliding window, block m pairs each chunk of queries with the keys m chunks earlier, as far as the window reaches;
-blocks before the start of the sequence are ignored.
+So each of the two chunks of queries meets every earlier chunk of keys once. Results are merged by their log-sum-exp (zigzag.py);
+only documents need a mask. With a sliding window, block m pairs each chunk of queries with the keys m chunks earlier, as far as
+the window reaches; blocks before the start of the sequence are ignored.
 
 Bytes that a rank sends, with B the bytes of its K and V (KV heads not repeated): B(c-1) in forward; in backward, which gathers
 again, B(c-1) and the elements of B(c-1) in float32. Gathered K and V take cB while a layer runs. Scores exist for one tile of

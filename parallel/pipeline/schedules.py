@@ -93,7 +93,7 @@ def in_flight(
     stages_per_rank: int = 1,
     extra_forwards: int = 0,
 ) -> float:
-    """Peak number of microbatches whose activations a rank holds; one in one of k stages counts 1/k."""
+    """Peak number of microbatches whose activations a rank holds; in one of its k stages, it counts 1/k."""
     if schedule == "1f1b":
         return min(_maximum_held(ranks, rank, extra_forwards), microbatches)
     if schedule == "zero_bubble":

@@ -105,7 +105,7 @@ def _splits(found: Translation) -> None:
     except (ValueError, ZeroDivisionError):
         found.report(SPLITS, Effect.ERROR, "is not a list of shares such as 980,10,10")
         return
-    note = "documents that are not trained on, chosen by hash; validation and test are one split"
+    note = "the last documents are held out, as in Megatron; validation and test are one split"
     if not fraction:
         fraction, note = 0.01, "a hundredth of the documents is held out: every run is evaluated"
     found.translate(SPLITS, {"data.validation_fraction": fraction}, note)

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tasks.evaluation.harness")
     parser.add_argument("--model", help="folder of a Hugging Face model; without it, only check the names")
     parser.add_argument("--task", action="append", required=True, help="name of a task or group; repeatable")
-    parser.add_argument("--include", help="folder with task files, beside those of lm-eval")
+    parser.add_argument("--include", help="folder with task files, in addition to those of lm-eval")
     parser.add_argument("--limit", type=int, help="maximum number of examples per task")
     parser.add_argument("--batch-size", default="8")
     parser.add_argument("--device", default="cpu")

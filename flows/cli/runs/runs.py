@@ -43,7 +43,7 @@ class _Files:
 
     @classmethod
     def of(cls, files: Mapping[str, int]) -> _Files:
-        """Of a run with these files, by their sizes."""
+        """What is shown of a run's files, given their sizes by name."""
         return cls(max(checkpoint_steps(files), default=0), sum(files.values()))
 
 
