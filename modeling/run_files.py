@@ -37,6 +37,11 @@ STANDING = "standing.json"  # of a continual series: the latest promoted model
 REJECTED = "rejected.json"  # of a continual round: marks that it was not promoted
 
 
+def checkpoint(step: int) -> str:
+    """The folder of a checkpoint (parallel/checkpoint/locations.py), relative to the run folder."""
+    return f"{CHECKPOINTS}/step_{step}"
+
+
 def applied_request(record: Mapping[str, Any]) -> Any:
     """The request in the contents of RESUMED; older runs call it "wish". None if there is none."""
     return record.get("request", record.get("wish"))

@@ -75,7 +75,7 @@ def is_rejected(store: Store, name: str) -> bool:
 def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManager[Path]:
     """Local folder of the promoted model's latest checkpoint, for a block; see RunFolder.local_checkpoint."""
     run = store.run_folder(promoted.run)
-    return run.local_checkpoint(f"checkpoints/step_{run.checkpoint_steps()[-1]}", keep_on_error=True)
+    return run.local_checkpoint(run_files.checkpoint(run.checkpoint_steps()[-1]), keep_on_error=True)
 
 
 def new_data(store: Store, promoted: Promoted, corpus: Artifact, sequence_length: int) -> Artifact | None:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -291,13 +290,13 @@ def _of_run(step: str, run: str, identity: str, train: Train, **more: Any) -> st
 
 def compiler_versions() -> Mapping[str, str]:
     """Versions of Python and of the installed compiler packages and C++ compiler."""
+    from modeling.compilation.compilers import cpp_compiler  # imports torch
+
     found = {"python": platform.python_version()}
     for package in COMPILERS:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    # The same search order as torch's inductor.
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
-    if compiler:
+    if compiler := cpp_compiler():
         answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
         found["c++"] = answer.stdout.partition("\n")[0]
     return found

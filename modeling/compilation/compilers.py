@@ -61,6 +61,10 @@ class Compiler(ABC):
     def missing_requirement(self) -> str | None:
         """What this machine lacks for compiling, as a phrase for messages; None if it can compile."""
 
+    def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:
+        """Environment variables with which to start a process that will call `use_cache`."""
+        return {}
+
     @abstractmethod
     def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
         """Read and write compiled graphs in this folder from now on.
@@ -128,7 +132,7 @@ class Inductor(Compiler):
             return super().compile(graph, inputs)
 
     def missing_requirement(self) -> str | None:
-        if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+        if cpp_compiler() is None:
             return "no C++ compiler (g++ or clang++)"
         if self.device == "cuda" and not (torch.cuda.is_available() and find_spec("triton")):
             return "no CUDA device with Triton"
@@ -168,6 +172,11 @@ class Inductor(Compiler):
         return partial(compile_fx, inner_compile=compile_inner)
 
 
+def cpp_compiler() -> str | None:
+    """Path of the C++ compiler that inductor uses; None if there is none."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
+
+
 def _without_spaces(folder: Path) -> Path:
     """The folder, or a link to it if its path has a space, removed when this process exits.
 
@@ -196,14 +205,19 @@ class Neuron(Compiler):
             return "no Neuron device"
         return None
 
-    def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
-        """Call before anything runs on the device: TorchNeuron reads its settings once."""
-        for name in ("NEFF_CACHE_DIR", "NEFF_LOCAL_CACHE_DIR", "HLO_CACHE_DIR"):
-            os.environ[f"TORCH_NEURONX_{name}"] = str(folder)
+    def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:
+        """TorchNeuron reads some of its settings when torch imports it, and each of them once."""
+        names = ("NEFF_CACHE_DIR", "NEFF_LOCAL_CACHE_DIR", "HLO_CACHE_DIR")
+        found = {f"TORCH_NEURONX_{name}": str(folder) for name in names}
         if ahead_of_time:
-            os.environ["TORCH_NEURONX_COMPILE_ONLY"] = "1"
+            found["TORCH_NEURONX_COMPILE_ONLY"] = "1"
         if self.flags:
-            os.environ["NEURON_CC_FLAGS"] = self.flags
+            found["NEURON_CC_FLAGS"] = self.flags
+        return found
+
+    def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
+        """Call before anything runs on the device."""
+        os.environ |= self.environment(folder, ahead_of_time=ahead_of_time)
         self.folder, self.initial_neffs = folder, _count_neffs(folder)
 
     def prepare(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.journal import RECORD
 from profiles.errors import ProfileError
@@ -65,7 +66,7 @@ class AverageStep(EvaluationStep):
         """Raises as EvaluationStep, and ValueError: the checkpoints are not of one model, or corrupted."""
         store, scratch = context.store, f"average-{key[:16]}"
         runs = [store.run_folder(run) for run, _ in self.members]
-        parts = [f"checkpoints/step_{step}" for _, step in self.members]
+        parts = [run_files.checkpoint(step) for _, step in self.members]
         with ExitStack() as stack:
             self.checkpoints = [
                 stack.enter_context(run.local_checkpoint(part)) for run, part in zip(runs, parts, strict=True)

@@ -53,7 +53,7 @@ class CheckpointId:
     @classmethod
     def of(cls, run: RunFolder, step: int) -> CheckpointId | None:
         """The checkpoint of this step; None if it is not complete, or was removed meanwhile."""
-        marker = run.read(f"checkpoints/step_{step}/{MARKER}")
+        marker = run.read(f"{run_files.checkpoint(step)}/{MARKER}")
         return None if marker is None else cls(step, hashlib.sha256(marker).hexdigest())
 
     @property
@@ -154,7 +154,7 @@ class TaskStep(Step):
         if not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
             write_model(
-                context, f"checkpoints/step_{self.checkpoint.step}", self.tokenizer, self.weights, folder
+                context, run_files.checkpoint(self.checkpoint.step), self.tokenizer, self.weights, folder
             )
             (folder / COMPLETE).touch()
         return folder

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modeling import run_files
 from tasks import keys
 from tasks.failures import FatalError
 from tasks.inputs import EXPORT
@@ -51,7 +52,7 @@ class ExportStep(Step):
         step = self.step or context.profile.train.steps
         if step not in store.run_folder(folder.name).checkpoint_steps():
             raise FatalError(f"run {folder.name}: the checkpoint of step {step} was removed; export again")
-        write_model(context, f"checkpoints/step_{step}", self.tokenizer, self.weights, partial)
+        write_model(context, run_files.checkpoint(step), self.tokenizer, self.weights, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())

@@ -32,7 +32,8 @@ from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
 from profiles.schema import Profile
 from tasks import keys
-from tasks.launchers import Job, JobFailed, create, execute
+from tasks.launchers import Job, JobFailed, Launcher, execute
+from tasks.launchers.local import LocalLauncher
 from tasks.reporting.format import format_bytes, format_duration
 from tasks.step import Context, Step
 from tasks.store import runs
@@ -119,8 +120,14 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
     (work / PREPARED).mkdir(exist_ok=True)
     arguments = ("--run-folder", str(work), "--output", str(output), "--cache", str(work / PREPARED))
     job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
-    execute(create("local"), job, timeout=TIMEOUT)
+    execute(_launcher(profile, work / PREPARED), job, timeout=TIMEOUT)
     return json.loads(output.read_text())
+
+
+def _launcher(profile: Profile, cache: Path, *, ahead_of_time: bool = False) -> Launcher:
+    """Starts a job on this machine that uses a compile cache."""
+    compiler = compilers.make_compiler(profile)
+    return LocalLauncher(compiler.environment(cache, ahead_of_time=ahead_of_time))
 
 
 def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -185,7 +192,8 @@ def _compile(
                     *("--cache", str(cache), "--result", str(result), *limits),
                 )
                 job = Job(name, "modeling.tracing.compile", arguments, work / "logs", threads=threads)
-                execute(create("local"), job, watch, timeout=TIMEOUT)
+                launcher = _launcher(context.profile, cache, ahead_of_time=True)
+                execute(launcher, job, watch, timeout=TIMEOUT)
                 summary.update(_cost(result))
                 _pack(cache, staging / CACHE)
         except (JobFailed, TimeoutError) as error:

@@ -94,7 +94,7 @@ class TrainingStep(Step):
                 raise failures.explain(profile, failure) from failure
         if steps not in run.checkpoint_steps():
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
-        part = f"checkpoints/step_{steps}"
+        part = run_files.checkpoint(steps)
         marker = state_files.parse((run.read(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
         tokens = steps * profile.step_tokens
         # Markers of earlier versions have no loss.

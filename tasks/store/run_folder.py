@@ -32,7 +32,7 @@ from tasks.store.sync import DIRECT, RunSync, attempt_in, is_append_only, is_exc
 
 log = logging.getLogger(__name__)
 
-COMPLETE = re.compile(rf"{run_files.CHECKPOINTS}/step_(\d+)/{locations.MARKER}")
+COMPLETE = re.compile(rf"{run_files.CHECKPOINTS}/{locations.STEP.pattern}/{locations.MARKER}")
 REPLACED = re.compile(r"~\d+$")  # ends the name of a run that was replaced by another
 TRACES = (run_files.CHECKPOINTS, run_files.METRICS)  # by which a run's folder is recognised without run.json
 # Local file with the attempt that the folder was downloaded with; no training has run in the folder since, if that is still its

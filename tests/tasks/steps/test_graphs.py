@@ -14,7 +14,7 @@ import pytest
 
 from profiles.resolve import load
 from tasks import keys
-from tasks.launchers import local
+from tasks.launchers import Job, JobFailed, local
 from tasks.step import Context
 from tasks.steps import graphs
 from tasks.steps.graphs import GraphsStep
@@ -53,6 +53,30 @@ class Workspace:
         if artifact is not None:
             arguments += ["--graphs", self.store.artifacts.path(artifact)]
         return micro.run("training.train", *arguments, processes=processes)
+
+
+def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypatch):
+    """TorchNeuron reads some when torch imports it, before a program could set them."""
+    started = []
+
+    def execute(launcher: local.LocalLauncher, job: Job, *_: object, **__: object) -> None:
+        started.append(launcher._environment)
+        if job.name != "trace":
+            raise JobFailed("stopped here")
+        (job.folder / "trace.json").write_text("{}")
+
+    monkeypatch.setattr(graphs, "execute", execute)
+    profile = load("llama3-8b", ["compile.flags=-O2"])
+    (tmp_path / "logs").mkdir()
+    graphs._trace(profile, tmp_path)
+    program = {"name": "loss, training", "digest": "0" * 16, "stage": 0, "graphs": []}
+    context = Context(profile, Store(str(tmp_path / "store")))
+    assert graphs._compile(context, tmp_path, program, (), lambda: None)["status"] == "failed"
+    caches = [found["TORCH_NEURONX_HLO_CACHE_DIR"] for found in started]
+    assert caches[0] == str(tmp_path / graphs.PREPARED)
+    assert Path(caches[1]).is_relative_to(tmp_path / "store")
+    assert [found.get("TORCH_NEURONX_COMPILE_ONLY") for found in started] == [None, "1"]
+    assert {found["NEURON_CC_FLAGS"] for found in started} == {"-O2"}
 
 
 @pytest.fixture(scope="module", autouse=True)
