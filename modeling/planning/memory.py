@@ -6,7 +6,8 @@ The plan and the traced plan both count bytes here; planner.py lists what each k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -39,10 +40,11 @@ class PlannedBucket(NamedTuple):
     replicas: int  # ranks that hold the same shard
     experts: bool  # whether it holds experts that other ranks do not have
     frozen: bool = False  # whether it has neither gradients nor states
+    unit: int | None = None  # number of the unit that FSDP gathers it with; None if it is resident
 
     @classmethod
     def of(
-        cls, profile: Profile, members: Sequence[tuple[str, nn.Parameter]], resident: bool
+        cls, profile: Profile, members: Sequence[tuple[str, nn.Parameter]], unit: int | None = None
     ) -> PlannedBucket:
         holders, shards = profile.data_parallel * profile.parallel.context, profile.shard_degree
         experts = layout_of(members[0][1]).expert_ranks is not None
@@ -51,7 +53,7 @@ class PlannedBucket(NamedTuple):
         dtypes = members[0][1].dtype, DTYPES[profile.train.gradient_dtype]
         _, size = pack([parameter.numel() for _, parameter in members], shards, *dtypes)
         block, frozen = members[0][0].startswith("layers."), not members[0][1].requires_grad
-        return cls(size, resident, block, shards, holders // shards, experts, frozen)
+        return cls(size, unit is None, block, shards, holders // shards, experts, frozen, unit)
 
 
 def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedBucket]:
@@ -60,11 +62,11 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
     units = [unit for stage in stages for unit in stage.sharding_units()] if fsdp else []
     named = [item for stage in stages for item in stage.named_parameters()]
     groups = group_parameters(named, units, weight_decay_of(profile), optimizer_bucket_size(profile))
-    sharded = [group for _, members in groups.sharded for group in members]
+    sharded = [(unit, group) for unit, (_, members) in enumerate(groups.sharded) for group in members]
     members = [group.members for group in groups.resident] + ([groups.frozen] if groups.frozen else [])
     return [
-        *(PlannedBucket.of(profile, group.members, resident=False) for group in sharded),
-        *(PlannedBucket.of(profile, each, resident=True) for each in members),
+        *(PlannedBucket.of(profile, group.members, unit) for unit, group in sharded),
+        *(PlannedBucket.of(profile, each) for each in members),
     ]
 
 
@@ -218,9 +220,17 @@ def _gathered_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
     """
     train = profile.train
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
-    sizes = sorted(bucket.size for bucket in buckets if not bucket.frozen)
+    trained = _unit_sizes(bucket for bucket in buckets if not bucket.frozen)
     if profile.parallel.keep_gathered:
-        return sum(bucket.size for bucket in buckets) * weight + sum(sizes) * gradient
-    blocks = sorted(bucket.size for bucket in buckets if bucket.block)
+        return sum(bucket.size for bucket in buckets) * weight + sum(trained) * gradient
+    blocks = _unit_sizes(bucket for bucket in buckets if bucket.block)
     rest = sum(bucket.size for bucket in buckets if not bucket.block)
-    return (rest + sum(blocks[-IN_FLIGHT:])) * weight + sum(sizes[-IN_FLIGHT:]) * gradient
+    return (rest + sum(blocks[-2:])) * weight + sum(trained[-2:]) * gradient
+
+
+def _unit_sizes(buckets: Iterable[PlannedBucket]) -> list[int]:
+    """Elements of each unit's buckets, in ascending order."""
+    sizes: Counter[int | None] = Counter()
+    for bucket in buckets:
+        sizes[bucket.unit] += bucket.size
+    return sorted(sizes.values())

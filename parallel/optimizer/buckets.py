@@ -144,6 +144,7 @@ class Bucket:
         else:
             self.gradient_shard = torch.zeros(self.length, dtype=self.gradient_dtype, device=first.device)
         self.norm_weights = self._norm_weights()
+        self.unit: object | None = None  # that FSDP gathers it with
         self.transient = False  # whether to release the values when a microbatch's gradients are complete
         self.in_graph = False  # whether a graph gathers the values and reduces the gradients
         self._gathering: dist.Work | None = None

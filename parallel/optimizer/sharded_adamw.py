@@ -103,6 +103,7 @@ class ShardedAdamW:
                 continue
             unit.buckets = [self._add_bucket(group, resident=False) for group in members]
             for bucket in unit.buckets:
+                bucket.unit = unit
                 bucket.transient = unit.block and not keep_gathered
         if seed is not None:
             initialize(self.frozen, mesh.tensor, seed)
@@ -187,7 +188,12 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def _start_reduce(self, bucket: Bucket, complete: bool = True) -> None:
-        while len(self._reducing) >= (IN_FLIGHT if bucket.resident else 1):
+        # All gradients of a compiled block arrive together: its buckets do not wait for each other.
+        while self._reducing and (
+            len(self._reducing) >= IN_FLIGHT
+            if bucket.resident
+            else self._reducing[0][0].unit is not bucket.unit
+        ):
             self._finish_reduce()
         started, gradients = None, bucket.take_gradients()
         if bucket.axis.size > 1:
