@@ -283,7 +283,7 @@ def _update(command: argparse.ArgumentParser) -> None:
 
 
 def _conversion(command: argparse.ArgumentParser) -> None:
-    about = "run folder or checkpoint, Hugging Face or NxD folder, or hub repository"
+    about = "run, checkpoint, HF or NxD folder; hub repository"
     command.add_argument("source", metavar="SOURCE", help=about)
     about = "folder to write, or with --verify to compare"
     command.add_argument("destination", metavar="DESTINATION", help=about)

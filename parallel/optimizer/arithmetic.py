@@ -138,7 +138,8 @@ def count_differing(highest: Sequence[Tensor]) -> Tensor:
 def differ(highest: Tensor) -> Tensor:
     """Whether each of n sums differs between ranks, given the maxima of halves and negatives (4n)."""
     largest, negative = highest.chunk(2)
-    return (largest != -negative).unflatten(0, (2, -1)).any(0)
+    upper, lower = (largest + negative).chunk(2)  # largest - smallest
+    return upper + lower != 0
 
 
 def halves(bits: Tensor) -> Tensor:

@@ -133,8 +133,8 @@ def test_shards_are_summed_over_replicas_during_backward(pool):
         assert started == buckets - IN_FLIGHT > 0
 
 
-def reductions_before_the_last_gradient() -> int:
-    """Buckets whose reduction had begun when the gradient of the first weight was computed."""
+def reductions_before_the_last_vector() -> int:
+    """Buckets whose reduction had begun when the gradient of the first layer's bias was computed."""
     started, found = [], []
 
     class Counted(collectives.PendingReduceScatter):
@@ -145,8 +145,8 @@ def reductions_before_the_last_gradient() -> int:
     with mesh(data=2) as m, pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "PendingReduceScatter", Counted)
         built = model()
-        first, *_ = built.parameters()
-        first.register_post_accumulate_grad_hook(lambda _: found.append(len(started)))
+        _, bias, *_ = built.parameters()
+        bias.register_post_accumulate_grad_hook(lambda _: found.append(len(started)))
         optimizer = ShardedAdamW(built.named_parameters(), m, bucket_size=50)
         optimizer.begin_step(1)
         total = torch.zeros(())
@@ -158,7 +158,7 @@ def reductions_before_the_last_gradient() -> int:
 
 def test_reductions_overlap_with_backward_although_the_last_weight_is_a_norm(pool):
     """The bucket of all norms and biases is complete at the end, those of matrices layer by layer."""
-    assert pool.run(reductions_before_the_last_gradient, 2) == [2, 2]
+    assert pool.run(reductions_before_the_last_vector, 2) == [2, 2]
 
 
 def test_matches_torch_adamw_without_the_fused_kernel(pool):
