@@ -293,7 +293,7 @@ def torch_neuronx_version() -> str:
     return found
 
 
-def name_replica_groups(name: str, groups: Sequence[Sequence[int]] | None) -> None:
+def register_replica_groups(name: str, groups: Sequence[Sequence[int]] | None) -> None:
     """Tell TorchNeuron, if it is loaded, the ranks of all groups of a registered name; None: forget them.
 
     Its compiler replaces a collective's name by the groups of all ranks. Unless a `DeviceMesh` has made them, it would know only

@@ -207,7 +207,7 @@ class Mesh:
             group = dist.group.WORLD if name == "world" else _create_groups(name, groups, timeout)
             if group is not None:
                 register_process_group(name, group)
-                devices.name_replica_groups(name, groups)
+                devices.register_replica_groups(name, groups)
                 self._registered.append(name)
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, group, supports_reduction)
 
@@ -216,7 +216,7 @@ class Mesh:
         for name in self._registered:
             axis: Axis = getattr(self, name)
             unregister(name)
-            devices.name_replica_groups(name, None)
+            devices.register_replica_groups(name, None)
             if name != "world" and axis.group is not None:
                 dist.destroy_process_group(axis.group)
         self._registered.clear()

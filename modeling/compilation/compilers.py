@@ -199,9 +199,8 @@ class Neuron(Compiler):
         # The public index has placeholder packages of this name; the real one registers its backend.
         if find_spec("torch_neuronx") is None or "neuron" not in torch.compiler.list_backends():
             return "no TorchNeuron (torch-neuronx from AWS's index)"
-        if (
-            not torch.accelerator.is_available()
-        ):  # on a head node; traced on a CPU, programs would have other operators
+        # On a head node, programs would be traced on the CPU, with operators that the device does not have.
+        if not torch.accelerator.is_available():
             return "no Neuron device"
         return None
 

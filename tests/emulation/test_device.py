@@ -44,6 +44,15 @@ def use_the_device_in_a_thread() -> None:
         raise error
 
 
+def compile_a_collective_of_an_unknown_group() -> None:
+    from tests.emulation.compiler import _compile
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "unknown")))
+    _compile(torch.fx.GraphModule({}, graph), [])
+
+
 REJECTED: dict[str, tuple[Callable[[], object], str]] = {
     "float64 made": (lambda: ones(2, dtype=torch.float64), "float64 on the device"),
     "float64 computed": (lambda: ones(2).double(), "float64 on the device"),
@@ -67,6 +76,11 @@ REJECTED: dict[str, tuple[Callable[[], object], str]] = {
     "an uneven collective": (
         lambda: dist.all_to_all_single(ones(3), ones(3), [1, 2], [1, 2]),
         "uneven: [1, 2], [1, 2]",
+    ),
+    "a sum of integers": (lambda: dist.all_reduce(ones(2, dtype=torch.int32)), "a reduction of integers"),
+    "a compiled collective of an unknown group": (
+        compile_a_collective_of_an_unknown_group,
+        "all_reduce.default over 'unknown': its groups on all ranks are not known",
     ),
     "an input that changes": (change_an_input_of_a_collective, "an input was changed before"),
     "a thread without a device": (use_the_device_in_a_thread, "thread saver uses the device without"),
