@@ -6,7 +6,6 @@ identity, and a branch depends on the trunk only up to its own first step.
 
 from __future__ import annotations
 
-from modeling import run_files
 from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -29,9 +28,8 @@ def trunk_of(spec: Branches, store: Store | None = None) -> PlannedRun:
             nearest = [step for step in (below, below + every) if step]
             raise ProfileError(f"branches.{number}.step", branch.step, reason, nearest)
     steps = max(branch.step for branch in spec.branches)
-    if store is not None and (store.run_folder(name).path / run_files.PROFILE).exists():
-        reached = store.run_folder(name).checkpoint_steps()
-        steps = max([steps, *reached])
+    if store is not None:
+        steps = max([steps, *store.run_folder(name).checkpoint_steps()])
     settings = {
         "train.schedule": "constant",
         "train.steps": steps,

@@ -104,6 +104,14 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     assert main(["convert", run, str(tmp_path / "many"), "--to", "hf", "--average", "9"]) == 2
 
 
+def test_another_machine_continues_the_trunk_where_the_remote_store_has_it(profile, tmp_path):
+    first, other = (Store("memory://branches", tmp_path / machine) for machine in ("first", "other"))
+    first.run_folder("stable-trunk").write("checkpoints/step_8/complete.json", b"{}")
+    _, trunk, _, _ = load(str(write_branches(tmp_path, profile)), other)
+    assert trunk.profile.train.steps == 8
+    first.remove("runs/stable-trunk")
+
+
 def test_average_excludes_checkpoints_that_interruptions_saved(profile, tmp_path):
     average = {"name": "last", "of": ["trunk", "long"], "last": 3}
     described, trunk, found, _ = load(str(write_branches(tmp_path, profile, averages=[average])))
