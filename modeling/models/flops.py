@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from modeling.models.lora_targets import layers_of
 from profiles.schema import Profile
 
 
@@ -67,37 +68,16 @@ def flops_per_token(profile: Profile) -> float:
 
 def idle_updates(profile: Profile) -> int:
     """Parameters of LoRA's updates of the experts that a token is not routed to, over all layers."""
-    model, targets = profile.model, profile.lora.targets
-    if not profile.lora.rank or not model.num_experts:
-        return 0
-    h, f = model.hidden_size, model.expert_width
-    widths = (h + 2 * f) * ("gate_up" in targets) + (f + h) * bool({"down", "down_proj"} & {*targets})
-    idle = model.num_experts - model.num_experts_per_tok
-    return profile.lora.rank * widths * idle * model.num_expert_layers
+    model, lora = profile.model, profile.lora
+    layers = [layer for number in range(model.num_hidden_layers) for layer in layers_of(model, number)]
+    sizes = sum(layer.update_size(lora.targets) for layer in layers if layer.experts)
+    return (lora.rank or 0) * sizes * ((model.num_experts or 0) - (model.num_experts_per_tok or 0))
 
 
 def _updates(profile: Profile, number: int) -> int:
-    """Forward multiply-adds per token of a layer's LoRA: rank · (inputs + outputs) per first factor.
-
-    Updates of experts count once for each of a token's experts.
-    """
-    model, targets = profile.model, profile.lora.targets
-    h, f, heads = model.hidden_size, model.intermediate_size, model.num_attention_heads
-    q, kv = heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    mlps = 1
-    if model.has_experts(number):
-        f, mlps = model.expert_width, model.num_experts_per_tok
-    shared = (model.n_shared_experts or 0) * f if model.has_experts(number) else 0
-    layers = [(1, "output", heads * (model.v_head_dim or model.head_dim), {"o_proj": h})]
-    if model.kv_lora_rank is None:
-        layers.append((1, "qkv", h, {"q_proj": q, "k_proj": kv, "v_proj": kv}))
-    for count, width in ((mlps, f), (1, shared)) if shared else ((mlps, f),):
-        gated = {"gate_proj": width} if model.family.mlp_matrices == 3 else {}
-        layers.append((count, "gate_up", h, {**gated, "up_proj": width}))
-        layers.append((count, "down", width, {"down_proj": h}))
-    widths = 0
-    for count, layer, width, sections in layers:
-        if layer in targets:
-            widths += count * (width + sum(sections.values()))
-        widths += count * sum(width + size for name, size in sections.items() if name in targets)
-    return profile.lora.rank * widths
+    """Forward multiply-adds per token of a layer's LoRA; updates of experts count for a token's experts."""
+    model, lora = profile.model, profile.lora
+    return lora.rank * sum(
+        layer.update_size(lora.targets) * (model.num_experts_per_tok if layer.experts else 1)
+        for layer in layers_of(model, number)
+    )

@@ -1,14 +1,14 @@
-"""LoRA updates of a model's blocks, by our or Hugging Face's layer names; other weights are frozen."""
+"""LoRA updates of a model's blocks; other weights are frozen."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from modeling.models.language_model import LanguageModel
+from modeling.models.lora_targets import layers_of
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
 from parallel.experts.lora import ExpertUpdate
 from parallel.layers.linear import ReplicatedLinear
@@ -17,38 +17,7 @@ from parallel.layout import layout_of
 from profiles.schema import Lora
 from profiles.sections.model import Model
 
-
-class Layer(NamedTuple):
-    """A linear layer of a block, or a projection of all its experts."""
-
-    target: str  # target that selects the complete layer
-    path: str  # in the block
-    sections: Mapping[str, str]  # sections of its weight, by the target that selects each
-    experts: int | None = None  # number of experts, each with these sections
-
-    def groups(self, targets: Sequence[str]) -> list[tuple[str, ...]]:
-        """Groups of sections that share a first factor; empty if no part of the layer is a target."""
-        if self.target in targets:
-            return [tuple(self.sections.values())]
-        return [(section,) for target, section in self.sections.items() if target in targets]
-
-
-GATE_UP, DOWN = {"gate_proj": "gate", "up_proj": "up"}, {"down_proj": ""}
 FIRST_SITE = 4  # first dropout site of updates; blocks use the lower ones
-
-
-def layers_of(model: Model, number: int) -> list[Layer]:
-    """The layers of block `number` that can have updates."""
-    layers = [Layer("output", "attention.output", {"o_proj": ""})]
-    if model.kv_lora_rank is None:
-        layers.insert(0, Layer("qkv", "attention.qkv", {"q_proj": "q", "k_proj": "k", "v_proj": "v"}))
-    if model.architecture == "gpt":
-        return [*layers, Layer("gate_up", "mlp.up", {"up_proj": ""}), Layer("down", "mlp.down", DOWN)]
-    experts = model.num_experts if model.has_experts(number) else None
-    layers += [Layer("gate_up", "mlp.gate_up", GATE_UP, experts), Layer("down", "mlp.down", DOWN, experts)]
-    if experts and model.n_shared_experts:
-        layers += [Layer("gate_up", "shared.gate_up", GATE_UP), Layer("down", "shared.down", DOWN)]
-    return layers
 
 
 def apply_lora(stage: LanguageModel, lora: Lora, model: Model, mesh: Mesh, sequence_parallel: bool) -> None:

@@ -7,6 +7,7 @@ import re
 
 from profiles.errors import ProfileError
 from profiles.schema import Objective, Profile
+from profiles.sections.objective import LORA_LAYERS, LORA_PROJECTIONS
 
 # Keys of `objective` that only some kinds accept, with these kinds.
 KINDS = {
@@ -21,11 +22,6 @@ KINDS = {
     "label_smoothing": ("dpo",),
 }
 PAIR_METRICS = ("accuracy", "margin", "kl")  # means over preference pairs in an evaluation
-
-# Targets of `lora`, with the targets that are parts of them.
-PARTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
-PARTS |= {"output": ("o_proj",), "down": ("down_proj",)}
-LAYER = {target: whole for whole, parts in PARTS.items() for target in (whole, *parts)}
 
 
 def check(profile: Profile) -> None:
@@ -110,30 +106,30 @@ def _lora(profile: Profile) -> None:
     if not lora.rank:
         return
     model = profile.model
-    latent = [target for target in lora.targets if LAYER[target] == "qkv"]
+    latent = [target for target in lora.targets if LORA_LAYERS[target] == "qkv"]
     if model.kv_lora_rank is not None and latent:
         reason = f"names {latent[0]}, but model.architecture {model.architecture} has no q, k and v projections of hidden states"
         fitting = [target for target in lora.targets if target not in latent]
-        raise ProfileError("lora.targets", lora.targets, reason, [fitting or ["output", "gate_up", "down"]])
+        raise ProfileError("lora.targets", lora.targets, reason, [fitting or [*LORA_PROJECTIONS][1:]])
     together = []
     if model.architecture in ("gpt", "dbrx"):
-        together += [*PARTS["qkv"], "gate_proj"]
+        together += [*LORA_PROJECTIONS["qkv"], "gate_proj"]
     if model.num_experts:
-        together += PARTS["gate_up"]
+        together += LORA_PROJECTIONS["gate_up"]
     if apart := [target for target in lora.targets if target in together]:
         reason = f"names {apart[0]}, part of a weight that model.architecture {model.architecture} has as one"
-        if model.num_experts and LAYER[apart[0]] == "gate_up":
+        if model.num_experts and LORA_LAYERS[apart[0]] == "gate_up":
             reason = f"names {apart[0]}, but an expert's gate and up are one product, whose updates share the first factor"
-        fitting = dict.fromkeys(LAYER[target] if target in apart else target for target in lora.targets)
+        fitting = dict.fromkeys(LORA_LAYERS[target] if target in apart else target for target in lora.targets)
         raise ProfileError("lora.targets", lora.targets, reason, [[*fitting]])
-    experts = [target for target in lora.targets if LAYER[target] in ("gate_up", "down")]
+    experts = [target for target in lora.targets if LORA_LAYERS[target] in ("gate_up", "down")]
     if model.num_experts and experts and lora.dropout:
         reason = f"is not supported with {experts[0]} of experts: their updates multiply the experts' inputs without dropout"
         raise ProfileError("lora.dropout", lora.dropout, reason, [0.0])
     if profile.parallel.schedule == "zero_bubble" and profile.parallel.pipeline > 1:
         reason = "splits the backward pass and does not support frozen weights"
         raise ProfileError("parallel.schedule", "zero_bubble", reason, ["1f1b", "interleaved"])
-    for whole, parts in PARTS.items():
+    for whole, parts in LORA_PROJECTIONS.items():
         if whole in lora.targets and (both := [part for part in parts if part in lora.targets]):
             reason = f"names {both[0]} twice: {whole} contains it"
             fitting = [target for target in lora.targets if target not in parts]

@@ -8,10 +8,16 @@ from pydantic import Field
 
 from profiles.sections.base import Count, Fraction, Section
 
-LoraTarget = Literal[
-    *("qkv", "output", "gate_up", "down"),
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),  # Hugging Face's names
-]
+# Layers that `lora.targets` may name, with the projections in each, which it may name too, as Hugging Face does.
+LORA_PROJECTIONS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+# Each target's layer.
+LORA_LAYERS = {target: layer for layer, parts in LORA_PROJECTIONS.items() for target in (layer, *parts)}
+LoraTarget = Literal[*LORA_PROJECTIONS, *(part for parts in LORA_PROJECTIONS.values() for part in parts)]
 
 
 class Objective(Section):

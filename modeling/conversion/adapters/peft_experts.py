@@ -20,6 +20,7 @@ from torch import Tensor
 
 from modeling.conversion.adapters.adapters import Factors
 from profiles.sections.model import Model
+from profiles.sections.objective import LORA_LAYERS
 
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.(gate_up|down)\.(\d+)(?:\.(gate|up))?\.weight")
 PARAMETERS = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}  # name suffixes
@@ -30,7 +31,7 @@ def missing_format(model: Model, targets: Sequence[str]) -> str | None:
     """Why PEFT cannot load updates of these layers; None if it can."""
     if not model.num_experts or model.architecture in ARCHITECTURES:
         return None
-    if not any(target in ("gate_up", "down", "gate_proj", "up_proj", "down_proj") for target in targets):
+    if not {"gate_up", "down"} & {LORA_LAYERS[target] for target in targets}:
         return None
     if model.architecture == "dbrx":
         return "PEFT has one update for all experts of dbrx, whose weights are one matrix"

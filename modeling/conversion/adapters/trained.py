@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modeling.conversion.adapters.adapters import Adapters, Factors
 from modeling.models.build import DTYPES
-from modeling.models.lora import Layer, layers_of
+from modeling.models.lora_targets import Layer, layers_of
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.reader import Reader
 from profiles.schema import Profile
@@ -45,7 +45,7 @@ class TrainedAdapters(Adapters):
                 if layer.experts and groups:
                     yield from self._of_experts(layer, prefix)
                     continue
-                whole = len(groups) == 1 and len(groups[0]) == len(layer.sections)
+                whole = len(groups) == 1 and len(groups[0]) == len(layer.outputs)
                 for index, group in enumerate(groups):
                     a = self._read(f"{prefix}.lora.a", "" if whole else "_".join(group))
                     for section in group:
@@ -55,7 +55,7 @@ class TrainedAdapters(Adapters):
     def _of_experts(self, layer: Layer, prefix: str) -> Iterator[Factors]:
         for expert in range(layer.experts or 0):
             a = self._read(f"{prefix}.lora.a", str(expert))
-            for section in layer.sections.values():
+            for section in layer.outputs:
                 name = f"{expert}.{section}" if section else str(expert)
                 b = self._read(f"{prefix}.lora.b", name)
                 yield Factors(_name(prefix, name), a, b, self._lora.alpha / self.rank)
