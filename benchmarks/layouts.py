@@ -4,7 +4,7 @@ Without names, every profile that supported hardware can start is planned and tr
 `traced` is the memory with the activations of the traced graphs instead; `graphs` is the number of graphs that are compiled ahead
 of time for all ranks (modeling/tracing/trace.py). Each row takes 2 to 30 s of CPU time and is printed when it is complete.
 
-There is one table for each model, with the heading of docs/layouts.md.
+There is one table for each model, with the heading of docs/devices/layouts.md.
 
 Exit codes: 0; 1 if a plan does not fit its device or needs less memory than its trace.
 """

@@ -2,7 +2,7 @@
 
 The checks range from a matrix product to training on all devices of the machine, compared with the CPU in float32 or with the
 vendor's published figures. Each check runs in separate processes, so that a crash or a hang does not affect the others. Run it
-first on new hardware; `docs/trainium.md` continues with several nodes.
+first on new hardware; `docs/devices/trainium.md` continues with several nodes.
 
 With `--calibrate` it measures speeds instead and writes the planner's table (planning/calibration.py).
 

@@ -120,19 +120,19 @@ def _add_experiments(commands: Any) -> None:
     """Add ladder, mixture and branches, which plan or train the runs that a file describes."""
     about = "forecast a run's loss from smaller runs"
     action = "plan: show the rungs and their cost; run: train the missing ones, and write the forecast"
-    ladder = _experiment(commands, "ladder", "ladder.md", about, action)
+    ladder = _experiment(commands, "ladder", "training/ladder.md", about, action)
     about = "run: also train the target, once its forecast is in the store"
     ladder.add_argument("--target", action="store_true", help=about)
 
     about = "find weights for a run's data sources from small runs"
     action = "plan: show the proxies and their cost; run: train the missing ones, and propose weights"
-    mixture = _experiment(commands, "mixture", "mixtures.md", about, action)
+    mixture = _experiment(commands, "mixture", "training/mixtures.md", about, action)
     about = "run: also train a proxy with the proposed weights, and compare it with its forecast"
     mixture.add_argument("--check", action="store_true", help=about)
 
     about = "compare training lengths as branches of a single trunk"
     action = "plan: show the runs and their cost; run: train the missing ones, and compare all"
-    _experiment(commands, "branches", "ladder.md", about, action)
+    _experiment(commands, "branches", "training/branches.md", about, action)
 
 
 def _experiment(commands: Any, name: str, page: str, about: str, action: str) -> argparse.ArgumentParser:

@@ -1,11 +1,11 @@
-"""The effective training times in docs/clusters.md follow from the formula of benchmarks.faults."""
+"""The effective training times on the page of clusters follow from the formula of benchmarks.faults."""
 
 import re
 from pathlib import Path
 
 from benchmarks.faults import SLURMD_TIMEOUT, effective_training_time
 
-PAGE = Path(__file__).parents[2] / "docs/clusters.md"
+PAGE = Path(__file__).parents[2] / "docs/operating/clusters.md"
 
 
 def test_clusters_page_has_the_effective_training_times_of_the_formula():

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import layouts
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
+PAGE = Path(__file__).parents[2] / "docs/devices/layouts.md"
 
 
 def cells_of(lines: list[str]) -> dict[str, list[str]]:

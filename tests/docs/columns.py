@@ -1,10 +1,10 @@
-"""Tables of documentation pages, and the columns of metrics.jsonl that docs/metrics.md describes."""
+"""Tables of documentation pages, and the columns of metrics.jsonl on docs/training/metrics.md."""
 
 import json
 import re
 from pathlib import Path
 
-METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
+METRICS = Path(__file__).parents[2] / "docs/training/metrics.md"
 TABLE = re.compile(r"(?:^\|.*\n)+", re.M)
 
 

@@ -32,7 +32,7 @@ from tests.forked_jobs import forked_jobs
 ROOT = Path(__file__).parents[2]
 SOURCES = ("flows", "tasks", "modeling", "parallel", "profiles", "benchmarks", "docs", "tests")
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.M | re.S)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|prefect|python3?(?: -P)? -m) ")
 NAMED_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.M | re.S)
@@ -71,6 +71,11 @@ RECORDS = {
 }
 
 
+def named(page: Path) -> str:
+    """Path of a page in the repository, without its suffix: the name of its tests."""
+    return str(page.relative_to(ROOT).with_suffix(""))
+
+
 def blocks(page: Path) -> list[tuple[bool, str, str]]:
     """Blocks: whether each needs a cluster, its commands with lines joined, and its sample output or ""."""
     found = BLOCK.findall(page.read_text())
@@ -98,7 +103,7 @@ def reduced(page: Path, line: str) -> str:
     if line.startswith("make "):
         return f"make -C {shlex.quote(str(ROOT))} -n {line.removeprefix('make ')}"
     if line.startswith("trainshed run "):
-        own = TEXTS if page.stem != "README" and line.startswith("trainshed run tiny") else {}
+        own = TEXTS if page != ROOT / "README.md" and line.startswith("trainshed run tiny") else {}
         own = RECORDS if line.startswith("trainshed run tiny-") else own
         return " ".join([line, *settings(SMALL | own)])
     if line.startswith("trainshed fork "):
@@ -117,7 +122,7 @@ def settings(overrides: dict[str, object]) -> list[str]:
     return [f"--set {key}={value}" for key, value in overrides.items()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page):
     """`trainshed` runs in this process, with forked ranks; everything else in a shell."""
     (tmp_path / "texts").mkdir()
@@ -149,7 +154,7 @@ def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page
                     Path(output).write_text(printed.getvalue())
         if not cluster and "trainshed" in text:
             assert missing(sample, said.getvalue()) == [], said.getvalue()
-    assert undocumented_columns(tmp_path / "store/runs") == set(), "docs/metrics.md"
+    assert undocumented_columns(tmp_path / "store/runs") == set(), "docs/training/metrics.md"
 
 
 @functools.cache
@@ -192,7 +197,7 @@ def check_words(words: list[str], line: str) -> None:
             assert (ROOT / script).exists(), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_cluster_commands_have_valid_arguments(page):
     for cluster, text, _ in blocks(page):
         for line in text.splitlines() if cluster else ():
@@ -222,7 +227,7 @@ def printed_words(command: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("page", "command", "sample"), PLANS, ids=[f"{page.stem}: {line}" for page, line, _ in PLANS]
+    ("page", "command", "sample"), PLANS, ids=[f"{named(page)}: {line}" for page, line, _ in PLANS]
 )
 def test_sample_of_a_plan_is_what_the_planner_prints(tmp_path, monkeypatch, page, command, sample):
     monkeypatch.chdir(tmp_path)
@@ -233,7 +238,7 @@ def test_sample_of_a_plan_is_what_the_planner_prints(tmp_path, monkeypatch, page
     assert [part for part in parts if " ".join(part.split()) not in printed_words(command)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_command_is_in_a_checked_block(page):
     fenced, unchecked = False, []
     for line in BLOCK.sub("", page.read_text()).splitlines():
@@ -250,20 +255,20 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_resolve(page):
     for target, anchor in LINK.findall(page.read_text()):
         if "://" not in target:
             linked = page.parent / target if target else page
-            assert linked.exists(), f"{page.name} links to {target}"
-            assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+            assert linked.exists(), f"{named(page)} links to {target}"
+            assert not anchor or anchor in anchors(linked), f"{named(page)} links to {target}#{anchor}"
 
 
 def test_every_command_has_a_sample_of_its_output():
     commands = re.findall(r"^    ([a-z-]+) ", parser().format_help().partition("commands:")[2], re.M)
     sampled = "\n".join(text for page in PAGES for _, text, sample in blocks(page) if sample)
     without = {name for name in commands if not re.search(rf"^\S*trainshed {name}\b", sampled, re.M)}
-    assert without == {"chain"}  # its sample in docs/finetuning.md is of runs of minutes
+    assert without == {"chain"}  # its sample in docs/training/finetuning.md is of runs of minutes
 
 
 def test_first_line_of_every_docstring_is_a_summary_of_at_most_100_characters():
@@ -313,10 +318,10 @@ def test_architecture_lists_the_layers_of_the_import_contracts():
 
 
 def test_pictures_are_current():
-    path = ROOT / "docs" / "pictures" / "draw.py"
+    path = ROOT / "docs/pictures/drawings/draw.py"
     spec = importlib.util.spec_from_file_location("draw", path)
     draw = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw)
     for picture in draw.PICTURES:
         current = (path.parent / f"{picture.__name__}.svg").read_text()
-        assert current == picture().svg(), f"python docs/pictures/{path.name}"
+        assert current == picture().svg(), f"python {path.relative_to(ROOT)}"

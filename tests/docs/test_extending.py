@@ -1,4 +1,4 @@
-"""docs/extending.md: every example runs unchanged and prints what the page shows.
+"""docs/extending/: every example runs unchanged and prints what its page shows.
 
 A ```python block is the file that its first line names; a ```text block is the output of the block above it.
 """
@@ -17,18 +17,19 @@ from tasks import keys
 from tasks.launchers import create
 from tasks.launchers.conformance import LauncherConformance
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+FOLDER = Path(__file__).parents[2] / "docs/extending"
+TEXT = "\n".join(path.read_text() for path in sorted(FOLDER.glob("*.md")))
 EXAMPLE = re.compile(r"^```python\n# (\S+)\.py\n(.*?)^```$(?:\s+^```text\n(.*?)^```$)?", re.M | re.S)
 ENTRIES = {
     group: entry.replace('"', "")
-    for group, entry in re.findall(r'^\[project\.entry-points\."(\S+)"\]\n(.+)$', PAGE.read_text(), re.M)
+    for group, entry in re.findall(r'^\[project\.entry-points\."(\S+)"\]\n(.+)$', TEXT, re.M)
 }
-EXAMPLES = {name: (code, output) for name, code, output in EXAMPLE.findall(PAGE.read_text())}
+EXAMPLES = {name: (code, output) for name, code, output in EXAMPLE.findall(TEXT)}
 
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """A working folder with all files of the page, which can be imported by name."""
+    """A working folder with all files of the pages, which can be imported by name."""
     for name, (code, _) in EXAMPLES.items():
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
@@ -45,7 +46,7 @@ def examples(tmp_path, monkeypatch):
 
 
 def test_every_python_block_names_its_file():
-    assert len(EXAMPLES) == PAGE.read_text().count("```python\n")
+    assert len(EXAMPLES) == TEXT.count("```python\n")
 
 
 @pytest.mark.parametrize("name", [name for name, (_, output) in EXAMPLES.items() if output])

@@ -6,8 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from modeling import run_files
 from modeling.supervision.telemetry import neuron_readings
 from modeling.training.expert_load import ExpertLoad
@@ -17,7 +15,7 @@ from profiles.rules.objectives import PAIR_METRICS
 from profiles.schema import Train
 from tasks.keys import NOT_MATHEMATICS, SCHEDULE
 from tests.docs.columns import documented_columns, rows_of
-from tests.docs.test_docs import check_words, deployments
+from tests.docs.test_docs import LINK, PAGES, check_words, deployments
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -54,7 +52,7 @@ def recorded_events() -> set[str]:
 
 
 def test_metrics_page_lists_every_event():
-    listed = {row[0] for row in rows_of(DOCS / "metrics.md", "## Events")}
+    listed = {row[0] for row in rows_of(DOCS / "training/metrics.md", "## Events")}
     assert {name.strip("`") for name in listed} == recorded_events() | {
         "<step> tried again",
         "<step> failed",
@@ -80,7 +78,7 @@ def test_benchmarks_page_lists_every_program_with_a_valid_command():
 
 def test_deployments_page_lists_every_deployment_with_its_parameters():
     listed = {}
-    for names, _, parameters in rows_of(DOCS / "prefect.md", "## Deployments"):
+    for names, _, parameters in rows_of(DOCS / "operating/prefect.md", "## Deployments"):
         found = set(re.findall(r"`(\w+)`", parameters))
         listed |= dict.fromkeys(re.findall(r"`([^`]+)`", names), found)
     profiles = set(resolve.names())
@@ -116,6 +114,7 @@ def test_caching_page_lists_every_file_of_a_run_folder():
     assert listed == {name for key, name in vars(run_files).items() if key.isupper()}
 
 
-@pytest.mark.parametrize("page", ["metrics.md", "benchmarks.md"])
-def test_readme_links_to_reference_pages(page):
-    assert f"(docs/{page})" in (ROOT / "README.md").read_text()
+def test_index_links_to_every_page():
+    index = DOCS / "README.md"
+    linked = {DOCS / target for target, _ in LINK.findall(index.read_text())}
+    assert {page for page in PAGES if DOCS in page.parents} - {index} - linked == set()

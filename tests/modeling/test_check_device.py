@@ -293,7 +293,7 @@ def test_missing_kernel_is_named_with_shape_and_remedy(monkeypatch):
 
 
 def test_sample_in_the_documentation_has_the_checks_of_the_code():
-    page = (Path(__file__).parents[2] / "docs" / "trainium.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/devices/trainium.md").read_text()
     sample = next(block for block in page.split("```")[1::2] if block.startswith("\n✓"))
     rows = [re.split(r"\s{2,}", line) for line in sample.splitlines() if line.startswith("✓")]
     checks = [(check.name, check.expected) for check in check_device.CHECKS]

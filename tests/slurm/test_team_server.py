@@ -32,7 +32,7 @@ SLURM = (
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
-    """An empty PostgreSQL database, set up as in docs/prefect.md: its URL and a function that queries it."""
+    """URL of an empty PostgreSQL database, set up as in docs/operating/prefect.md, and a query function."""
     programs = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
     if programs is None or os.geteuid() != 0:
         pytest.skip("needs Debian's postgresql, and root to start it as another user")
@@ -103,7 +103,7 @@ def database(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def team_server(database, tmp_path_factory):
-    """API address of a Prefect server with that database, started as in docs/prefect.md."""
+    """API address of a Prefect server with that database, started as in docs/operating/prefect.md."""
     number = free_port()
     log = tmp_path_factory.mktemp("server") / "server.log"
     environment = {

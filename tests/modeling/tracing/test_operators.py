@@ -69,7 +69,7 @@ def test_command_lists_operators_and_those_missing_from_a_table(tmp_path, capsys
 
 
 def test_trainium_docs_list_the_operators_of_the_largest_profiles():
-    text = (Path(__file__).parents[3] / "docs/trainium.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/devices/trainium.md").read_text()
     listed = text.partition("<!-- operators -->")[2].partition("<!-- /operators -->")[0]
     smallest = {  # with the same programs
         "llama3-70b": ["model.num_hidden_layers=2", "train.recompute=full 1"],

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/parallel.md: `python docs/pictures/draw.py`
+"""Draw the pictures of docs/devices/parallel.md: `python docs/pictures/drawings/draw.py`
 
 Ranks, chunks and microbatches are computed by `parallel/`, so the pictures show what the code does; a test compares the files
 with newly drawn ones.

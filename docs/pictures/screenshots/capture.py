@@ -1,4 +1,4 @@
-"""Take screenshots after `trainshed run tiny`: `python docs/pictures/capture.py RUN_FOLDER [NAME ...]`
+"""Take screenshots after `trainshed run tiny`: `python …/capture.py RUN_FOLDER [NAME ...]`
 
 Names are the keys of SIZES, by default all. They show:
 
@@ -6,7 +6,7 @@ Names are the keys of SIZES, by default all. They show:
     report, evaluations    the run's report.html
     fleet                  the store's fleet.html, written by `trainshed fleet`
     ladder, branches       the pages of `trainshed ladder run tiny` and `trainshed branches run tiny`
-    mixture                the page of the mixture in docs/mixtures.md
+    mixture                the page of the mixture in docs/training/mixtures.md
     trackers               `trackio show --project llama`, while it is running
 
 Needs Playwright and Chromium (`make test-system`).
