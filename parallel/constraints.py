@@ -1,4 +1,4 @@
-"""Valid tensor degrees, microbatch counts, pipeline cuts, checkpointing modes and sizes in FP8.
+"""Valid tensor and expert degrees, microbatch counts, pipeline cuts, checkpointing modes and sizes in FP8.
 
 Shared with profile validation, so it does not import torch.
 """
@@ -25,20 +25,26 @@ def kv_replicas(kv_heads: int, tensor: int) -> int:
     return max(1, tensor // kv_heads)
 
 
-def expert_shard_degree(shard_degree: int, expert: int, replicas: int) -> int:
+def valid_expert_degrees(experts: int, weight_replicas: int) -> list[int]:
+    """Ascending expert degrees that divide both the experts of a layer and data × context."""
+    common = math.gcd(experts, weight_replicas)
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
+def expert_shard_degree(shard_degree: int, expert: int, weight_replicas: int) -> int:
     """Number of ranks that shard the same experts' states, on no more nodes than other parameters' states.
 
     Args:
         shard_degree: number of ranks over which other parameters' states are sharded.
         expert: degree of the expert axis.
-        replicas: data × context.
+        weight_replicas: data × context.
     """
-    return math.gcd(max(1, shard_degree // expert), replicas // expert)
+    return math.gcd(max(1, shard_degree // expert), weight_replicas // expert)
 
 
-def minimum_stages_per_rank(schedule: str, ranks: int) -> int:
-    """Minimum number of pipeline stages per rank of a schedule; also the default without explicit cuts."""
-    return 2 if schedule == "interleaved" and ranks > 1 else 1
+def minimum_stages(schedule: str, ranks: int) -> int:
+    """Minimum number of pipeline stages, each with a layer; also their number without explicit cuts."""
+    return 2 * ranks if schedule == "interleaved" and ranks > 1 else ranks
 
 
 def supports_microbatches(schedule: str, ranks: int, microbatches: int) -> bool:
@@ -61,7 +67,7 @@ def invalid_cuts(cuts: Sequence[int], layers: int, ranks: int, schedule: str) ->
         schedule: one of `schedules.SCHEDULES`.
     """
     stages = len(cuts) + 1
-    interleaved = minimum_stages_per_rank(schedule, ranks) > 1
+    interleaved = minimum_stages(schedule, ranks) > ranks
     if stages % ranks or (stages > ranks) != interleaved:
         expected = f"{2 * ranks - 1}, {3 * ranks - 1}, ..." if interleaved else str(ranks - 1)
         return f"schedule {schedule} on {ranks} pipeline ranks takes {expected} cuts, not {len(cuts)}"

@@ -111,15 +111,14 @@ class Mesh:
                 raise ValueError(f"mesh: {name} = {size}; a degree must be at least 1")
         if kv_replicas < 1 or tensor % kv_replicas:
             raise ValueError(f"mesh: kv_replicas = {kv_replicas} does not divide the tensor degree {tensor}")
-        replicas = data * context
-        self.shard_degree = shard_degree or replicas
-        if replicas % self.shard_degree:
-            raise ValueError(
-                f"mesh: shard_degree = {shard_degree} does not divide data × context = {replicas}"
-            )
+        self.weight_replicas = data * context
+        self.shard_degree = self.weight_replicas if shard_degree is None else shard_degree
         self.expert_degree = expert
-        if expert < 1 or replicas % expert:
-            raise ValueError(f"mesh: expert = {expert} does not divide data × context = {replicas}")
+        for name, degree in (("shard_degree", self.shard_degree), ("expert", expert)):
+            if degree < 1 or self.weight_replicas % degree:
+                raise ValueError(
+                    f"mesh: {name} = {degree} does not divide data × context = {self.weight_replicas}"
+                )
         self.size = math.prod(self.shape.values())
         self.kv_replicas = kv_replicas
         planned = rank is not None or not dist.is_initialized()
@@ -184,8 +183,7 @@ class Mesh:
 
     def _expert_groups(self, grid: torch.Tensor) -> dict[str, list[tuple[int, ...]]]:
         """Global ranks of every group of the expert axes."""
-        replicas = self.shape["data"] * self.shape["context"]
-        shards = expert_shard_degree(self.shard_degree, self.expert_degree, replicas)
+        shards = expert_shard_degree(self.shard_degree, self.expert_degree, self.weight_replicas)
         ranks = grid.view(grid.shape[0], -1, shards, self.expert_degree, grid.shape[-1])
         return {
             "expert": list(_lines(ranks, [3])),

@@ -14,8 +14,9 @@ from typing import Any
 
 from parallel.constraints import (
     invalid_cuts,
-    minimum_stages_per_rank,
+    minimum_stages,
     supports_microbatches,
+    valid_expert_degrees,
     valid_tensor_degrees,
 )
 from profiles import user_functions
@@ -185,7 +186,7 @@ def _tensor(profile: Profile) -> None:
 def _pipeline(profile: Profile) -> None:
     layers, parallel = profile.model.num_hidden_layers, profile.parallel
     ranks, cuts = parallel.pipeline, parallel.pipeline_cuts
-    stages = ranks * minimum_stages_per_rank(parallel.schedule, ranks)
+    stages = minimum_stages(parallel.schedule, ranks)
     if ranks > layers:
         raise ProfileError("parallel.pipeline", ranks, f"is more than the model's {layers} layers")
     if stages > layers:
@@ -243,7 +244,7 @@ def _data_parallel(profile: Profile) -> None:
 
 
 def _sharding(profile: Profile) -> None:
-    parallel, ranks = profile.parallel, profile.data_parallel * profile.parallel.context
+    parallel, ranks = profile.parallel, profile.weight_replicas
     sharding, degree = parallel.data_sharding, parallel.shard_degree
     if degree is not None and sharding == "none":
         reason = "has no effect: parallel.data_sharding is none"
@@ -273,8 +274,8 @@ def _experts(profile: Profile) -> None:
         if train.balance == "bias":
             raise ProfileError("train.balance", "bias", reason, ["sequence"])
         return
-    ranks = profile.data_parallel * parallel.context
-    valid = [n for n in range(1, experts + 1) if experts % n == 0 and ranks % n == 0]
+    ranks = profile.weight_replicas
+    valid = valid_expert_degrees(experts, ranks)
     if degree not in valid:
         reason = f"does not divide {experts} experts"
         if ranks % degree:

@@ -348,17 +348,21 @@ class Profile(Section):
         return self.world_size // self.model_parallel
 
     @property
+    def weight_replicas(self) -> int:
+        """Ranks that hold the same weights unless these are sharded: data × context."""
+        return self.data_parallel * self.parallel.context
+
+    @property
     def shard_degree(self) -> int:
         """Ranks that optimizer states, and with fsdp parameters and gradients, are sharded over."""
         if self.parallel.data_sharding == "none":
             return 1
-        return self.parallel.shard_degree or self.data_parallel * self.parallel.context
+        return self.parallel.shard_degree or self.weight_replicas
 
     @property
     def expert_shard_degree(self) -> int:
         """Ranks that states of the same experts are sharded over."""
-        replicas = self.data_parallel * self.parallel.context
-        return expert_shard_degree(self.shard_degree, self.parallel.expert, replicas)
+        return expert_shard_degree(self.shard_degree, self.parallel.expert, self.weight_replicas)
 
     @property
     def fine_tunes(self) -> bool:

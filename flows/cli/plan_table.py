@@ -134,7 +134,7 @@ def _data_tokens(profile: Profile) -> float | None:
 def _sharding(profile: Profile) -> str:
     """'fsdp over 16 ranks, 8 replicas': how states are sharded over data and context ranks."""
     ranks, kind = profile.shard_degree, profile.parallel.data_sharding
-    replicas = profile.data_parallel * profile.parallel.context // ranks
+    replicas = profile.weight_replicas // ranks
     if ranks == 1:
         return "none" if replicas == 1 else f"none, {replicas} replicas"
     return f"{kind} over {ranks} ranks" + (f", {replicas} replicas" if replicas > 1 else "")

@@ -52,14 +52,13 @@ def bandwidth(profile: Profile, axis: str) -> float | None:
 def _span(profile: Profile, axis: str) -> tuple[int, int]:
     """Distance between neighbouring ranks of an axis, and its size."""
     parallel = profile.parallel
-    model = parallel.tensor * parallel.context
     # "data": the ranks over which states are sharded; "replica": those that hold the same shard
     shards = profile.shard_degree
     return {
         "tensor": (1, parallel.tensor),
         "context": (parallel.tensor, parallel.context),
         "expert": (parallel.tensor, parallel.expert),
-        "replica": (parallel.tensor * shards, profile.data_parallel * parallel.context // shards),
+        "replica": (parallel.tensor * shards, profile.weight_replicas // shards),
         "data": (parallel.tensor, shards),
-        "pipeline": (model * profile.data_parallel, parallel.pipeline),
+        "pipeline": (parallel.tensor * profile.weight_replicas, parallel.pipeline),
     }[axis]

@@ -46,7 +46,7 @@ class PlannedBucket(NamedTuple):
     def of(
         cls, profile: Profile, members: Sequence[tuple[str, nn.Parameter]], unit: int | None = None
     ) -> PlannedBucket:
-        holders, shards = profile.data_parallel * profile.parallel.context, profile.shard_degree
+        holders, shards = profile.weight_replicas, profile.shard_degree
         experts = layout_of(members[0][1]).expert_ranks is not None
         if experts:
             holders, shards = holders // profile.parallel.expert, profile.expert_shard_degree
@@ -202,7 +202,7 @@ def activation_bytes(
 
 def _exchanged_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
     """Bytes of the gradient buckets that are reduced over data × context at the same time."""
-    if profile.data_parallel * profile.parallel.context == 1:
+    if profile.weight_replicas == 1:
         return 0
     device = device_of(profile)
     width = DTYPES[profile.train.gradient_dtype].itemsize

@@ -14,7 +14,6 @@ them.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ from modeling.planning.optimizer_traffic import optimizer_traffic
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
 from modeling.planning.step_time import estimate, layer_rate
 from parallel import parameter_count
-from parallel.constraints import valid_tensor_degrees
+from parallel.constraints import valid_expert_degrees, valid_tensor_degrees
 from profiles.check import ACCELERATORS, passes, with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
@@ -202,9 +201,8 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
     node = profile.cluster.devices_per_node
     yield "parallel.tensor", [t for t in degrees if parallel.tensor < t <= node]
     if model.num_experts is not None:
-        replicas = profile.data_parallel * parallel.context
-        common = math.gcd(model.num_experts, replicas)
-        yield "parallel.expert", [n for n in range(parallel.expert + 1, common + 1) if common % n == 0]
+        degrees = valid_expert_degrees(model.num_experts, profile.weight_replicas)
+        yield "parallel.expert", [n for n in degrees if n > parallel.expert]
     deepest = min(model.num_hidden_layers, profile.world_size)
     yield "parallel.pipeline", range(parallel.pipeline + 1, deepest + 1)
 

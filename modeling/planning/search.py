@@ -18,7 +18,7 @@ from typing import Any
 from modeling.planning.auto import AUTO, resolve_auto
 from modeling.planning.planner import Plan, plan
 from modeling.planning.stage_costs import CostCache
-from parallel.constraints import valid_tensor_degrees
+from parallel.constraints import valid_expert_degrees, valid_tensor_degrees
 from profiles.check import check, get_value, with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
@@ -86,8 +86,7 @@ def _needs(rejected: RejectedDegrees) -> float:
 def _shardings(profile: Profile, degrees: dict[str, int]) -> Iterator[dict[str, Any]]:
     """The ways to shard states over the data and context ranks."""
     yield {"data_sharding": "zero1", "shard_degree": None, "keep_gathered": False}
-    model = math.prod(degrees[axis] for axis in ("tensor", "pipeline", "context") if axis in degrees)
-    ranks = profile.world_size // model * degrees.get("context", 1)
+    ranks = profile.world_size // (degrees["tensor"] * degrees.get("pipeline", 1))  # data × context
     if len(degrees) == 1 or ranks == 1:
         return
     in_node = profile.cluster.devices_per_node // degrees["tensor"]
@@ -112,7 +111,7 @@ def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
                 if model.num_experts is None:
                     yield combined
                     continue
-                for expert in _divisors(math.gcd(model.num_experts, world // (tensor * pipeline))):
+                for expert in valid_expert_degrees(model.num_experts, world // (tensor * pipeline)):
                     yield {**combined, "expert": expert}
 
 

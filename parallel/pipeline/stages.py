@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from parallel.constraints import invalid_cuts, minimum_stages_per_rank
+from parallel.constraints import invalid_cuts, minimum_stages
 from parallel.pipeline.schedules import SCHEDULES
 
 
@@ -37,14 +37,13 @@ def cut_layers(
         if reason := invalid_cuts(cuts, layers, ranks, schedule):
             raise ValueError(f"pipeline_cuts = {list(cuts)}: {reason}")
         return [range(low, high) for low, high in pairwise((0, *cuts, layers))]
-    each = minimum_stages_per_rank(schedule, ranks)
-    if layers < ranks * each:
-        stages = f"{ranks * each} stages" if each == 1 else f"{ranks} x {each} stages"
+    stages = minimum_stages(schedule, ranks)
+    if layers < stages:
         raise ValueError(
-            f"pipeline = {ranks}: {layers} layers do not fill {stages} of schedule {schedule!r}; "
-            f"nearest valid: {max(1, layers // each)}"
+            f"pipeline = {ranks}: {layers} layers do not fill {stages} stages of schedule {schedule!r}; "
+            f"nearest valid: {max(1, layers * ranks // stages)}"
         )
-    return balance(costs, ranks * each)
+    return balance(costs, stages)
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallel.constraints import FP8_MULTIPLE, minimum_stages_per_rank
+from parallel.constraints import FP8_MULTIPLE, minimum_stages
 from profiles.errors import ProfileError
 from profiles.recompute import AUTO
 from profiles.schema import Profile
@@ -15,7 +15,7 @@ def check_recompute(profile: Profile) -> None:
     """Raise ProfileError if `train.recompute` is a list without exactly one entry per pipeline stage."""
     value, parallel = profile.train.recompute, profile.parallel
     ranks, cuts = parallel.pipeline, parallel.pipeline_cuts
-    stages = len(cuts) + 1 if cuts else ranks * minimum_stages_per_rank(parallel.schedule, ranks)
+    stages = len(cuts) + 1 if cuts else minimum_stages(parallel.schedule, ranks)
     if not isinstance(value, str) and len(value) != stages:
         reason = f"has {len(value)} entries; the pipeline has {stages} stages"
         raise ProfileError("train.recompute", value, reason, [AUTO])

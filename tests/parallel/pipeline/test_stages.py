@@ -38,7 +38,7 @@ def test_explicit_cuts_determine_the_stages():
     ("arguments", "words"),
     [
         ((3, 4), ["pipeline = 4", "3 layers", "nearest valid: 3"]),
-        ((7, 4, "interleaved"), ["pipeline = 4", "4 x 2 stages", "nearest valid: 3"]),
+        ((7, 4, "interleaved"), ["pipeline = 4", "8 stages", "nearest valid: 3"]),
         ((4, 2, "1f1b", [4]), ["pipeline_cuts = [4]", "between 1 and 3"]),
         ((4, 2, "1f1b", [0]), ["pipeline_cuts = [0]", "between 1 and 3"]),
         ((6, 3, "zero_bubble", [3, 3]), ["pipeline_cuts = [3, 3]", "strictly increasing"]),
