@@ -1,4 +1,4 @@
-"""Valid tensor and expert degrees, microbatch counts, pipeline cuts, checkpointing modes and sizes in FP8.
+"""Valid degrees, microbatch counts, pipeline cuts, checkpointing modes and sizes in FP8.
 
 Shared with profile validation, so it does not import torch.
 """

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ class MetricsWriter:
             f"step {row['step']}/{self.total_steps}  loss {row['loss']:.4f}  lr {row['learning_rate']:.3e}  "
             f"grad norm {row['gradient_norm']:.3f}  param norm {row['parameter_norm']:.2f}  "
             f"samples {row['consumed_samples']}  {row['step_seconds']:.3f} s/step  "
-            f"{row['tokens_per_second']:,.0f} tokens/s{mfu}  left {_duration(seconds_left)}"
+            f"{row['tokens_per_second']:,.0f} tokens/s{mfu}  left {timedelta(seconds=int(seconds_left))}"
         )
 
     def close(self) -> None:
@@ -213,12 +214,6 @@ def tag(name: str) -> str:
     metric = name.partition("/")[0]  # validation_loss/<source> is in the group of validation_loss
     group = next((group for group, names in GROUPS.items() if metric in names), "evaluation")
     return f"{group}/{name}"
-
-
-def _duration(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _step(line: str) -> float:

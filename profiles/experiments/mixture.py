@@ -8,6 +8,7 @@ from pydantic import Field
 
 from profiles.experiments.experiment import SmallRuns
 from profiles.sections.base import Count, Section, Size
+from profiles.sections.data import WORTHWHILE_PASSES
 
 
 class ProxySize(Section):
@@ -54,5 +55,6 @@ class Mixture(SmallRuns):
         description="minimum weight of a source in sampled and proposed mixtures; null: 0.1 / number of sources",
     )
     maximum_passes: Annotated[float, Field(gt=0)] | None = Field(
-        4.0, description="maximum passes of the target over a source (arXiv 2305.16264); null: no limit"
+        float(WORTHWHILE_PASSES),
+        description="maximum passes of the target over a source (arXiv 2305.16264); null: no limit",
     )

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from profiles.sections.base import Count, Fraction, Natural, Rate, Section, Wide
 
+# Up to 4 epochs repeated tokens are worth almost as much as new ones; after that their value decays (arXiv 2305.16264).
+WORTHWHILE_PASSES = 4
+
 
 class Tokenizer(Section):
     """Where the tokenizer comes from."""

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from profiles.schema import Profile
+from profiles.sections.data import WORTHWHILE_PASSES
 from tasks.reporting.format import format_duration, format_number
 
-# Up to 4 epochs repeated tokens are worth almost as much as new ones; after that their value decays (arXiv 2305.16264).
-MAX_PASSES = 4
 MAX_REPEATED = 2 * 3600  # seconds of training between checkpoints
 STOP_STEPS = 3  # a stop takes effect after the step in progress and those that are queued by then
 RISE = 0.02  # above the lowest validation loss, as a share of it; less is noise
@@ -44,10 +43,10 @@ def _tokenizer(profile: Profile, summary: Mapping[str, Any]) -> Iterator[str]:
 def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
     """A warning if the run reads this many tokens of training data too often; else nothing."""
     passes = training_tokens(profile) / tokens
-    if round(passes) > MAX_PASSES:  # the last batch of an epoch is filled up
-        steps = MAX_PASSES * profile.train.steps / passes
+    if round(passes) > WORTHWHILE_PASSES:  # the last batch of an epoch is filled up
+        steps = WORTHWHILE_PASSES * profile.train.steps / passes
         yield (
-            f"{profile.train.steps:,} steps read the data about {format_number(passes)} times; after {MAX_PASSES} passes, "
+            f"{profile.train.steps:,} steps read the data about {format_number(passes)} times; after {WORTHWHILE_PASSES} passes, "
             f"repetition improves the loss less and less; add data, or train at most {format_number(int(steps))} steps"
         )
 
