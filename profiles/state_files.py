@@ -74,6 +74,18 @@ def append_line(path: Path, line: str) -> None:
         file.write(b"\n" * torn + line.encode() + b"\n")
 
 
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder. Raises OSError if that is unknown.
+
+    Since Python 3.14, `Path.exists`, `is_file` and `is_dir` are False in that case too.
+    """
+    try:
+        retried(path.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def read(path: Path) -> bytes | None:
     """Contents of a file; None only if it does not exist. Raises OSError if it cannot be read."""
     try:

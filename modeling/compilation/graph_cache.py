@@ -19,7 +19,6 @@ import math
 import platform
 import shutil
 import tarfile
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,7 +38,9 @@ from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.layers.tied import TiedWeight, add
 from parallel.loss import LossPrograms, chunk_loss, chunk_token_losses
 from parallel.optimizer.arithmetic import Compile
+from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.file_locks import locked
 from profiles.schema import Profile
 
 CACHE = "cache.tar"
@@ -201,19 +202,25 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
 def unpack(artifact: Path, run: Path) -> Path | None:
     """Unpack a graphs artifact into the run folder, once per node; None if the artifact has no graphs.
 
-    Safe to call from every process: the folder appears atomically, from the first process to finish.
+    Safe to call from every process: one unpacks while the others wait, or the next one if it dies. The folder appears atomically,
+    because nodes that share it may not share its lock.
     """
     packed = artifact / CACHE
-    if not packed.exists():
+    if not state_files.exists(packed):
         return None
     folder = run / run_files.GRAPHS / artifact.name
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unpacking-"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{artifact.name}-{platform.node()}")
+    with locked(folder.with_name(f".{artifact.name}.lock")):
+        if state_files.exists(folder):
+            return folder
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that died
         with tarfile.open(packed) as tar:
-            tar.extractall(temporary, filter="data")
+            tar.extractall(partial, filter="data")
         try:
-            temporary.rename(folder)
-        except OSError:  # another process was first
-            shutil.rmtree(temporary)
+            partial.rename(folder)
+        except OSError:
+            if not state_files.exists(folder):  # otherwise another node was first
+                raise
+            shutil.rmtree(partial)
     return folder

@@ -1,0 +1,51 @@
+"""Unpacking compiled graphs from several processes of a node."""
+
+import os
+import signal
+import tarfile
+import time
+from pathlib import Path
+
+from modeling.compilation.graph_cache import CACHE, unpack
+from tests.forkserver import forkserver
+
+FILES = 20
+RANKS = 4
+
+
+def unpack_on(rank: int, artifact: Path, run: Path) -> None:
+    """Unpack as this rank, and record that it extracts; rank 0 is killed after the first file."""
+    extract = tarfile.TarFile.extractall
+
+    def recorded(tar: tarfile.TarFile, path: Path, filter: str) -> None:
+        (run / f"extracted-{rank}").touch()
+        if rank == 0:
+            tar.extract(tar.next(), path, filter=filter)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)  # the others come meanwhile
+        extract(tar, path, filter=filter)
+
+    tarfile.TarFile.extractall = recorded
+    folder = unpack(artifact, run)
+    assert len(list(folder.iterdir())) == FILES
+
+
+def test_graphs_are_unpacked_once_and_again_if_the_process_dies(tmp_path):
+    artifact, run = tmp_path / "key", tmp_path / "run"
+    artifact.mkdir()
+    run.mkdir()
+    (tmp_path / "graph").write_bytes(b"code")
+    with tarfile.open(artifact / CACHE, "w") as tar:
+        for number in range(FILES):
+            tar.add(tmp_path / "graph", arcname=str(number))
+
+    ranks = [forkserver().Process(target=unpack_on, args=(rank, artifact, run)) for rank in range(RANKS)]
+    ranks[0].start()
+    ranks[0].join()
+    for rank in ranks[1:]:
+        rank.start()
+    for rank in ranks[1:]:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL, 0, 0, 0]
+    assert len(list(run.glob("extracted-*"))) == 2
+    assert [path.name for path in (run / "graphs").iterdir() if path.is_dir()] == ["key"]
