@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr, waiting
-from profiles import nxdt, resolve
+from profiles import nxdt, resolve, state_files
 from profiles.check import PLANNED_ONLY
 from profiles.errors import ProfileError
 from profiles.nxdt.translation import Effect, Line
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         target = Path(f"{path.stem}_trainshed.yaml")
     if target.suffix not in (".yaml", ".yml"):
         raise ProfileError("OUT", str(target), "does not end in .yaml", [f"{target}.yaml"])
-    if target.exists():
+    if state_files.exists(target):
         raise ProfileError("OUT", str(target), "exists already; choose another file")
     with waiting(lambda: f"planning {target.stem}"):
         profile = _load(imported, target)

@@ -155,9 +155,10 @@ class MetricsWriter:
 
 def truncate(path: Path, step: int) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Drop the rows of later steps; returns the last training row after that, and before that."""
-    if not path.exists():
+    text = state_files.read_text(path)
+    if text is None:
         return None, None
-    lines = path.read_text(errors="replace").splitlines()
+    lines = text.splitlines()
     kept = [line for line in lines if _step(line) <= step]
     state_files.write(path, "".join(f"{line}\n" for line in kept))
     return _last_training_row(kept), _last_training_row(lines)

@@ -40,6 +40,7 @@ from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statist
 from modeling.training.trainer import Trainer, job_parser, timeouts_of
 from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
+from profiles import state_files
 from profiles.resolve import load
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class TrainingRun:
         """Evaluate the initial weights of a fine-tuning run as its final ones will be; once per run."""
         if self.before is None or self.step:
             return
-        evaluated = torch.tensor([float(self.trainer.leader and self.before.exists())])
+        evaluated = torch.tensor([float(self.trainer.leader and state_files.exists(self.before))])
         if sum(self.trainer.sum_on_host(evaluated)):
             return
         with self.watchdog.phase("evaluate"):

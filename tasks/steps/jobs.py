@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from modeling import job_log, run_files
+from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures
 from tasks.launchers import Job, JobFailed, create, execute
@@ -52,7 +53,7 @@ def run_job(profile: Profile, job: Job, output: Path) -> None:
         execute(launcher, job, forwarder.forward, timeout=timeout, grace=0)  # there is nothing to save
     except JobFailed as failure:
         raise failures.explain(profile, failure) from failure
-    if not output.exists():
+    if not state_files.exists(output):
         raise JobFailed(f"{job.name} ended without a result; its log: {job.log_file}")
 
 

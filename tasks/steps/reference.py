@@ -12,6 +12,7 @@ from typing import Any
 
 from modeling import run_files
 from modeling.data.records import REFERENCE
+from profiles import state_files
 from tasks import keys
 from tasks.step import Context, Step
 from tasks.steps.jobs import cluster_job, run_job
@@ -39,7 +40,7 @@ class ReferenceStep(Step):
         arguments = ("--weights", str(store.artifacts.path(self.weights)), "--output", str(output))
         job = cluster_job("reference", context, key, self.dataset, self.graphs, *arguments)
         with store.artifacts.publish(self.kind, key, {"source": profile.init.from_}) as staging:
-            if not output.exists():  # else the job ended while no flow followed it
+            if not state_files.exists(output):  # else the job ended while no flow followed it
                 run_job(profile, job, output)
             shutil.copyfile(output, staging / REFERENCE)
         output.unlink()

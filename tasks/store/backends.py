@@ -117,11 +117,7 @@ class FolderBackend:
 
     def exists(self, name: str) -> bool:
         """Whether there is a file or folder of this name."""
-        try:
-            retried(lambda: os.stat(self.path(name)))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        return state_files.exists(self.path(name))
 
     def read(self, name: str) -> bytes | None:
         return state_files.read(self.path(name))

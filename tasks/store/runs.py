@@ -14,7 +14,6 @@ from modeling.training.learning_rate import same_until
 from profiles import resolve, state_files
 from profiles.errors import ProfileError, closest, format_value
 from profiles.schema import Checkpoint, Profile, Train
-from profiles.state_files import retried
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
@@ -104,7 +103,7 @@ def open_run(
 def check_name(store: Store, profile: Profile) -> None:
     """Raise RunExists, before any work, if settings alone show a run of other mathematics with the name."""
     run = store.run_folder(profile.name)
-    if not retried((run.path / run_files.PROFILE).exists) or run.stored_identity != run.identity:
+    if not state_files.exists(run.path / run_files.PROFILE) or run.stored_identity != run.identity:
         return  # not on this machine; `open_run` compares it later
     existing = _stored_profile(run.path)
     differences = _setting_differences(existing, profile)
@@ -163,7 +162,7 @@ def _differences(
     existing: Profile | None, profile: Profile, folder: Path, inputs: Mapping[str, str | None]
 ) -> list[str]:
     """Descriptions of what makes the mathematics of two runs differ."""
-    known = read_inputs(folder) if (folder / run_files.INPUTS).exists() else {}
+    known = read_inputs(folder) if state_files.exists(folder / run_files.INPUTS) else {}
     others = [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
     found = _setting_differences(existing, profile) + others
     return found or ["it was forked from another run, or made by another version of Trainshed"]
@@ -231,7 +230,7 @@ def scratch_folders_of_flow_run(store: Store, flow_run: str) -> list[Path]:
 
 
 def _names(record: Path, flow_run: str) -> bool:
-    return record.exists() and record.read_text() == flow_run
+    return state_files.read_text(record) == flow_run
 
 
 def _require_no_active_job(profile: Profile, existing: Profile | None, folder: Path) -> None:
@@ -280,8 +279,9 @@ def fetch(store: Store, name: str) -> Path:
     if identity is None:
         raise unknown_run(store, "run", name)
     folder = run.prepare(identity)
-    if missing := [file for file in (run_files.PROFILE, run_files.INPUTS) if not (folder / file).exists()]:
-        reason = f"{missing[0]} is neither in {folder} nor in {store.uri}; set the work_dir in which the run was started"
+    needed = (run_files.PROFILE, run_files.INPUTS)
+    if missing := next((file for file in needed if not state_files.exists(folder / file)), None):
+        reason = f"{missing} is neither in {folder} nor in {store.uri}; set the work_dir in which the run was started"
         raise ProfileError("work_dir", str(store.work_dir), reason)
     return folder
 

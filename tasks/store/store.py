@@ -40,7 +40,7 @@ def open_store(uri: str, work_dir: str | Path = "store") -> Store:
     owner = store.work_dir_owner
     if owner == store.owner:
         return store
-    if owner is not None and any((folder / name).is_dir() for name in ("artifacts", "runs")):
+    if owner is not None and any(state_files.exists(folder / name) for name in ("artifacts", "runs")):
         whose = "a store itself" if owner == LOCAL else f"the local folder of {owner}"
         other = f"{work_dir}-{_short_name(uri)}" if store.is_remote else owner
         raise ProfileError(

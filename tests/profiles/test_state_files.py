@@ -1,8 +1,16 @@
 """State files that lost their contents are named, or count as absent; an unreadable one is neither."""
 
+import os
+from pathlib import Path
+
 import pytest
 
+from modeling.compilation import graph_cache
+from modeling.training import metrics
 from profiles import state_files
+from tasks.store import runs
+from tasks.store.store import Store, open_store
+from tests import faults
 
 
 @pytest.mark.parametrize("text", ["", "\0\0\0", '{"identifier": "7', "[1]"])
@@ -30,3 +38,26 @@ def test_line_is_appended_after_one_that_was_cut_off(tmp_path):
 def test_file_that_cannot_be_read_is_an_error(tmp_path):
     with pytest.raises(IsADirectoryError):
         state_files.read_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "decide"),
+    [
+        ("metrics.jsonl", lambda folder: metrics.truncate(folder / "metrics.jsonl", 1)),
+        ("cache.tar", lambda folder: graph_cache.unpack(folder, folder)),
+        ("profile.yaml", lambda folder: runs.fetch(Store(str(folder)), "tiny")),
+        ("runs", lambda folder: open_store("memory://store", folder)),
+    ],
+)
+def test_file_whose_status_cannot_be_read_is_not_taken_for_missing(tmp_path, monkeypatch, file, decide):
+    for path in ("metrics.jsonl", "cache.tar", "runs/tiny/profile.yaml", "runs/tiny/inputs.json"):
+        state_files.write(tmp_path / path, "")
+    state_files.write(tmp_path / "runs/tiny/run.json", '{"identity": "1"}')
+    open_store(str(tmp_path))
+    for name in ("exists", "is_file", "is_dir"):  # as since Python 3.14
+        function = getattr(os.path, name.replace("_", ""))
+        monkeypatch.setattr(Path, name, lambda path, function=function: function(path))
+    monkeypatch.setattr(state_files, "DELAYS", (0.0,))
+    faults.inject(monkeypatch, tmp_path, faults.failing("stat", "open", path=file))
+    with pytest.raises(OSError, match="Input/output error"):
+        decide(tmp_path)

@@ -115,11 +115,12 @@ class AppliedRequest:
 
     def record_saved(self) -> None:
         """Record that the run has a complete checkpoint: if that is missing later, it is not started over."""
-        if self._record.get("saved") or not self._path.parent.exists():  # a moved run folder is not recreated
+        if self._record.get("saved"):
             return
-        self._record["saved"] = True
         try:
-            self._write()
+            if state_files.exists(self._path.parent):  # a moved run folder is not recreated
+                self._record["saved"] = True
+                self._write()
         except OSError as error:
             self._record["saved"] = False
             log.warning(f"{self._path}: cannot be written: {error}; retrying after the next save")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from modeling import run_files
 from parallel.checkpoint.locations import Location, filesystem
+from profiles import state_files
 
 # The attempt is last, as in a sync: until it is uploaded, the others count as the earlier attempt's.
 FILES = (run_files.METRICS, run_files.EVENTS, run_files.RESUMED, run_files.ATTEMPT)
@@ -54,5 +55,5 @@ class RowUpload:
     def _upload(self, target: str) -> None:
         files, root = filesystem(target)
         for name in FILES:
-            if (self._run / name).exists():
+            if state_files.exists(self._run / name):
                 files.put_file(str(self._run / name), f"{root}/{name}")
