@@ -28,17 +28,12 @@ def layer_multiply_adds(profile: Profile) -> list[int]:
 def _weights_and_scores(profile: Profile) -> list[tuple[int, int]]:
     """Forward multiply-adds per token of each layer: of its weights, and of attention's scores and values."""
     model, s = profile.model, profile.train.sequence_length
-    h, both = model.hidden_size, model.head_dim + (model.v_head_dim or model.head_dim)
-    matrices = model.family.mlp_matrices
+    both = model.num_attention_heads * (model.head_dim + (model.v_head_dim or model.head_dim))
 
     @cache
     def of_kind(has_experts: bool, window: int | None) -> tuple[int, int]:
-        mlp = matrices * h * model.intermediate_size
-        if has_experts:
-            experts = model.num_experts_per_tok + (model.n_shared_experts or 0)
-            mlp = experts * matrices * h * model.expert_width + h * model.num_experts
-        scores = int(visible_keys(s, window) * model.num_attention_heads * both)
-        return model.projection_weights + mlp, scores
+        weights = model.layer_weights(model.num_experts_per_tok if has_experts else None)
+        return weights, int(visible_keys(s, window) * both)
 
     return [of_kind(model.has_experts(i), model.window(i)) for i in range(model.num_hidden_layers)]
 

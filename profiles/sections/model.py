@@ -197,6 +197,14 @@ class Model(Section):
         queries = (h + n * self.head_dim) * self.q_lora_rank if self.q_lora_rank else h * n * self.head_dim
         return queries + h * (latent + rotated) + latent * n * (plain + value) + n * value * h
 
+    def layer_weights(self, experts: int | None) -> int:
+        """Elements of a layer's weight matrices, with this many routed experts; None: with an MLP instead."""
+        h, mlp = self.hidden_size, self.family.mlp_matrices * self.hidden_size
+        if experts is None:
+            return self.projection_weights + mlp * self.intermediate_size
+        used = experts + (self.n_shared_experts or 0)
+        return self.projection_weights + used * mlp * self.expert_width + h * (self.num_experts or 0)
+
     @property
     def expert_width(self) -> int:
         """Width of an expert, or of the MLP of a model without experts."""
@@ -224,24 +232,21 @@ class Model(Section):
 
     def _parameters(self, experts: int | None) -> int:
         """Parameters of a model with this many experts per layer."""
-        h, family = self.hidden_size, self.family
-        biased, matrices = family.expert_bias or self.mlp_bias, family.mlp_matrices
+        h, family, routed = self.hidden_size, self.family, self.num_expert_layers
+        layers, dense = self.num_hidden_layers, self.num_hidden_layers - routed
+        weights = dense * self.layer_weights(None) + routed * self.layer_weights(experts)
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attention = self.projection_weights + self.attention_bias * (q + 2 * kv + h)
-        layer = attention + 2 * h + family.further_parameters(self)
-
-        def mlp(width: int) -> int:
-            return matrices * h * width + biased * ((matrices - 1) * width + h)
-
-        mlps = (self.num_hidden_layers - self.num_expert_layers) * mlp(self.intermediate_size)
-        if experts is not None:
-            router = (h + (family.expert_bias or family.selection_bias)) * (self.num_experts or 0)
-            used = experts + (self.n_shared_experts or 0)
-            mlps += self.num_expert_layers * (used * mlp(self.expert_width) + router)
+        vectors = layers * (2 * h + self.attention_bias * (q + 2 * kv + h) + family.further_parameters(self))
+        if family.expert_bias or self.mlp_bias:
+            inner, used = family.mlp_matrices - 1, (experts or 0) + (self.n_shared_experts or 0)
+            vectors += dense * (inner * self.intermediate_size + h)
+            vectors += routed * used * (inner * self.expert_width + h)
+        if family.expert_bias or family.selection_bias:
+            vectors += routed * (self.num_experts or 0)
         ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + h
         if not family.rotary:  # learned positions, and the bias of the last norm
             ends += (self.max_position_embeddings + 1) * h
-        return self.num_hidden_layers * layer + mlps + ends
+        return weights + vectors + ends
 
     @model_validator(mode="before")
     @classmethod
