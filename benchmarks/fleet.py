@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness.timing import make_parser
+from tasks.fleet.fleet import CACHE, read_fleet
 from tasks.fleet.page import write_page
-from tasks.fleet.runs import CACHE, read_fleet
 from tasks.store.store import Store
 
 DISTINCT = 4  # metrics files

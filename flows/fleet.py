@@ -12,8 +12,8 @@ from prefect import flow
 from flows.final_states import final_states
 from flows.ui.artifacts import PrefectArtifact
 from flows.ui.fleet import KEY, markdown
+from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import render
-from tasks.fleet.runs import read_fleet
 from tasks.store.store import Store
 
 PAGE = "fleet.html"  # in the store

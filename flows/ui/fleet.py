@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flows.ui.overview import escape
+from tasks.fleet.fleet import Fleet, RunView
 from tasks.fleet.page import format_cost, key_figures, warning_texts
-from tasks.fleet.runs import Fleet, RunView
 from tasks.reporting.format import format_duration
 
 KEY = "fleet"

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from tasks.fleet.fleet import ACTIVE, Fleet, Node, RunView
 from tasks.fleet.goodput import CATEGORIES
 from tasks.fleet.run_summary import LATEST
-from tasks.fleet.runs import ACTIVE, Fleet, Node, RunView
 from tasks.reporting import html
 from tasks.reporting.chart import sparkline, stacked_bar
 from tasks.reporting.format import format_age, format_count, format_duration, format_number

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles.experiments.branches import Branches
-from tasks.reporting import compare, html
+from tasks.reporting import comparison_page, html
 from tasks.reporting.chart import Series, line_chart
 from tasks.reporting.format import format_count
 from tasks.store.store import Store
@@ -21,7 +21,7 @@ def write(
     averages: Sequence[Mapping[str, Any]],
 ) -> Path:
     """Write the page of a trunk, the first of `runs`, its branches and averages; returns its path."""
-    loaded, histories = compare.load_runs(store, [run["run"] for run in runs])
+    loaded, histories = comparison_page.load_runs(store, [run["run"] for run in runs])
     trunk, *branches = runs
     rows = [
         (run["run"], f"{run['step']:,}", f"{run['steps']:,}", format_count(run["tokens"]), _loss(run))
@@ -39,7 +39,7 @@ def write(
         table = html.table(("average", "of", "validation loss"), means)
         sections.append(html.section("Averages of checkpoints", table))
     about = spec.description or f"{len(branches)} branches of one trunk, {trunk['run']}"
-    return compare.write_page(loaded, histories, path, (spec.name, about), sections)
+    return comparison_page.write_page(loaded, histories, path, (spec.name, about), sections)
 
 
 def _chart(trunk: Mapping[str, Any], branches: Sequence[Mapping[str, Any]]) -> str:

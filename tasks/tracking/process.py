@@ -23,7 +23,7 @@ from profiles.errors import ProfileError
 from profiles.resolve import load
 from profiles.schema import Profile
 from tasks.launchers.base import SAFE_PATH
-from tasks.reporting.compare import flat_profile, load_runs, write_page
+from tasks.reporting.comparison_page import flat_profile, load_runs, write_page
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.reporting import compare
+from tasks.reporting import comparison_page
 from tasks.store.store import Store
 from tests.browser.pages import NARROW, WIDE, visit
 from tests.tasks.reporting.run_folders import write_report, write_run
@@ -15,8 +15,8 @@ def pages(tmp_path_factory):
     for name, rate in (("first", "3e-3"), ("second", "1e-3")):
         write_run(store / "runs" / name, f"train.learning_rate={rate}")
     page = write_report(store / "runs/first")
-    runs = compare.load_runs(Store(str(store)), ["first", "second"])
-    both = compare.write_page(*runs, store / "compare.html")
+    runs = comparison_page.load_runs(Store(str(store)), ["first", "second"])
+    both = comparison_page.write_page(*runs, store / "compare.html")
     return {"report": page.as_uri(), "compare": both.as_uri()}
 
 

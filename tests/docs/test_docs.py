@@ -24,7 +24,7 @@ import yaml
 
 from flows.cli.main import main, parser
 from profiles import resolve
-from profiles.reference import page
+from profiles.documentation import page
 from tests.docs.columns import rows_of, undocumented_columns
 from tests.flows.micro import write_profile
 from tests.forked_jobs import forked_jobs
@@ -283,7 +283,7 @@ def test_first_line_of_every_docstring_is_a_summary_of_at_most_100_characters():
 
 def test_profile_reference_is_current():
     assert (ROOT / "docs" / "profiles.md").read_text() == page(), (
-        "python -m profiles.reference > docs/profiles.md"
+        "python -m profiles.documentation > docs/profiles.md"
     )
 
 

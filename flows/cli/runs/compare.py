@@ -11,19 +11,19 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, relative, table_console
 from profiles.errors import ProfileError
-from tasks.reporting import compare as comparison
+from tasks.reporting import comparison_page
 from tasks.store.store import Store
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table and write the page. Raises ProfileError for an unknown run or an unwritable output."""
-    runs, histories = comparison.load_runs(Store(options.store), options.runs)
+    runs, histories = comparison_page.load_runs(Store(options.store), options.runs)
     try:
-        page = comparison.write_page(runs, histories, Path(options.output))
+        page = comparison_page.write_page(runs, histories, Path(options.output))
     except OSError as error:
         raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
     if options.json:
-        differences = comparison.profile_differences(runs)
+        differences = comparison_page.profile_differences(runs)
         print_json({"runs": runs, "differences": differences, "page": str(page)})
         return DONE
     console = table_console()
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     table.add_column("", no_wrap=True)
     for run in runs:
         table.add_column(run["run"], overflow="fold")
-    for name, *cells in comparison.table_rows(runs):
+    for name, *cells in comparison_page.table_rows(runs):
         table.add_row(Text(name, "dim"), *map(Text, cells))
     console.print(table)
     console.print(f"\nloss curves: {relative(str(page))}", soft_wrap=True, markup=False)

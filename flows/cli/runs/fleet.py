@@ -8,8 +8,8 @@ from pathlib import Path
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr, relative
 from profiles.errors import ProfileError
+from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import key_figures, warning_texts, write_page
-from tasks.fleet.runs import read_fleet
 from tasks.store.store import Store
 
 

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr, table_console
+from tasks.fleet.fleet import ACTIVE, RunView, read_fleet
 from tasks.fleet.page import format_cost
-from tasks.fleet.runs import ACTIVE, RunView, read_fleet
 from tasks.reporting.format import format_age, format_bytes
 from tasks.store.run_folder import checkpoint_steps
 from tasks.store.runs import files_by_run

@@ -3,7 +3,7 @@
 import pytest
 
 from profiles.errors import ProfileError
-from tasks.fleet.runs import read_fleet
+from tasks.fleet.fleet import read_fleet
 from tasks.store.store import Store, open_store
 
 

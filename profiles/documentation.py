@@ -1,4 +1,4 @@
-"""Generate the profile reference from the schema: `python -m profiles.reference > docs/profiles.md`."""
+"""Generate the reference of all keys: `python -m profiles.documentation > docs/profiles.md`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ The run folder has the resolved profile, `profile.yaml`.
 
 In the tables, `required` keys have no default, and `derived` ones a default that follows from other keys.
 
-This page is generated from the schema: `python -m profiles.reference > docs/profiles.md`.
+This page is generated from the schema: `python -m profiles.documentation > docs/profiles.md`.
 """
 
 NAMES = {

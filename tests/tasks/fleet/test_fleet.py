@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tasks.fleet import run_summary, runs
+from tasks.fleet import run_summary
+from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import render, warning_texts
-from tasks.fleet.runs import read_fleet
 from tasks.store.store import Store
 from tests import s3
 from tests.tasks.fleet.histories import SimulatedRun
@@ -90,7 +90,7 @@ def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
         read.append(name)
         return run_summary.read_summary(backend, name, entries)
 
-    monkeypatch.setattr(runs, "read_summary", reader)
+    monkeypatch.setattr("tasks.fleet.fleet.read_summary", reader)
     second = read_fleet(store, now=first.time)
     assert not read
     assert [run.to_json() for run in second.runs] == [run.to_json() for run in first.runs]
