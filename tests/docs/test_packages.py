@@ -1,7 +1,8 @@
-"""Docstrings of packages end with the packages of this project that they import."""
+"""Imports of packages: their docstrings list those of this project; `parallel` only needs torch."""
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +61,12 @@ def test_package_docstrings_end_with_what_the_package_imports():
             wrong[package] = sentence
     assert not wrong
     assert len(paths) > 30
+
+
+def test_parallel_imports_only_torch_and_what_torch_requires():
+    imported = {
+        module.split(".")[0]
+        for path in (ROOT / "parallel").rglob("*.py")
+        for module in imported_modules(path)
+    }
+    assert imported - sys.stdlib_module_names == {"parallel", "torch", "numpy", "fsspec", "triton"}
