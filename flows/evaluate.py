@@ -80,6 +80,7 @@ class Evaluator:
         if CheckpointId.of(run, step) not in (checkpoint, None):
             log.warning("step %s: its checkpoint was replaced while it was evaluated; skipped", step)
             return {}
+        self.runner.require_lock()  # or these might be recorded as results of a run that has replaced it
         results.record(self.store, self.run, step, found, checkpoint.digest)
         return found
 
@@ -141,17 +142,19 @@ def evaluate(
     require_harness(list(tasks), include)
     opened = open_store(store, work_dir)
     folder = runs.fetch(opened, name)
-    profile, changed = _profile(folder, overrides)
     _require_checkpoint(opened, name, step, follow=follow)
     files = Path(include).absolute() if include else None
     if new := set(tasks) - _evaluated_tasks(folder):
         log.info("checking the tasks' names")
         require_tasks(sorted(new), files)
-    with activities.begin(opened, "evaluate", name), Runner(flow_context(profile, opened, folder)) as runner:
+    with activities.begin(opened, "evaluate", name) as lock:
+        folder = runs.fetch(opened, name)  # again: it may have been replaced during the wait
+        profile, changed = _profile(folder, overrides)
         inputs = runs.read_inputs(folder)
-        runner.keep_recorded_artifacts()
-        evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
-        failures = _evaluate_all(evaluator, folder, step, follow)
+        with Runner(flow_context(profile, opened, folder), lock) as runner:
+            runner.keep_recorded_artifacts()
+            evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
+            failures = _evaluate_all(evaluator, folder, step, follow)
         if activities.holder(opened, "run", name) is None:  # otherwise the run's own trackers upload them
             catch_up(folder)
     if failures:

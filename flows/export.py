@@ -11,6 +11,7 @@ from flows.runner import Runner
 from modeling import run_files
 from profiles import resolve
 from profiles.errors import ProfileError
+from tasks.evaluation.checkpoints import CheckpointId
 from tasks.inputs import EXPORT
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
@@ -32,18 +33,22 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
             restored from the store.
     """
     opened = open_store(store, work_dir)
-    folder = runs.fetch(opened, run)
-    with activities.begin(opened, "exporting", run):
+    runs.fetch(opened, run)  # rejects an unknown run
+    with activities.begin(opened, "exporting", run) as lock:
+        folder = runs.fetch(opened, run)  # again: it may have been replaced during the wait
         saved = opened.run_folder(run).checkpoint_steps()
-        if not saved:
+        latest = CheckpointId.of(opened.run_folder(run), saved[-1]) if saved else None
+        if latest is None:
             raise ProfileError("run", run, f"has no complete checkpoint in {store}")
         profile = resolve.load(str(folder / run_files.PROFILE))
-        inputs, step = runs.read_inputs(folder), saved[-1]
-        identity = inputs["identity"] if step == profile.train.steps else f"{inputs['identity']} {step}"
+        inputs, step = runs.read_inputs(folder), latest.step
+        # Until the last step, a rollback may replace the checkpoint of a step by another one.
+        is_last = step == profile.train.steps
+        identity = inputs["identity"] if is_last else f"{inputs['identity']} {latest.digest}"
         tokenizer = opened.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])
         weights = inputs.get("checkpoint") if profile.lora.rank else None
         base = weights and opened.artifacts.expect(CheckpointStep.kind, weights)
-        with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id))) as runner:
+        with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id)), lock) as runner:
             exported = runner.run(ExportStep(tokenizer, identity, base, step))
         opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere
     return str(folder / exported.summary["part"])

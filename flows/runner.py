@@ -123,7 +123,7 @@ class Runner:
     """Context manager that runs a flow run's steps and records outcomes; `open` adds the run folder.
 
     Args:
-        lock: the run's lock, which every attempt of a step requires; None if the flow does not train a run.
+        lock: the lock under which the flow uses the run, which every attempt of a step requires; None if it has none.
     """
 
     def __init__(self, context: Context, lock: Lock | None = None) -> None:
@@ -199,7 +199,7 @@ class Runner:
             try:
                 while time.monotonic() < call.retry_at:
                     time.sleep(RETRY_POLL)
-                self._require_lock()
+                self.require_lock()
                 found = step.find(context, key) if key is not None else None
                 call.artifact, call.cached = found or step.run(context, key), found is not None
             except STOPS as stop:
@@ -213,7 +213,7 @@ class Runner:
         call.task = task(work, name=step.name, **options, **self._retries(call, context))
         return call
 
-    def _require_lock(self) -> None:
+    def require_lock(self) -> None:
         """Raise FatalError if another process has taken over the run, which this one must then leave alone."""
         if self._lock is None:
             return

@@ -10,6 +10,7 @@ a branch trains only that branch, and extends the trunk if the branch starts bey
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from prefect import flow
@@ -97,7 +98,10 @@ def _average(
     )
     context = flow_context(profile, store, folder)
     rows = []
-    with activities.begin(store, "averaging", trunk.name), Runner(context) as runner:
+    with ExitStack() as stack:
+        for run in (trunk, *found):
+            stack.enter_context(activities.begin(store, "averaging", run.name))
+        runner = stack.enter_context(Runner(context))
         runner.keep_recorded_artifacts()
         for average in described.averages:
             members = members_of(described, average, trunk, found, store)

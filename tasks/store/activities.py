@@ -7,14 +7,20 @@ one of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal, get_args
 
+from profiles.errors import ProfileError
 from tasks.store.locks import Lock
 from tasks.store.store import Store
 
 # Locks of artifacts are named similarly, so no kind is one of theirs.
 Kind = Literal["run", "continual", "evaluate", "averaging", "exporting"]
+READERS: dict[Kind, str] = {  # kinds that read checkpoints of a run that they do not train
+    "evaluate": "evaluates",
+    "averaging": "averages checkpoints of",
+    "exporting": "exports",
+}
 
 
 @contextmanager
@@ -24,6 +30,26 @@ def begin(store: Store, kind: Kind, name: str) -> Iterator[Lock]:
         with store.lock("gc"):  # wait for a garbage collection that has not seen this activity
             pass
         yield lock
+
+
+@contextmanager
+def without_readers(store: Store, name: str) -> Iterator[None]:
+    """Keep every reader from using a run for a block that moves it.
+
+    Raises ProfileError if one is active, rather than wait for it: an evaluation may follow the run until it ends.
+    """
+
+    def reject(kind: Kind) -> None:
+        process = holder(store, kind, name) or "another process"
+        reason = (
+            f"{process} {READERS[kind]} the run that this one replaces; start it again once that has ended"
+        )
+        raise ProfileError("name", name, reason)
+
+    with ExitStack() as stack:
+        for kind in READERS:
+            stack.enter_context(store.lock(f"{kind}-{name}", lambda kind=kind: reject(kind)))
+        yield
 
 
 def holder(store: Store, kind: Kind, name: str) -> str | None:

@@ -17,6 +17,7 @@ from profiles.schema import Checkpoint, Profile, Train
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
+from tasks.store import activities
 from tasks.store.backends import FolderBackend
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
@@ -70,7 +71,8 @@ def open_run(
 
     Raises:
         RunExists: a run with different mathematics has the name.
-        ProfileError: that run still has an active job, its profile cannot be read, or the request to resume it has no effect.
+        ProfileError: that run still has an active job or is being read, its profile cannot be read, or the request to resume it
+            has no effect.
     """
     run = store.run_folder(profile.name)
     stored = run.stored_identity
@@ -85,7 +87,8 @@ def open_run(
             if not replace:
                 _require_nothing_trained(run, existing, profile, differences)
             _require_no_active_job(profile, existing, folder)
-            log.warning("run %s: moved the existing run to %s", run.name, run.move_aside())
+            with activities.without_readers(store, run.name):
+                log.warning("run %s: moved the existing run to %s", run.name, run.move_aside())
         elif existing and (changed := _different_train(existing.train, profile.train, SCHEDULE)):
             _require_no_active_job(profile, existing, folder)  # it would continue with the old schedule
             log.info("run %s: the schedule of the remaining steps changes: %s", run.name, "; ".join(changed))

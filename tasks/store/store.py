@@ -16,6 +16,7 @@ A remote store has a local folder of the same layout, `work_dir`: artifacts are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -85,9 +86,9 @@ class Store:
         """The folder of the run of this name, whether or not it exists. Raises ValueError for an invalid name."""
         return RunFolder(name, self._local, self._remote)
 
-    def lock(self, name: str) -> AbstractContextManager[locks.Lock]:
+    def lock(self, name: str, watch: Callable[[], None] = lambda: None) -> AbstractContextManager[locks.Lock]:
         """Hold a lock that is not an artifact's, for a block; see `locks.acquire`."""
-        return locks.acquire(self.backend, f"locks/{name}")
+        return locks.acquire(self.backend, f"locks/{name}", watch=watch)
 
     def lock_holder(self, name: str) -> str | None:
         """The holder of a lock that is not an artifact's; None if it is free."""

@@ -84,6 +84,22 @@ def test_first_run_executes_every_step(finished):
     assert list(losses(folder)) == [1, 2, 3, 4, 5, 6]
 
 
+def test_unfinished_run_is_exported_again_after_a_rollback_has_replaced_its_checkpoint(
+    store, prefect_server, monkeypatch
+):
+    from flows.export import export
+
+    def copy(context, checkpoint, tokenizer, weights, folder):
+        shutil.copytree(context.run_folder / checkpoint, folder)
+
+    monkeypatch.setattr("tasks.steps.export.write_model", copy)
+    shutil.rmtree(store / "runs/micro/checkpoints/step_6")
+    marker = store / "runs/micro/checkpoints/step_4/complete.json"
+    for text in (marker.read_text(), f"{marker.read_text()}\n"):
+        marker.write_text(text)
+        assert Path(export("micro", str(store)), marker.name).read_text() == text
+
+
 def test_export_loads_generates_and_has_the_evaluated_loss(finished):
     store, result = finished
     (dataset,) = (store / "artifacts/dataset").iterdir()

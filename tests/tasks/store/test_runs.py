@@ -5,7 +5,7 @@ import pytest
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from tasks.launchers import Job, create
-from tasks.store import runs
+from tasks.store import activities, runs
 
 
 def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypatch, caplog):
@@ -52,3 +52,17 @@ def test_trained_run_with_an_unreadable_profile_is_not_continued(store):
     with pytest.raises(ProfileError, match=r"profile\.yaml cannot be read, so its learning rates"):
         runs.open_run(store, profile, "identity", "flow run", {})
     runs.open_run(store, profile, "identity", "flow run", {}, replace=True)
+
+
+@pytest.mark.parametrize("kind", activities.READERS)
+def test_a_run_is_not_replaced_while_its_checkpoints_are_read(store, kind):
+    folder = runs.open_run(store, load("tiny"), "one", "flow run", {})
+    other = load("tiny", ["train.learning_rate=1e-2"])
+    with (
+        activities.begin(store, kind, "tiny"),
+        pytest.raises(ProfileError, match=r"process \d+ on .* the run that this one replaces"),
+    ):
+        runs.open_run(store, other, "two", "flow run", {}, replace=True)
+    assert store.run_folder("tiny").identity == "one"
+    assert runs.open_run(store, other, "two", "flow run", {}, replace=True) == folder
+    assert store.run_folder("tiny").identity == "two"
