@@ -4,7 +4,10 @@
     compile      from the start until a median of steps is known
     load, save, evaluate, data, report    PHASES
 
-The process group's timeout, `MARGIN` longer than the longest of these, ends a process without dumping stacks.
+While the compiler of a rank is running, none of them ends (watchdog.py).
+
+The process group's timeout, `MARGIN` longer than the longest of these, ends a process without dumping stacks. It is longer if a
+rank may wait for the compiler of another one for hours.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ PHASES = {  # seconds
     REPORT: 1800.0,  # metrics, events and log lines: the shared file system may stall
 }
 MARGIN = 600.0  # seconds by which the process group's timeout exceeds the longest
+COMPILER_SECONDS = 6 * 3600.0  # in which a slow compiler compiles all graphs of a rank
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,12 @@ class Timeouts:
     Args:
         factor: `cluster.hang_factor`, in median step times.
         grace: `cluster.hang_seconds`; None: no watchdog, only the process group's timeout.
+        slow_compiler: whether compiling the graphs of a rank may take hours.
     """
 
     factor: float
     grace: float | None
+    slow_compiler: bool = False
 
     def of(self, phase: str, step_seconds: Sequence[float] = ()) -> float:
         """The timeout of a phase; `step_seconds`: durations of the latest steps, needed for the phase STEP."""
@@ -49,7 +55,7 @@ class Timeouts:
 
     @property
     def process_group(self) -> timedelta:
-        return timedelta(seconds=self._longest + MARGIN)
+        return timedelta(seconds=self._longest + MARGIN + self.slow_compiler * COMPILER_SECONDS)
 
     @property
     def _longest(self) -> float:

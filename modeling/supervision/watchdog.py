@@ -8,6 +8,7 @@ external watchdog (torchrun.py), or without one by faulthandler's C thread.
 
 While one rank waits for data, or for its metrics to be written, the others wait for it in a collective of their step. So the
 process group's store counts the ranks that are in another phase than a step, and while there are any no step times out.
+It also counts the ranks whose compilers are running (compiler_processes.py); while there are any, no phase times out.
 
 Cost: one lock per step, and a new faulthandler thread every few seconds.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from modeling.exit_codes import HANG_MESSAGE, HUNG
+from modeling.supervision.compiler_processes import CompilerProcesses
 from modeling.supervision.heartbeat import Heartbeat
 from modeling.supervision.stragglers import node_name
 from modeling.supervision.timeouts import COMPILE, MIN_STEPS, REPORT, STEP, Timeouts
@@ -32,11 +34,41 @@ from modeling.supervision.timeouts import COMPILE, MIN_STEPS, REPORT, STEP, Time
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-BUSY_RANKS = "trainshed/busy_ranks"  # key of their number in the store
+# keys of numbers of ranks in the store
+BUSY_RANKS = "trainshed/busy_ranks"
+COMPILING_RANKS = "trainshed/compiling_ranks"
+COMPILER_POLL = 10.0  # maximum seconds between polls of a rank's compilers, during a phase that takes longer
+RECENT = (
+    120.0  # seconds for which a rank counts as compiling after its compiler ran: it traces the next graph
+)
 BUSY_AFTER = 1.0  # maximum seconds in another phase than a step before a rank is counted
 # Seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended.
 EXIT_DELAY = 4.0
 FAULTHANDLER_DELAY = 20.0  # seconds that faulthandler waits beyond the deadline
+
+
+class RankCount:
+    """A number of ranks in the ranks' shared store, of which this one may be one."""
+
+    def __init__(self, store: Store | None, key: str) -> None:
+        self._store, self._key = store, key
+        self.counted = False
+
+    def set(self, counted: bool) -> None:
+        """Count this rank, or no longer."""
+        if counted != self.counted:
+            self._add(1 if counted else -1)
+            self.counted = counted
+
+    def any(self) -> bool:
+        """Whether a rank is counted."""
+        return self.counted or self._add(0) > 0
+
+    def _add(self, change: int) -> int:
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store's process has ended
+                return self._store.add(self._key, change)
+        return 0
 
 
 class Watchdog:
@@ -115,43 +147,40 @@ class Watchdog:
             faulthandler.dump_traceback_later(deadline - time.monotonic(), exit=True)
 
     def _watch(self) -> None:
-        busy = False  # whether this rank is counted
+        busy, compiling = RankCount(self._store, BUSY_RANKS), RankCount(self._store, COMPILING_RANKS)
+        compilers = CompilerProcesses()
+        compiled = float("-inf")  # when they last ran
         while True:
             with self._changed:
                 if self._finished:
                     break
-                now, phase = time.monotonic(), self._phase
-                busy_from = self._begun + self._busy_after if phase != STEP else float("inf")
-                expired = now >= self._deadline
-                if busy == (now >= busy_from) and not expired:
-                    self._changed.wait(min(self._deadline, float("inf") if busy else busy_from) - now)
+                now, phase, begun = time.monotonic(), self._phase, self._begun
+                busy_from = begun + self._busy_after if phase != STEP else float("inf")
+                poll_from = max(begun, compilers.polled) + min(COMPILER_POLL, self._timeout / 3)
+                is_busy, is_compiling = now >= busy_from, compiled > max(begun, now - RECENT)
+                polls, expired = now >= poll_from, now >= self._deadline
+                if not (polls or expired) and (is_busy, is_compiling) == (busy.counted, compiling.counted):
+                    moments = self._deadline, poll_from, float("inf") if is_busy else busy_from
+                    self._changed.wait(min(moments) - now)
                     continue
-            if expired:
-                others_busy = phase == STEP and self._count(0) > 0
-                with self._changed:
-                    if time.monotonic() < self._deadline:
-                        continue  # the phase has just ended
-                    if not others_busy:
-                        break
+            if polls and compilers.poll():
+                compiled, is_compiling = now, True
+            busy.set(is_busy)
+            compiling.set(is_compiling)
+            waits = expired and (compiling.any() or (phase == STEP and busy.any()))
+            with self._changed:
+                if self._begun != begun:
+                    continue  # the phase has just ended
+                if waits:
                     self._extend()
-                    self._arm_faulthandler()
-            else:
-                busy = not busy
-                with self._changed:
-                    self._arm_faulthandler()
-                self._count(1 if busy else -1)
-        if busy:
-            self._count(-1)
+                elif expired:
+                    break
+                self._arm_faulthandler()
+        busy.set(False)
+        compiling.set(False)
         if not self._finished:
             self._hung = True
             self._dump_and_exit()
-
-    def _count(self, change: int) -> int:
-        """Change the number of ranks in a phase other than a step; returns it, or 0 without a store."""
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store's process has ended
-                return self._store.add(BUSY_RANKS, change)
-        return 0
 
     def _dump_and_exit(self) -> None:
         path = self._path

@@ -425,7 +425,12 @@ def kind_of_samples(profile: Profile) -> str:
 
 def timeouts_of(profile: Profile) -> Timeouts:
     """The timeouts of a profile's run."""
-    return Timeouts(profile.cluster.hang_factor, profile.cluster.hang_seconds)
+    cluster = profile.cluster
+    return Timeouts(
+        cluster.hang_factor,
+        cluster.hang_seconds,
+        slow_compiler=devices.KINDS[cluster.device].compiles_operators,
+    )
 
 
 def threads(profile: Profile) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from modeling import exit_codes
 from modeling.supervision import watchdog
-from modeling.supervision.timeouts import PHASES, REPORT, STEP, Timeouts
+from modeling.supervision.timeouts import COMPILE, PHASES, REPORT, STEP, Timeouts
 from tests.forkserver import forkserver
 from tests.slurm.conftest import until
 
@@ -125,6 +125,34 @@ def wait_for_storage_then_hang(folder: Path, phase: str) -> None:
             time.sleep(2.5)
         (folder / "read").touch()
         reading._finished = True
+        time.sleep(300)
+
+
+def test_ranks_are_not_hung_while_one_of_them_compiles(tmp_path):
+    """For three times as long as the timeout, in a child process of rank 0; then both hang."""
+    ranks = [forkserver().Process(target=compile_then_hang, args=(tmp_path, rank)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert (tmp_path / "0.compiled").exists()
+    assert (tmp_path / "1.compiled").exists()
+    assert [rank.exitcode for rank in ranks] == [exit_codes.HUNG] * 2
+    assert "the timeout of the phase 'compile' is 2.0 s" in (tmp_path / "rank_1.txt").read_text()
+
+
+def compile_then_hang(folder: Path, rank: int) -> None:
+    watchdog.COMPILER_POLL = watchdog.RECENT = 0.5
+    PHASES[COMPILE] = 2.0
+    store = dist.FileStore(str(folder / "store"), 2)
+    with watchdog.Watchdog(folder, rank, Timeouts(1.0, 1.0), store):
+        if rank == 0:
+            work = "import time; begun = time.monotonic()\nwhile time.monotonic() < begun + 6: pass"
+            subprocess.run([sys.executable, "-c", work], check=True)
+            (folder / "0.compiled").touch()
+        else:
+            until((folder / "0.compiled").exists)
+            (folder / "1.compiled").touch()
         time.sleep(300)
 
 
