@@ -5,8 +5,8 @@ layer, the site in the layer, and the feature or key index. The hash is the same
 a region drop the same elements, and ranks that hold shards drop what a single process would drop there. Resumed runs and
 recomputation in backward get the same masks. Indices are passed as tensors, so ranks and layers share compiled graphs.
 
-Keys are 64 bits wide, mixed by splitmix64's finalizer (Steele et al. 2014); an element's hash is 32 bits wide, to keep the
-integer arithmetic on full masks cheap (constants of the finalizer: github.com/skeeto/hash-prospector).
+Keys and hashes are 32 bits wide: accelerators compute wider integers slowly or, Trainium, not exactly. Two rows share a mask
+with a probability of 2^-32 (constants of the mix: github.com/skeeto/hash-prospector).
 Cost: about ten integer operations per element, one pass if compiled; saves a byte per element for backward.
 """
 
@@ -22,7 +22,7 @@ from parallel.mesh import Axis
 
 
 class Keys(NamedTuple):
-    """Dropout keys of a microbatch's tokens, int64."""
+    """Dropout keys of a microbatch's tokens, int32."""
 
     attention: Tensor  # (b, s/c), for attention probabilities
     hidden: Tensor  # (b·s/c), or (b·s/(c·t)) with sequence parallelism, for hidden states
@@ -33,8 +33,8 @@ class Keys(NamedTuple):
 
 
 def sample_keys(seed: int, samples: Tensor) -> Tensor:
-    """Keys (b) of samples (b), given by their indices in the run, on the samples' device."""
-    return fold(torch.full_like(samples, seed, dtype=torch.int64), samples)
+    """Keys (b) of samples (b), given by their indices in the run modulo 2^32, on the samples' device."""
+    return fold(torch.full_like(samples, _signed(seed), dtype=torch.int32), samples)
 
 
 def token_keys(samples: Tensor, positions: Tensor, layers: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +57,8 @@ def local_keys(tokens: Tensor, axis: Axis, sequence_parallel: bool) -> Keys:
 def fold(keys: Tensor, index: int | Tensor) -> Tensor:
     """Derive new keys from keys and integer indices, which broadcast."""
     if isinstance(index, int):
-        index = torch.full((), index, dtype=torch.int64, device=keys.device)
-    return _mix64(keys ^ _mix64(index.to(torch.int64)))
+        index = torch.full((), index, dtype=torch.int32, device=keys.device)
+    return _mix((keys ^ _mix(index.to(torch.int32))) + _signed(0x9E3779B9))  # the mix alone maps 0 to 0
 
 
 def dropout(x: Tensor, keys: Tensor, rate: float, columns: Tensor | None = None) -> Tensor:
@@ -75,29 +75,22 @@ def dropout(x: Tensor, keys: Tensor, rate: float, columns: Tensor | None = None)
 
 def dropout_mask(keys: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Mask (..., n), True for elements to keep, of rows with keys (...) and columns with indices (..., n)."""
-    words = keys.to(torch.int32)[..., None] ^ _mix32(columns.to(torch.int32))  # (..., n)
-    return (_mix32(words) & 0x7FFFFFFF) >= int(rate * 2**31)
+    words = keys[..., None] ^ _mix(columns.to(torch.int32))  # (..., n)
+    return (_mix(words) & 0x7FFFFFFF) >= int(rate * 2**31)
 
 
-def _mix64(x: Tensor) -> Tensor:
-    """Bijective mix of 64-bit words: every input bit affects every output bit; products wrap around."""
-    x = x + _signed(0x9E3779B97F4A7C15, 64)
-    x = (x ^ _shift(x, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
-    x = (x ^ _shift(x, 27, 64)) * _signed(0x94D049BB133111EB, 64)
-    return x ^ _shift(x, 31, 64)
+def _mix(x: Tensor) -> Tensor:
+    """Bijective mix of 32-bit words: every input bit affects every output bit; products wrap around."""
+    x = (x ^ _shift(x, 16)) * _signed(0x7FEB352D)
+    x = (x ^ _shift(x, 15)) * _signed(0x846CA68B)
+    return x ^ _shift(x, 16)
 
 
-def _mix32(x: Tensor) -> Tensor:
-    """Bijective mix of 32-bit words."""
-    x = (x ^ _shift(x, 16, 32)) * _signed(0x7FEB352D, 32)
-    x = (x ^ _shift(x, 15, 32)) * _signed(0x846CA68B, 32)
-    return x ^ _shift(x, 16, 32)
-
-
-def _shift(x: Tensor, by: int, bits: int) -> Tensor:
+def _shift(x: Tensor, by: int) -> Tensor:
     """Logical right shift; torch's own is arithmetic."""
-    return (x >> by) & ((1 << (bits - by)) - 1)
+    return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def _signed(word: int, bits: int) -> int:
-    return word - (1 << bits) if word >> (bits - 1) else word
+def _signed(word: int) -> int:
+    """The int32 with these low 32 bits."""
+    return (word + (1 << 31)) % (1 << 32) - (1 << 31)

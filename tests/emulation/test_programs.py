@@ -348,9 +348,8 @@ def test_copies_to_the_device_are_asynchronous_and_of_page_locked_memory(name, r
     )
     assert agreements == (1 if "parallel.pipeline=2" in TWO_RANKS[name] else 0)
     assert blocking_functions(used) <= SETUP
-    keys = used[usage.UPLOAD].get("parallel/device.py:upload torch.int64", 0)
     hashed = any(site.startswith("parallel/random.py") for site in used[usage.EAGER])
-    assert (keys, hashed) == ((STEPS, True) if name == "dropout" else (0, False))
+    assert hashed == (name == "dropout")
 
 
 def blocking_functions(used: dict[str, dict[str, int]]) -> set[str]:

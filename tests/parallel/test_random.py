@@ -39,6 +39,16 @@ def test_masks_with_different_keys_are_independent():
         assert product.mean().abs() < 5 * 0.25 / product.numel() ** 0.5
 
 
+def test_keys_are_32_bits_wide_and_distinct_where_all_indices_are_zero():
+    """Accelerators have no exact 64-bit products."""
+    first = keys(0, seed=0)
+    assert first.dtype == torch.int32
+    assert len(first.unique()) == len(POSITIONS)
+    assert fold(fold(first[:1], 0), 0) not in (0, first[0])
+    # Samples are counted modulo 2^32, at any length of a run.
+    assert torch.equal(keys(5 + 2**32), keys(5))
+
+
 def test_gradient_uses_the_forward_mask():
     x = torch.ones(256, 64, requires_grad=True)
     y = dropout(x, keys(0), 0.3)
@@ -71,6 +81,6 @@ def test_dropout_attention_equals_attention_on_average():
 def test_dropout_attention_masks_documents():
     q, k, v = torch.randn(3, 1, 4, 16, 8, generator=torch.Generator().manual_seed(0))
     documents = (torch.arange(16) >= 6).long()[None]
-    options = {"keys": torch.zeros(1, 16, dtype=torch.int64), "heads": torch.arange(4), "rate": 0.0}
+    options = {"keys": torch.zeros(1, 16, dtype=torch.int32), "heads": torch.arange(4), "rate": 0.0}
     y = dropout_attention(q, k, v, ONE, positions=torch.arange(16), documents=documents, **options)
     torch.testing.assert_close(y, attention(q, k, v, documents=documents))
