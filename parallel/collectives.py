@@ -122,16 +122,25 @@ def _sum_shards(received: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
 
 
 class PendingReduceScatter:
-    """A reduce-scatter in progress; `wait()` returns this rank's shard of the sum."""
+    """A reduce-scatter in progress; `wait()` returns this rank's shard of the sum.
 
-    def __init__(self, x: Tensor, axis: Axis) -> None:
-        self.axis, self.dtype = axis, x.dtype
-        if axis.supports_reduction:
+    Args:
+        out: this rank's shard of the flat x, to reduce in place; the other shards are undefined afterwards.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, out: Tensor | None = None) -> None:
+        self.axis, self.dtype, self.out = axis, x.dtype, out
+        if out is not None:
+            self.work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
+        elif axis.supports_reduction:
             self.pending = reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
         else:
             self.pending = start_all_to_all(x, axis)
 
     def wait(self) -> Tensor:
+        if self.out is not None:
+            wait_work(self.work)
+            return self.out
         result = wait(self.pending)
         return result if self.axis.supports_reduction else _sum_shards(result, self.axis, self.dtype)
 

@@ -40,6 +40,8 @@ class Device:
     compile_backend: str  # `torch.compile` backend
     # whether the backend's own reductions are the fastest way to reduce (collectives.py)
     supports_reduction: bool
+    # whether a reduce-scatter may write its result into its input, as NCCL documents
+    reduces_in_place: bool = False
     # whether FSDP's collectives are operators of compiled blocks, which the compiler schedules (optimizer/fsdp.py)
     gathers_in_graph: bool = False
     # whether collectives run concurrently with kernels, on a separate stream, so that splitting a product into chunks hides
@@ -176,6 +178,7 @@ CUDA = Device(
     "nccl",
     "inductor",
     True,
+    reduces_in_place=True,
     concurrent_collectives=True,
     attention_kernel="cuda-flash",
     monitor="nvml",

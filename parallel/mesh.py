@@ -75,7 +75,7 @@ class Mesh:
         expert: size of `expert`; divides data × context.
         rank: rank to plan for: the mesh then has ranks and sizes but no process groups (for planning, conversion and tests);
             None: this process's, with groups if torch.distributed is initialized.
-        supports_reduction: see `Device.supports_reduction`.
+        supports_reduction, reduces_in_place: see `Device`.
         timeout: of the process groups; torch's default differs between the default group and new ones.
         chunks: see `Axis`; of the tensor axis.
         graph_kernel, masks_by_flex: see `Axis`; of the context axis.
@@ -97,6 +97,7 @@ class Mesh:
         shard_degree: int | None = None,
         rank: int | None = None,
         supports_reduction: bool = False,
+        reduces_in_place: bool = False,
         timeout: timedelta | None = None,
         expert: int = 1,
         chunks: int | None = 1,
@@ -131,6 +132,7 @@ class Mesh:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"mesh: rank {self.rank} is outside a world of size {self.size}")
         self.shared_embedding = shared_embedding
+        self.reduces_in_place = reduces_in_place
         self._registered: list[str] = []
         lanes = [f"pipeline_{lane}" for lane in range(1, pipeline_lanes)]
         for name, groups in self._groups(lanes).items():

@@ -56,6 +56,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         profile.shard_degree,
         rank=rank,
         supports_reduction=device.supports_reduction,
+        reduces_in_place=device.reduces_in_place,
         timeout=timeout,
         expert=parallel.expert,
         chunks=parallel.overlap_chunks or (None if by_size else 1),

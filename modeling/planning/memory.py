@@ -207,7 +207,8 @@ def _exchanged_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
     device = device_of(profile)
     width = DTYPES[profile.train.gradient_dtype].itemsize
     copies = 0 if device.supports_reduction else 1  # of the complete bucket, besides the shard
-    exchanged = [bucket for bucket in buckets if bucket.shards * bucket.replicas > 1]
+    # In place, only sums over replicas need memory.
+    exchanged = [b for b in buckets if (b.replicas if device.reduces_in_place else b.shards * b.replicas) > 1]
     sizes = sorted(bucket.size * (1 / bucket.shards + copies) for bucket in exchanged)
     return math.ceil(sum(sizes[-IN_FLIGHT:]) * width)
 

@@ -37,7 +37,8 @@ from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox, Slot
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.grouping import MATRICES, Group, group_parameters
 
-IN_FLIGHT = 2  # buckets in collectives at a time, each of which needs the bucket's memory a second time
+# Collectives at a time that need memory of their own. Those in place are not limited.
+IN_FLIGHT = 2
 STATES = ("master", "exp_avg", "exp_avg_sq")
 Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
 
@@ -188,16 +189,18 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def _start_reduce(self, bucket: Bucket, complete: bool = True) -> None:
+        in_place = bucket.resident and self.mesh.reduces_in_place
+        # A sum over replicas starts when the reduction is finished.
+        limit = len(self.buckets) if in_place and bucket.replicate.size == 1 else IN_FLIGHT
         # All gradients of a compiled block arrive together: its buckets do not wait for each other.
         while self._reducing and (
-            len(self._reducing) >= IN_FLIGHT
-            if bucket.resident
-            else self._reducing[0][0].unit is not bucket.unit
+            len(self._reducing) >= limit if bucket.resident else self._reducing[0][0].unit is not bucket.unit
         ):
             self._finish_reduce()
         started, gradients = None, bucket.take_gradients()
         if bucket.axis.size > 1:
-            started = collectives.PendingReduceScatter(gradients, bucket.axis)
+            out = bucket.gradient_shard if in_place else None
+            started = collectives.PendingReduceScatter(gradients, bucket.axis, out)
         elif bucket.resident and bucket.replicate.size > 1:
             started = collectives.PendingAllReduce(gradients, bucket.replicate)
         self._reducing.append((bucket, gradients, started, complete))

@@ -51,6 +51,7 @@ SLOW_SECONDS = 1000.0
 GPU = {
     "compiles_operators": False,
     "gathers_in_graph": False,
+    "reduces_in_place": True,
     "concurrent_collectives": True,
     "attention_kernel": "math",
 }

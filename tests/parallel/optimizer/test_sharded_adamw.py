@@ -80,10 +80,12 @@ def trained(
     degree: int | None,
     bucket_size: int,
     fused: bool = True,
+    in_place: bool = False,
 ) -> tuple[list[Tensor], list[float]]:
     """Weights and gradient norms with ZeRO-1, the microbatches distributed over the data axis."""
     ranks = torch.distributed.get_world_size()
-    with mesh(data=ranks, shard_degree=degree) as m, pytest.MonkeyPatch.context() as patch:
+    options = {"shard_degree": degree, "reduces_in_place": in_place}
+    with mesh(data=ranks, **options) as m, pytest.MonkeyPatch.context() as patch:
         if not fused:
             patch.setattr("parallel.optimizer.adamw.has_adamw_kernel", lambda _: False)
         built = model()
@@ -107,6 +109,45 @@ def test_matches_torch_adamw(pool, ranks, degree, clip):
     ):
         assert our_norms == pytest.approx(norms, rel=1e-5)
         torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_reductions_in_place_match_torch_adamw(pool, degree):
+    weights, norms = reference(4, 4, 1.0)
+    options = {"steps": 4, "microbatches": 4, "clip": 1.0, "degree": degree, "bucket_size": 50}
+    for ours, our_norms in pool.run(trained, 4, in_place=True, **options):
+        assert our_norms == pytest.approx(norms, rel=1e-5)
+        torch.testing.assert_close(ours, weights, rtol=1e-5, atol=1e-6)
+
+
+def reductions_in_backward(in_place: bool) -> tuple[int, int, int]:
+    """Reductions that were started and that were waited for before `step`, and buckets."""
+    events = []
+
+    class Counted(collectives.PendingReduceScatter):
+        def __init__(self, *arguments):
+            events.append("start")
+            super().__init__(*arguments)
+
+        def wait(self):
+            events.append("wait")
+            return super().wait()
+
+    with mesh(data=2, reduces_in_place=in_place) as m, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "PendingReduceScatter", Counted)
+        built = model()
+        optimizer = ShardedAdamW(built.named_parameters(), m, bucket_size=50)
+        optimizer.begin_step(1)
+        loss(built, 0, 0).backward()
+        return events.count("start"), events.count("wait"), len(optimizer.buckets)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_reductions_in_place_never_wait_during_backward(pool, in_place):
+    """They need no memory; others wait so that few are in flight."""
+    for started, waited, buckets in pool.run(reductions_in_backward, 2, in_place=in_place):
+        assert started == buckets > IN_FLIGHT
+        assert waited == (0 if in_place else buckets - IN_FLIGHT)
 
 
 def sums_over_replicas_in_backward() -> tuple[int, int]:
@@ -138,9 +179,9 @@ def reductions_before_the_last_vector() -> int:
     started, found = [], []
 
     class Counted(collectives.PendingReduceScatter):
-        def __init__(self, x, axis):
+        def __init__(self, x, axis, out):
             started.append(axis.name)
-            super().__init__(x, axis)
+            super().__init__(x, axis, out)
 
     with mesh(data=2) as m, pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "PendingReduceScatter", Counted)
