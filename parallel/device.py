@@ -92,6 +92,9 @@ class Device:
             torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
             torch.use_deterministic_algorithms(deterministic)
             torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory, for debugging
+            if deterministic:
+                # Switches add in any order. torch would exclude the first only; NCCL reads it when the first group connects.
+                os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
 
     @contextmanager
     def chosen_kernels(self, deterministic: bool, precision: str = "float32") -> Iterator[None]:

@@ -1,5 +1,6 @@
 """The device of process groups, threads and kernels, without a GPU: calls to torch are recorded."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -99,9 +100,12 @@ def test_thread_gets_the_device_of_its_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_gpus_use_deterministic_kernels_if_asked(deterministic):
+def test_gpus_use_deterministic_kernels_and_reductions_if_asked(deterministic, monkeypatch):
+    environment = {}
+    monkeypatch.setattr(os, "environ", environment)
     try:
         devices.ACCELERATORS["h200"].choose_kernels(deterministic)
+        assert environment == ({"NCCL_ALGO": "^NVLS,NVLSTree"} if deterministic else {})
         assert torch.are_deterministic_algorithms_enabled() == deterministic
         assert not torch.utils.deterministic.fill_uninitialized_memory
         torch.use_deterministic_algorithms(False)
