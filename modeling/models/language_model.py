@@ -94,6 +94,35 @@ class LanguageModel(nn.Module):
     def add_position_embedding(self, **options: object) -> None:
         """Add learned positions, in architectures that have them."""
 
+    def forward(
+        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, samples: Tensor | None = None
+    ) -> Tensor:
+        """Token ids (b, s/c), or the previous stage's hidden states, to hidden states.
+
+        Args:
+            positions: (s/c) positions of this context rank's tokens.
+            documents: (b, s/c), the position where each token's document starts: attention stays within a document, and
+                positions restart with it. None: attention crosses documents.
+            samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout, of LoRA's updates too.
+        """
+        keys, layer_keys = self.dropout_keys(samples, positions)
+        shared = self.block_arguments(positions, documents)
+        if self.first:
+            x = self.embed_tokens(x, positions, documents, keys)  # (b·s/c, h)
+        for layer, own in zip(self.layers.values(), layer_keys, strict=True):
+            x = layer(x, *shared, documents, own)
+        return self.norm(x) if self.last else x
+
+    def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
+        """Arguments of all blocks between the hidden states and the documents."""
+        return (positions,)
+
+    def embed_tokens(
+        self, ids: Tensor, positions: Tensor, documents: Tensor | None, keys: Keys | None
+    ) -> Tensor:
+        """Hidden states (b·s/c, h) of token ids (b, s/c)."""
+        return self.embedding(ids)
+
     def dropout_keys(
         self, samples: Tensor | None, positions: Tensor
     ) -> tuple[Keys | None, Sequence[Keys | None]]:

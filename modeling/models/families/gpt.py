@@ -150,24 +150,11 @@ class GPT(LanguageModel):
         rows, hidden = self.model.max_position_embeddings, self.model.hidden_size
         self.positions = Embedding(rows, hidden, self.axis, **options)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, samples: Tensor | None = None
+    def embed_tokens(
+        self, ids: Tensor, positions: Tensor, documents: Tensor | None, keys: Keys | None
     ) -> Tensor:
-        """Token ids (b, s/c), or the previous stage's hidden states, to hidden states.
-
-        Args:
-            positions: (s/c) positions of this context rank's tokens.
-            documents: (b, s/c), the position where each token's document starts: attention stays within a document, and
-                learned positions restart with it. None: attention crosses documents.
-            samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout.
-        """
-        keys, layer_keys = self.dropout_keys(samples, positions)
-        if self.first:
-            offsets = positions if documents is None else self.offsets(positions, documents)
-            x = self.embed(self.embedding(x), self.positions(offsets.expand(x.shape)), keys)  # (b·s/c, h)
-        for layer, own in zip(self.layers.values(), layer_keys, strict=True):
-            x = layer(x, positions, documents, own)
-        return self.norm(x) if self.last else x
+        offsets = positions if documents is None else self.offsets(positions, documents)
+        return self.embed(self.embedding(ids), self.positions(offsets.expand(ids.shape)), keys)
 
     def offsets(self, positions: Tensor, documents: Tensor) -> Tensor:
         """Positions (b, s/c) of tokens in their documents."""

@@ -132,24 +132,8 @@ class Llama(LanguageModel):
         theta = inverse_frequencies(model).to(options.get("device"))
         self.register_buffer("theta", theta, persistent=False)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, samples: Tensor | None = None
-    ) -> Tensor:
-        """Token ids (b, s/c), or the previous stage's hidden states, to hidden states.
-
-        Args:
-            positions: (s/c) positions of this context rank's tokens.
-            documents: (b, s/c), the position where each token's document starts: attention stays within a document, and
-                positions restart with it. None: attention crosses documents.
-            samples: (b), dropout keys of the samples (`sample_keys`), used by LoRA's updates only; None disables dropout.
-        """
-        cos, sin = self.rotations(positions, documents)  # (1 or b, s/c, 1, d)
-        if self.first:
-            x = self.embedding(x)  # (b·s/c, h)
-        _, layer_keys = self.dropout_keys(samples, positions)
-        for layer, keys in zip(self.layers.values(), layer_keys, strict=True):
-            x = layer(x, cos, sin, documents, keys)
-        return self.norm(x) if self.last else x
+    def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.rotations(positions, documents)
 
     def rotations(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """The rotation tables (1 or b, s/c, 1, d) of tokens at these positions in their documents."""
