@@ -16,8 +16,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 
-from flows.alerts.events import EVENT, RESOURCE
-from flows.server.prefect_settings import ALERT_KINDS, ALERTS, FLOWS, REJECTED
+from flows.server.prefect_settings import ALERT_KINDS, ALERTS, EVENT, FLOWS, REJECTED, RESOURCE
 from profiles.errors import ProfileError
 
 FAILED = "failed"  # the kind whose events are Prefect's own, so that they also cover a flow whose process was killed

@@ -16,6 +16,7 @@ from typing import Any
 
 from prefect.events import emit_event
 
+from flows.server.prefect_settings import EVENT, RESOURCE
 from modeling import run_files
 from profiles import state_files
 from profiles.schema import Profile
@@ -26,8 +27,6 @@ from tasks.store.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-EVENT = "trainshed.run."  # prefix of an event's name; the kind follows
-RESOURCE = "trainshed.run."  # prefix of its resource's id; the run's name follows
 # events.jsonl entries, and the kinds that are emitted for them
 FROM_RANKS = {
     **{event: event for event in ("rollback", "straggler", "resumed")},

@@ -1,4 +1,4 @@
-"""Prefect settings of clients and servers, and the names of registered objects, flows and states."""
+"""Prefect settings of clients and servers, and the names of registered objects, flows, states and events."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
     "failed": "a flow run failed, crashed or was rejected",
 }
 ALERTS = [f"Trainshed alert: {kind}" for kind in ALERT_KINDS]  # names of automations
+EVENT = "trainshed.run."  # prefix of an event's name; the kind follows
+RESOURCE = "trainshed.run."  # prefix of its resource's id; the run's name follows
 AUTOMATION = "Runs without a heartbeat have crashed"
 FLOWS = (
     "pretrain",
