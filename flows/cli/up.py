@@ -16,14 +16,13 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
-import yaml
 
-from flows.cli.exit_codes import DONE, FAILED, REJECTED
+from flows.cli.deployments import count_unregistered, listed, named, query, register
+from flows.cli.exit_codes import DONE, FAILED
 from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, single_certificate_setting
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import Registration, start_module, wait_healthy
@@ -86,7 +85,8 @@ class _Services:
             if SERVER in self.missing and not self._start_server():
                 print_stderr(f"trainshed: the Prefect server did not start; log: {self.logs / 'server.log'}")
                 return FAILED
-            if code := _deploy(self.options, self.home, self.logs / "deploy.log", self.settings):
+            api, log_file = f"{self.address}/api", self.logs / "deploy.log"
+            if code := register(self.options, self.home, api, log_file, self.settings):
                 return code
             if WORKER in self.missing:
                 worker = ["prefect", "worker", "start", "--pool", POOL]
@@ -128,68 +128,29 @@ class _Services:
         print_stderr(f"Prefect's database: {self.registration.home}")
 
 
-def _deploy(options: argparse.Namespace, home: Path, log_file: Path, settings: Mapping[str, Any]) -> int:
-    """Register work pool, automations and deployments; returns the exit code."""
-    register = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
-    modules = [register, ["prefect", "--no-prompt", "deploy", "--all"]]
-    if options.evaluate is not None:
-        tasks = [part for task in options.evaluate for part in ("--task", task)]
-        modules.append(["flows.alerts.evaluation", *tasks])
-    progress = _deploy_progress(log_file, len(_deployments(home)))
-    for module in modules:
-        with waiting(progress):
-            code = start_module(module, log_file, cwd=home, **settings).wait()
-        if code == REJECTED:
-            print_stderr(log_file.read_text().splitlines()[-1])
-            return REJECTED
-        if code != 0:
-            print_stderr(f"trainshed: `python -m {' '.join(module)}` failed; log: {log_file}")
-            return FAILED
-    return DONE
-
-
 def _missing(api: str, home: Path) -> list[str] | None:
     """What runs need but the Prefect server at this address lacks; None if none answers there."""
     try:
-        deployments = _deployments(home)
-        pool = _query(f"{api}/work_pools/filter", {"work_pools": _named(POOL)})
-        automation = _query(f"{api}/automations/filter", {"automations": _named(AUTOMATION)})
-        alerts = _query(
+        pool = query(f"{api}/work_pools/filter", {"work_pools": named(POOL)})
+        automation = query(f"{api}/automations/filter", {"automations": named(AUTOMATION)})
+        alerts = query(
             f"{api}/automations/filter", {"automations": {"name": {"any_": ALERTS}}, "limit": len(ALERTS)}
         )
-        registered = _query(f"{api}/deployments/filter", {"work_pools": _named(POOL)})
-        known = {(deployment["entrypoint"], deployment["name"]) for deployment in registered}
-        unregistered = sum((entry["entrypoint"], entry["name"]) not in known for entry in deployments)
+        unregistered, total = count_unregistered(api, home), len(listed(home))
         missing = [] if pool else [f"the work pool {POOL}"]
         missing += [] if automation else ["the automation for crashed runs"]
         missing += [] if len(alerts) == len(ALERTS) else ["the automations of alerts"]
-        missing += [f"{unregistered} of {len(deployments)} deployments"] if unregistered else []
+        missing += [f"{unregistered} of {total} deployments"] if unregistered else []
         return missing if pool and _has_online_worker(api) else [*missing, WORKER]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _deployments(home: Path) -> list[dict[str, Any]]:
-    return yaml.safe_load((home / "prefect.yaml").read_text())["deployments"]
-
-
-def _deploy_progress(log_file: Path, total: int) -> Callable[[], str]:
-    """A description of the progress of `prefect deploy --all`, read from its log."""
-    before = log_file.stat().st_size if log_file.exists() else 0
-
-    def describe() -> str:
-        log = log_file.read_bytes()[before:] if log_file.exists() else b""
-        done = log.count(b"' successfully ")
-        return f"registering automations and {total} deployments" + (f": {done} done" if done else "")
-
-    return describe
 
 
 def _has_online_worker(api: str) -> bool:
     """Whether the pool has an online worker; waits, as another `trainshed up` may have just started one."""
     workers = f"{api}/work_pools/{POOL}/workers/filter"
     started, announced = time.monotonic(), False
-    while not any(worker["status"] == "ONLINE" for worker in _query(workers, {})):
+    while not any(worker["status"] == "ONLINE" for worker in query(workers, {})):
         waited = time.monotonic() - started
         if waited > WORKER_SECONDS:
             return False
@@ -198,18 +159,6 @@ def _has_online_worker(api: str) -> bool:
             print_stderr("a Prefect server is already running; waiting for its worker")
         time.sleep(0.5)
     return True
-
-
-def _named(name: str) -> dict[str, Any]:
-    return {"name": {"any_": [name]}}
-
-
-def _query(address: str, body: dict[str, Any]) -> Any:
-    """Query Prefect's API; returns its JSON. Raises OSError or ValueError if something else listens there."""
-    header = {"Content-Type": "application/json"}
-    request = urllib.request.Request(address, json.dumps(body).encode(), header, method="POST")
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
 
 
 def _form(address: str) -> str:

@@ -1,0 +1,144 @@
+"""Deployments of prefect.yaml on the server of `trainshed up`: what it lacks, and their registration.
+
+Registering all of them takes about 20 s. The server keeps a digest of what they were made from, and of the result, in a variable,
+so that they are registered again only after a change, or if they were changed or removed there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flows.cli.exit_codes import DONE, FAILED, REJECTED
+from flows.server.prefect_settings import POOL
+from flows.server.shared_server import start_module
+from flows.ui.console import print_stderr, waiting
+
+VARIABLE = "trainshed_deployments"
+# What deployments are made from: their definitions, and the flows and names of profiles, from which Prefect makes their forms.
+SOURCES = ("prefect.yaml", "flows/**/*.py", "profiles/**/*.py", "profiles/**/*.yaml")
+# Those of a registered deployment that prefect.yaml or the flow decides.
+FIELDS = (
+    "entrypoint",
+    "name",
+    "description",
+    "tags",
+    "parameters",
+    "parameter_openapi_schema",
+    "pull_steps",
+    "job_variables",
+)
+UNAVAILABLE = 503
+ATTEMPTS = 10  # a server on SQLite is unavailable for moments
+
+
+def register(
+    options: argparse.Namespace, home: Path, api: str, log_file: Path, settings: Mapping[str, Any]
+) -> int:
+    """Register work pool, automations and deployments; returns the exit code."""
+    register = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
+    if code := _run(register, home, log_file, settings):
+        return code
+    if code := deploy(home, api, log_file, settings):
+        return code
+    if options.evaluate is None:
+        return DONE
+    tasks = [part for task in options.evaluate for part in ("--task", task)]
+    return _run(["flows.alerts.evaluation", *tasks], home, log_file, settings)
+
+
+def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any]) -> int:
+    """Register the deployments, unless the server has them unchanged; returns the exit code."""
+    variables = query(f"{api}/variables/filter", {"variables": named(VARIABLE)})
+    if variables and variables[0]["value"] == _digest(home, api):
+        return DONE
+    if code := _run(["prefect", "--no-prompt", "deploy", "--all"], home, log_file, settings):
+        return code
+    value = {"value": _digest(home, api)}
+    if variables:
+        query(f"{api}/variables/name/{VARIABLE}", value, "PATCH")
+    else:
+        query(f"{api}/variables/", {"name": VARIABLE, **value})
+    return DONE
+
+
+def count_unregistered(api: str, home: Path) -> int:
+    """Number of deployments that the server lacks."""
+    known = {(deployment["entrypoint"], deployment["name"]) for deployment in _registered(api)}
+    return sum((entry["entrypoint"], entry["name"]) not in known for entry in listed(home))
+
+
+def listed(home: Path) -> list[dict[str, Any]]:
+    """The deployments of prefect.yaml."""
+    return yaml.safe_load((home / "prefect.yaml").read_text())["deployments"]
+
+
+def named(name: str) -> dict[str, Any]:
+    """Filter of Prefect's API by a name."""
+    return {"name": {"any_": [name]}}
+
+
+def query(address: str, body: dict[str, Any], method: str = "POST") -> Any:
+    """Query Prefect's API; returns its JSON. Raises OSError or ValueError if something else listens there."""
+    header = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), header, method=method)
+    for _ in range(ATTEMPTS):
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            if error.code != UNAVAILABLE:
+                raise
+            time.sleep(1)
+    raise OSError(f"{address}: unavailable for {ATTEMPTS} s")
+
+
+def _registered(api: str) -> list[dict[str, Any]]:
+    """The deployments that the server has."""
+    return query(f"{api}/deployments/filter", {"work_pools": named(POOL)})
+
+
+def _digest(home: Path, api: str) -> str:
+    """Digest of what the deployments are made from, the folder of their runs, and the server's deployments."""
+    found = hashlib.sha256(f"{version('prefect')} {Path.cwd()}".encode())
+    for pattern in SOURCES:
+        for path in sorted(home.glob(pattern)):
+            found.update(f"\0{path.relative_to(home)}\0".encode() + path.read_bytes())
+    kept = sorted(json.dumps([each[name] for name in FIELDS], sort_keys=True) for each in _registered(api))
+    found.update(json.dumps(kept).encode())
+    return found.hexdigest()
+
+
+def _run(module: list[str], home: Path, log_file: Path, settings: Mapping[str, Any]) -> int:
+    """Run a module that registers something; returns the exit code."""
+    with waiting(_progress(log_file, len(listed(home)))):
+        code = start_module(module, log_file, cwd=home, **settings).wait()
+    if code == REJECTED:
+        print_stderr(log_file.read_text().splitlines()[-1])
+        return REJECTED
+    if code != 0:
+        print_stderr(f"trainshed: `python -m {' '.join(module)}` failed; log: {log_file}")
+        return FAILED
+    return DONE
+
+
+def _progress(log_file: Path, total: int) -> Callable[[], str]:
+    """A description of the progress of `prefect deploy --all`, read from its log."""
+    before = log_file.stat().st_size if log_file.exists() else 0
+
+    def describe() -> str:
+        log = log_file.read_bytes()[before:] if log_file.exists() else b""
+        done = log.count(b"' successfully ")
+        return f"registering automations and {total} deployments" + (f": {done} done" if done else "")
+
+    return describe
