@@ -109,7 +109,7 @@ def _registered(api: str) -> list[dict[str, Any]]:
 
 
 def _digest(home: Path, api: str) -> str:
-    """Digest of what the deployments are made from, the folder of their runs, and the server's deployments."""
+    """Digest of what deployments are made from, the folder of their runs, and the server's deployments."""
     found = hashlib.sha256(f"{version('prefect')} {Path.cwd()}".encode())
     for pattern in SOURCES:
         for path in sorted(home.glob(pattern)):

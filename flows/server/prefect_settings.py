@@ -1,4 +1,4 @@
-"""Prefect settings of clients and servers, and the names of registered objects, flows, states and events."""
+"""Prefect settings of clients and servers, and names of registered objects, flows, states and events."""
 
 from __future__ import annotations
 
