@@ -22,6 +22,7 @@ from parallel import Mesh
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
 from parallel.layers.lora import without_updates
+from parallel.random import sample_keys
 from parallel.torch_internals import dynamo  # noqa: F401 operators on the meta device import it; here it is part of a program's start
 from profiles.schema import Profile
 
@@ -130,7 +131,7 @@ class StageCosts:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)  # ZeRO-1 moves it into a bucket
         b, s = self.profile.micro_batch_rows, self.profile.train.sequence_length // self.mesh.context.size
         tokens = torch.empty(b, s, dtype=torch.int64, device=META)
-        positions, keys = tokens[0], tokens[:, 0]
+        positions, keys = tokens[0], sample_keys(0, tokens[:, 0])
         x = tokens if stage.first else self._hidden_states()
         documents = torch.empty_like(tokens) if self.profile.document_masks else None
         existing = [*stage.parameters(), *stage.buffers(), tokens, x]
