@@ -203,7 +203,7 @@ class Bucket:
 
     @torch.no_grad()
     def add_sum(self, shard: Tensor) -> None:
-        """Add a shard of summed gradients to those of the step's earlier microbatches, unless it is `gradient_shard`."""
+        """Add a shard of summed gradients to those of earlier microbatches, unless it is `gradient_shard`."""
         if shard is not self.gradient_shard:
             combine = self.arithmetic.add if self._summed else self.arithmetic.assign
             combine(self.gradient_shard, shard)
