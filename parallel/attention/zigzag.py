@@ -70,7 +70,7 @@ class Area(NamedTuple):
     distance: int = 0
 
 
-class Block(NamedTuple):
+class SourceBlock(NamedTuple):
     """The areas that a rank computes with the keys of one rank, the source."""
 
     source: int
@@ -98,19 +98,19 @@ class RankAttention(NamedTuple):
     window: int | None = None
     documents: Tensor | None = None
 
-    def blocks(self, length: int) -> Iterator[Block]:
+    def blocks(self, length: int) -> Iterator[SourceBlock]:
         """Yield the block of each source for s/c = length, the rank's own first and causal squares first."""
         everything, first, second = slice(None), slice(0, length // 2), slice(length // 2, None)
         for step in range(self.size):
             source = (self.rank - step) % self.size
             if self.window is not None and self.size > 1:
-                yield Block(source, [*self._areas_in_window(source, length // 2, self.window)])
+                yield SourceBlock(source, [*self._areas_in_window(source, length // 2, self.window)])
             elif step == 0 or not self.causal:
-                yield Block(source, [Area(everything, everything, self.causal)])
+                yield SourceBlock(source, [Area(everything, everything, self.causal)])
             elif source < self.rank:
-                yield Block(source, [Area(everything, first, False)])
+                yield SourceBlock(source, [Area(everything, first, False)])
             else:
-                yield Block(source, [Area(second, everything, False)])
+                yield SourceBlock(source, [Area(second, everything, False)])
 
     def _areas_in_window(self, source: int, chunk: int, window: int) -> Iterator[Area]:
         """Pairs of a chunk of queries and one of the same or earlier keys, some of which are in the window."""
@@ -131,7 +131,7 @@ class RankAttention(NamedTuple):
         wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_empty(b, s, n, d, dtype=wide).transpose(1, 2), q.new_empty(b, n, s, dtype=wide)
 
-    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    def forward(self, block: SourceBlock, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge a block's result into out and lse; the rank's own block, which is the first, sets them."""
         for area in block.areas:
             rows, keys = area.rows, area.keys
@@ -147,7 +147,7 @@ class RankAttention(NamedTuple):
 
     def backward(
         self,
-        block: Block,
+        block: SourceBlock,
         grad: Tensor,
         q: Tensor,
         k: Tensor,
