@@ -36,6 +36,7 @@ from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations
 from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.stages import cut_layers
+from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.sections.model import neighbours
 
@@ -94,7 +95,7 @@ def _stats(source: Path) -> list[list[Any]]:
 def write_peft(source: Path, destination: Path, options: Options) -> dict[str, Any]:
     """Write LoRA adapters in PEFT's format; returns the record and raises as `convert` does."""
     adapters = read_adapters(source, options.config, options.nxd_layout, "SOURCE")
-    if destination.exists() and any(destination.iterdir()):
+    if state_files.exists(destination) and any(destination.iterdir()):
         raise ProfileError("DESTINATION", str(destination), "is not empty")
     facts = peft.write(adapters, destination)
     return {"to": "peft", **facts, "files": {path.name: {} for path in sorted(destination.iterdir())}}

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 
 from modeling.conversion.tensor_files import File, file_sha256
+from profiles import state_files
 from profiles.errors import ProfileError
 
 JOURNAL, RECORD = "conversion.jsonl", "conversion.json"
@@ -150,7 +151,7 @@ def _json(path: Path) -> Any:
 def _lines(path: Path) -> list[Any]:
     """The lines of a journal before the first incomplete one, which a killed process was writing."""
     lines = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in (state_files.read_text(path) or "").splitlines():
         try:
             lines.append(json.loads(line))
         except ValueError:
