@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
 from unittest import mock
 
 from tasks.launchers.base import START, TORCHRUN
@@ -27,14 +27,26 @@ from tests.ports import free_port
 
 
 @contextlib.contextmanager
-def forked_jobs() -> Iterator[None]:
-    """Fork the ranks of every job that LocalLauncher starts inside the block."""
+def forked_jobs(real: str | None = None) -> Iterator[None]:
+    """Fork the ranks of every job that LocalLauncher starts inside the block, except those of the module `real`."""
     from tasks.launchers import local
 
-    replaced = SimpleNamespace(Popen=ForkedJob, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    # The environment in /proc of a forked rank is that of the process it was forked from.
-    unmarked = mock.patch.object(local, "_wait_until_marked")
-    with mock.patch.object(local, "subprocess", replaced), unmarked:
+    wait_until_marked = local._wait_until_marked
+
+    def start(command: list[str], **options: Any) -> ForkedJob | subprocess.Popen[bytes]:
+        kind = subprocess.Popen if _parse(command)[1] == real else ForkedJob
+        return kind(command, **options)
+
+    def wait(child: ForkedJob | subprocess.Popen[bytes], identifier: str) -> None:
+        # The environment in /proc of a forked rank is that of the process it was forked from.
+        if not isinstance(child, ForkedJob):
+            wait_until_marked(child, identifier)
+
+    replaced = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    with (
+        mock.patch.object(local, "subprocess", replaced),
+        mock.patch.object(local, "_wait_until_marked", wait),
+    ):
         yield
 
 

@@ -17,7 +17,9 @@ import pytest
 from flows.cli.main import main
 from flows.hooks import cancel_jobs
 from tests.flows.micro import LONGER, final_state, logged, losses, settings, wait_for_step
+from tests.forked_jobs import forked_jobs
 
+TRAIN = "modeling.training.train"
 INTERRUPTED_AT = 50  # of 240 steps, with a checkpoint every 40
 
 
@@ -44,11 +46,7 @@ def ranks(folder) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             line = process.cmdline()
-            if (
-                "modeling.training.train" in line
-                and str(folder) in line
-                and "modeling.supervision.torchrun" not in line
-            ):
+            if TRAIN in line and str(folder) in line and "modeling.supervision.torchrun" not in line:
                 found.append(process)
         except psutil.Error:
             continue
@@ -81,7 +79,8 @@ def test_killed_ranks_fail_a_command_without_retries_and_a_flow_with_a_retry_com
     caplog.set_level("INFO")
     killer = threading.Thread(target=kill_twice)
     killer.start()
-    result = pretrain(tmp_path / "store", *LONGER, "cluster.retries=1", torchrun=True)
+    with forked_jobs(real=TRAIN):
+        result = pretrain(tmp_path / "store", *LONGER, "cluster.retries=1", torchrun=True)
     killer.join()
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "was killed by SIGKILL" in said
@@ -194,7 +193,8 @@ def test_command_started_again_reattaches_to_running_training(
 
     resuming = threading.Thread(target=resume)
     resuming.start()
-    code = main([*arguments])
+    with forked_jobs(real=TRAIN):  # which evaluate the trained model
+        code = main([*arguments])
     resuming.join()
     out, err = capsys.readouterr()
     assert code == 0, err

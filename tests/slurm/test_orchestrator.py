@@ -18,7 +18,7 @@ from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
 from tests.slurm.conftest import SLURM, ranks, register_deployment, until, worker
 
-RUN = (*SLURM, "checkpoint.every=100", "evaluate.every=0")
+RUN = (*SLURM, "cluster.nodes=1", "parallel.tensor=1", "checkpoint.every=100", "evaluate.every=0")
 ENDLESS = "train.steps=100000"  # until it is cancelled
 
 

@@ -25,8 +25,8 @@ TOKENS = {
     "AWS_SECRET_ACCESS_KEY": "planted-key-c0de",
 }
 SLURM = (
-    *("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=2", "cluster.devices_per_node=1"),
-    *("parallel.tensor=2", "train.steps=4", "checkpoint.every=2", "evaluate.every=0"),
+    *("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=1"),
+    *("train.steps=4", "checkpoint.every=2", "evaluate.every=0"),
 )
 
 
