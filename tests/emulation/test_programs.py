@@ -46,7 +46,7 @@ DPO = ("objective.kind=dpo", "objective.packing=false")
 LORA = ("lora.rank=4", "lora.targets=[qkv, output, gate_up, down]")
 USERS = "compiled, user functions"
 COMPILED = {
-    "compiled, tensor": ("parallel.tensor=2",),
+    "compiled, tensor": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
     "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", MASKED),
     "compiled, dpo, zero bubble": (*DPO, *PIPELINE, "parallel.schedule=zero_bubble"),
     # with dropout, with tied embeddings, whose gradient the user's loss adds to, and with parameters of more shapes than torch
@@ -63,7 +63,6 @@ COMPILED = {
     "compiled, sft": (*SFT, "parallel.tensor=1", "parallel.context=2"),  # a ring with documents
     "compiled, dpo": (*DPO, "parallel.tensor=2"),
     "compiled, lora": (*LORA, "parallel.tensor=1", "parallel.data_sharding=fsdp"),
-    "compiled, bf16": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
 }
 TRACED = (
     *(USERS, "compiled, tensor", "compiled, bounds", "compiled, dpo, zero bubble", "compiled, experts"),
