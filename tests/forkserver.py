@@ -12,6 +12,7 @@ import torch._dynamo.guards
 PRELOADED = [
     *("torch.distributed", "modeling.training.train", "modeling.training.evaluate"),
     *("torch._inductor.compile_fx", "modeling.tracing.compile"),  # 3 s of CPU in each process that compiles
+    "tests.instruction_sets",  # 1 s
     *("torch.distributed.pipelining", "tests.parity.harness"),  # of most ranks of tests/pool.py
     "tests.forkserver",  # last
 ]

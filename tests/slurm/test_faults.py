@@ -54,8 +54,9 @@ def test_stale_attempt_without_its_slurmd_completes_no_checkpoint(cluster, lab, 
     assert (run.folder / "attempt").read_text() == "2"
 
 
-def test_job_saves_and_requeues_before_its_time_limit(cluster, lab, undisturbed):
-    run = lab.run("limited", "cluster.time=10", "cluster.time_left=240", "cluster.hang_seconds=600")
+def test_job_saves_and_requeues_before_its_time_limit_and_when_preempted(cluster, lab, undisturbed):
+    limit = ("cluster.time=10", "cluster.time_left=240", "cluster.hang_seconds=600")
+    run = lab.run("requeued", *limit, "cluster.partition=spot", "cluster.slurm=['--nodelist=n[1-2]']")
 
     def shorten():
         # So that three to four minutes are left. Slurm checks every 30 s, so the ranks are suspended until then.
@@ -78,37 +79,18 @@ def test_job_saves_and_requeues_before_its_time_limit(cluster, lab, undisturbed)
 
         until(extended)
 
-    run.at_step(INTERRUPTED_AT, shorten)
-    run.train()
-    assert "interrupted: saved step" in run.log
-    assert "saved; requeued" in run.log
-    assert "start 2" in run.log
-    assert run.losses == undisturbed
-
-
-def test_preempted_job_saves_and_resumes_once_nodes_are_free(cluster, lab, undisturbed):
-    run = lab.run("preempted", "cluster.partition=spot", "cluster.slurm=['--nodelist=n[1-2]']")
-    other: list[str] = []
-
     def preempt():
-        identifier = cluster.command(
-            "sbatch",
-            "--parsable",
-            "-N4",
-            "--exclusive",
-            "-p",
-            "train",
-            "-o",
-            "/dev/null",
-            "--wrap",
-            "sleep 3",
-        )
-        other.append(identifier.strip())
+        whole = ("-N4", "--exclusive", "-p", "train", "-o", "/dev/null")
+        cluster.command("sbatch", *whole, "--wrap", "sleep 3")
 
-    run.at_step(INTERRUPTED_AT, preempt)
+    run.at_step(INTERRUPTED_AT, shorten)
+    run.at_step(2 * INTERRUPTED_AT, preempt)  # the second start
     run.train()
-    assert "start 2" in run.log
-    assert "interrupted: saved step" in run.log
+    limited, _, preempted = run.log.partition("start 2, ")
+    assert "interrupted: saved step" in limited
+    assert "saved; requeued" in limited
+    assert "interrupted: saved step" in preempted
+    assert "start 3, " in preempted
     assert run.losses == undisturbed
 
 

@@ -124,14 +124,14 @@ def test_graphs_and_operators_are_the_same_on_every_rank():
 def test_graph_that_depends_on_the_rank_has_another_digest(tmp_path, monkeypatch):
     import modeling.models.families.llama
 
-    spread = profile(tmp_path, *SPREAD)
+    split = profile(tmp_path)
     forward = modeling.models.families.llama.MLP.forward
 
     def scaled_by_rank(self, x, keys=None):
         return forward(self, x, keys) * (1.0 + self.down.axis.rank)
 
     monkeypatch.setattr(modeling.models.families.llama.MLP, "forward", scaled_by_rank)
-    assert digests(trace(spread, 0))["block, training"] != digests(trace(spread, 1))["block, training"]
+    assert digests(trace(split, 0))["block, training"] != digests(trace(split, 1))["block, training"]
 
 
 @pytest.mark.parametrize("more", [(), GPT], ids=["llama", "gpt"])

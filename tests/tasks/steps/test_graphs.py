@@ -144,7 +144,7 @@ def test_graphs_of_other_shapes_are_cache_misses_and_are_named(workspace, compil
 
 
 def test_after_a_kill_a_failure_and_an_interrupt_only_what_is_missing_is_compiled_and_once(
-    workspace, run, compiled, tmp_path, caplog, monkeypatch
+    workspace, run, compiled, tmp_path, caplog
 ):
     caplog.set_level(logging.INFO)
     workspace.forget(run, LOSS)
@@ -159,10 +159,9 @@ def test_after_a_kill_a_failure_and_an_interrupt_only_what_is_missing_is_compile
     assert [row["program"] for row in rows if row["error"]] == [LOSS]
     assert workspace.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
 
-    monkeypatch.setattr(local, "subprocess", subprocess)  # processes that pgrep finds
     caplog.clear()
-    interrupt_while_compiling(workspace, run, caplog)
-    monkeypatch.undo()
+    with forked_jobs(real="modeling.tracing.compile"):  # processes that pgrep finds
+        interrupt_while_compiling(workspace, run, caplog)
     left = ["pgrep", "-f", f"modeling.tracing.compile.*{workspace.folder}"]
     assert subprocess.run(left, capture_output=True, text=True, check=False).stdout == ""
     assert "waiting for" not in caplog.text  # no process left a lock
