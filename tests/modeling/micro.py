@@ -90,7 +90,7 @@ def records(folder: Path, pairs: bool = False) -> Path:
 
 def start(program: str, *arguments: object, processes: int = 2) -> subprocess.Popen[str]:
     """Start `python -m modeling.<program>` with piped output, under torchrun unless `processes` is 0."""
-    command = [sys.executable, "-m", f"modeling.{program}", *map(str, arguments)]
+    command = [sys.executable, "-m", "modeling.start", f"modeling.{program}", *map(str, arguments)]
     if processes:
         port = str(free_port())
         command[1:2] = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]

@@ -21,9 +21,11 @@ from flows.server.shared_server import wait_healthy
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.check import PLANNED_ONLY
-from tests.flows.micro import LONGER, final_state, losses, wait_for_step, write_shadowing_modules
+from tests.flows.micro import final_state, losses, wait_for_step, write_shadowing_modules
 from tests.ports import free_port
 from tests.slurm.conftest import until
+
+ENDLESS = ("train.steps=10000", "checkpoint.every=40", "evaluate.every=0")  # until it is stopped
 
 
 @pytest.fixture
@@ -128,8 +130,7 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
     assert "already running" in capsys.readouterr().err
     (worker,) = ask(f"{api}/work_pools/trainshed/workers/filter")
     assert worker["status"] == "ONLINE"
-    endless = ("train.steps=10000", "checkpoint.every=40", "evaluate.every=0")
-    ask(address, {"parameters": {"profile": str(profile), "overrides": endless, "name": "interrupted"}})
+    ask(address, {"parameters": {"profile": str(profile), "overrides": ENDLESS, "name": "interrupted"}})
     folder = tmp_path / "store/runs/interrupted"
     wait_for_step(folder, 50, timeout=300)
     os.killpg(started.process.pid, signal.SIGINT)
@@ -164,8 +165,8 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     (schedule,) = nightly["schedules"]
     assert schedule["schedule"]["timezone"] == "Europe/Berlin"
     assert not schedule["active"]
-    soon = {
-        "schedule": {"interval": 5, "anchor_date": "2026-01-01T00:00:00Z", "timezone": "Europe/Berlin"},
+    soon = {  # Prefect submits runs 10 s ahead, so that the second one is not yet due when the first has started
+        "schedule": {"interval": 20, "anchor_date": "2026-01-01T00:00:00Z", "timezone": "Europe/Berlin"},
         "active": True,
     }
     soon["parameters"] = {"profile": str(profile), "name": "nobody"}
@@ -189,9 +190,9 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert done[0]["state_name"] == "NoFinishedRun"
     assert done[0]["auto_scheduled"]
 
-    # The second Ctrl-C also kills processes that ignore signals: here suspended ranks.
+    # The second Ctrl-C also kills processes that ignore signals: here a suspended rank.
     (deployment,) = (each for each in deployments if each["name"] == "tiny" and "pretrain" in each["tags"])
-    parameters = {"profile": str(profile), "overrides": [*LONGER, "train.steps=10000"], "name": "deployed"}
+    parameters = {"profile": str(profile), "overrides": ENDLESS, "name": "deployed"}
     ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
     wait_for_step(tmp_path / "store/runs/deployed", 50, timeout=300)
     for process in started.processes():
