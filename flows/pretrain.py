@@ -70,9 +70,9 @@ log = logging.getLogger(__name__)
 EVALUATION = ("validation_loss", "perplexity", "metrics")  # an evaluation's values in the flow's result
 
 
-def read_before(folder: Path) -> dict[str, Any] | None:
+def read_initial_evaluation(folder: Path) -> dict[str, Any] | None:
     """The evaluation of the weights that a fine-tuning run started from; None for other runs."""
-    before = state_files.read_json(folder / run_files.BEFORE)
+    before = state_files.read_json(folder / run_files.INITIAL_EVALUATION)
     return before and {name: before[name] for name in EVALUATION}
 
 
@@ -215,7 +215,7 @@ def _results(folder: Path, evaluated: Artifact, exported: Artifact, report: Arti
         "validation_loss": summary["validation_loss"],
         "perplexity": summary["perplexity"],
         "evaluation": {name: summary[name] for name in EVALUATION},
-        "before": read_before(folder),
+        "before": read_initial_evaluation(folder),
     }
 
 

@@ -73,7 +73,7 @@ def write_report(
 ) -> Path:
     """Write report.json and report.html to the run folder, each atomically; returns report.html's path."""
     history, tokenizer = History.read(folder), _tokenizer_file(folder)
-    before = state_files.read_json(folder / run_files.BEFORE) or {}
+    before = state_files.read_json(folder / run_files.INITIAL_EVALUATION) or {}
     facts = {
         "run": profile.name,
         "description": profile.description,

@@ -91,7 +91,9 @@ class TrainingRun:
         self._compute_seconds = 0.0  # this rank's compute time in the last finished step
         run = options.run_folder
         # file for the evaluation of the initial weights; None unless the run fine-tunes
-        self.before = run / run_files.BEFORE if self.profile.fine_tunes and options.weights else None
+        self.initial_evaluation = (
+            run / run_files.INITIAL_EVALUATION if self.profile.fine_tunes and options.weights else None
+        )
         location = options.checkpoints or run / run_files.CHECKPOINTS
         self.checkpoints = Checkpoints(trainer, self.optimizer, run, location, options.attempt)
         self.replicas = Replicas(trainer, self.optimizer, run)
@@ -133,7 +135,7 @@ class TrainingRun:
 
     def _train_steps(self) -> int:
         """Train until the last step, a stop signal or divergence. Returns the exit code."""
-        self._evaluate_before()
+        self._evaluate_initial_weights()
         while self.step < self.settings.steps:
             self.step += 1
             self.trace.begin(self.step)
@@ -161,15 +163,15 @@ class TrainingRun:
                 break
         return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
 
-    def _evaluate_before(self) -> None:
+    def _evaluate_initial_weights(self) -> None:
         """Evaluate the initial weights of a fine-tuning run as its final ones will be; once per run."""
-        if self.before is None or self.step:
+        if self.initial_evaluation is None or self.step:
             return
-        evaluated = torch.tensor([float(self.trainer.leader and state_files.exists(self.before))])
+        evaluated = torch.tensor([float(self.trainer.leader and state_files.exists(self.initial_evaluation))])
         if sum(self.trainer.sum_on_host(evaluated)):
             return
         with self.watchdog.phase("evaluate"):
-            result = evaluate_into(self.before, self.trainer, self.validation, 0)
+            result = evaluate_into(self.initial_evaluation, self.trainer, self.validation, 0)
             if self.reporter:
                 self.reporter.evaluation(0, result)
 
