@@ -19,8 +19,8 @@ from parallel.checkpoint.locations import QUARANTINE
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile, Train
+from tasks.jsonl import is_metrics
 from tasks.keys import POSITION
-from tasks.launchers.log_follower import is_metrics
 from tasks.steps.dataset import DatasetStep
 from tasks.store import ledger, runs
 from tasks.store.backends import FolderBackend

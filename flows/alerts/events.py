@@ -21,8 +21,8 @@ from modeling import run_files
 from profiles import state_files
 from profiles.schema import Profile
 from tasks.failures import HUNG
+from tasks.jsonl import LogFollower, is_event
 from tasks.launchers.base import NODE_FAILED
-from tasks.launchers.log_follower import LogFollower, is_event
 from tasks.store.run_folder import RunFolder
 
 log = logging.getLogger(__name__)

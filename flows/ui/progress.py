@@ -18,7 +18,7 @@ from flows.ui.console import log_progress
 from flows.ui.overview import Overview
 from modeling import run_files
 from profiles.schema import Profile
-from tasks.launchers.log_follower import LogFollower, is_metrics
+from tasks.jsonl import LogFollower, is_metrics
 from tasks.reporting.advice import rise_warning
 from tasks.reporting.format import format_duration, format_value, validation_name
 from tasks.reporting.history import RECENT, seconds_left

@@ -15,7 +15,7 @@ from typing import Any
 
 from modeling import run_files
 from modeling.training.metrics import tag
-from tasks.launchers.log_follower import LogFollower, is_metrics
+from tasks.jsonl import LogFollower, is_metrics
 from tasks.store.store import Store
 
 TENSORBOARD = "tensorboard/evaluations"  # separate from the folder that training writes

@@ -20,7 +20,7 @@ import yaml
 from modeling import run_files
 from profiles.sections.objective import rows_per_sample
 from tasks.fleet.goodput import FAILURES
-from tasks.launchers.log_follower import is_event
+from tasks.jsonl import is_event
 from tasks.reporting.downsampling import downsample
 from tasks.store.backends import Backend, FileInfo
 

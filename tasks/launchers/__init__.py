@@ -2,8 +2,8 @@
 
 Start with `base`: the `Launcher` protocol, the job types and `execute`. `local`, `slurm` and `kubernetes` implement the protocol,
 `plugins` finds them and those of other packages, `conformance` tests any of them. `batch` writes the Slurm batch script,
-`manifests` those of Kubernetes, `causes` finds the cause of a failure in a log, `log_follower` reads growing files. Imports
-`modeling`, `parallel` and `profiles`.
+`manifests` those of Kubernetes, and `causes` finds the cause of a failure in a log. Imports `modeling`, `parallel`,
+`profiles` and `tasks`.
 """
 
 from __future__ import annotations

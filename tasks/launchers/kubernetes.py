@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.sections.cluster import Cluster
+from tasks.jsonl import size_of
 from tasks.launchers import causes, manifests
 from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, next_attempt
-from tasks.launchers.log_follower import size_of
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient, V1Job, V1Pod

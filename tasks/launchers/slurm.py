@@ -20,9 +20,9 @@ from typing import Any
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Cluster
+from tasks.jsonl import size_of
 from tasks.launchers import batch, causes
 from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status
-from tasks.launchers.log_follower import size_of
 from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
 
 log = logging.getLogger(__name__)

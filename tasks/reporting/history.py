@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from modeling import run_files
 from profiles.schema import Profile
-from tasks.launchers.log_follower import LogFollower, is_metrics
+from tasks.jsonl import LogFollower, is_metrics
 from tasks.reporting.chart import LINE_STYLES, Points, Series
 from tasks.reporting.downsampling import Curve, Sample
 from tasks.reporting.format import validation_name

@@ -10,8 +10,8 @@ from modeling import job_log, run_files
 from profiles import state_files
 from profiles.schema import Profile
 from tasks import failures
+from tasks.jsonl import LogFollower, size_of
 from tasks.launchers import Job, JobFailed, create, execute
-from tasks.launchers.log_follower import LogFollower, size_of
 from tasks.step import Context
 from tasks.store.artifacts import Artifact
 

@@ -14,9 +14,9 @@ from modeling.training.learning_rate import same_until
 from profiles import resolve, state_files
 from profiles.errors import ProfileError, closest, format_value
 from profiles.schema import Checkpoint, Profile, Train
+from tasks.jsonl import LogFollower, is_event, is_metrics, last_row
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
-from tasks.launchers.log_follower import LogFollower, is_event, is_metrics, last_row
 from tasks.store import activities
 from tasks.store.backends import FolderBackend
 from tasks.store.run_folder import Parent, RunFolder

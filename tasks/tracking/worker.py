@@ -27,7 +27,7 @@ from modeling import run_files
 from modeling.training.metrics import scalars
 from profiles import state_files
 from profiles.user_functions import search_path
-from tasks.launchers.log_follower import LogFollower, is_metrics
+from tasks.jsonl import LogFollower, is_metrics
 from tasks.tracking.protocol import TrackedRun, Tracker
 
 POLL_SECONDS = 1.0

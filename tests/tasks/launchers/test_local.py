@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tasks.jsonl import LogFollower
 from tasks.launchers import Job, JobFailed, base, create, execute, local
 from tasks.launchers.local import MARKER, LocalLauncher
-from tasks.launchers.log_follower import LogFollower
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Incremental reader of a file that another process appends to: new, complete lines only."""
+"""Readers of JSON Lines files and logs that another process appends to; only complete lines are read."""
 
 from __future__ import annotations
 

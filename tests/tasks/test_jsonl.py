@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tasks.launchers import log_follower
-from tasks.launchers.log_follower import LogFollower, last_row
+from tasks import jsonl
+from tasks.jsonl import LogFollower, last_row
 from tasks.store import runs
 
 
@@ -58,7 +58,7 @@ def test_corrupted_lines_are_skipped_with_one_warning(tmp_path, caplog):
 
 @pytest.mark.parametrize("block", [1 << 10, 1 << 20])
 def test_last_row_is_the_last_complete_one_that_has_the_key(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(log_follower, "READ_BYTES", block)
+    monkeypatch.setattr(jsonl, "READ_BYTES", block)
     path = tmp_path / "file"
     assert last_row(path, "loss") is None
     path.write_text('{"step": 1, "loss": 2.0}')
