@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from profiles.schema import Source
-from tasks.sources import files, hub, listing, python_docs
+from tasks.sources import files, hub, listing, megatron, python_docs
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.file_shards import split_files
-from tasks.sources.formats import megatron
 from tasks.sources.shard import Shard
 
 

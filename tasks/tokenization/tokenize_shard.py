@@ -15,8 +15,8 @@ import numpy as np
 
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.records import RECORD_DTYPE
-from tasks.sources import corpus, duplicates
-from tasks.sources.formats import long_text, megatron, readers, records
+from tasks.sources import corpus, duplicates, megatron
+from tasks.sources.formats import long_text, readers, records
 from tasks.sources.formats.columnar import TokenIds
 from tasks.sources.formats.long_text import LongText, TextSplitter
 from tasks.sources.shard import SourceError

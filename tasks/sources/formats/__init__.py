@@ -1,6 +1,6 @@
 """Readers of training data by file format.
 
-Start with `readers.py`, which reads the documents of a shard by its format; `columnar.py` has parquet and arrow, `megatron.py`
-the .bin/.idx pairs, `records.py` complete records of fine-tuning data, and `long_text.py` splits texts that are too long to
-tokenize at once. Imports `modeling`, `profiles` and `tasks.sources`.
+Start with `readers.py`, which reads the documents of a shard by its format; `columnar.py` has parquet and arrow, `records.py`
+complete records of fine-tuning data, and `long_text.py` splits texts that are too long to tokenize at once. Imports
+`tasks.sources`.
 """

@@ -12,7 +12,7 @@ from modeling.data.corpus import Corpus
 from modeling.data.indexed import Index, IndexedError
 from modeling.data.shard_cache import ShardCache
 from profiles.errors import ProfileError
-from tasks.sources.formats import megatron
+from tasks.sources import megatron
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
@@ -136,7 +136,7 @@ def test_a_pair_of_many_documents_is_checked_in_bounded_memory(tmp_path):
     program = """
 import resource, sys
 from tasks.steps import dataset
-from tasks.sources.formats import megatron
+from tasks.sources import megatron
 from tasks.sources.shard import Shard
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 splits = megatron.check(Shard("a", "megatron", "", (sys.argv[1],)), 300, 0.25, lambda tokens: None)
