@@ -6,7 +6,8 @@
                 attention or ring communication runs twice
     full        saves a block's input only and recomputes its forward pass: a third more compute
 
-Operators whose outputs `selective` saves are marked where they are defined (`save_outputs`) or called (`saved_results`).
+Operators whose outputs `selective` saves are registered where they are defined (`always_save`) or annotated where they are called
+(`saving_outputs`).
 
 In compiled blocks the recomputation is part of the block's graph, and dead code elimination removes what backward does not
 need, such as collectives that feed only a saved projection.
@@ -32,7 +33,7 @@ from parallel.torch_internals import WRAP_LOGGER, all_reduce, reduce_scatter_ten
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ONEDNN_PRODUCTS)
 _saved: set[Any] = {*_PRODUCTS, all_reduce.default, reduce_scatter_tensor.default}
 _RECOMPUTE_PRODUCTS = "recompute_products"
-_SAVED_RESULTS = "saved_results"
+_SAVE_OUTPUTS = "save_outputs"
 
 
 def apply_activation_checkpointing(blocks: Iterable[nn.Module], modes: str | Sequence[str]) -> None:
@@ -58,8 +59,8 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], modes: str | Seq
             block.forward = _checkpointed(block.forward, selective if mode == "selective" else {})
 
 
-def save_outputs(*operators: Any) -> None:
-    """Mark operators whose outputs `selective` saves because they are costly to recompute.
+def always_save(*operators: Any) -> None:
+    """Register operators whose outputs `selective` always saves, because they are costly to recompute.
 
     Args:
         operators: overloads or higher-order operators.
@@ -67,17 +68,18 @@ def save_outputs(*operators: Any) -> None:
     _saved.update(operators)
 
 
-def recompute_products() -> AbstractContextManager[None]:
-    """Annotate matrix products that `selective` recomputes because their reduced output is saved."""
+def recomputing_products() -> AbstractContextManager[None]:
+    """Within this block, `selective` recomputes matrix products, because their reduced output is saved."""
     return traceback.annotate({_RECOMPUTE_PRODUCTS: True})
 
 
-def saved_results() -> AbstractContextManager[None]:
-    """Annotate operators whose outputs `selective` saves because their inputs are costly to recompute.
+def saving_outputs() -> AbstractContextManager[None]:
+    """Within this block, `selective` saves each operator's output: its inputs are costly to recompute.
 
-    In compiled blocks only those that the block's own output depends on: torch's partitioner recomputes the others anyway.
+    In compiled transformer blocks only outputs that the block's own output depends on: torch's partitioner recomputes the others
+    anyway.
     """
-    return traceback.annotate({_SAVED_RESULTS: True})
+    return traceback.annotate({_SAVE_OUTPUTS: True})
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
@@ -94,5 +96,5 @@ def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Call
 def _policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
     annotations = traceback.current_meta.get("custom", {})
     saved = operator in _saved and not (operator in _PRODUCTS and _RECOMPUTE_PRODUCTS in annotations)
-    saved |= _SAVED_RESULTS in annotations
+    saved |= _SAVE_OUTPUTS in annotations
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

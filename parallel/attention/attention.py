@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel import collectives
-from parallel.activation_checkpointing import save_outputs
+from parallel.activation_checkpointing import always_save
 from parallel.attention import kernels, tiles
 from parallel.attention.gathered import gathered_attention, join
 from parallel.attention.ring import ring_attention
@@ -212,7 +212,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 
 _attention.register_autograd(_differentiate, setup_context=_setup_context)
-save_outputs(
+always_save(
     torch.ops.trainshed.attention.default,
     # what scaled_dot_product_attention becomes on a GPU
     flash_attention.default,

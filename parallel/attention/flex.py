@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from parallel import collectives
-from parallel.activation_checkpointing import save_outputs
+from parallel.activation_checkpointing import always_save
 from parallel.attention import kernels
 from parallel.attention.zigzag import positions_by_rank
 from parallel.mesh import Axis
 
 BLOCK = 128  # rows and columns of a block of scores
 
-save_outputs(torch.ops.higher_order.flex_attention)
+always_save(torch.ops.higher_order.flex_attention)
 
 
 def masked_attention(

@@ -2,16 +2,16 @@
 
 For devices that compile each operator at its first use and so support no opaque operators (as ring.py's are). Which half of the
 blocks a ring computes depends on the rank, and a graph must not. So here each rank computes, besides the two causal squares of
-its own chunks, 2c - 1 blocks of a chunk of queries against an earlier chunk of keys, which it selects by its rank in a tensor.
-Rank r has chunks r and 2c-1-r:
+its own chunks, 2c - 1 pairs of a chunk of queries and an earlier chunk of keys, which it selects by its rank in a tensor. Rank r
+has chunks r and 2c-1-r:
 
-    block m of 1 … 2c-1     queries     keys
+    pair m of 1 … 2c-1      queries     keys
     m <= r                  r           r - m
     m > r                   2c-1-r      2c-1-m
 
 So each of the two chunks of queries meets every earlier chunk of keys once. Results are merged by their log-sum-exp (zigzag.py);
-only documents need a mask. With a sliding window, block m pairs each chunk of queries with the keys m chunks earlier, as far as
-the window reaches; blocks before the start of the sequence are ignored.
+only documents need a mask. With a sliding window, there is a pair m for each of the two chunks of queries, with the keys m
+chunks earlier, as far as the window reaches; pairs before the start of the sequence are ignored.
 
 Bytes that a rank sends, with B the bytes of its K and V (KV heads not repeated): B(c-1) in forward; in backward, which gathers
 again, B(c-1) and the elements of B(c-1) in float32. Gathered K and V take cB while a layer runs. Scores exist for one tile of
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel import collectives
-from parallel.activation_checkpointing import saved_results
+from parallel.activation_checkpointing import saving_outputs
 from parallel.attention import kernels, tiles
 from parallel.attention.kernels import Kernel
 from parallel.attention.sinks import merge_sinks, sink_gradient
@@ -38,7 +38,7 @@ from parallel.attention.zigzag import check_sequence, merge
 from parallel.mesh import Axis
 
 
-class _Block(NamedTuple):
+class _ChunkPair(NamedTuple):
     """One of this rank's two chunks of queries, and an earlier chunk of keys."""
 
     first: Tensor | None  # (1) whether the queries are the first chunk; None: never
@@ -47,7 +47,7 @@ class _Block(NamedTuple):
     distance: int = 0  # of the queries from the keys; read with a window only
 
     def queries(self, chunks: tuple[Tensor, ...]) -> Tensor:
-        """The one of a tensor's two chunks that belongs to the block's queries."""
+        """The one of a tensor's two chunks that has the pair's queries."""
         first, second = chunks
         if self.first is None or self.second is None:
             return second if self.first is None else first
@@ -90,20 +90,20 @@ class _Gathered(Function):
     ) -> Tensor:
         ctx.settings = axis, causal, scale, window = settings
         kernel = kernels.get_kernel(axis.graph_kernel)
-        queries, pairs = q.chunk(2, 2), _Documents(documents, every)
+        queries, indices = q.chunk(2, 2), _Documents(documents, every)
         kv = _chunks(k, v)  # (2, 2, b, k, s/2c, d)
         gathered = _gather(kv, axis)  # (2c, 2, b, k, s/2c, d)
         merged = [
-            _attend(kernel, x, *own.unbind(), scale, Visibility(causal, pairs.own(i), window))
+            _attend(kernel, x, *own.unbind(), scale, Visibility(causal, indices.own(i), window))
             for i, (x, own) in enumerate(zip(queries, kv.unbind(), strict=True))
         ]
-        for block in _blocks(rank, axis.size, queries[0].shape[2], causal, window):
-            keys = gathered.index_select(0, block.keys)[0]
+        for pair in _chunk_pairs(rank, axis.size, queries[0].shape[2], causal, window):
+            keys = gathered.index_select(0, pair.keys)[0]
             out, lse = _attend(
-                *(kernel, block.queries(queries), *keys.unbind(), scale),
-                Visibility(False, pairs.of(block), window, block.distance),
+                *(kernel, pair.queries(queries), *keys.unbind(), scale),
+                Visibility(False, indices.of(pair), window, pair.distance),
             )
-            for counts, total in zip(block[:2], merged, strict=True):
+            for counts, total in zip(pair[:2], merged, strict=True):
                 if counts is not None:
                     merge(*total, out, lse.where(counts, -torch.inf))
         for total in merged:
@@ -119,31 +119,31 @@ class _Gathered(Function):
         kernel = kernels.get_kernel(axis.graph_kernel)
         # Otherwise a compiler would compute scores and gathered keys of backward in forward, and save them.
         q, k = (collectives.depend_on_gradient(x.flatten(1), grad.flatten(1)).view(x.shape) for x in (q, k))
-        pairs, kv = _Documents(documents, every), _chunks(k, v)
+        indices, kv = _Documents(documents, every), _chunks(k, v)
         inputs = [x.chunk(2, 2) for x in (grad, q, out, lse)]
         gathered = _gather(kv, axis)
         dq, own = [], []
         for i, parts in enumerate(zip(*inputs, strict=True)):
             gradient, dkv = _differentiate(
-                kernel, *parts, *kv[i].unbind(), scale, Visibility(causal, pairs.own(i), window)
+                kernel, *parts, *kv[i].unbind(), scale, Visibility(causal, indices.own(i), window)
             )
             dq.append(gradient)
             own.append(dkv)
-        blocks = [*_blocks(rank, axis.size, dq[0].shape[2], causal, window)]
+        pairs = [*_chunk_pairs(rank, axis.size, dq[0].shape[2], causal, window)]
         shares = [torch.zeros_like(own[0])]
-        for block in blocks:
-            keys = gathered.index_select(0, block.keys)[0]
+        for pair in pairs:
+            keys = gathered.index_select(0, pair.keys)[0]
             gradient, dkv = _differentiate(
-                *(kernel, *(block.queries(chunks) for chunks in inputs), *keys.unbind(), scale),
-                Visibility(False, pairs.of(block), window, block.distance),
+                *(kernel, *(pair.queries(chunks) for chunks in inputs), *keys.unbind(), scale),
+                Visibility(False, indices.of(pair), window, pair.distance),
             )
             shares.append(dkv)
-            for i, counts in enumerate(block[:2]):
+            for i, counts in enumerate(pair[:2]):
                 if counts is not None:
                     dq[i] = dq[i] + gradient.where(counts, 0)
         dkv = torch.stack(own)
-        if blocks:
-            total = _by_rank(_sum_shares(torch.stack(shares), blocks, axis.size))
+        if pairs:
+            total = _by_rank(_sum_shares(torch.stack(shares), pairs, axis.size))
             dkv = dkv + collectives.reduce_scatter(total, axis)  # (2, 2, b, k, s/2c, d)
         dk, dv = dkv.movedim(0, 3).flatten(3, 4).to(k.dtype).unbind()
         return (
@@ -162,26 +162,30 @@ class _Documents(NamedTuple):
         """Of the queries and keys of one of this rank's chunks."""
         return None if self.local is None else (self.local.chunk(2, 1)[i],) * 2
 
-    def of(self, block: _Block) -> tiles.Documents | None:
-        """Of a block's queries and keys."""
+    def of(self, pair: _ChunkPair) -> tiles.Documents | None:
+        """Of a pair's queries and keys."""
         if self.local is None or self.every is None:
             return None
-        return block.queries(self.local.chunk(2, 1)), self.every.index_select(0, block.keys)[0]
+        return pair.queries(self.local.chunk(2, 1)), self.every.index_select(0, pair.keys)[0]
 
 
-def _blocks(rank: Tensor, size: int, length: int, causal: bool, window: int | None) -> Iterator[_Block]:
-    """Blocks besides the causal squares of the rank's own chunks of `length` tokens; `rank` is (1)."""
+def _chunk_pairs(
+    rank: Tensor, size: int, length: int, causal: bool, window: int | None
+) -> Iterator[_ChunkPair]:
+    """Pairs besides the causal squares of the rank's own chunks of `length` tokens; `rank` is (1)."""
     last = 2 * size - 1
     if causal and window is None:
         for m in range(1, last + 1):
             first = rank >= m
-            yield _Block(first, ~first, torch.where(first, rank - m, last - m))
+            yield _ChunkPair(first, ~first, torch.where(first, rank - m, last - m))
         return
     for i, number in enumerate((rank, last - rank)):
         reach = last if window is None else min((window - 2) // length + 1, last if i else size - 1)
         for m in range(1, reach + 1):
             counts = number >= m if causal else number >= 0
-            yield _Block(*((None, counts) if i else (counts, None)), (number - m) % (2 * size), m * length)
+            yield _ChunkPair(
+                *((None, counts) if i else (counts, None)), (number - m) % (2 * size), m * length
+            )
 
 
 def _attend(
@@ -227,28 +231,28 @@ def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor
     """
     # Stored as the output projection reads it.
     out = torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
-    with saved_results():
+    with saving_outputs():
         lse = torch.cat([*lses], 2)
     seen = lse[..., None] != -torch.inf  # true of NaN, which must stay
-    with saved_results():
+    with saving_outputs():
         out = out.where(seen, 0)
     return out, lse
 
 
-def _sum_shares(shares: Tensor, blocks: list[_Block], size: int) -> Tensor:
-    """Sum dk and dv by chunk of keys: (1 + blocks, 2, b, k, s/2c, d) -> (2c, 2, b, k, s/2c, d).
+def _sum_shares(shares: Tensor, pairs: list[_ChunkPair], size: int) -> Tensor:
+    """Sum dk and dv by chunk of keys: (1 + pairs, 2, b, k, s/2c, d) -> (2c, 2, b, k, s/2c, d).
 
-    Share 0 is all zeros. A chunk of keys occurs in at most one block of each chunk of queries. So shares are gathered by index,
+    Share 0 is all zeros. A chunk of keys occurs in at most one pair of each chunk of queries. So shares are gathered by index,
     which is deterministic, rather than scattered.
     """
     chunks = torch.arange(2 * size, device=shares.device)[:, None]  # (2c, 1)
     total: Tensor | None = None
     for i in (0, 1):
         index = torch.zeros_like(chunks[:, 0])  # (2c)
-        for number, block in enumerate(blocks, 1):
-            counts = block[i]
+        for number, pair in enumerate(pairs, 1):
+            counts = pair[i]
             if counts is not None:
-                index = index + number * (counts & (block.keys == chunks[:, 0]))
+                index = index + number * (counts & (pair.keys == chunks[:, 0]))
         selected = shares.index_select(0, index)
         total = selected if total is None else total + selected
     return total

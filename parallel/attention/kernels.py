@@ -40,7 +40,7 @@ MULTIPROCESSORS = 132  # of H100 and H200, for plans
 
 
 @dataclass(frozen=True)
-class Block:
+class KernelInput:
     """Input of a kernel: queries, keys, values and which keys each query sees.
 
     With `mask` (b or 1, 1, s, t), those where it is True; with `causal`, those up to its own position, aligning the last query
@@ -82,17 +82,17 @@ class Kernel(ABC):
     supports_tiling = False
     """Whether calls on a few rows are cheap and reading masks on the host costs no synchronization."""
     takes_bounds = False
-    """Whether documents and windows are given as `Block.bounds` instead of a mask; a document's tokens must then be contiguous
-    and their indices ascend, as in packed samples."""
+    """Whether documents and windows are given as `KernelInput.bounds` instead of a mask; a document's tokens must then be
+    contiguous and their indices ascend, as in packed samples."""
     uses_flex = False
     """Whether attention with documents, a window or sinks runs as FlexAttention instead (flex.py)."""
 
     @abstractmethod
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: KernelInput) -> tuple[Tensor, Tensor]:
         """out in q's dtype and lse in float32 (float64 for float64); 0 and -inf for queries that see no key."""
 
     @abstractmethod
-    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def backward(self, inputs: KernelInput, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """dq, dk, dv from the final out and lse, in the inputs' dtype or wider."""
 
     def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
@@ -110,34 +110,34 @@ class Math(Kernel):
     def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
         return min(q.shape[2], 512)
 
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        q, k, v = block.q, block.k, block.v
-        scores = _wide(_fold(q * block.scale, k) @ k.mT)  # (b, k, n/k·s, t)
-        self._hide(scores, block, -torch.inf)
+    def forward(self, inputs: KernelInput) -> tuple[Tensor, Tensor]:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        scores = _wide(_fold(q * inputs.scale, k) @ k.mT)  # (b, k, n/k·s, t)
+        self._hide(scores, inputs, -torch.inf)
         lse = scores.logsumexp(-1, keepdim=True)
         out = scores.sub_(_finite(lse)).exp_().to(v.dtype) @ v  # (b, k, n/k·s, d)
         return _unfold(out, q), _unfold(lse, q).squeeze(-1)
 
-    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v = block.q, block.k, block.v
+    def backward(self, inputs: KernelInput, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v = inputs.q, inputs.k, inputs.v
         total = _wide(grad * out).sum(-1, keepdim=True)  # (b, n, s, 1)
-        scaled, grad = _fold(q * block.scale, k), _fold(grad, k)  # (b, k, n/k·s, d)
+        scaled, grad = _fold(q * inputs.scale, k), _fold(grad, k)  # (b, k, n/k·s, d)
         p = _wide(scaled @ k.mT).sub_(_fold(_finite(lse.unsqueeze(-1)), k)).exp_()  # (b, k, n/k·s, t)
-        self._hide(p, block, 0)
+        self._hide(p, inputs, 0)
         dv = p.to(q.dtype).mT @ grad  # (b, k, t, d)
         ds = _wide(grad @ v.mT).sub_(_fold(total, k)).mul_(p).to(q.dtype)  # (b, k, n/k·s, t)
-        return _unfold(ds @ k, q) * block.scale, ds.mT @ scaled, dv
+        return _unfold(ds @ k, q) * inputs.scale, ds.mT @ scaled, dv
 
     @staticmethod
-    def _hide(scores: Tensor, block: Block, value: float) -> None:
+    def _hide(scores: Tensor, inputs: KernelInput, value: float) -> None:
         """Overwrite the masked entries of scores (b, k, n/k·s, t)."""
-        grouped = _grouped(scores, block.q)  # (b, k, n/k, s, t)
-        if block.causal:  # masked entries are in the last s columns
-            s = block.q.shape[2]
+        grouped = _grouped(scores, inputs.q)  # (b, k, n/k, s, t)
+        if inputs.causal:  # masked entries are in the last s columns
+            s = inputs.q.shape[2]
             above = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
             grouped[..., -s:].masked_fill_(above, value)
-        elif block.mask is not None:
-            grouped.masked_fill_(~block.mask.unsqueeze(2), value)
+        elif inputs.mask is not None:
+            grouped.masked_fill_(~inputs.mask.unsqueeze(2), value)
 
 
 class CpuFlash(Kernel):
@@ -166,15 +166,15 @@ class CpuFlash(Kernel):
         # Scores and their gradient in float32, one of them in bf16 too; scaled queries and the output's gradient.
         return sums + rows * (10 * k.shape[2] + 4 * d)
 
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        out, lse = cpu_flash_attention(block.q, block.k, block.v, 0.0, **self._options(block))
-        return (out, lse) if block.mask is None else _zero_unseen(block.mask, out, lse)
+    def forward(self, inputs: KernelInput) -> tuple[Tensor, Tensor]:
+        out, lse = cpu_flash_attention(inputs.q, inputs.k, inputs.v, 0.0, **self._options(inputs))
+        return (out, lse) if inputs.mask is None else _zero_unseen(inputs.mask, out, lse)
 
-    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        if self._has_bf16_products(block.q.dtype):
-            return MATH.backward(block, grad, out, lse)
+    def backward(self, inputs: KernelInput, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        if self._has_bf16_products(inputs.q.dtype):
+            return MATH.backward(inputs, grad, out, lse)
         return cpu_flash_attention_backward(
-            grad, block.q, block.k, block.v, out, lse, 0.0, **self._options(block)
+            grad, inputs.q, inputs.k, inputs.v, out, lse, 0.0, **self._options(inputs)
         )
 
     @staticmethod
@@ -182,9 +182,9 @@ class CpuFlash(Kernel):
         return dtype == torch.bfloat16 and has_bf16_products()
 
     @staticmethod
-    def _options(block: Block) -> dict[str, object]:
-        native = block.causal and block.q.shape[2] == block.k.shape[2]  # is_causal supports only squares
-        return {"is_causal": native, "attn_mask": None if native else block.bias(), "scale": block.scale}
+    def _options(inputs: KernelInput) -> dict[str, object]:
+        native = inputs.causal and inputs.q.shape[2] == inputs.k.shape[2]  # is_causal supports only squares
+        return {"is_causal": native, "attn_mask": None if native else inputs.bias(), "scale": inputs.scale}
 
 
 class CudaFlash(Kernel):
@@ -201,47 +201,47 @@ class CudaFlash(Kernel):
         sums = -(-MULTIPROCESSORS // (b * n)) * 4 * q.numel()
         return sums + (2 * b * n * k.shape[2] * d * k.element_size() if k.shape[1] < n else 0)
 
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        q, k, v, s = block.q, block.k, block.v, block.q.shape[2]
-        if self._flash(block):
-            out, lse, *_ = flash_attention(q, k, v, 0.0, block.causal, scale=block.scale)
+    def forward(self, inputs: KernelInput) -> tuple[Tensor, Tensor]:
+        q, k, v, s = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
+        if self._flash(inputs):
+            out, lse, *_ = flash_attention(q, k, v, 0.0, inputs.causal, scale=inputs.scale)
             return out, lse
         k, v = _expand(k, q), _expand(v, q)
         out, lse, *_ = efficient_attention(
-            q, k, v, self._bias(block), True, 0.0, block.causal, scale=block.scale
+            q, k, v, self._bias(inputs), True, 0.0, inputs.causal, scale=inputs.scale
         )
         lse = lse[:, :, :s]  # padded by the operator
-        return (out, lse) if block.mask is None else _zero_unseen(block.mask, out, lse)
+        return (out, lse) if inputs.mask is None else _zero_unseen(inputs.mask, out, lse)
 
-    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        q, k, v, s, t = block.q, block.k, block.v, block.q.shape[2], block.k.shape[2]
+    def backward(self, inputs: KernelInput, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, s, t = inputs.q, inputs.k, inputs.v, inputs.q.shape[2], inputs.k.shape[2]
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        if self._flash(block):
+        if self._flash(inputs):
             return flash_attention_backward(
-                *(grad, q, k, v, out, lse.contiguous(), None, None, s, t, 0.0, block.causal),
+                *(grad, q, k, v, out, lse.contiguous(), None, None, s, t, 0.0, inputs.causal),
                 *(no_dropout, no_dropout),
-                scale=block.scale,
+                scale=inputs.scale,
             )
         if q.dtype in HALF:  # torch 2.11 on an H100: with a mask, dq and dk in bf16 are wrong
-            wide = replace(block, q=q.float(), k=k.float(), v=v.float())
+            wide = replace(inputs, q=q.float(), k=k.float(), v=v.float())
             return self.backward(wide, grad.float(), out.float(), lse)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         padded = F.pad(lse, (0, -s % 32), value=torch.inf)  # as returned by forward
         dq, dk, dv, _ = efficient_attention_backward(
-            *(grad, q, _expand(k, q), _expand(v, q), self._bias(block), out, padded, seed, seed, 0.0),
-            *([True, True, True, False], block.causal),
-            scale=block.scale,
+            *(grad, q, _expand(k, q), _expand(v, q), self._bias(inputs), out, padded, seed, seed, 0.0),
+            *([True, True, True, False], inputs.causal),
+            scale=inputs.scale,
         )
         return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
 
     @staticmethod
-    def _flash(block: Block) -> bool:
-        q, d = block.q, block.q.shape[-1]
-        return block.mask is None and q.dtype in HALF and d % 8 == 0 and d <= 256
+    def _flash(inputs: KernelInput) -> bool:
+        q, d = inputs.q, inputs.q.shape[-1]
+        return inputs.mask is None and q.dtype in HALF and d % 8 == 0 and d <= 256
 
     @staticmethod
-    def _bias(block: Block) -> Tensor | None:
-        return None if block.mask is None else block.bias(8).expand(*block.q.shape[:2], -1, -1)
+    def _bias(inputs: KernelInput) -> Tensor | None:
+        return None if inputs.mask is None else inputs.bias(8).expand(*inputs.q.shape[:2], -1, -1)
 
 
 class Planned(Kernel):
@@ -249,10 +249,10 @@ class Planned(Kernel):
 
     supports_tiling = True
 
-    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: KernelInput) -> tuple[Tensor, Tensor]:
         raise RuntimeError("attention was built for a plan, which computes nothing")
 
-    def backward(self, block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    def backward(self, inputs: KernelInput, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         raise RuntimeError("attention was built for a plan, which computes nothing")
 
 

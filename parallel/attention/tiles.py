@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel.attention.kernels import Block, Gradients, Kernel
+from parallel.attention.kernels import Gradients, Kernel, KernelInput
 
 MASKED_ROWS = 512
 """Maximum rows of a tile with a mask: longer tiles span more documents and windows, and so more masked keys."""
@@ -45,8 +45,8 @@ def forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield rows, out (b, n, rows, d) and lse (b, n, rows) of each tile; skips rows known to see no key."""
-    for rows, _, block in _tiles(kernel, q, k, v, scale, visibility, backward=False):
-        yield rows, *kernel.forward(block)
+    for rows, _, inputs in _tiles(kernel, q, k, v, scale, visibility, backward=False):
+        yield rows, *kernel.forward(inputs)
 
 
 def backward(
@@ -61,13 +61,13 @@ def backward(
     visibility: Visibility,
 ) -> Iterator[tuple[slice, slice, Gradients]]:
     """Yield rows, keys and (dq of rows, dk and dv of keys) of each tile; the caller sums dk and dv."""
-    for rows, keys, block in _tiles(kernel, q, k, v, scale, visibility, backward=True):
-        yield rows, keys, kernel.backward(block, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
+    for rows, keys, inputs in _tiles(kernel, q, k, v, scale, visibility, backward=True):
+        yield rows, keys, kernel.backward(inputs, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
 
 
 def _tiles(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility, backward: bool
-) -> Iterator[tuple[slice, slice, Block]]:
+) -> Iterator[tuple[slice, slice, KernelInput]]:
     causal, documents, window, distance = visibility
     s, t = q.shape[2], k.shape[2]
     length = kernel.tile_rows(q, causal, backward)
@@ -101,7 +101,11 @@ def _tiles(
             else:
                 mask = visible_mask(queries, columns, pair, causal, window, shift)
         native = causal and mask is None and bounds is None
-        yield rows, keys, Block(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, native, scale, bounds)
+        yield (
+            rows,
+            keys,
+            KernelInput(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, native, scale, bounds),
+        )
 
 
 def _keys_in_range(query_documents: Tensor, key_documents: Tensor) -> Tensor:

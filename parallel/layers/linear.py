@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from parallel import collectives
-from parallel.activation_checkpointing import recompute_products
+from parallel.activation_checkpointing import recomputing_products
 from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
 from parallel.layers.deferred import DeferrableLinear
@@ -244,7 +244,7 @@ class RowParallelLinear(DeferrableLinear):
             return linear(x, weight, self.bias)
         # Selective activation checkpointing saves the reduction's output, so the product's need not be.
         reduced = self.axis.size > 1 and self.axis.supports_reduction
-        with recompute_products() if reduced else nullcontext():
+        with recomputing_products() if reduced else nullcontext():
             y = RowLinear.apply(x, weight, self.axis, self.sequence_parallel, self.products, output)
         return y if self.bias is None else y + self.bias
 

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from parallel.attention import flex, kernels
 from parallel.attention.attention import attention
-from parallel.attention.kernels import Block
+from parallel.attention.kernels import KernelInput
 from tests.parallel.attention.reference import Bounds, Case, error
 
 KERNELS = [None, "math"]  # the device's default, and the one for all devices
@@ -208,14 +208,16 @@ def test_block_results_can_be_merged(name):
     q, k, v = torch.randn(2, 6, 40, 8), torch.randn(2, 2, 23, 8), torch.randn(2, 2, 23, 8)
     mask = torch.rand(2, 1, 40, 23) < 0.3
     mask[:, :, :3] = False  # these queries see no key
-    out, lse = kernel.forward(Block(q, k, v, mask, False, 0.5))
+    out, lse = kernel.forward(KernelInput(q, k, v, mask, False, 0.5))
     scores = (q.double() @ k.double().repeat_interleave(3, 1).mT * 0.5).masked_fill(~mask, -torch.inf)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
     assert torch.equal(out[:, :, :3], torch.zeros_like(out[:, :, :3]))
     grad, final = torch.randn_like(q), lse.clamp_min(0) + 1  # as if merged with other blocks
-    full = kernel.backward(Block(q, k, v, mask, False, 0.5), grad, out, final)
+    full = kernel.backward(KernelInput(q, k, v, mask, False, 0.5), grad, out, final)
     split = [
-        kernel.backward(Block(q, k[:, :, keys], v[:, :, keys], mask[..., keys], False, 0.5), grad, out, final)
+        kernel.backward(
+            KernelInput(q, k[:, :, keys], v[:, :, keys], mask[..., keys], False, 0.5), grad, out, final
+        )
         for keys in (slice(0, 10), slice(10, 23))
     ]
     torch.testing.assert_close(full[0], split[0][0] + split[1][0])
@@ -231,7 +233,7 @@ def test_cuda_kernel_calls_valid_operators(dtype, kind):
     q = torch.empty(2, 6, 64, 16, dtype=dtype, device="meta")
     k = torch.empty(2, 2, t, 16, dtype=dtype, device="meta")
     mask = torch.ones(2, 1, 64, t, dtype=torch.bool, device="meta") if kind == "mask" else None
-    block = Block(q, k, k, mask, kind == "square", 0.3)
+    block = KernelInput(q, k, k, mask, kind == "square", 0.3)
     kernel = kernels.get_kernel("cuda-flash")
     out, lse = kernel.forward(block)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
@@ -246,9 +248,9 @@ def test_cuda_kernel_matches_math_kernel(dtype):
             torch.randn(2, h, s, 64, device="cuda", dtype=dtype) for h, s in ((8, 192), (2, t), (2, t))
         )
         mask = torch.rand(2, 1, 192, t, device="cuda") < 0.3 if masked else None
-        block, grad = Block(q, k, v, mask, causal, 0.2), torch.randn_like(q)
+        block, grad = KernelInput(q, k, v, mask, causal, 0.2), torch.randn_like(q)
         # In float32, because MATH rounds scores to the dtype of q.
-        wide = Block(q.float(), k.float(), v.float(), mask, causal, 0.2)
+        wide = KernelInput(q.float(), k.float(), v.float(), mask, causal, 0.2)
         found, known = kernels.get_kernel("cuda-flash"), kernels.MATH
         out, lse = known.forward(wide)
         pairs = [*zip(found.forward(block), (out, lse), strict=True)]
