@@ -75,7 +75,7 @@ def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, de
         if (rows, answered) == (step, profile.answers_per_row > 1):
             _, count = functions.count_targets(targets, number.int(), kind)
             if count is not None and not (profile.train.loss or profile.evaluate.metrics):
-                functions.result(count, number)
+                functions.pack_evaluation(count, number)
             if kind == "pairs":
                 _rehearse_pairs(profile, functions, mesh, targets)
 
@@ -157,7 +157,7 @@ def _rehearse_user_functions(
         if not training:
             count, cross_entropy = (torch.zeros((), device=hidden.device) for _ in range(2))
             total = functions.stack(sums if loss else [cross_entropy, *sums])
-            functions.result(count, functions.add(total, total.clone()))
+            functions.pack_evaluation(count, functions.add(total, total.clone()))
 
 
 def _uncaptured(functions: Sequence[UserFunction], error: str) -> str:

@@ -29,7 +29,7 @@ class StepFunctions:
 
     shard: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     count_targets: Callable[..., tuple[Tensor, Tensor | None]]
-    result: Callable[[Tensor, Tensor], Tensor]
+    pack_evaluation: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor], Tensor]
     multiply: Callable[[Tensor, Tensor], Tensor]
     pack: Callable[..., Tensor]
@@ -88,7 +88,7 @@ def count_targets(targets: Tensor, rows: Tensor, kind: str = "pretrain") -> tupl
     return targets, (targets != IGNORE_INDEX).sum().float()
 
 
-def result(count: Tensor, sums: Tensor) -> Tensor:
+def pack_evaluation(count: Tensor, sums: Tensor) -> Tensor:
     """The number of targets, their loss and metrics, flat, float32."""
     return torch.cat((count[None], sums.flatten().float()))
 
@@ -114,7 +114,7 @@ def join(statistics: Tensor, *results: Tensor) -> Tensor:
 
 
 def to_table(rows: Sequence[Tensor], numbers: tuple[int, ...], count: int, degree: int = 1) -> Tensor:
-    """Flat table of `count` rows: `rows` at their numbers divided by the tensor degree, zero elsewhere."""
+    """Flat table of `count` rows: each of `rows`, divided by the tensor degree, at its number, else 0."""
     table = [torch.zeros_like(rows[0])] * count
     for number, row in zip(numbers, rows, strict=True):
         table[number] = row
@@ -168,8 +168,8 @@ def stack(sums: Sequence[Tensor]) -> Tensor:
 
 
 FUNCTIONS = (
-    *(shard, count_targets, result, add, multiply, pack, join, to_table, clear, set_shares, next_logits),
-    *(user_sums, stack),
+    *(shard, count_targets, pack_evaluation, add, multiply, pack, join, to_table, clear, set_shares),
+    *(next_logits, user_sums, stack),
     *(preference.split_targets, preference.log_probabilities, preference.score_pairs),
     *(preference.with_value, preference.concatenate),
     *(decide, record),

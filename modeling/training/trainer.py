@@ -358,7 +358,7 @@ class Trainer:
         sums = reduce(self.functions.add, self._run(output, tokens, targets, masks))
         if not self.last:
             return devices.upload(torch.zeros(2 + len(self.metrics)), self.torch_device)
-        return sums if count is None else self.functions.result(count, sums)
+        return sums if count is None else self.functions.pack_evaluation(count, sums)
 
     def hidden_states(self, batch: Batch) -> list[Tensor]:
         """Final hidden states of each microbatch; empty without the last stage."""
