@@ -4,7 +4,7 @@
     compile      from the start until a median of steps is known
     load, save, evaluate, data, report    PHASES
 
-While the compiler of a rank is running, none of them ends (watchdog.py).
+While the compiler of a rank is running, none of them ends before COMPILER_SECONDS (watchdog.py).
 
 The process group's timeout, `MARGIN` longer than the longest of these, ends a process without dumping stacks. It is longer if a
 rank may wait for the compiler of another one for hours.

@@ -6,11 +6,12 @@ recorder, if the backend keeps one, to rank_<n>.collectives (for `torchfrtrace`)
 the other ranks. A rank that cannot do so, because it is stopped or blocked in native code that holds the GIL, is handled by the
 external watchdog (torchrun.py), or without one by faulthandler's C thread.
 
-While one rank waits for data, or for its metrics to be written, the others wait for it in a collective of their step. So the
-process group's store counts the ranks that are in another phase than a step, and while there are any no step times out.
-It also counts the ranks whose compilers are running (compiler_processes.py); while there are any, no phase times out.
+While one rank waits for data, or for its metrics to be written, the others wait for it in a collective of their step. So each
+rank that is in another phase than a step advances a counter in the process group's store every few seconds, and while it advances
+no step times out. A second counter is advanced by the ranks whose compilers are running (compiler_processes.py); while it
+advances, no phase times out before MAX_EXTENSION. Ranks that die advance none, so they delay nothing.
 
-Cost: one lock per step, and a new faulthandler thread every few seconds.
+Cost: one lock per step, a new faulthandler thread every few seconds, and store traffic only in phases that take longer.
 """
 
 from __future__ import annotations
@@ -29,45 +30,68 @@ from modeling.exit_codes import HANG_MESSAGE, HUNG
 from modeling.supervision.compiler_processes import CompilerProcesses
 from modeling.supervision.heartbeat import Heartbeat
 from modeling.supervision.stragglers import node_name
-from modeling.supervision.timeouts import COMPILE, MIN_STEPS, REPORT, STEP, Timeouts
+from modeling.supervision.timeouts import (
+    COMPILE,
+    COMPILER_SECONDS,
+    MIN_STEPS,
+    REPORT,
+    STEP,
+    Timeouts,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# keys of numbers of ranks in the store
-BUSY_RANKS = "trainshed/busy_ranks"
-COMPILING_RANKS = "trainshed/compiling_ranks"
-COMPILER_POLL = 10.0  # maximum seconds between polls of a rank's compilers, during a phase that takes longer
+# keys of counters in the store
+BUSY = "trainshed/busy"
+COMPILING = "trainshed/compiling"
+POLL = 10.0  # maximum seconds between advances of the counters, and between polls of a rank's compilers
 RECENT = (
     120.0  # seconds for which a rank counts as compiling after its compiler ran: it traces the next graph
 )
-BUSY_AFTER = 1.0  # maximum seconds in another phase than a step before a rank is counted
+BUSY_AFTER = 1.0  # maximum seconds in another phase than a step before a rank counts as busy
+MAX_EXTENSION = COMPILER_SECONDS  # after which a phase ends although a counter advances
 # Seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended.
 EXIT_DELAY = 4.0
 FAULTHANDLER_DELAY = 20.0  # seconds that faulthandler waits beyond the deadline
 
 
-class RankCount:
-    """A number of ranks in the ranks' shared store, of which this one may be one."""
+class Activity:
+    """Counter that ranks advance while they do something which others wait for.
+
+    Args:
+        store: shared by the ranks; None: this rank is the only one.
+    """
 
     def __init__(self, store: Store | None, key: str) -> None:
         self._store, self._key = store, key
-        self.counted = False
+        self._total = 0  # without a store
+        self._seen: int | None = None
 
-    def set(self, counted: bool) -> None:
-        """Count this rank, or no longer."""
-        if counted != self.counted:
-            self._add(1 if counted else -1)
-            self.counted = counted
+    def advance(self) -> None:
+        """Show that this rank is active."""
+        self._add(1)
 
-    def any(self) -> bool:
-        """Whether a rank is counted."""
-        return self.counted or self._add(0) > 0
+    def restart(self) -> None:
+        """Observe anew: the next call of `observe` sets the baseline."""
+        self._seen = None
+
+    def observe(self, *, renew: bool = False) -> bool:
+        """Whether any rank has advanced the counter since the baseline; `renew`: this is the next one."""
+        total = self._add(0)
+        if self._seen is None:
+            self._seen = total
+        advanced = total > self._seen
+        if renew:
+            self._seen = total
+        return advanced
 
     def _add(self, change: int) -> int:
-        if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store's process has ended
-                return self._store.add(self._key, change)
+        if self._store is None:
+            self._total += change
+            return self._total
+        with contextlib.suppress(RuntimeError):  # the store's process has ended
+            return self._store.add(self._key, change)
         return 0
 
 
@@ -147,37 +171,46 @@ class Watchdog:
             faulthandler.dump_traceback_later(deadline - time.monotonic(), exit=True)
 
     def _watch(self) -> None:
-        busy, compiling = RankCount(self._store, BUSY_RANKS), RankCount(self._store, COMPILING_RANKS)
+        busy, compiling = Activity(self._store, BUSY), Activity(self._store, COMPILING)
         compilers = CompilerProcesses()
-        compiled = float("-inf")  # when they last ran
+        begun, compiled = (
+            float("-inf"),
+            float("-inf"),
+        )  # beginning of the phase; when compilers last ran in it
+        polled: float | None = None  # when the phase was last polled
         while True:
             with self._changed:
                 if self._finished:
                     break
-                now, phase, begun = time.monotonic(), self._phase, self._begun
-                busy_from = begun + self._busy_after if phase != STEP else float("inf")
-                poll_from = max(begun, compilers.polled) + min(COMPILER_POLL, self._timeout / 3)
-                is_busy, is_compiling = now >= busy_from, compiled > max(begun, now - RECENT)
-                polls, expired = now >= poll_from, now >= self._deadline
-                if not (polls or expired) and (is_busy, is_compiling) == (busy.counted, compiling.counted):
-                    moments = self._deadline, poll_from, float("inf") if is_busy else busy_from
-                    self._changed.wait(min(moments) - now)
+                now, phase, timeout = time.monotonic(), self._phase, self._timeout
+                if self._begun != begun:
+                    begun, compiled, polled = self._begun, float("-inf"), None
+                    busy.restart()
+                    compiling.restart()
+                # The first poll sets baselines, and another one follows before the deadline.
+                interval = min(POLL, timeout / 3, (self._timeouts.grace or POLL) / 2)
+                first = interval if phase == STEP else min(self._busy_after, interval)
+                poll_from = begun + first if polled is None else polled + interval
+                expired = now >= self._deadline
+                if now < poll_from and not expired:
+                    self._changed.wait(min(poll_from, self._deadline) - now)
                     continue
-            if polls and compilers.poll():
-                compiled, is_compiling = now, True
-            busy.set(is_busy)
-            compiling.set(is_compiling)
-            waits = expired and (compiling.any() or (phase == STEP and busy.any()))
+            if compilers.poll() and polled is not None:
+                compiled = now
+            polled = now
+            if phase != STEP:
+                busy.advance()
+            if compiled > now - RECENT:
+                compiling.advance()
+            others = compiling.observe(renew=expired), busy.observe(renew=expired) and phase == STEP
             with self._changed:
                 if self._begun != begun:
                     continue  # the phase has just ended
-                if waits:
+                if expired:
+                    if not any(others) or now > begun + MAX_EXTENSION:
+                        break
                     self._extend()
-                elif expired:
-                    break
                 self._arm_faulthandler()
-        busy.set(False)
-        compiling.set(False)
         if not self._finished:
             self._hung = True
             self._dump_and_exit()

@@ -129,7 +129,7 @@ def wait_for_storage_then_hang(folder: Path, phase: str) -> None:
 
 
 def test_ranks_are_not_hung_while_one_of_them_compiles(tmp_path):
-    """For three times as long as the timeout, in a child process of rank 0; then both hang."""
+    """For three times the timeout, in a child process of rank 0; then both hang, whatever other ranks did."""
     ranks = [forkserver().Process(target=compile_then_hang, args=(tmp_path, rank)) for rank in (0, 1)]
     for rank in ranks:
         rank.start()
@@ -142,9 +142,11 @@ def test_ranks_are_not_hung_while_one_of_them_compiles(tmp_path):
 
 
 def compile_then_hang(folder: Path, rank: int) -> None:
-    watchdog.COMPILER_POLL = watchdog.RECENT = 0.5
+    watchdog.POLL, watchdog.RECENT = 0.5, 1.0
     PHASES[COMPILE] = 2.0
     store = dist.FileStore(str(folder / "store"), 2)
+    if rank == 0:
+        store.add(watchdog.COMPILING, 3)  # by ranks that have died
     with watchdog.Watchdog(folder, rank, Timeouts(1.0, 1.0), store):
         if rank == 0:
             work = "import time; begun = time.monotonic()\nwhile time.monotonic() < begun + 6: pass"
@@ -153,6 +155,22 @@ def compile_then_hang(folder: Path, rank: int) -> None:
         else:
             until((folder / "0.compiled").exists)
             (folder / "1.compiled").touch()
+        time.sleep(300)
+
+
+def test_a_phase_ends_although_a_child_process_computes_for_ever(tmp_path):
+    process = forkserver().Process(target=compute_for_ever, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == exit_codes.HUNG
+
+
+def compute_for_ever(folder: Path) -> None:
+    watchdog.POLL, watchdog.EXIT_DELAY, watchdog.MAX_EXTENSION = 0.2, 0, 3.0
+    PHASES[COMPILE] = 1.0
+    work = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+    subprocess.Popen([sys.executable, "-c", work])
+    with watchdog.Watchdog(folder, 0, Timeouts(1.0, 1.0)):
         time.sleep(300)
 
 
