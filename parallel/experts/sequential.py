@@ -56,6 +56,38 @@ class _Window(NamedTuple):
     inside: slice  # of the window, those of the expert
 
 
+class _Projection(NamedTuple):
+    """Weight, bias and LoRA's factors of one of the experts' two products, or their gradients."""
+
+    weight: Tensor | None  # (experts, n, m); only gradients may be absent
+    bias: Tensor | None  # (experts, n)
+    a: Tensor | None  # (experts, r, m)
+    b: Tensor | None  # (experts, n, r)
+
+    def forward(self, rows: Tensor, expert: int) -> Tensor:
+        """rows (w, m) · (weight + b a)ᵀ + bias (w, n) of an expert."""
+        out = multiply(rows, self.weight[expert].t(), None if self.bias is None else self.bias[expert])
+        return out if self.a is None else out.addmm_(rows @ self.a[expert].t(), self.b[expert].t())
+
+    def backward(self, grad: Tensor, expert: int) -> tuple[Tensor, Tensor | None]:
+        """Gradient (w, m) of the rows, and that of rows · aᵀ (w, r), from that of the result (w, n)."""
+        of_rows = multiply(grad, self.weight[expert])
+        if self.b is None:
+            return of_rows, None
+        low = grad @ self.b[expert]
+        return of_rows.addmm_(low, self.a[expert]), low
+
+    def differentiate(
+        self, found: _Projection, expert: int, rows: Tensor, grad: Tensor, low: Tensor | None
+    ) -> None:
+        """Write the gradients of an expert's weight and factors; `low`: second result of `backward`."""
+        if found.weight is not None:
+            found.weight[expert] = multiply(grad.t(), rows)
+        if found.b is not None:
+            torch.mm(grad.t(), rows @ self.a[expert].t(), out=found.b[expert])
+            torch.mm(low.t(), rows, out=found.a[expert])
+
+
 def forward(
     rows: Tensor, parameters: Parameters, ranges: Iterable[tuple[int, int]], act: Activation
 ) -> tuple[Tensor, Tensor]:
@@ -64,12 +96,12 @@ def forward(
     Args:
         ranges: first row of each expert and one past its last.
     """
-    p = parameters
-    hidden, out = rows.new_empty(len(rows), p.gate_up.shape[1]), rows.new_empty(rows.shape)
-    for expert, (window, own, inside) in _windows(ranges, len(rows), p.gate_up[0].numel()):
-        pre = _linear(rows[window], expert, p.gate_up, p.gate_up_bias, p.gate_up_a, p.gate_up_b)  # (w, 2f)
+    gate_up, down = _projections(parameters)
+    hidden, out = rows.new_empty(len(rows), gate_up.weight.shape[1]), rows.new_empty(rows.shape)
+    for expert, (window, own, inside) in _windows(ranges, len(rows), gate_up.weight[0].numel()):
+        pre = gate_up.forward(rows[window], expert)  # (w, 2f)
         hidden[own] = pre[inside]
-        out[own] = _linear(act.forward(pre), expert, p.down, p.down_bias, p.down_a, p.down_b)[inside]
+        out[own] = down.forward(act.forward(pre), expert)[inside]
     return hidden, out
 
 
@@ -82,52 +114,44 @@ def backward(
         frozen: whether weights and biases need no gradients; theirs are None, too.
     """
     rows, grads, scales, hidden = saved
-    gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
+    gate_up, down = _projections(parameters)
     of_rows, of_scales = rows.new_empty(rows.shape), rows.new_empty(len(rows), dtype=torch.float32)
     needed = [
         None if parameter is None or (frozen and index < BASE_PARAMETERS) else torch.empty_like(parameter)
         for index, parameter in enumerate(parameters)
     ]
-    found = Parameters(*needed)
-    for expert, (window, own, inside) in _windows(ranges, len(rows), gate_up[0].numel()):
+    found_gate_up, found_down = _projections(Parameters(*needed))
+    for expert, (window, own, inside) in _windows(ranges, len(rows), gate_up.weight[0].numel()):
         if own.start == own.stop:
-            for gradient in found:
-                if gradient is not None:
-                    gradient[expert].zero_()
+            for gradient in filter(lambda each: each is not None, needed):
+                gradient[expert].zero_()
             continue
         x, grad, scale = (each[window] for each in (rows, grads, scales[:, None]))
-        if hidden is None:
-            pre = _linear(x, expert, gate_up, gate_up_bias, gate_up_a, gate_up_b)
-        else:
-            pre = hidden[window]  # (w, 2f)
-        grad_act = multiply(grad, down[expert])  # (w, f), not scaled
-        if down_b is not None:
-            low = grad @ down_b[expert]  # (w, r), not scaled
-            grad_act.addmm_(low, down_a[expert])
+        pre = gate_up.forward(x, expert) if hidden is None else hidden[window]  # (w, 2f)
+        grad_act, low = down.backward(grad, expert)  # (w, f) and (w, r), not scaled
         out, products, grad_pre = act.backward(grad_act, pre, scale)  # (w, f), (w), (w, 2f)
         # The gradient of a scale, <grad, output>, without computing the output again.
         of_scales[own] = products[inside]
-        if down_bias is not None:
-            of_scales[own] += (grad[inside] * down_bias[expert]).sum(1, dtype=torch.float32)
-        if found.down_bias is not None:
-            found.down_bias[expert] = (grad * scale)[inside].sum(0, dtype=torch.float32)
+        if down.bias is not None:
+            of_scales[own] += (grad[inside] * down.bias[expert]).sum(1, dtype=torch.float32)
+        if found_down.bias is not None:
+            found_down.bias[expert] = (grad * scale)[inside].sum(0, dtype=torch.float32)
         out, grad_pre = _only(out.mul_(scale), inside), _only(grad_pre, inside)
-        if found.down is not None:
-            found.down[expert] = multiply(grad.t(), out)
-        if found.down_b is not None:
-            torch.mm(grad.t(), out @ down_a[expert].t(), out=found.down_b[expert])
-            torch.mm(low.t(), out, out=found.down_a[expert])
-        if found.gate_up_bias is not None:
-            found.gate_up_bias[expert] = grad_pre.sum(0, dtype=torch.float32)
-        if found.gate_up is not None:
-            found.gate_up[expert] = multiply(grad_pre.t(), x)
-        of_rows[own] = multiply(grad_pre, gate_up[expert])[inside]
-        if found.gate_up_b is not None:
-            low = grad_pre @ gate_up_b[expert]  # (w, r)
-            of_rows[own].addmm_(low[inside], gate_up_a[expert])
-            torch.mm(grad_pre.t(), x @ gate_up_a[expert].t(), out=found.gate_up_b[expert])
-            torch.mm(low.t(), x, out=found.gate_up_a[expert])
-    return of_rows, of_scales, *found
+        down.differentiate(found_down, expert, out, grad, low)
+        if found_gate_up.bias is not None:
+            found_gate_up.bias[expert] = grad_pre.sum(0, dtype=torch.float32)
+        of_window, low = gate_up.backward(grad_pre, expert)  # (w, h), (w, r)
+        of_rows[own] = of_window[inside]
+        gate_up.differentiate(found_gate_up, expert, x, grad_pre, low)
+    return of_rows, of_scales, *needed
+
+
+def _projections(p: Parameters) -> tuple[_Projection, _Projection]:
+    """The products before and after the activation."""
+    return (
+        _Projection(p.gate_up, p.gate_up_bias, p.gate_up_a, p.gate_up_b),
+        _Projection(p.down, p.down_bias, p.down_a, p.down_b),
+    )
 
 
 def _windows(ranges: Iterable[tuple[int, int]], total: int, weights: int) -> Iterator[tuple[int, _Window]]:
@@ -146,11 +170,3 @@ def _only(table: Tensor, inside: slice) -> Tensor:
     table[: inside.start].zero_()
     table[inside.stop :].zero_()
     return table
-
-
-def _linear(
-    rows: Tensor, expert: int, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None
-) -> Tensor:
-    """rows · (weight + b a)ᵀ + bias of an expert."""
-    out = multiply(rows, weight[expert].t(), None if bias is None else bias[expert])
-    return out if a is None else out.addmm_(rows @ a[expert].t(), b[expert].t())
