@@ -125,7 +125,7 @@ class PendingReduceScatter:
     """A reduce-scatter in progress; `wait()` returns this rank's shard of the sum.
 
     Args:
-        out: this rank's shard of the flat x, to reduce in place; the other shards are undefined afterwards.
+        out: this rank's shard of the flat x, to reduce in place; the other shards keep this rank's values.
     """
 
     def __init__(self, x: Tensor, axis: Axis, out: Tensor | None = None) -> None:

@@ -100,6 +100,7 @@ class Device:
     def chosen_kernels(self, deterministic: bool, precision: str = "float32") -> Iterator[None]:
         """Choose kernels within a `with` statement, for example while graphs are captured and compiled."""
         before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        algorithms = os.environ.get("NCCL_ALGO")
         self.choose_kernels(deterministic, precision)
         try:
             yield
@@ -107,6 +108,8 @@ class Device:
             if self.nondeterministic:
                 torch.use_deterministic_algorithms(before[0])
                 torch.set_float32_matmul_precision(before[1])
+                if algorithms is None:
+                    os.environ.pop("NCCL_ALGO", None)
 
     def start_process_group(self, device: torch.device, timeout: timedelta | None = None) -> None:
         """Initialize the default process group from the environment, for tensors of `device` only."""
@@ -310,7 +313,9 @@ def register_replica_groups(name: str, groups: Sequence[Sequence[int]] | None) -
     try:
         known = vars(import_module("torch_neuronx.distributed.mesh_registry"))["_MESH_REGISTRY"]
     except (ImportError, KeyError) as error:
-        log.warning("TorchNeuron is not told the groups of collectives, which may not compile: %s", error)
+        log.warning(
+            "cannot register the groups of collectives with TorchNeuron, so they may not compile: %s", error
+        )
         return
     if groups is None:
         known.pop(name, None)

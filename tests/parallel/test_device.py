@@ -108,6 +108,10 @@ def test_gpus_use_deterministic_kernels_and_reductions_if_asked(deterministic, m
         assert environment == ({"NCCL_ALGO": "^NVLS,NVLSTree"} if deterministic else {})
         assert torch.are_deterministic_algorithms_enabled() == deterministic
         assert not torch.utils.deterministic.fill_uninitialized_memory
+        environment.clear()
+        with devices.ACCELERATORS["h200"].chosen_kernels(deterministic):
+            pass
+        assert not environment
         torch.use_deterministic_algorithms(False)
         devices.CPU.choose_kernels(deterministic=True)  # its kernels are deterministic
         assert not torch.are_deterministic_algorithms_enabled()
