@@ -14,7 +14,7 @@ from modeling.training.learning_rate import same_until
 from profiles import resolve, state_files
 from profiles.errors import ProfileError, closest, format_value
 from profiles.schema import Checkpoint, Profile, Train
-from tasks.jsonl import LogFollower, is_event, is_metrics, last_row
+from tasks.jsonl import LogFollower, is_event, last_row
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.store import activities
@@ -323,11 +323,6 @@ def read_inputs(folder: Path) -> dict[str, str]:
     Raises FileNotFoundError if nothing is recorded.
     """
     return json.loads((folder / run_files.INPUTS).read_text())
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl; empty if there is no such file."""
-    return list(LogFollower(folder / run_files.METRICS).rows(is_metrics))
 
 
 def last_training_row(folder: Path) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from tasks.fork import (
     require_forkable,
     require_new_name,
 )
+from tasks.jsonl import LogFollower, is_metrics
 from tasks.store import ledger, runs
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
@@ -152,7 +153,7 @@ def test_a_fork_has_the_rows_of_its_parent_in_the_store(store):
     store.backend.write("runs/parent/metrics.jsonl", b"")
     open_child(store, parent)
     copy_checkpoint(store, parent, "child")
-    rows = runs.read_metrics(store.run_folder("child").path)
+    rows = LogFollower(store.run_folder("child").path / "metrics.jsonl").rows(is_metrics)
     assert [row["step"] for row in rows] == [1, 200]
 
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tasks import jsonl
-from tasks.jsonl import LogFollower, last_row
-from tasks.store import runs
+from tasks.jsonl import LogFollower, is_metrics, last_row
 
 
 def test_reads_only_new_complete_lines(tmp_path):
@@ -77,7 +76,7 @@ def test_corrupted_rows_of_metrics_are_skipped(tmp_path, caplog):
         '{"step": 1, "loss": 5.5, "mfu": null, "skipped": false, "rank_seconds": [1.0]}\n'
         '{"loss": 5.5}\n{"step": 3, "loss": "5.5"}\n{"step": null, "loss": 5.5}\n{"step": 5, "validation_loss": NaN}\n'
     )
-    assert [row["step"] for row in runs.read_metrics(tmp_path)] == [1, 5]
+    assert [row["step"] for row in LogFollower(path).rows(is_metrics)] == [1, 5]
     assert [record.getMessage() for record in caplog.records] == [
         f"{path}: line 2 and 2 more: corrupted; skipped"
     ]

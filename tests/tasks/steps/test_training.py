@@ -29,7 +29,7 @@ def test_stopped_job_has_the_grace_period_to_save(tokenized):
     folder, stopped = run_folder(profile, store, "grace"), []
 
     def stop():
-        if runs.read_metrics(folder):
+        if runs.last_training_row(folder):
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
                     if str(folder) in process.cmdline() and "RANK" in process.environ():
