@@ -39,8 +39,8 @@ llama3-70b                70.6 billion  8 × 64 trn2      submits to Slurm
 …
 ```
 
-Every model has a profile for trn2 under its plain name, and profiles that end in `-h200` and `-h100`: the same run with a layout
-for that hardware. `--all` adds the runs that were published for trn1, ending in `-trn1`, to plan, convert and compare.
+Every model has a profile for trn2 under its plain name, and profiles that end in `-h200` and `-h100`: the same run with a
+topology for that hardware. `--all` adds the runs that were published for trn1, ending in `-trn1`, to plan, convert and compare.
 
 Unknown keys, wrong types and impossible combinations are errors that name the key, its value, the reason and the nearest choices
 with which the profile is valid, one line for each error:

@@ -84,7 +84,7 @@ class Data(Section):
     text: str = Field("text", min_length=1, description="name of the field with a record's text")
     validation_fraction: Fraction = Field(
         0.01,
-        description="fraction of documents held out for validation: chosen by hash, of Megatron pairs the last ones",
+        description="fraction of documents held out for validation: chosen by hash; for Megatron pairs, the last ones",
     )
     append_eos: bool = Field(True, description="append the tokenizer's EOS token to every document")
     prepend_bos: bool = Field(False, description="prepend the tokenizer's BOS token to every document")

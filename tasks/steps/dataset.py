@@ -2,7 +2,7 @@
 
 Each shard is a separate artifact ("tokens"), so a new file in a growing source tokenizes only itself. The "dataset" artifact
 holds corpus.json, which lists the shards, and report.json, which counts each source's records. A document is held out for
-validation by its own hash, so adding data never changes the split of earlier documents; of Megatron pairs, the last ones are.
+validation by its own hash, so adding data never changes the split of earlier documents; for Megatron pairs, the last ones are.
 """
 
 from __future__ import annotations
