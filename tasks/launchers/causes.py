@@ -54,7 +54,7 @@ def job_failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> Jo
 
 
 def _latest_log(handle: Handle) -> str:
-    """The log since the job's latest start, at most LOG_TAIL bytes; of a job array since it was submitted."""
+    """The log since the job's latest start, at most LOG_TAIL bytes; for a job array, since its submission."""
     try:
         with handle.job.log_file.open("rb") as file:
             end = file.seek(0, os.SEEK_END)

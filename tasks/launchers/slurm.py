@@ -293,7 +293,7 @@ def _write_handle(handle: Handle) -> None:
 
 
 def _starts(handle: Handle) -> list[str]:
-    """The job's latest start, of an array those of its jobs; without any, the user's --begin may delay it."""
+    """The job's latest start; for an array, the starts of its jobs. Without any, --begin may delay it."""
     starts = (path.read_text() for path in handle.job.folder.glob(f"{handle.job.name}*.start"))
     return sorted(start for start in starts if start.startswith(f"{handle.identifier}."))
 
