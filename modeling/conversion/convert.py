@@ -73,7 +73,7 @@ class Options:
     def slice_bytes(self) -> int:
         return max(1 << 20, self.budget * 10**6 // (WORKERS * COPIES))
 
-    def job(self, source: Path) -> dict[str, Any]:
+    def inputs(self, source: Path) -> dict[str, Any]:
         """What determines the result, as JSON: the source files' names, sizes and times, and the options."""
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
         if self.config is not None:
@@ -131,7 +131,7 @@ def convert(
         weights = read_adapters(options.adapters, config, options.nxd_layout).merged(weights)
     files = destination_files(weights, options)
     size = sum(file.nbytes for file in files)
-    with open_journal(destination, options.job(source), size, replace) as journal:
+    with open_journal(destination, options.inputs(source), size, replace) as journal:
         if journal.finished:
             return journal.finished
         notes = write_files(files, destination, options.slice_bytes, journal)

@@ -1,7 +1,7 @@
 """Progress of a conversion on disk: a journal while it runs, a record once it is complete.
 
-`conversion.jsonl` begins with the job, followed by a line with size and sha256 of each written file; a later attempt at the same
-job keeps the files whose hash still matches. `conversion.json` is written last and replaces the journal.
+`conversion.jsonl` begins with the inputs, followed by a line with size and sha256 of each written file; a later attempt with the
+same inputs keeps the files whose hash still matches. `conversion.json` is written last and replaces the journal.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The journal of one job in its destination folder.
+    """The journal of one conversion in its destination folder.
 
     Args:
         folder: existing destination folder.
-        job: everything that determines the result, as JSON.
+        inputs: everything that determines the result, as JSON.
         replace: whether to empty a folder that contains anything else.
 
     Attributes:
@@ -37,18 +37,18 @@ class Journal:
         finished: the record, or None while the conversion is incomplete.
     """
 
-    def __init__(self, folder: Path, job: dict[str, Any], replace: bool) -> None:
-        self.folder, self.job = folder, job
+    def __init__(self, folder: Path, inputs: dict[str, Any], replace: bool) -> None:
+        self.folder, self.inputs = folder, inputs
         self.files: dict[str, dict[str, Any]] = {}
         self.finished: dict[str, Any] | None = None
         self._lock = Lock()
         record = _json(folder / RECORD)
-        if record and record.get("job") == job and all(map(self._has_size, record["files"].items())):
+        if record and record.get("job") == inputs and all(map(self._has_size, record["files"].items())):
             log.info("%s: already converted", folder)
             self.finished = record
             return
         lines = _lines(folder / JOURNAL)
-        if any(folder.iterdir()) and (not lines or lines[0] != {"job": job}):
+        if any(folder.iterdir()) and (not lines or lines[0] != {"job": inputs}):
             if not replace:
                 reason = "is not empty and holds something else; name a new or empty folder"
                 raise ProfileError("DESTINATION", str(folder), reason)
@@ -60,7 +60,7 @@ class Journal:
             if self._has_size((name, line)) and file_sha256(folder / name) == line["sha256"]:
                 self.files[name] = line
         with (folder / JOURNAL).open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in ({"job": job}, *self.files.values()))
+            file.writelines(json.dumps(line) + "\n" for line in ({"job": inputs}, *self.files.values()))
 
     def _has_size(self, entry: tuple[str, dict[str, Any]]) -> bool:
         """Whether a file exists with its recorded size."""
@@ -78,7 +78,7 @@ class Journal:
         """Replace the journal with the record of all files and `facts`; returns the record."""
         lines = {file.name: self.files[file.name] for file in files}
         described = {name: {key: line[key] for key in ("size", "sha256")} for name, line in lines.items()}
-        self.finished = {**facts, "files": described, "job": self.job}
+        self.finished = {**facts, "files": described, "job": self.inputs}
         temporary = self.folder / f".{RECORD}"
         temporary.write_text(json.dumps(self.finished, indent=1))
         temporary.replace(self.folder / RECORD)
@@ -87,11 +87,11 @@ class Journal:
 
 
 @contextmanager
-def open_journal(folder: Path, job: dict[str, Any], size: int, replace: bool = False) -> Iterator[Journal]:
-    """Open or create the journal of a job; creates `folder`, unless the job is rejected.
+def open_journal(folder: Path, inputs: dict[str, Any], size: int, replace: bool = False) -> Iterator[Journal]:
+    """Open or create the journal of a conversion; creates `folder`, unless the conversion is rejected.
 
     Args:
-        size: bytes that the job writes.
+        size: bytes that the conversion writes.
         replace: whether to empty a folder that contains anything else.
 
     Raises:
@@ -102,7 +102,7 @@ def open_journal(folder: Path, job: dict[str, Any], size: int, replace: bool = F
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise ProfileError("DESTINATION", str(folder), "is a file; name a folder") from None
-    journal = Journal(folder, job, replace)
+    journal = Journal(folder, inputs, replace)
     missing = 0 if journal.finished else size - sum(line["size"] for line in journal.files.values())
     free = shutil.disk_usage(folder).free
     if missing > free:

@@ -153,7 +153,7 @@ class BoxFile(File):
 
 
 def finish(folder: Path, notes: Iterable[list[dict[str, Any]]], model: Model, source: str) -> None:
-    """Write `.metadata` from the notes of all files, then the marker that makes the checkpoint complete."""
+    """Write `.metadata` from the records of all files, then the marker that makes the checkpoint complete."""
     write_metadata(folder, [Written.from_json(each) for note in notes for each in note])
     about = {
         "step": 0,
