@@ -1,12 +1,14 @@
 """Deployments of prefect.yaml on the server of `trainshed up`: what it lacks, and their registration.
 
 Registering all of them takes about 20 s. The server keeps a digest of what they were made from, and of the result, in a variable,
-so that they are registered again only after a change, or if they were changed or removed there.
+so that they are registered again only after a change, or if they were changed or removed there. A digest that the server does not
+return or store in time only costs another registration.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import time
@@ -27,8 +29,10 @@ from flows.ui.console import print_stderr, waiting
 VARIABLE = "trainshed_deployments"
 # What deployments are made from: their definitions, and the flows and names of profiles, from which Prefect makes their forms.
 SOURCES = ("prefect.yaml", "flows/**/*.py", "profiles/**/*.py", "profiles/**/*.yaml")
-# Those of a registered deployment that prefect.yaml or the flow decides.
+# Those of a registered deployment that prefect.yaml or the flow decides; its limit of concurrent runs is nested, see `_digest`.
+# Schedules are left out on purpose: a user activates them in the UI, which must not register everything again.
 FIELDS = (
+    "concurrency_options",
     "entrypoint",
     "name",
     "description",
@@ -38,7 +42,7 @@ FIELDS = (
     "pull_steps",
     "job_variables",
 )
-UNAVAILABLE = 503
+NOT_FOUND, UNAVAILABLE = 404, 503
 ATTEMPTS = 10  # a server on SQLite is unavailable for moments
 
 
@@ -59,16 +63,14 @@ def register(
 
 def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any]) -> int:
     """Register the deployments, unless the server has them unchanged; returns the exit code."""
-    variables = query(f"{api}/variables/filter", {"variables": named(VARIABLE)})
-    if variables and variables[0]["value"] == _digest(home, api):
-        return DONE
+    with contextlib.suppress(OSError, ValueError):
+        variables = query(f"{api}/variables/filter", {"variables": named(VARIABLE)})
+        if variables and variables[0]["value"] == _digest(home, api):
+            return DONE
     if code := _run(["prefect", "--no-prompt", "deploy", "--all"], home, log_file, settings):
         return code
-    value = {"value": _digest(home, api)}
-    if variables:
-        query(f"{api}/variables/name/{VARIABLE}", value, "PATCH")
-    else:
-        query(f"{api}/variables/", {"name": VARIABLE, **value})
+    with contextlib.suppress(OSError, ValueError):  # also a conflict: another `up` has just created the variable
+        _write_digest(api, _digest(home, api))
     return DONE
 
 
@@ -114,9 +116,21 @@ def _digest(home: Path, api: str) -> str:
     for pattern in SOURCES:
         for path in sorted(home.glob(pattern)):
             found.update(f"\0{path.relative_to(home)}\0".encode() + path.read_bytes())
-    kept = sorted(json.dumps([each[name] for name in FIELDS], sort_keys=True) for each in _registered(api))
-    found.update(json.dumps(kept).encode())
+    kept = [
+        [(each["global_concurrency_limit"] or {}).get("limit"), *(each[name] for name in FIELDS)]
+        for each in _registered(api)
+    ]
+    found.update(json.dumps(sorted(json.dumps(row, sort_keys=True) for row in kept)).encode())
     return found.hexdigest()
+
+
+def _write_digest(api: str, digest: str) -> None:
+    try:
+        query(f"{api}/variables/name/{VARIABLE}", {"value": digest}, "PATCH")
+    except urllib.error.HTTPError as error:
+        if error.code != NOT_FOUND:
+            raise
+        query(f"{api}/variables/", {"name": VARIABLE, "value": digest})
 
 
 def _run(module: list[str], home: Path, log_file: Path, settings: Mapping[str, Any]) -> int:

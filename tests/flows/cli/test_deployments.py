@@ -1,25 +1,34 @@
 """Registration of deployments on a server that may have them already."""
 
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
 
+from flows.cli import deployments
 from flows.cli.deployments import count_unregistered, deploy, named, query
 from flows.registration import register_pool
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def home(tmp_path):
     """A checkout with one deployment."""
-    deployment = {"name": "only", "entrypoint": "flows.fleet.fleet", "work_pool": {"name": "trainshed"}}
+    deployment = {
+        "name": "only",
+        "entrypoint": "flows.fleet.fleet",
+        "work_pool": {"name": "trainshed"},
+        "tags": ["first"],
+        "concurrency_limit": {"limit": 1, "collision_strategy": "ENQUEUE"},
+    }
     file = tmp_path / "prefect.yaml"
-    file.write_text(yaml.safe_dump({"deployments": [{**deployment, "tags": ["first"]}]}))
+    file.write_text(yaml.safe_dump({"deployments": [deployment]}))
     return tmp_path
 
 
+@pytest.mark.slow
 def test_deployments_are_registered_again_only_if_they_or_the_servers_have_changed(prefect_server, home):
     register_pool()
     log, settings = home / "deploy.log", {"env": {**os.environ, "PREFECT_API_URL": prefect_server}}
@@ -30,12 +39,33 @@ def test_deployments_are_registered_again_only_if_they_or_the_servers_have_chang
         assert count_unregistered(prefect_server, home) == 0
         return "' successfully " in log.read_text()
 
-    assert registers()
+    with ThreadPoolExecutor() as pool:  # two `trainshed up` on one port
+        codes = pool.map(lambda name: deploy(home, prefect_server, home / name, settings), ("one", "other"))
+        assert list(codes) == [0, 0]
     assert not registers()
     (registered,) = query(f"{prefect_server}/deployments/filter", {"deployments": named("only")})
-    query(f"{prefect_server}/deployments/{registered['id']}", {}, "DELETE")
+    address = f"{prefect_server}/deployments/{registered['id']}"
+    for changed in ({"concurrency_limit": 2}, {"concurrency_options": {"collision_strategy": "CANCEL_NEW"}}):
+        query(address, changed, "PATCH")
+        assert registers()
+    query(address, {}, "DELETE")
     assert registers()
     file = home / "prefect.yaml"
     file.write_text(file.read_text().replace("first", "second"))
     assert registers()
     assert not registers()
+
+
+def test_a_server_too_busy_for_the_digest_has_the_deployments_registered(home, monkeypatch):
+    def time_out(*_):
+        raise TimeoutError("timed out")
+
+    def start(module, log_file, **_):
+        started.append(module)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    started = []
+    monkeypatch.setattr(deployments, "query", time_out)
+    monkeypatch.setattr(deployments, "start_module", start)
+    assert deploy(home, "http://127.0.0.1:4200/api", home / "deploy.log", {}) == 0
+    assert started == [["prefect", "--no-prompt", "deploy", "--all"]]
