@@ -1,8 +1,8 @@
 """`trainshed up`: local Prefect server, worker and all deployments of prefect.yaml, until Ctrl-C.
 
 Everything listens on loopback. Each child runs in its own session, so that Ctrl-C reaches only this process, which stops
-them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills everything. If a
-Prefect server is already running, only what it lacks is added.
+them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills them. If a Prefect server is
+already running, only what it lacks is added.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Services:
             print_stderr(f"trainshed: the server or the worker exited; logs: {self.logs}")
             return FAILED
         except KeyboardInterrupt:
-            print_stderr("stopping; press Ctrl-C again to kill everything")
+            print_stderr("stopping; press Ctrl-C again to kill all processes that this command started")
             return DONE
         finally:
             if SERVER in self.missing:
@@ -191,7 +191,7 @@ def _stop(children: Sequence[subprocess.Popen[bytes]], is_used: Callable[[], boo
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=GRACE)
     except KeyboardInterrupt:
-        print_stderr("killing everything")
+        print_stderr("killing all processes that this command started")
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -20,7 +20,7 @@ from flows.server.prefect_settings import AUTOMATION, SETTINGS
 from flows.server.shared_server import wait_healthy
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
-from profiles.check import PLANNED_ONLY
+from profiles.rules.cluster import PLANNED_ONLY
 from tests.flows.micro import final_state, losses, wait_for_step, write_shadowing_modules
 from tests.ports import free_port
 from tests.slurm.conftest import until
@@ -206,7 +206,7 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     os.killpg(started.process.pid, signal.SIGINT)
     code, _, err = started.result(timeout=20)
     assert code == 0
-    assert "killing everything" in err
+    assert "killing all processes that this command started" in err
     assert started.left_behind() == []
 
 
