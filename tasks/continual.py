@@ -19,7 +19,7 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.inputs import EXPORT
 from tasks.steps import dataset
-from tasks.steps.dataset import CORPUS, DatasetStep
+from tasks.steps.dataset import CORPUS, DatasetStep, read_file
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.ledger import SHARDS
@@ -78,22 +78,22 @@ def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManage
     return run.local_checkpoint(run_files.checkpoint(run.checkpoint_steps()[-1]), keep_on_error=True)
 
 
-def new_data(store: Store, promoted: Promoted, corpus: Artifact, sequence_length: int) -> Artifact | None:
-    """The part of a corpus that the promoted model was not trained on; None if it is less than one window.
+def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_length: int) -> Artifact | None:
+    """Dataset of the shards new to the promoted model; None if they are too few for one sample.
 
-    The result is a dataset artifact with the held-out text of the series.
+    Its held-out text is that of the series.
     """
-    contents = dataset.read_file(store, corpus)
+    contents = read_file(store, dataset)
     first = store.artifacts.expect(DatasetStep.kind, promoted.dataset)
-    held_out = dataset.read_file(store, first)["validation"]
+    held_out = read_file(store, first)["validation"]
     known = ledger.trained_on(store, promoted.identity)
-    pairs = zip(contents["train"], dataset.read_file(store, corpus, SHARDS), strict=True)
+    pairs = zip(contents["train"], read_file(store, dataset, SHARDS), strict=True)
     new = [(entry, shard) for entry, shard in pairs if shard not in known]
     train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
         return None
     selected = {**contents, "train": train, "validation": held_out, "blend": None}
-    key = keys.digest({"step": "fresh", "corpus": selected})
+    key = keys.new_data(selected)
     with store.artifacts.lock(DatasetStep.kind, key):
         if found := store.artifacts.find(DatasetStep.kind, key):
             return found

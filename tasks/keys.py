@@ -118,6 +118,11 @@ def dataset(shards: Sequence[str], sequence_length: int, **options: Any) -> str:
     return digest({"step": "dataset", **inputs, **options})
 
 
+def new_data(corpus: Mapping[str, Any]) -> str:
+    """Key of a dataset that is new to the promoted model of a continual series, from its corpus.json."""
+    return digest({"step": "fresh", "corpus": corpus})
+
+
 def checkpoint(profile: Profile, weights: str) -> str:
     """Key of pretrained weights converted for a model, from the digest of their source."""
     inputs: dict[str, Any] = {"weights": weights, "model": _model(profile)}
@@ -276,6 +281,17 @@ def evaluation(
     )
     functions |= {"by_source": True} if by_source else {}
     return _of_run("evaluation", run, identity, train, **functions)
+
+
+def task_evaluation(checkpoint: str, task: str, harness: str, files: str | None, limit: int | None) -> str:
+    """Key of a language-model task's results, from the digests of a checkpoint and of the user's task files.
+
+    Args:
+        harness: version of lm-eval.
+        limit: maximum number of examples; None: all.
+    """
+    inputs = {"checkpoint": checkpoint, "task": task, "harness": harness, "files": files, "limit": limit}
+    return digest({"step": "task-evaluation", **inputs})
 
 
 def export(run: str, identity: str, train: Train) -> str:

@@ -99,16 +99,8 @@ class TaskStep(Step):
         return f"{self.task} on {profile.name} at step {self.checkpoint.step}"
 
     def key(self, context: Context) -> str:
-        return keys.digest(
-            {
-                "step": self.kind,
-                "checkpoint": self.checkpoint.digest,
-                "task": self.task,
-                "harness": version(PACKAGE),
-                "files": digest_of_tasks(self.include) if self.include else None,
-                "limit": self.limit,
-            }
-        )
+        files = digest_of_tasks(self.include) if self.include else None
+        return keys.task_evaluation(self.checkpoint.digest, self.task, version(PACKAGE), files, self.limit)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Export the checkpoint, unless an earlier task did, and run the task.
