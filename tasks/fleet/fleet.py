@@ -162,11 +162,11 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     now = time.time() if now is None else now
     path = store.local_cache / CACHE
     cached = _load(state_files.read(path))
-    replicas = store.replicas
+    backends = store.backends
     with ThreadPoolExecutor(READERS) as pool:
-        entries = [entry for backend in replicas for entry in backend.entries("runs").items()]
+        entries = [entry for backend in backends for entry in backend.entries("runs").items()]
         names = sorted({name for name, entry in entries if entry.is_folder})
-        read = pool.map(lambda name: _read(replicas, name, cached.get(name)), names)
+        read = pool.map(lambda name: _read(backends, name, cached.get(name)), names)
         found = dict(zip(names, read, strict=True))
         states = list(pool.map(lambda name: _state(store, found[name][1], now), names))
     stamps_of = {name: stamps for name, (stamps, _) in found.items()}
@@ -197,9 +197,9 @@ def _load(data: bytes | None) -> dict[str, Cached]:
         return {}
 
 
-def _read(replicas: Sequence[Backend], name: str, cached: Cached | None) -> Cached:
+def _read(backends: Sequence[Backend], name: str, cached: Cached | None) -> Cached:
     """Stamps and summary of a run, from the copy that changed last: the remote store's or this machine's."""
-    copies = [(backend, backend.entries(f"runs/{name}")) for backend in replicas]
+    copies = [(backend, backend.entries(f"runs/{name}")) for backend in backends]
     backend, entries = max(copies, key=lambda copy: _changed(copy[1]))
     stamps = {file: f"{entries[file].size}.{entries[file].stamp}" for file in FILES if file in entries}
     if cached and cached[0] == stamps:

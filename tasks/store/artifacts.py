@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 
 from profiles.state_files import retried
 from tasks.store import locks
+from tasks.store.backend_artifacts import BackendArtifacts, HashBudget, artifact_path
 from tasks.store.backends import FolderBackend, ObjectBackend
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
-from tasks.store.replica import HashBudget, Replica, artifact_path
 from tasks.store.staging import staging_folder
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class ArtifactStore:
 
     def __init__(self, local: FolderBackend, remote: ObjectBackend | None) -> None:
         self._folder, self._objects = local, remote
-        self._local = Replica(local)
-        self._remote = Replica(remote) if remote else None
+        self._local = BackendArtifacts(local)
+        self._remote = BackendArtifacts(remote) if remote else None
         self._primary = self._remote or self._local
         self._held: dict[tuple[str, str], _Held] = {}  # locks of (kind, key)
 
@@ -303,7 +303,7 @@ class ArtifactStore:
                     self._local.quarantine(kind, key, reason)
 
     def _publish_remotely(
-        self, remote: Replica, folder: Path, kind: str, key: str, manifest: Manifest
+        self, remote: BackendArtifacts, folder: Path, kind: str, key: str, manifest: Manifest
     ) -> None:
         """Replace the local copy by a finished folder and upload it, unless the store has the artifact."""
         with remote.changing(kind, key) as lock:
@@ -350,7 +350,7 @@ class ArtifactStore:
             log.warning("%s %s: %s in this machine's copy, which is not used", kind, key, error)
             return None
 
-    def _download(self, remote: Replica, kind: str, key: str, with_required: bool = True) -> None:
+    def _download(self, remote: BackendArtifacts, kind: str, key: str, with_required: bool = True) -> None:
         """Download an artifact unless the local copy is complete, and optionally what it requires."""
         data = self._remote_manifest(remote, kind, key)
         manifest = Manifest.from_bytes(data, kind, key)
@@ -362,7 +362,7 @@ class ArtifactStore:
                     self._download_or_quarantine(remote, kind, key)
         self._map(lambda other: self._download(remote, *other), manifest.requires if with_required else ())
 
-    def _download_or_quarantine(self, remote: Replica, kind: str, key: str) -> None:
+    def _download_or_quarantine(self, remote: BackendArtifacts, kind: str, key: str) -> None:
         """Retry the download of a corrupted artifact; if still corrupted, quarantine the store's copy."""
         with remote.changing(kind, key):
             data = self._remote_manifest(remote, kind, key)
@@ -372,7 +372,7 @@ class ArtifactStore:
                 remote.quarantine(kind, key, error)
                 raise
 
-    def _remote_manifest(self, remote: Replica, kind: str, key: str) -> bytes:
+    def _remote_manifest(self, remote: BackendArtifacts, kind: str, key: str) -> bytes:
         """Contents of an artifact's manifest in the remote store. Raises FileNotFoundError if there is none."""
         data = remote.manifest_bytes(kind, key)
         if data is None:

@@ -5,8 +5,8 @@
     <store>/ledger/                        ledger.py: the data that each run was trained on
     <store>/locks/, staging/, work/        work in progress
     <store>/uploads/                       artifacts.py: records of unfinished uploads
-    <store>/quarantine/                    replica.py: what was corrupted, with the reason
-    <store>/notes/, cache/                 local caches, safe to delete
+    <store>/quarantine/                    backend_artifacts.py: what was corrupted, with the reason
+    <store>/local-cache/, cache/           local caches, safe to delete
     <store>/ladders/, mixtures/, branches/ pages of experiments
     <store>/logs/, prefect-home/           of commands, and of the local Prefect server
     <store>/belongs-to                     the store whose files these are: this folder, or a remote one
@@ -78,7 +78,7 @@ class Store:
         self._remote = ObjectBackend(uri) if self.is_remote else None
         self.backend: Backend = self._remote or self._local  # for small files that are not artifacts
         self.work_dir = self._local.root  # a folder on this machine
-        self.local_cache = self._local.path("notes")  # safe to delete
+        self.local_cache = self._local.path("local-cache")  # safe to delete
         self.owner = uri.rstrip("/") if self.is_remote else LOCAL
         self.artifacts = ArtifactStore(self._local, self._remote)
 
@@ -106,20 +106,20 @@ class Store:
         return not self.is_remote or self.work_dir_owner == self.owner
 
     @property
-    def replicas(self) -> list[Backend]:
+    def backends(self) -> list[Backend]:
         """Where files of this store are: the store, and the local folder of a remote one."""
         return [self.backend, self._local] if self.is_remote and self.has_work_dir else [self.backend]
 
     def files(self, name: str) -> dict[str, int]:
         """Sizes in bytes of all files below a folder, also in the local copy, by relative path."""
         found: dict[str, int] = {}
-        for backend in reversed(self.replicas):
+        for backend in reversed(self.backends):
             found |= backend.files(name)
         return found
 
     def remove(self, name: str) -> None:
         """Remove a file or folder by its path in the store, also from the local copy, if it exists."""
-        for backend in self.replicas:
+        for backend in self.backends:
             backend.remove(name)
 
     def scratch_folder(self, name: str) -> Path:

@@ -37,7 +37,7 @@ def artifact_path(kind: str, key: str) -> str:
     return f"artifacts/{checked_name(kind)}/{checked_name(key)}"
 
 
-class Replica:
+class BackendArtifacts:
     """The artifacts of a backend: a store's local folder, or its remote prefix."""
 
     def __init__(self, backend: FolderBackend | ObjectBackend) -> None:
