@@ -1,10 +1,10 @@
-"""Plan and trace profiles at full size: cluster, layout, memory, graphs, step time as Markdown tables.
+"""Plan and trace profiles at full size: topology, memory, graphs and step time as Markdown tables.
 
 Without names, every profile that supported hardware can start is planned and traced. Memory and step time are the planner's;
 `traced` is the memory with the activations of the traced graphs instead; `graphs` is the number of graphs that are compiled ahead
 of time for all ranks (modeling/tracing/trace.py). Each row takes 2 to 30 s of CPU time and is printed when it is complete.
 
-There is one table for each model, with the heading of docs/devices/layouts.md.
+There is one table for each model, with the heading of docs/devices/shipped.md.
 
 Exit codes: 0; 1 if a plan does not fit its device or needs less memory than its trace.
 """
@@ -23,17 +23,18 @@ from profiles.check import PLANNED_ONLY
 from profiles.schema import Profile
 from tasks.reporting.format import format_step_time
 
-COLUMNS = ("profile", "cluster", "layout", "recompute", "GiB planned", "traced", "graphs", "a step")
+COLUMNS = ("profile", "cluster", "topology", "recompute", "GiB planned", "traced", "graphs", "a step")
 
 
-def layout(profile: Profile) -> str:
+def topology(profile: Profile) -> str:
     """Parallel degrees except data, and the sharding over data × context, such as "TP 4, FSDP 16 × 2"."""
     parallel = profile.parallel
     degrees = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
-    replicas = profile.data_parallel * parallel.context // profile.shard_degree
-    kind = {"none": "unsharded", "zero1": "ZeRO-1", "fsdp": "FSDP"}[parallel.data_sharding]
     parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-    parts.append(f"{kind} {profile.shard_degree}" + (f" × {replicas}" if replicas > 1 else ""))
+    if profile.shard_degree > 1:
+        replicas = profile.data_parallel * parallel.context // profile.shard_degree
+        kind = {"zero1": "ZeRO-1", "fsdp": "FSDP"}[parallel.data_sharding]
+        parts.append(f"{kind} {profile.shard_degree}" + (f" × {replicas}" if replicas > 1 else ""))
     return ", ".join(parts)
 
 
@@ -42,7 +43,7 @@ def describe(profile: Profile) -> tuple[str, str, str, str]:
     return (
         profile.name,
         cluster_summary(profile),
-        layout(profile),
+        topology(profile),
         recompute.describe(profile.train.recompute),
     )
 

@@ -15,9 +15,9 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr, waiting
 from profiles import nxdt, resolve, state_files
-from profiles.check import PLANNED_ONLY
 from profiles.errors import ProfileError
 from profiles.nxdt.translation import Effect, Line
+from profiles.check import PLANNED_ONLY
 from profiles.schema import Profile
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ def _print(
 
     print_plan(console, profile, planned)
     if profile.cluster.accelerator in PLANNED_ONLY:
-        hint = "\nthis is the original layout; --hardware trn2 or h200 plans one for hardware that can train"
+        hint = (
+            "\nthis is the original topology; --hardware trn2 or h200 plans one for hardware that can train"
+        )
         console.print(Text(hint, "yellow"))
 
 

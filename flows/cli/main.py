@@ -241,7 +241,7 @@ def _add_tools(commands: Any) -> None:
     importer.add_argument("out", metavar="OUT", nargs="?", help=about)
     about = "the model's config.json, if the one that CONFIG names is elsewhere"
     importer.add_argument("--config", dest="model_config", metavar="FILE", help=about)
-    about = "plan a new layout for this hardware; keep batch and schedule"
+    about = "plan a new topology for this hardware; keep batch and schedule"
     importer.add_argument("--hardware", choices=("trn2", "h200"), help=about)
     importer.add_argument("--verbose", action="store_true", help="list every key of the config")
     _json(importer)

@@ -1,4 +1,4 @@
-"""Keys that are translated one by one: trainer, layout, optimizer, precision, checkpoints and runtime.
+"""Keys that are translated one by one: trainer, topology, optimizer, precision, checkpoints, runtime.
 
 A rule takes the translation, a key and its value, and reports the key. Keys that neither a rule nor another file reads are
 unknown: an error if they could change the model or are a misspelling, otherwise reported as unknown.

@@ -1,4 +1,4 @@
-"""Layout table: profiles are planned and traced; the docs match.
+"""Table of the shipped profiles: they are planned and traced; the docs match.
 
 That all its other rows are those of the current profiles and plans is tested in tests/profiles/test_shipped.py.
 """
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import layouts
+from benchmarks import shipped
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parents[2] / "docs/devices/layouts.md"
+PAGE = Path(__file__).parents[2] / "docs/devices/shipped.md"
 
 
 def cells_of(lines: list[str]) -> dict[str, list[str]]:
     """Cells of the rows of all tables, by the first."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    return {row[0]: row for row in rows if row != list(layouts.COLUMNS)}
+    return {row[0]: row for row in rows if row != list(shipped.COLUMNS)}
 
 
 DOCUMENTED = cells_of(PAGE.read_text().splitlines())
@@ -25,10 +25,10 @@ TRACED = ("llama3-8b", "llama3-70b-h200")  # at full size
 
 def test_profiles_are_planned_and_traced(capsys):
     """No plan needs less memory than its trace, or much more."""
-    assert layouts.main(["tiny", *TRACED]) == 0
+    assert shipped.main(["tiny", *TRACED]) == 0
     found = cells_of(capsys.readouterr().out.splitlines())
     cells = found["tiny"]
-    assert cells[:4] == ["tiny", "1 × 2 cpu", "TP 2, ZeRO-1 1", "none"]
+    assert cells[:4] == ["tiny", "1 × 2 cpu", "TP 2", "none"]
     # Training: two of the block, one of the loss; evaluation: one of each.
     assert cells[6] == "5"
     for name in TRACED:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import layouts
+from benchmarks import shipped
 from modeling.models.build import partition_layers
 from modeling.models.families import model_class
 from modeling.planning.planner import plan
@@ -18,11 +18,11 @@ from parallel import Mesh
 from parallel import device as devices
 from parallel.layout import layout_of
 from profiles import resolve
-from profiles.check import ACCELERATORS, PLANNED_ONLY
 from profiles.huggingface.config import from_config_json
+from profiles.check import ACCELERATORS, PLANNED_ONLY
 from profiles.schema import Cluster, Profile
 from profiles.sections.model import Model
-from tests.benchmarks.test_layouts import DOCUMENTED, PAGE
+from tests.benchmarks.test_shipped import DOCUMENTED, PAGE
 
 # Exact numbers of parameters; GPT-3's with a vocabulary of 50257, tied.
 PARAMETERS = {
@@ -213,16 +213,16 @@ def test_published_runs_are_as_in_the_table(model):
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("-trn1")])
-def test_other_hardware_changes_only_the_layout(name):
+def test_other_hardware_changes_only_the_topology(name):
     model = model_of(name)
     profile, published = load(name), load(model if model in MODERN else f"{model}-trn1")
-    layout = ("recompute",)
+    changed = ("recompute",)
     if profile.model.num_experts is not None:
-        layout += ("capacity_factor",)  # a device that needs static shapes drops tokens
+        changed += ("capacity_factor",)  # a device that needs static shapes drops tokens
     if name.startswith("llama3-70b-cp"):
-        layout += ("sequence_length", "global_batch_size")
-    assert profile.train.model_dump(exclude={*layout, "steps"}) == published.train.model_dump(
-        exclude={*layout, "steps"}
+        changed += ("sequence_length", "global_batch_size")
+    assert profile.train.model_dump(exclude={*changed, "steps"}) == published.train.model_dump(
+        exclude={*changed, "steps"}
     )
     batch = LONG.get(model, (published.train.sequence_length, published.train.global_batch_size))
     assert (profile.train.sequence_length, profile.train.global_batch_size) == batch
@@ -250,16 +250,16 @@ def test_parameters_match_the_table_and_the_plan_fits_with_its_reserve(name):
     assert planned.basis == "uncalibrated, published peaks × 0.55"
 
 
-def test_documented_layouts_are_those_of_the_profiles():
+def test_documented_topologies_are_those_of_the_profiles():
     """Plans are compared too, except on a CPU, whose memory is that of this machine."""
-    profiles = layouts.startable()
+    profiles = shipped.startable()
     headings = [line.removeprefix("## ") for line in PAGE.read_text().splitlines() if line.startswith("## ")]
-    assert headings == list(dict.fromkeys(map(layouts.model_of, profiles)))
-    assert [tuple(row[:4]) for row in DOCUMENTED.values()] == list(map(layouts.describe, profiles))
+    assert headings == list(dict.fromkeys(map(shipped.model_of, profiles)))
+    assert [tuple(row[:4]) for row in DOCUMENTED.values()] == list(map(shipped.describe, profiles))
     for profile in profiles:
         if profile.cluster.device != "cpu":
             row = DOCUMENTED[profile.name]
-            assert (row[4], row[7]) == layouts.describe_plan(plan(profile, CACHE)), profile.name
+            assert (row[4], row[7]) == shipped.describe_plan(plan(profile, CACHE)), profile.name
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *(f"{model}-trn1" for model in PUBLISHED)])

@@ -22,7 +22,7 @@ STEPS, SEQUENCE, VOCABULARY = 3, 32, 301  # a vocabulary that no degree divides,
 TOLERANCE = 1e-5
 # Degrees in proportion: 32 tensor ranks over 8 KV heads are 4 over 2, and 8 ranks are 2.
 TENSOR = {32: 4, 16: 4, 8: 2, 4: 2, 2: 2, 1: 1}
-# The published layouts, and of the sharded ones, which differ by degrees that are small here anyway, one a family.
+# The published topologies, and of the sharded ones, which differ by degrees that are small here anyway, one a family.
 SHARDED = (
     "llama2-7b",
     "llama3-70b",

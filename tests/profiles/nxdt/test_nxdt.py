@@ -367,7 +367,7 @@ def test_profile_is_named_after_the_file_of_its_config(tmp_path, monkeypatch, ca
         assert resolve.load(f"./{name}.yaml").name == name
 
 
-def test_hardware_plans_a_new_layout_and_keeps_the_mathematics(tmp_path, capsys):
+def test_hardware_plans_a_new_topology_and_keeps_the_mathematics(tmp_path, capsys):
     theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     config = str(write(tmp_path, "hf_llama_7B"))
     assert main(["import-config", config, str(theirs)]) == 0
@@ -384,8 +384,8 @@ def test_hardware_plans_a_new_layout_and_keeps_the_mathematics(tmp_path, capsys)
     )
     assert after.parallel.tensor < before.parallel.tensor
     assert after.model == before.model
-    layout = {"recompute"}
-    assert after.train.model_dump(exclude=layout) == before.train.model_dump(exclude=layout)
+    changed = {"recompute"}
+    assert after.train.model_dump(exclude=changed) == before.train.model_dump(exclude=changed)
 
 
 def test_error_leaves_nothing_behind(tmp_path, capsys):
