@@ -19,7 +19,7 @@ from modeling.planning.planner import Plan, plan
 from modeling.tracing.trace import trace
 from modeling.tracing.traced_plan import apply_trace
 from profiles import recompute, resolve
-from profiles.check import PLANNED_ONLY
+from profiles.rules.cluster import PLANNED_ONLY
 from profiles.schema import Profile
 from tasks.reporting.format import format_step_time
 

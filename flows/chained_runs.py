@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from profiles import resolve
-from profiles.check import RUN
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError, closest
+from profiles.rules.pretrained import RUN
 from profiles.schema import Profile
 
 

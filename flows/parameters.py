@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from profiles import resolve
-from profiles.check import PLANNED_ONLY
+from profiles.rules.cluster import PLANNED_ONLY
 
 # Without plan-only profiles, which are recognised by name because loading all profiles would slow each start.
 STARTABLE = tuple(name for name in resolve.names() if name.rpartition("-")[2] not in PLANNED_ONLY)

@@ -1,6 +1,7 @@
 """Profiles: the YAML files that describe a run, their schema, validation and resolution.
 
-Start at schema.py (every key) and resolve.py (`load`: file, `extends`, overrides). check.py has the rules between sections, with
-those of one subject in `rules/`, and errors.py the error type that all of them raise. Shipped profiles are in `shipped/`, with
-ladders and branches. Imports `parallel`.
+Start at schema.py (every key) and resolve.py (`load`: file, `extends`, overrides). check.py runs the
+rules between keys, which are in `rules/` by subject, and errors.py has the error type that all of them raise. Shipped profiles
+are in `shipped/`, with ladders and branches. state_files.py, file_locks.py and retries.py are utilities that other folders use
+too. Imports `parallel`.
 """

@@ -18,10 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from profiles.check import RUN
 from profiles.errors import ProfileError
 from profiles.huggingface.hub import resolve_commit
 from profiles.resolve import names as profile_names
+from profiles.rules.pretrained import RUN
 from profiles.schema import Data, Profile, Source, Tokenizer
 from tasks import keys
 from tasks.sources import corpus, weights

@@ -15,9 +15,9 @@ from modeling import job_log
 from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from, write_peft
-from profiles.check import RUN
 from profiles.errors import ProfileError
 from tasks.reporting.format import format_bytes
+from profiles.rules.pretrained import RUN
 from tasks.sources import weights
 from tasks.store.backends import NO_CREDENTIALS
 

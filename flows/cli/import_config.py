@@ -17,7 +17,7 @@ from flows.ui.console import print_json, print_stderr, waiting
 from profiles import nxdt, resolve, state_files
 from profiles.errors import ProfileError
 from profiles.nxdt.translation import Effect, Line
-from profiles.check import PLANNED_ONLY
+from profiles.rules.cluster import PLANNED_ONLY
 from profiles.schema import Profile
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
-from profiles.check import PLANNED_ONLY
 from profiles.errors import ProfileError
+from profiles.rules.cluster import PLANNED_ONLY
 from profiles.schema import Profile
 from tasks.reporting.format import format_count
 

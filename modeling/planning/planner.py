@@ -31,9 +31,10 @@ from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
 from modeling.planning.step_time import estimate, layer_rate
 from parallel import parameter_count
 from parallel.constraints import valid_expert_degrees, valid_tensor_degrees
-from profiles.check import ACCELERATORS, passes, with_value
+from profiles.check import passes, with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
+from profiles.rules.cluster import ACCELERATORS
 from profiles.schema import Profile
 
 HOST_BYTES = 350 << 20  # of a process's interpreter and libraries

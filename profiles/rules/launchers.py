@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 
 from profiles import plugins
@@ -30,7 +31,9 @@ def check(profile: Profile) -> None:
 
 
 def check_installed(profile: Profile) -> None:
-    """Check that the Kubernetes client is installed if the launcher needs it. Raises ProfileError."""
+    """Check that this machine has what the launcher calls: sbatch, or the Kubernetes client. Raises ProfileError."""
+    if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
+        raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
     if profile.cluster.launcher == "kubernetes" and find_spec("kubernetes") is None:
         reason = (
             "its client is not installed; install it with: pip install -c constraints.txt -e '.[kubernetes]'"

@@ -12,8 +12,8 @@ from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.schedules import SCHEDULES, check_microbatches
 from parallel.pipeline.stages import cut_layers
 from profiles import resolve
-from profiles.check import time_limit_seconds
 from profiles.errors import ProfileError
+from profiles.rules.cluster import time_limit_seconds
 
 
 def rejection(*overrides) -> ProfileError:

@@ -19,7 +19,7 @@ from parallel import device as devices
 from parallel.layout import layout_of
 from profiles import resolve
 from profiles.huggingface.config import from_config_json
-from profiles.check import ACCELERATORS, PLANNED_ONLY
+from profiles.rules.cluster import ACCELERATORS, PLANNED_ONLY
 from profiles.schema import Cluster, Profile
 from profiles.sections.model import Model
 from tests.benchmarks.test_shipped import DOCUMENTED, PAGE

@@ -1,0 +1,25 @@
+"""Rules for `compile`: backends and options that depend on the device."""
+
+from __future__ import annotations
+
+from profiles.errors import ProfileError
+from profiles.schema import Profile
+
+BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
+
+
+def check(profile: Profile) -> None:
+    """Raise ProfileError for a backend or options that do not apply to the device."""
+    compile, device = profile.compile, profile.cluster.device
+    if compile.backend not in (None, *BACKENDS[device]):
+        reason = f"does not support device {device}"
+        raise ProfileError("compile.backend", compile.backend, reason, BACKENDS[device])
+    parallel = profile.parallel
+    if compile.async_tensor and (
+        device != "cuda" or not compile.enabled or parallel.tensor == 1 or not parallel.sequence_parallel
+    ):
+        reason = "needs compiled graphs on cuda, and sequence parallelism over more than one tensor rank"
+        raise ProfileError("compile.async_tensor", True, reason, [False])
+    if compile.flags is not None and device != "neuron":
+        reason = f"only applies to device neuron; the device is {device}"
+        raise ProfileError("compile.flags", compile.flags, reason, ["null"])
