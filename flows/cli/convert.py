@@ -13,11 +13,12 @@ from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import PACKAGES, print_json, print_stderr
 from modeling import job_log
 from modeling.conversion import formats
+from modeling.conversion.choices import FORMATS
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from, write_peft
 from profiles.errors import ProfileError
-from tasks.reporting.format import format_bytes
 from profiles.rules.pretrained import RUN
+from tasks.reporting.format import format_bytes
 from tasks.sources import weights
 from tasks.store.backends import NO_CREDENTIALS
 
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         logging.getLogger(name).setLevel(logging.INFO)
     if options.to is None and not options.verify:
         reason = "is missing; give the format to write, or --verify to compare two checkpoints"
-        raise ProfileError("--to", None, reason, ["hf", "nxd", "trainshed", "peft"])
+        raise ProfileError("--to", None, reason, list(FORMATS))
     if options.to == "peft" and (options.verify or options.adapters):
         reason = "writes only the adapters in SOURCE; it cannot be combined with --verify or --adapters"
         raise ProfileError("--to", "peft", reason, ["hf"])

@@ -15,6 +15,7 @@ from typing import Any
 from flows.cli.arguments import HelpFormatter, Parser, integer, override
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_traceback
+from modeling.conversion.choices import FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES
 from profiles.errors import ProfileError
 
 
@@ -287,9 +288,8 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="SOURCE", help=about)
     about = "folder to write, or with --verify to compare"
     command.add_argument("destination", metavar="DESTINATION", help=about)
-    kinds = ("hf", "nxd", "trainshed", "peft")
-    about = f"format to write: {', '.join(kinds)}"
-    command.add_argument("--to", choices=kinds, metavar="FORMAT", help=about)
+    about = f"format to write: {', '.join(FORMATS)}"
+    command.add_argument("--to", choices=FORMATS, metavar="FORMAT", help=about)
     about = "average N latest checkpoints, or SOURCE and PATHs"
     command.add_argument("--average", metavar="N|PATH", action="append", default=[], help=about)
     about = "merge LoRA adapters of a run, NxD or PEFT folder"
@@ -300,10 +300,9 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     for axis in ("tensor", "pipeline"):
         _with_default(command, f"--{axis}", 1, f"{axis}-parallel degree to write", type=int, metavar="N")
     about = "KV head order of shards to read (writes only trn1)"
-    command.add_argument("--nxd-layout", choices=("trn1", "trn2"), help=about)
-    forms = ("separate", "fused", "coalesced")
-    about = "Q, K, V in NxD shards: separate, fused, coalesced"
-    command.add_argument("--nxd-qkv", choices=forms, metavar="FORM", help=about)
+    command.add_argument("--nxd-layout", choices=NXD_LAYOUTS, help=about)
+    about = f"Q, K, V in NxD shards: {', '.join(QKV_FORM_NAMES)}"
+    command.add_argument("--nxd-qkv", choices=QKV_FORM_NAMES, metavar="FORM", help=about)
     _with_default(command, "--budget", 512, "memory for tensor buffers in MB", type=integer(1), metavar="MB")
     _json(command)
 

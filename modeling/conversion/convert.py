@@ -28,9 +28,9 @@ from modeling import job_log
 from modeling.conversion import formats, huggingface, native
 from modeling.conversion.adapters import peft
 from modeling.conversion.adapters.read import read_adapters
+from modeling.conversion.choices import MODEL_FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES, NxDLayout, QKVForm
 from modeling.conversion.journal import Journal, Progress, open_journal
 from modeling.conversion.nxd import files as nxd_files
-from modeling.conversion.nxd.layout import NXD_LAYOUTS, QKV_FORMS, NxDLayout, QKVForm
 from modeling.conversion.tensor_files import File
 from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations
@@ -40,7 +40,6 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.sections.model import neighbours
 
-KINDS = ("hf", "nxd", "trainshed")
 BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written
@@ -52,7 +51,7 @@ log = logging.getLogger(__name__)
 class Options:
     """Options of a conversion."""
 
-    to: str  # destination format, one of KINDS
+    to: str  # destination format, one of MODEL_FORMATS
     config: Path | None = None  # config.json of the model or its folder; required if the source has none
     # tensor, pipeline: degrees for which NxD shards or a Trainshed checkpoint are split
     tensor: int = 1
@@ -239,13 +238,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.conversion.convert")
     parser.add_argument("source", type=Path, help="checkpoint of any format, or a run folder")
     parser.add_argument("destination", type=Path, help="new or empty folder")
-    parser.add_argument("--to", choices=KINDS, required=True, help="format to write")
+    parser.add_argument("--to", choices=MODEL_FORMATS, required=True, help="format to write")
     parser.add_argument("--cuts", type=int, nargs="*", help="first layer of the second and each later stage")
     parser.add_argument("--config", help="config.json of the model, or its folder")
     parser.add_argument("--tensor", type=int, default=1, help="tensor degree to split for")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline degree to split for")
     parser.add_argument("--nxd-layout", choices=NXD_LAYOUTS, help="layout of NxD shards to read")
-    parser.add_argument("--nxd-qkv", choices=QKV_FORMS, help="form of Q, K and V in NxD shards to write")
+    parser.add_argument("--nxd-qkv", choices=QKV_FORM_NAMES, help="form of Q, K and V in NxD shards to write")
     parser.add_argument("--adapters", help="LoRA adapters to merge into the weights")
     about = "checkpoint to average the weights with, or number of the run's latest checkpoints to average"
     parser.add_argument("--average", action="append", default=[], help=about)

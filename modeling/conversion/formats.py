@@ -14,7 +14,7 @@ from profiles.huggingface.config import read_config_json
 from profiles.sections.model import Model
 
 if TYPE_CHECKING:
-    from modeling.conversion.nxd.layout import NxDLayout
+    from modeling.conversion.choices import NxDLayout
     from modeling.conversion.weights import Weights
 
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from modeling.conversion import torch_files
 from modeling.conversion.adapters.adapters import Adapters, Factors
 from modeling.conversion.adapters.peft import CONFIG, scale_of
-from modeling.conversion.nxd.layout import NXD_LAYOUTS, NxDLayout, TensorSplit
+from modeling.conversion.choices import NXD_LAYOUTS, NxDLayout
+from modeling.conversion.nxd.layout import TensorSplit
 from modeling.conversion.torch_files import LazyTensor
 from profiles.errors import ProfileError
 from profiles.sections.model import Model

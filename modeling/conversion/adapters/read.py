@@ -9,8 +9,8 @@ from modeling.conversion.adapters.adapters import Adapters
 from modeling.conversion.adapters.nxd import NxDAdapters
 from modeling.conversion.adapters.peft import WEIGHTS, PeftAdapters
 from modeling.conversion.adapters.trained import TrainedAdapters
+from modeling.conversion.choices import NxDLayout
 from modeling.conversion.nxd import files as nxd_files
-from modeling.conversion.nxd.layout import NxDLayout
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
 

@@ -23,12 +23,10 @@ from torch import Tensor
 from torch.serialization import skip_data
 
 from modeling.conversion import torch_files
+from modeling.conversion.choices import NXD_LAYOUTS, NxDLayout, QKVForm
 from modeling.conversion.huggingface import BUFFERS
 from modeling.conversion.nxd import experts
 from modeling.conversion.nxd.layout import (
-    NXD_LAYOUTS,
-    NxDLayout,
-    QKVForm,
     TensorSplit,
     layer_prefix,
     mlp_prefix,

@@ -19,17 +19,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
+from modeling.conversion.choices import NxDLayout, QKVForm
 from modeling.conversion.weights import global_shapes
 from parallel.layout import Box
 from profiles.sections.model import Model
 
-NxDLayout = Literal["trn1", "trn2"]
-QKVForm = Literal["separate", "fused", "coalesced"]
-NXD_LAYOUTS = ("trn1", "trn2")
 # for each form of Q, K and V: the names of their tensors, and which of q, k and v each contains
-QKV_FORMS: dict[str, dict[str, str]] = {
+QKV_FORMS: dict[QKVForm, dict[str, str]] = {
     "separate": {"weight_q": "q", "weight_k": "k", "weight_v": "v"},
     "fused": {"weight_qkv": "qkv"},
     "coalesced": {"weight": "qkv"},
