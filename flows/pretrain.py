@@ -34,7 +34,7 @@ from flows.run_setup import (
     with_training_progress,
     write_lockfile,
 )
-from flows.runner import THREADS, Runner
+from flows.runner import THREADS, Background, Runner
 from modeling import run_files
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
@@ -63,6 +63,7 @@ from tasks.steps.tokenizer import TokenizerStep, check_fits
 from tasks.steps.training import TrainingStep
 from tasks.store import activities, ledger, runs
 from tasks.store.artifacts import Artifact
+from tasks.store.run_folder import Parent
 from tasks.store.store import Store, open_store
 
 log = logging.getLogger(__name__)
@@ -137,12 +138,7 @@ def train_profile(
         with suggest_commands(command, run.name):
             runs.check_name(opened, run)  # rather than wait for a run that this one cannot continue
     with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened), lock) as runner:
-        parent = find_parent(opened, fork, run.name) if fork else None
-        if parent:
-            run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
-            require_forkable(opened, parent, run)
-            if not replace:
-                require_new_name(opened, parent, run.name)
+        run, parent = _find_parent(opened, run, fork, replace)
         if not replace:
             with suggest_commands(command, run.name):
                 runs.check_name(opened, run)
@@ -150,14 +146,7 @@ def train_profile(
         if parent:
             hold_checkpoint(opened, parent, run.name)  # the parent may remove it before the data is prepared
         compiling = runner.start(GraphsStep())
-        lockfile = None if update else read_lockfile(opened, run.name, parent)
-        # A fork keeps the weights that its parent's checkpoint was trained from.
-        resolve_inputs(runner, lockfile, keep_exports=parent is not None)
-        write_lockfile(runner.context)
-        converting = runner.start(CheckpointStep())
-        tokenizer = runner.run(TokenizerStep())
-        check_fits(run, tokenizer)
-        dataset = runner.run(DatasetStep(tokenizer))
+        tokenizer, dataset, converting = _prepare(runner, run, parent, update)
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
             planned = plan(run)  # again: the number of steps follows from the data
@@ -177,16 +166,7 @@ def train_profile(
                 record_data(opened, parent)
                 copy_checkpoint(opened, parent, run.name)
             _take_forecast(opened, run)
-            graphs = compiling.result()
-            # Only with a reference model: other runs should not list a skipped step.
-            reference = None
-            if run.precomputes_reference:
-                reference = runner.run(ReferenceStep(dataset, weights, graphs))
-            training = TrainingStep(dataset, identity, graphs, weights, reference)
-            runner.run(training, with_training_progress(runner.context))
-            evaluated = runner.run(EvaluationStep(dataset, identity, graphs, weights, reference))
-            with activities.begin(opened, "exporting", run.name):
-                exported = runner.run(ExportStep(tokenizer, identity, weights))
+            evaluated, exported = _train(runner, identity, tokenizer, dataset, weights, compiling.result())
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)
         return {
@@ -194,6 +174,51 @@ def train_profile(
             "parameters": planned.parameters,
             "steps": [asdict(outcome) for outcome in runner.outcomes],
         }
+
+
+def _find_parent(store: Store, run: Profile, fork: str, replace: bool) -> tuple[Profile, Parent | None]:
+    """The profile of a run or of a fork, and what it forks from, which must be possible."""
+    if not fork:
+        return run, None
+    parent = find_parent(store, fork, run.name)
+    run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
+    require_forkable(store, parent, run)
+    if not replace:
+        require_new_name(store, parent, run.name)
+    return run, parent
+
+
+def _prepare(
+    runner: Runner, run: Profile, parent: Parent | None, update: bool
+) -> tuple[Artifact, Artifact, Background]:
+    """Resolve the inputs; tokenizer and dataset, and the step that converts weights in the background."""
+    lockfile = None if update else read_lockfile(runner.context.store, run.name, parent)
+    # A fork keeps the weights that its parent's checkpoint was trained from.
+    resolve_inputs(runner, lockfile, keep_exports=parent is not None)
+    write_lockfile(runner.context)
+    converting = runner.start(CheckpointStep())
+    tokenizer = runner.run(TokenizerStep())
+    check_fits(run, tokenizer)
+    return tokenizer, runner.run(DatasetStep(tokenizer)), converting
+
+
+def _train(
+    runner: Runner,
+    identity: str,
+    tokenizer: Artifact,
+    dataset: Artifact,
+    weights: Artifact | None,
+    graphs: Artifact | None,
+) -> tuple[Artifact, Artifact]:
+    """Train in the open run folder, evaluate and export; returns the evaluation and the export."""
+    context, reference = runner.context, None
+    if context.profile.precomputes_reference:  # other runs should not list a skipped step
+        reference = runner.run(ReferenceStep(dataset, weights, graphs))
+    training = TrainingStep(dataset, identity, graphs, weights, reference)
+    runner.run(training, with_training_progress(context))
+    evaluated = runner.run(EvaluationStep(dataset, identity, graphs, weights, reference))
+    with activities.begin(context.store, "exporting", context.profile.name):
+        return evaluated, runner.run(ExportStep(tokenizer, identity, weights))
 
 
 def _take_forecast(store: Store, run: Profile) -> None:
