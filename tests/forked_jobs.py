@@ -28,7 +28,7 @@ from tests.ports import free_port
 
 @contextlib.contextmanager
 def forked_jobs(real: str | None = None) -> Iterator[None]:
-    """Fork the ranks of every job that LocalLauncher starts inside the block, except those of the module `real`."""
+    """Fork the ranks of LocalLauncher's jobs inside the block, except those of the module `real`."""
     from tasks.launchers import local
 
     wait_until_marked = local._wait_until_marked

@@ -1,4 +1,4 @@
-"""Probes the CPU's instruction sets for inductor: before processes that compile are forked, as each would probe them."""
+"""Probes the CPU's instruction sets for inductor, once for all processes that are forked later."""
 
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
