@@ -111,12 +111,12 @@ def linear_cross_entropy(
     inputs, head = x.detach(), weight.detach()
     inputs = collectives.all_gather(inputs, axis) if sequence_parallel else inputs  # (b·s, h)
     # Compiled programs accept full chunks only.
-    kept = _with_target(targets, 1 if programs.chunk is chunk_loss else chunk)
-    if kept is not None:
-        inputs, targets = inputs[kept.rows], targets[kept.rows]  # (kept, h), (kept)
-        targets[kept.count :] = IGNORE_INDEX
-        weights = None if weights is None else weights[kept.rows]
-        tokens = len(kept.rows)
+    counted = _with_target(targets, 1 if programs.chunk is chunk_loss else chunk)
+    if counted is not None:
+        inputs, targets = inputs[counted.rows], targets[counted.rows]  # (counted, h), (counted)
+        targets[counted.count :] = IGNORE_INDEX
+        weights = None if weights is None else weights[counted.rows]
+        tokens = len(counted.rows)
     grad_x = torch.empty_like(inputs) if train else None
     # A frozen weight needs no gradient, which saves its product.
     total, grad_weight = programs.begin(head, train and weight.requires_grad)
@@ -127,7 +127,7 @@ def linear_cross_entropy(
         total = programs.chunk(*part) if weights is None else programs.chunk(*part, weights[rows])
     if not train:
         return total
-    grad_x = grad_x if kept is None else kept.restore(grad_x)  # (b·s, h)
+    grad_x = grad_x if counted is None else counted.restore(grad_x)  # (b·s, h)
     if sequence_parallel:
         grad_x = collectives.reduce_scatter(grad_x, axis)  # (b·s/t, h)
     else:
@@ -137,32 +137,32 @@ def linear_cross_entropy(
     return _WithGradients.apply(x, weight, total, grad_x, grad_weight, programs.scale)
 
 
-class _Kept(NamedTuple):
+class _Counted(NamedTuple):
     """Indices of the tokens that have a target, followed by fillers."""
 
-    rows: Tensor  # (kept)
+    rows: Tensor  # (counted)
     count: int  # of the tokens that have a target
     tokens: int  # all of them
 
     def restore(self, values: Tensor) -> Tensor:
-        """Values (kept, ...) of the rows, as those of all tokens: 0 without a target."""
+        """Values (counted, ...) of the rows, as those of all tokens: 0 without a target."""
         full = values.new_zeros(self.tokens, *values.shape[1:])
         return full.index_copy_(0, self.rows[: self.count], values[: self.count])
 
 
-def _with_target(targets: Tensor, multiple: int) -> _Kept | None:
+def _with_target(targets: Tensor, multiple: int) -> _Counted | None:
     """Indices of the tokens that have a target, padded with fillers to a multiple.
 
     None if that drops no token, and on devices where the count would cost a host synchronization.
     """
     if targets.device.type != "cpu" or type(targets) is not Tensor:
         return None
-    kept = (targets != IGNORE_INDEX).nonzero()[:, 0]  # (kept)
-    count = len(kept)
+    counted = (targets != IGNORE_INDEX).nonzero()[:, 0]  # (counted)
+    count = len(counted)
     size = -(-count // multiple) * multiple
     if size >= len(targets):
         return None
-    return _Kept(torch.cat((kept, kept.new_zeros(size - count))), count, len(targets))
+    return _Counted(torch.cat((counted, counted.new_zeros(size - count))), count, len(targets))
 
 
 class _WithGradients(Function):
@@ -251,17 +251,17 @@ def token_cross_entropy(
     x = collectives.all_gather(x, axis) if sequence_parallel else x  # (b·s, h)
     programs = programs or LossPrograms()
     weight = weight.detach()
-    kept = _with_target(targets, 1 if programs.tokens is chunk_token_losses else chunk)
-    if kept is not None:
-        if not kept.count:  # no tensor rank has a target
-            return x.new_zeros(kept.tokens, dtype=torch.promote_types(x.dtype, torch.float32))
-        x, targets = x[kept.rows], targets[kept.rows]  # (kept, h), (kept)
-        targets[kept.count :] = IGNORE_INDEX
+    counted = _with_target(targets, 1 if programs.tokens is chunk_token_losses else chunk)
+    if counted is not None:
+        if not counted.count:  # no tensor rank has a target
+            return x.new_zeros(counted.tokens, dtype=torch.promote_types(x.dtype, torch.float32))
+        x, targets = x[counted.rows], targets[counted.rows]  # (counted, h), (counted)
+        targets[counted.count :] = IGNORE_INDEX
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
     found = programs.join(
         [programs.tokens(part, weight, each, axis, first, vocabulary) for part, each in parts]
     )
-    return found if kept is None else kept.restore(found)  # (b·s)
+    return found if counted is None else counted.restore(found)  # (b·s)
 
 
 def chunk_token_losses(
