@@ -69,7 +69,7 @@ def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any]) ->
             return DONE
     if code := _run(["prefect", "--no-prompt", "deploy", "--all"], home, log_file, settings):
         return code
-    with contextlib.suppress(OSError, ValueError):  # also a conflict: another `up` has just created the variable
+    with contextlib.suppress(OSError, ValueError):
         _write_digest(api, _digest(home, api))
     return DONE
 
@@ -130,6 +130,7 @@ def _write_digest(api: str, digest: str) -> None:
     except urllib.error.HTTPError as error:
         if error.code != NOT_FOUND:
             raise
+        # A conflict, because another `up` has just created it, is one of the errors that `deploy` ignores.
         query(f"{api}/variables/", {"name": VARIABLE, "value": digest})
 
 
