@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,18 +10,26 @@ from pathlib import Path
 
 # Over NFS, a shared lock needs a file that is open for reading, an exclusive one a file that is open for writing.
 MODE = "a+b"
+UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # for example by Lustre, mounted without `-o flock`
 
 
 @contextmanager
-def locked(path: Path, *, shared: bool = False, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a file, created if needed, for a block.
+def locked(path: Path, *, shared: bool = False, wait: bool = True, required: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file, created if needed, for a block; yields whether it is held.
 
     Args:
         shared: other processes may hold it in shared mode, too.
+        required: raise an error if the file system has no locks, rather than enter the block without one.
 
     Raises:
         BlockingIOError: another process holds it, and not `wait`.
     """
     with path.open(MODE) as file:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-        yield
+        held = True
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if required or error.errno not in UNSUPPORTED:
+                raise
+            held = False
+        yield held

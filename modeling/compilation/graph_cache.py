@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import platform
 import shutil
 import tarfile
@@ -202,25 +203,26 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
 def unpack(artifact: Path, run: Path) -> Path | None:
     """Unpack a graphs artifact into the run folder, once per node; None if the artifact has no graphs.
 
-    Safe to call from every process: one unpacks while the others wait, or the next one if it dies. The folder appears atomically,
-    because nodes that share it may not share its lock.
+    Safe to call from every process: one unpacks while the others wait, or the next one if it dies; on a file system without locks
+    all unpack. The folder appears atomically, because nodes that share it may not share its lock.
     """
     packed = artifact / CACHE
     if not state_files.exists(packed):
         return None
     folder = run / run_files.GRAPHS / artifact.name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{artifact.name}-{platform.node()}")
-    with locked(folder.with_name(f".{artifact.name}.lock")):
+    with locked(folder.with_name(f".{artifact.name}.lock"), required=False) as held:
         if state_files.exists(folder):
             return folder
+        process = platform.node() if held else f"{platform.node()}-{os.getpid()}"
+        partial = folder.with_name(f".{artifact.name}-{process}")
         shutil.rmtree(partial, ignore_errors=True)  # of a process that died
         with tarfile.open(packed) as tar:
             tar.extractall(partial, filter="data")
         try:
             partial.rename(folder)
         except OSError:
-            if not state_files.exists(folder):  # otherwise another node was first
+            if not state_files.exists(folder):  # otherwise another process was first
                 raise
             shutil.rmtree(partial)
     return folder

@@ -1,6 +1,11 @@
 """File locks are shared or exclusive, also over NFS."""
 
+import errno
+import fcntl
+import os
 from pathlib import Path
+
+import pytest
 
 from profiles.file_locks import locked
 from tests import faults
@@ -22,3 +27,17 @@ def test_shared_and_exclusive_locks_also_over_nfs(tmp_path, monkeypatch):
     with locked(path):
         assert is_held(path, shared=True)
     assert not is_held(path, shared=False)
+
+
+@pytest.mark.parametrize("missing", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_file_system_without_locks_stops_only_what_requires_one(tmp_path, monkeypatch, missing):
+    def reject(*_):
+        raise OSError(missing, os.strerror(missing))
+
+    with locked(tmp_path / "lock", required=False) as held:
+        assert held
+    monkeypatch.setattr(fcntl, "flock", reject)
+    with locked(tmp_path / "lock", required=False) as held:
+        assert not held
+    with pytest.raises(OSError, match=os.strerror(missing)), locked(tmp_path / "lock"):
+        pass

@@ -1,10 +1,15 @@
 """Unpacking compiled graphs from several processes of a node."""
 
+import errno
+import fcntl
 import os
+import platform
 import signal
 import tarfile
 import time
 from pathlib import Path
+
+import pytest
 
 from modeling.compilation.graph_cache import CACHE, unpack
 from tests.forkserver import forkserver
@@ -13,9 +18,16 @@ FILES = 20
 RANKS = 4
 
 
-def unpack_on(rank: int, artifact: Path, run: Path) -> None:
-    """Unpack as this rank, and record that it extracts; rank 0 is killed after the first file."""
+def unpack_on(rank: int, artifact: Path, run: Path, missing: int | None) -> None:
+    """Unpack as this rank, and record that it extracts; rank 0 is killed after the first file.
+
+    Args:
+        missing: error of the run folder's file system for locks, if it has none.
+    """
     extract = tarfile.TarFile.extractall
+
+    def reject(*_: object) -> None:
+        raise OSError(missing, os.strerror(missing))
 
     def recorded(tar: tarfile.TarFile, path: Path, filter: str) -> None:
         (run / f"extracted-{rank}").touch()
@@ -26,11 +38,14 @@ def unpack_on(rank: int, artifact: Path, run: Path) -> None:
         extract(tar, path, filter=filter)
 
     tarfile.TarFile.extractall = recorded
+    if missing is not None:
+        fcntl.flock = reject
     folder = unpack(artifact, run)
     assert len(list(folder.iterdir())) == FILES
 
 
-def test_graphs_are_unpacked_once_and_again_if_the_process_dies(tmp_path):
+@pytest.mark.parametrize("missing", [None, errno.ENOSYS])
+def test_graphs_are_unpacked_once_and_again_if_the_process_dies(tmp_path, missing):
     artifact, run = tmp_path / "key", tmp_path / "run"
     artifact.mkdir()
     run.mkdir()
@@ -39,7 +54,9 @@ def test_graphs_are_unpacked_once_and_again_if_the_process_dies(tmp_path):
         for number in range(FILES):
             tar.add(tmp_path / "graph", arcname=str(number))
 
-    ranks = [forkserver().Process(target=unpack_on, args=(rank, artifact, run)) for rank in range(RANKS)]
+    ranks = [
+        forkserver().Process(target=unpack_on, args=(rank, artifact, run, missing)) for rank in range(RANKS)
+    ]
     ranks[0].start()
     ranks[0].join()
     for rank in ranks[1:]:
@@ -47,5 +64,6 @@ def test_graphs_are_unpacked_once_and_again_if_the_process_dies(tmp_path):
     for rank in ranks[1:]:
         rank.join()
     assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL, 0, 0, 0]
-    assert len(list(run.glob("extracted-*"))) == 2
-    assert [path.name for path in (run / "graphs").iterdir() if path.is_dir()] == ["key"]
+    left = [] if missing is None else [f".key-{platform.node()}-{ranks[0].pid}"]
+    assert missing is not None or len(list(run.glob("extracted-*"))) == 2
+    assert sorted(path.name for path in (run / "graphs").iterdir() if path.is_dir()) == [*left, "key"]
