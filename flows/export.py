@@ -41,14 +41,14 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         if latest is None:
             raise ProfileError("run", run, f"has no complete checkpoint in {store}")
         profile = resolve.load(str(folder / run_files.PROFILE))
-        inputs, step = runs.read_inputs(folder), latest.step
+        inputs = runs.read_inputs(folder)
         # Until the last step, a rollback may replace the checkpoint of a step by another one.
-        is_last = step == profile.train.steps
+        is_last = latest.step == profile.train.steps
         identity = inputs["identity"] if is_last else f"{inputs['identity']} {latest.digest}"
         tokenizer = opened.artifacts.expect(TokenizerStep.kind, inputs["tokenizer"])
         weights = inputs.get("checkpoint") if profile.lora.rank else None
         base = weights and opened.artifacts.expect(CheckpointStep.kind, weights)
         with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id)), lock) as runner:
-            exported = runner.run(ExportStep(tokenizer, identity, base, step))
+            exported = runner.run(ExportStep(tokenizer, identity, base, latest))
         opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere
     return str(folder / exported.summary["part"])

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modeling import run_files
 from tasks import keys
@@ -18,6 +18,9 @@ from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.store import Store
+
+if TYPE_CHECKING:  # which exports checkpoints, too
+    from tasks.evaluation.checkpoints import CheckpointId
 
 ADAPTER = "adapter"  # folder of the export
 
@@ -34,7 +37,7 @@ class ExportStep(Step):
     tokenizer: Artifact
     identity: str  # of the run; of its mathematics at the exported step
     weights: Artifact | None = None  # that LoRA updates
-    step: int | None = None  # of the checkpoint; None: the run's last step
+    checkpoint: CheckpointId | None = None  # None: that of the run's last step
 
     kind = "export"
     name = "export"
@@ -46,13 +49,17 @@ class ExportStep(Step):
         return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
 
     def make(self, context: Context, key: str) -> Artifact:
-        """Export the checkpoint. Raises FatalError if the run has removed it."""
+        """Export the checkpoint. Raises FatalError if the run has removed or replaced it."""
         store, folder = context.store, context.run_folder
+        run = store.run_folder(folder.name)
         partial, final = folder / f"{EXPORT}.partial", folder / EXPORT
-        step = self.step or context.profile.train.steps
-        if step not in store.run_folder(folder.name).checkpoint_steps():
-            raise FatalError(f"run {folder.name}: the checkpoint of step {step} was removed; export again")
+        step = self.checkpoint.step if self.checkpoint else context.profile.train.steps
+        if step not in run.checkpoint_steps():
+            raise FatalError(f"run {run.name}: the checkpoint of step {step} was removed; export again")
         write_model(context, run_files.checkpoint(step), self.tokenizer, self.weights, partial)
+        if self.checkpoint and self.checkpoint.of(run, step) not in (self.checkpoint, None):
+            reason = f"the checkpoint of step {step} was replaced during the export"
+            raise FatalError(f"run {run.name}: {reason}; export again")
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
