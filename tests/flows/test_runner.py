@@ -179,7 +179,7 @@ def test_step_is_not_retried_once_another_process_has_taken_over_the_run(context
             started.run(SuspendedStep(1))
 
     monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
-    with pytest.raises(FatalError, match="run tiny: another process took it over"):
+    with pytest.raises(FatalError, match="run tiny: another process took over its lock"):
         suspended()
     assert ToyStep.made == [1]
 
