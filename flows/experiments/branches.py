@@ -90,19 +90,19 @@ def _average(
     """Make the averages that the store lacks; returns all averages."""
     if not described.averages:
         return []
-    folder = runs.fetch(store, trunk.name)
-    profile = resolve.load(str(folder / run_files.PROFILE), (), trunk.name)
-    inputs = runs.read_inputs(folder)
-    dataset, tokenizer = (
-        store.artifacts.expect(step.kind, inputs[step.kind]) for step in (DatasetStep, TokenizerStep)
-    )
-    context = flow_context(profile, store, folder)
-    rows = []
     with ExitStack() as stack:
-        for run in (trunk, *found):
-            stack.enter_context(activities.begin(store, "averaging", run.name))
-        runner = stack.enter_context(Runner(context))
+        # In one order, so that flows that share runs do not wait for each other; then the runs are not replaced.
+        names = sorted(run.name for run in (trunk, *found))
+        locks = {name: stack.enter_context(activities.begin(store, "averaging", name)) for name in names}
+        folder = runs.fetch(store, trunk.name)
+        profile = resolve.load(str(folder / run_files.PROFILE), (), trunk.name)
+        inputs = runs.read_inputs(folder)
+        dataset, tokenizer = (
+            store.artifacts.expect(step.kind, inputs[step.kind]) for step in (DatasetStep, TokenizerStep)
+        )
+        runner = stack.enter_context(Runner(flow_context(profile, store, folder), locks[trunk.name]))
         runner.keep_recorded_artifacts()
+        rows = []
         for average in described.averages:
             members = members_of(described, average, trunk, found, store)
             identity = identity_of(store, members)

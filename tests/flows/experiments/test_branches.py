@@ -1,5 +1,6 @@
 """Branches of a trunk through the real flow: losses, caching, averages of checkpoints, and the page."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,10 +11,15 @@ from safetensors.torch import load_file
 
 from flows.cli.main import main
 from flows.experiments.branches import load
+from modeling import run_files
 from modeling.conversion.convert import Options, convert
+from parallel.checkpoint.locations import MARKER
 from profiles.errors import ProfileError
+from tasks.evaluation.average import AverageStep
 from tasks.experiments.branches import members_of
+from tasks.failures import FatalError
 from tasks.fork import decay_overrides, find_parent
+from tasks.store import activities, runs
 from tasks.store.store import Store
 from tests.flows.micro import exported, losses
 from tests.forked_jobs import forked_jobs
@@ -102,6 +108,45 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
         mean = sum(load_file(folder / "model.safetensors")[name] for folder in three) / 3
         torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-7)
     assert main(["convert", run, str(tmp_path / "many"), "--to", "hf", "--average", "9"]) == 2
+
+
+def test_averages_read_the_trunk_under_its_lock_and_end_if_they_lose_it(
+    prefect_server, profile, tmp_path, monkeypatch
+):
+    """The trunk is replaced while they wait for it; once they begin, another process takes over its lock."""
+    from flows.experiments import branches as flows
+
+    def begin(store, kind, name):
+        waited.append(name)
+        if name == "stable-trunk":
+            store.run_folder(name).write(run_files.INPUTS, json.dumps(inputs("new")).encode())
+        return activities_begin(store, kind, name)
+
+    def step(dataset, *arguments, **options):
+        datasets.append(dataset.key)
+        store.backend.write("locks/averaging-stable-trunk/9", b"{}")
+        return AverageStep(dataset, *arguments, **options)
+
+    def inputs(key):
+        return {"dataset": key, "tokenizer": key, "checkpoint": None}
+
+    file, store, waited, datasets = write_branches(tmp_path, profile), Store(str(tmp_path / "store")), [], []
+    _, trunk, _, _ = load(str(file))
+    runs.open_run(store, trunk.profile, "identity", "flow", inputs("old"))
+    for kind, key in itertools.product(("dataset", "tokenizer"), ("old", "new")):
+        with store.artifacts.publish(kind, key, {}) as staging:
+            (staging / "file").touch()
+    for run, number in (("trunk", 4), ("trunk", 6), ("long", 8), ("long", 10)):
+        store.run_folder(f"stable-{run}").write(f"checkpoints/step_{number}/{MARKER}", b"{}")
+    activities_begin = activities.begin
+    monkeypatch.setattr(flows.activities, "begin", begin)
+    monkeypatch.setattr(flows, "AverageStep", step)
+    monkeypatch.setattr(flows, "pretrain", lambda *_: {"validation_loss": 1.0, "report": ""})
+    monkeypatch.setattr(flows, "run_side_by_side", lambda *_: [flows.pretrain()])
+    with pytest.raises(FatalError, match="another process took over its lock"):
+        branches(file, tmp_path / "store")
+    assert waited == ["stable-long", "stable-trunk"]  # in the same order in every flow
+    assert datasets == ["new"]
 
 
 def test_another_machine_continues_the_trunk_where_the_remote_store_has_it(profile, tmp_path):
