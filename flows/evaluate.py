@@ -142,13 +142,13 @@ def evaluate(
     require_harness(list(tasks), include)
     opened = open_store(store, work_dir)
     folder = runs.fetch(opened, name)
-    _require_checkpoint(opened, name, step, follow=follow)
     files = Path(include).absolute() if include else None
     if new := set(tasks) - _evaluated_tasks(folder):
         log.info("checking the tasks' names")
         require_tasks(sorted(new), files)
     with activities.begin(opened, "evaluate", name) as lock:
         folder = runs.fetch(opened, name)  # again: it may have been replaced during the wait
+        _require_checkpoint(opened, name, step, follow=follow)
         profile, changed = _profile(folder, overrides)
         inputs = runs.read_inputs(folder)
         with Runner(flow_context(profile, opened, folder), lock) as runner:

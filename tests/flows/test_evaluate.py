@@ -13,6 +13,7 @@ import yaml
 
 from flows.alerts import events
 from flows.cli.main import main
+from parallel.checkpoint.locations import MARKER
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from tasks.failures import FatalError
@@ -214,6 +215,22 @@ def test_a_followed_run_has_a_step_evaluated_again_after_a_rollback(tmp_path, mo
     assert [(row["step"], row["validation_loss"]) for row in rows] == [(90, 3.0), (100, 2.5)]
     completed = [(facts["step"], facts["store"]) for kind, facts in emitted if kind == "checkpoint"]
     assert completed == [(90, str(tmp_path)), (100, str(tmp_path)), (100, str(tmp_path))]
+
+
+def test_evaluation_is_rejected_if_its_checkpoint_is_removed_while_it_waits(tmp_path, monkeypatch):
+    import flows.evaluate as evaluation
+
+    def begin(store, kind, name):
+        store.run_folder(name).write(f"checkpoints/step_8/{MARKER}", b"{}")
+        store.remove(f"runs/{name}/checkpoints/step_4")
+        return real(store, kind, name)
+
+    store, real = Store(str(tmp_path)), evaluation.activities.begin
+    runs.open_run(store, load("tiny", (), "run"), "identity", "flow", {})
+    store.run_folder("run").write(f"checkpoints/step_4/{MARKER}", b"{}")
+    monkeypatch.setattr(evaluation.activities, "begin", begin)
+    with pytest.raises(ProfileError, match="no complete checkpoint of step 4; nearest valid: run@8"):
+        evaluation.evaluate.fn.__wrapped__("run@4", store=str(tmp_path))
 
 
 def test_invalid_evaluations_are_rejected(trained, tasks, monkeypatch):
