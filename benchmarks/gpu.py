@@ -49,7 +49,7 @@ from benchmarks.rows.comparisons import (
 )
 from benchmarks.rows.report import STYLES, machine, run, show
 from benchmarks.training_steps import ours
-from modeling import check_device
+from modeling.check_device import isolation
 from modeling.models.flops import flops_per_token
 from modeling.planning.planner import plan
 from parallel import device
@@ -366,7 +366,7 @@ def plan_figures(trained: Mapping[str, tuple[TrainingComparison, Result]]) -> It
     device, failure = next(iter(chosen.values()))[0].device, None
     with tempfile.TemporaryDirectory(prefix="benchmarks-calibration-") as folder, contextlib.chdir(folder):
         try:
-            check_device.write_calibration(device, processes=1, deterministic=False)
+            isolation.write_calibration(device, processes=1, deterministic=False)
         except (RuntimeError, ValueError) as error:
             failure = f"calibration: {error}"
         for row, (comparison, result) in chosen.items():

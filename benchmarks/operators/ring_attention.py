@@ -30,7 +30,7 @@ from benchmarks.harness.processes import ScriptError
 from benchmarks.harness.timing import alternate, make_parser
 from benchmarks.harness.workload import DTYPES
 from benchmarks.harness.zigzag import zigzag_merge, zigzag_split
-from modeling.kernel_errors import ring_share
+from modeling.check_device.kernel_errors import ring_share
 from parallel import device as devices
 from parallel.attention import kernels
 from parallel.attention.attention import attention

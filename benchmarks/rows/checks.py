@@ -13,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.harness.processes import TIMEOUT
-from modeling import check_device
+from modeling.check_device import isolation
 from profiles import resolve
 from profiles.schema import Profile
 
@@ -69,8 +69,8 @@ class DeviceChecks:
             paths = [Path(folder, f"{profile.name}.yaml") for profile in self.made]
             for path, profile in zip(paths, self.made, strict=True):
                 path.write_text(resolve.dump(profile))
-            processes = check_device.default_processes(self.device)
-            results = check_device.run_checks(self.device, processes, [*map(str, paths), *self.shipped])
+            processes = isolation.default_processes(self.device)
+            results = isolation.run_checks(self.device, processes, [*map(str, paths), *self.shipped])
         failed = [f"{check.name}: {result.measured}" for check, result, _ in results if not result.passed]
         counted = _counted(passed=len(results) - len(failed), failed=len(failed))
         return CheckResult(self.name, self.title, self.against, counted, "\n".join(failed) or None)
@@ -103,7 +103,7 @@ class MarkedTests:
             command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider"]
             command += ["--junitxml", str(report), *self.paths]
             try:
-                environment = check_device.environment(self.device)
+                environment = isolation.environment(self.device)
                 options = {"env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT}
                 ran = subprocess.run(command, cwd=ROOT, **options)
             except subprocess.TimeoutExpired:

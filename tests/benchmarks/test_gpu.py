@@ -17,7 +17,7 @@ from benchmarks.operators import kernels, ring_attention
 from benchmarks.operators.ring_attention import relative_error
 from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import TOLERANCES, Result
-from modeling import check_device
+from modeling.check_device import checks, isolation
 from profiles import resolve
 
 pytestmark = pytest.mark.slow
@@ -112,9 +112,9 @@ def test_speed_at_full_depth_extrapolates_seconds_by_layer():
 
 def test_checks_of_profiles_are_counted_and_failures_have_a_reason(monkeypatch):
     """Checks kernels of the rehearsed rows and of experts, and runs a check that does not exist."""
-    kernels = next(check for check in check_device.CHECKS if check.takes_profile)
-    broken = replace(check_device.CHECKS[0], name="missing")
-    monkeypatch.setattr(check_device, "CHECKS", (kernels, broken))
+    kernels = next(check for check in checks.CHECKS if check.takes_profile)
+    broken = replace(checks.CHECKS[0], name="missing")
+    monkeypatch.setattr(checks, "CHECKS", (kernels, broken))
     row, *_ = gpu.checks_and_comparisons(rehearse=True)
     row = replace(row, made=tuple(profile for profile in row.made if profile.train.precision == "fp8"))
     proof = row.run(None, lambda _: None)
@@ -192,7 +192,7 @@ def training_result(name: str, seconds: float) -> tuple[gpu.TrainingComparison, 
 
 def test_plans_are_compared_with_measured_steps_after_a_calibration(monkeypatch):
     calibrated = []
-    monkeypatch.setattr(check_device, "write_calibration", lambda kind, **_: calibrated.append(kind))
+    monkeypatch.setattr(isolation, "write_calibration", lambda kind, **_: calibrated.append(kind))
     monkeypatch.setattr(gpu, "plan", lambda profile: SimpleNamespace(step_seconds=1.0))
     trained = {
         name: training_result(name, seconds)
@@ -207,7 +207,7 @@ def test_failed_calibration_is_a_failed_figure_with_its_reason(monkeypatch):
     def fail(*_: object, **__: object):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(check_device, "write_calibration", fail)
+    monkeypatch.setattr(isolation, "write_calibration", fail)
     (figure,) = gpu.plan_figures({"1b": training_result("1b", 1.0)})
     assert (figure.status, figure.failure) == ("failed", "calibration: out of memory")
 

@@ -35,9 +35,12 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def imported_packages(package: str) -> list[str]:
-    """Imported top folders; in the package's own one, its folders, or itself for its modules."""
+    """Imported top folders; in the package's own one, its folders, or itself for its modules.
+
+    A top folder's imports include those of its folders.
+    """
     top, found = package.split(".")[0], set()
-    for path in (ROOT / package.replace(".", "/")).glob("*.py"):
+    for path in (ROOT / package.replace(".", "/")).glob("**/*.py" if package == top else "*.py"):
         for module in imported_modules(path):
             first, *rest = module.split(".")
             if first not in FOLDERS or f"{module}.".startswith(f"{package}."):

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from modeling import check_device
+from modeling.check_device import checks
 from modeling.planning import measure
 from modeling.supervision import stragglers
 from modeling.tracing import trace as tracing
@@ -179,25 +179,25 @@ def check_devices(run: Path, dataset: Path) -> object:
 
     with (
         mock.patch.object(kind, "start_process_group", start_once),
-        mock.patch.object(check_device, "_elements", return_value=1 << 10),
-        mock.patch.object(check_device, "STEPS", 2),  # the second loss depends on an update
+        mock.patch.object(checks, "_elements", return_value=1 << 10),
+        mock.patch.object(checks, "STEPS", 2),  # the second loss depends on an update
         mock.patch.object(measure, "BUSY", 64),
         mock.patch.object(measure, "ROUNDS", 1),
         mock.patch.object(measure.fastest, "__defaults__", (2,)),  # calls that are queued
     ):
         first = os.environ["RANK"] == "0"
         for check in (
-            *((check_device.check_kernels, check_device.check_training) if first else ()),
-            *((check_device.check_compilation,) if first else ()),
-            check_device.check_parallel_training,  # the first that starts the group, after the CPU's losses
-            check_device.check_collectives,
-            check_device.measure_links,
+            *((checks.check_kernels, checks.check_training) if first else ()),
+            *((checks.check_compilation,) if first else ()),
+            checks.check_parallel_training,  # the first that starts the group, after the CPU's losses
+            checks.check_collectives,
+            checks.measure_links,
         ):
             usage.settings.clear()
             result = check("neuron")
             assert result.passed, result.measured
             words[check.__name__] = result.measured
-            if check is check_device.check_compilation:
+            if check is checks.check_compilation:
                 words["settings"] = dict(usage.settings)
         if not first:
             return words
@@ -206,7 +206,7 @@ def check_devices(run: Path, dataset: Path) -> object:
         table = measure.calibrate(device.NEURON, local, "trn2", sizes, compiled=True)
     words["calibrate"] = sorted(table.products)
     for name, settings in KERNEL_PROFILES.items():
-        result = check_device.check_kernels("neuron", load(name, settings))
+        result = checks.check_kernels("neuron", load(name, settings))
         assert result.passed, result.measured
         words[name] = result.measured
     return words

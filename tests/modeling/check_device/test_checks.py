@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling import check_device, exit_codes, kernel_errors, product_errors
+from modeling import exit_codes
+from modeling.check_device import checks, isolation, kernel_errors, product_errors
+from modeling.check_device.__main__ import main
 from modeling.compilation import compilers
 from parallel import device
 from parallel.attention import zigzag
@@ -33,8 +35,7 @@ def run_environment(monkeypatch):
 
 def test_checks_pass_on_a_cpu():
     """Checks of one process without a profile; tests/emulation covers the others."""
-    checks = check_device.check_matrix_products, check_device.check_memory_bandwidth
-    results = [check("cpu") for check in checks]
+    results = [check("cpu") for check in (checks.check_matrix_products, checks.check_memory_bandwidth)]
     assert all(result.passed for result in results)
     assert "TFLOP/s" in results[0].measured
 
@@ -59,7 +60,7 @@ def test_kernels_are_checked_on_the_shapes_of_the_profile(monkeypatch):
 
     for name in ("attention", "linear_cross_entropy", "adamw"):
         monkeypatch.setattr(kernel_errors, name, recorded(name, getattr(kernel_errors, name)))
-    assert check_device.check_kernels("cpu", profile).passed
+    assert checks.check_kernels("cpu", profile).passed
     assert seen["attention"] == {(((1, 3, 72, 8), (1, 1, 72, 8), (1, 1, 72, 8)), (True, 20))}
     assert seen["linear_cross_entropy"] == {
         (((288, 48), (166, 48), (288,)), (False, None))
@@ -119,7 +120,7 @@ RING = ("parallel.tensor=1", "parallel.context=2")
 @pytest.mark.parametrize("settings", [(), MASKED, RING])
 def test_kernels_pass_on_a_gpu(settings):
     """At the head size of real models; document masks and windows use a separate kernel."""
-    result = check_device.check_kernels("cuda", resolve.load("tiny", ["model.head_dim=128", *settings]))
+    result = checks.check_kernels("cuda", resolve.load("tiny", ["model.head_dim=128", *settings]))
     assert result.passed, result.measured
 
 
@@ -285,7 +286,7 @@ def test_missing_kernel_is_named_with_shape_and_remedy(monkeypatch):
 
     monkeypatch.setattr(kernel_errors, "routed_experts", missing)
     profile = resolve.load(*EXPERTS)
-    result = check_device.check_kernels("cpu", profile)
+    result = checks.check_kernels("cpu", profile)
     assert not result.passed
     assert "experts of 8 experts of 128 × 96" in result.measured
     assert "no grouped products on this device; set train.capacity_factor" in result.measured
@@ -293,21 +294,20 @@ def test_missing_kernel_is_named_with_shape_and_remedy(monkeypatch):
 
 
 def test_sample_in_the_documentation_has_the_checks_of_the_code():
-    page = (Path(__file__).parents[2] / "docs/devices/trainium.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/devices/trainium.md").read_text()
     sample = next(block for block in page.split("```")[1::2] if block.startswith("\n✓"))
     rows = [re.split(r"\s{2,}", line) for line in sample.splitlines() if line.startswith("✓")]
-    checks = [(check.name, check.expected) for check in check_device.CHECKS]
-    assert [(row[1], row[3]) for row in rows] == checks
+    assert [(row[1], row[3]) for row in rows] == [(check.name, check.expected) for check in checks.CHECKS]
     words = re.findall("[a-z]+", sample.partition(rows[-1][1])[2])
-    assert [word for word in words if word in check_device.WAYS] == list(check_device.WAYS)
+    assert [word for word in words if word in checks.WAYS] == list(checks.WAYS)
 
 
 def test_machine_without_accelerator_is_rejected_by_name(monkeypatch, capsys):
-    monkeypatch.setattr(check_device.devices, "detect", lambda: "cpu")
+    monkeypatch.setattr(device, "detect", lambda: "cpu")
     monkeypatch.setattr(torch.cuda, "init", fail("Found no NVIDIA driver on your system."))
     for arguments in ([], ["--calibrate"]):
         with pytest.raises(SystemExit, match="2"):
-            check_device.main(arguments)
+            main(arguments)
         error = capsys.readouterr().err
         assert "cuda: Found no NVIDIA driver on your system.; neuron: torch-neuronx is not installed" in error
         assert "to check the CPU: --device cpu" in error
@@ -324,7 +324,7 @@ def test_device_that_the_machine_lacks_is_rejected_by_name(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "init", fail("The NVIDIA driver on your system is too old\nmore"))
     with pytest.raises(SystemExit, match="2"):
-        check_device.main(["--device", "cuda"])
+        main(["--device", "cuda"])
     error = capsys.readouterr().err
     assert "this machine has no cuda device: The NVIDIA driver on your system is too old; to check" in error
 
@@ -337,27 +337,27 @@ def test_checks_run_with_the_environment_of_a_run(monkeypatch):
         started.append(env)
         raise FileNotFoundError
 
-    monkeypatch.setattr(check_device.subprocess, "Popen", start)
+    monkeypatch.setattr(isolation.subprocess, "Popen", start)
     with pytest.raises(FileNotFoundError):
-        check_device.run_checks("cuda", processes=1)
+        isolation.run_checks("cuda", processes=1)
     assert started[0]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert started[0]["PATH"] == os.environ["PATH"]
 
 
 def test_nan_losses_differ():
-    assert not check_device._error([2.0, float("nan")], [2.0, 2.0]) <= 1
+    assert not checks._error([2.0, float("nan")], [2.0, 2.0]) <= 1
 
 
 def test_kernel_checks_run_on_each_profile_given_on_the_command_line(tmp_path, monkeypatch, capsys):
     given = []
-    (kernels,) = [check for check in check_device.CHECKS if check.takes_profile]
-    checks = (replace(kernels, run=lambda *subjects: given.append(subjects) or check_device.Result("")),)
-    monkeypatch.setattr(check_device, "CHECKS", checks)
+    (kernels,) = [check for check in checks.CHECKS if check.takes_profile]
+    kernels = replace(kernels, run=lambda *subjects: given.append(subjects) or checks.Result(""))
+    monkeypatch.setattr(checks, "CHECKS", (kernels,))
     monkeypatch.setattr(exit_codes, "leave", lambda code: sys.exit(code))
-    monkeypatch.setattr(check_device, "_run_isolated", run_here)
+    monkeypatch.setattr(isolation, "_run_isolated", run_here)
     fp8 = tmp_path / "tiny-fp8.yaml"
     fp8.write_text("extends: tiny\ntrain: {precision: fp8}\n")
-    assert check_device.main(["--device", "cpu", "--profile", "llama3-8b-h100", str(fp8), "--json"]) == 0
+    assert main(["--device", "cpu", "--profile", "llama3-8b-h100", str(fp8), "--json"]) == 0
     assert given == [("cpu", resolve.load("llama3-8b-h100")), ("cpu", resolve.load(str(fp8)))]
     rows = json.loads(capsys.readouterr().out.split("\n", 2)[2])["checks"]
     assert [(row["check"], row["expected"]) for row in rows] == [
@@ -369,22 +369,22 @@ def test_kernel_checks_run_on_each_profile_given_on_the_command_line(tmp_path, m
 def run_here(check, kind, processes, profile):
     """Run a check as its process would."""
     with pytest.raises(SystemExit, match="0"):
-        check_device.main(["--device", kind, "--check", check.name, "--profile", profile])
-    return check_device.Result("")
+        main(["--device", kind, "--check", check.name, "--profile", profile])
+    return checks.Result("")
 
 
 def test_unknown_profile_is_rejected_before_the_checks(capsys):
     with pytest.raises(SystemExit, match="2"):
-        check_device.main(["--device", "cpu", "--profile", "tinny"])
+        main(["--device", "cpu", "--profile", "tinny"])
     assert "nearest valid: tiny" in capsys.readouterr().err
 
 
 def test_checks_run_on_all_devices_in_separate_processes(monkeypatch, capsys):
     """The document has the results of all checks, including failed ones."""
-    broken = replace(check_device.CHECKS[0], name="missing")  # unknown to its process
-    collective = next(check for check in check_device.CHECKS if check.name == "collectives")
-    monkeypatch.setattr(check_device, "CHECKS", (broken, collective))
-    assert check_device.main(["--device", "cpu", "--json"]) == 1
+    broken = replace(checks.CHECKS[0], name="missing")  # unknown to its process
+    collective = next(check for check in checks.CHECKS if check.name == "collectives")
+    monkeypatch.setattr(checks, "CHECKS", (broken, collective))
+    assert main(["--device", "cpu", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["processes"] == 2
     missing, collectives = document["checks"]
@@ -405,7 +405,7 @@ def test_neuron_without_its_software_is_rejected_by_name(tmp_path, monkeypatch, 
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        check_device.main(["--device", "neuron"])
+        main(["--device", "neuron"])
     error = capsys.readouterr().err
     assert message in error
     assert "AWS's package index" in error

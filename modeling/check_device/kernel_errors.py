@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.compilation.compilers import COMPILERS
-from modeling.compilation.graph_cache import compile_regions, function_compiler
-from modeling.kernel_check import (
+from modeling.check_device.kernel_check import (
     ONE,
     TOKENS,
     UPDATE_SOFTWARE,
@@ -30,11 +28,13 @@ from modeling.kernel_check import (
     largest,
     normal,
 )
+from modeling.check_device.product_errors import layer_kernels, tokens_of
+from modeling.compilation.compilers import COMPILERS
+from modeling.compilation.graph_cache import compile_regions, function_compiler
 from modeling.models.build import build_mesh, build_stage, device_of, expert_layers, partition_layers
 from modeling.models.rope import score_factor
 from modeling.planning.memory import plan_buckets
 from modeling.planning.stage_costs import META, StageCosts
-from modeling.product_errors import layer_kernels, tokens_of
 from parallel import device as devices
 from parallel.attention import kernels
 from parallel.attention.attention import attention

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from modeling.kernel_check import ONE, TOKENS, Errors, KernelCheck, errors_of, largest, normal
+from modeling.check_device.kernel_check import ONE, TOKENS, Errors, KernelCheck, errors_of, largest, normal
 from modeling.models.build import build_products
 from modeling.planning.stage_costs import StageCosts
 from parallel.layers.linear import ColumnParallelLinear

@@ -1,51 +1,34 @@
-"""Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] ...`
+"""The checks of a device, from a matrix product to training on all devices; each runs in its own processes.
 
-The checks range from a matrix product to training on all devices of the machine, compared with the CPU in float32 or with the
-vendor's published figures. Each check runs in separate processes, so that a crash or a hang does not affect the others. Run it
-first on new hardware; `docs/devices/trainium.md` continues with several nodes.
-
-With `--calibrate` it measures speeds instead and writes the planner's table (planning/calibration.py).
-
-It checks this machine's accelerator; only `--device cpu` checks the CPU.
-
-Exit codes: 0 all checks passed, 1 at least one failed, 2 no such device.
+Results are compared with the CPU in float32 or with the vendor's published figures.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modeling import exit_codes, kernel_errors
+from modeling.check_device import kernel_check, kernel_errors
 from modeling.compilation import compilers
 from modeling.data.prefetch import Batch
-from modeling.kernel_check import TOLERANCES as KERNEL_TOLERANCES
-from modeling.planning import calibration
-from modeling.planning.measure import calibrate, fastest
+from modeling.planning.measure import fastest
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import collectives
 from parallel import device as devices
 from parallel.mesh import Mesh
-from profiles import resolve
-from profiles.errors import ProfileError
 from profiles.schema import Profile
 
-TIMEOUT = 900  # seconds of a check; the first compilation on an accelerator takes minutes
-GRACE = 10.0  # seconds that processes of a check that timed out have to end
-TOLERANCES = {precision: KERNEL_TOLERANCES[precision] for precision in ("float32", "bf16")}
+TOLERANCES = {precision: kernel_check.TOLERANCES[precision] for precision in ("float32", "bf16")}
 STEPS = 5
 MAX_SPLIT = 8  # ranks over which training is split in a way; further ranks are data-parallel
 WAYS = ("tensor", "context", "pipeline", "data", "fsdp")  # in which training is split over devices
@@ -72,7 +55,7 @@ class Check:
 
 def check_matrix_products(kind: str) -> Result:
     """FLOP/s of matrix products in each precision, compared with the published peak."""
-    device, local = _device(kind)
+    device, local = local_device(kind)
     size = 1024 if kind == "cpu" else 8192
     measured = []
     for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
@@ -86,7 +69,7 @@ def check_matrix_products(kind: str) -> Result:
 
 def check_memory_bandwidth(kind: str) -> Result:
     """Bandwidth of copies in device memory, compared with the published bandwidth."""
-    device, local = _device(kind)
+    device, local = local_device(kind)
     size = (1 << 28) if kind == "cpu" else (1 << 30)
     x = torch.zeros(size, dtype=torch.uint8, device=local)
     y = torch.empty_like(x)
@@ -97,7 +80,7 @@ def check_memory_bandwidth(kind: str) -> Result:
 
 def check_kernels(kind: str, profile: Profile | None = None) -> Result:
     """Compare the kernels that a profile trains with, on its shapes, with float32 on the CPU."""
-    device, local = _device(kind)
+    device, local = local_device(kind)
     profile = profile or _profile(kind, "bf16", 1)
     device.choose_kernels(profile.train.deterministic, profile.train.precision)
     kernels = kernel_errors.kernels_of(profile)
@@ -131,7 +114,7 @@ def check_compilation(kind: str) -> Result:
 
 def check_collectives(kind: str) -> Result:
     """Results and bandwidth of collectives over all devices."""
-    device, local = _device(kind)
+    device, local = local_device(kind)
     device.choose_kernels(True)  # as training does by default, before NCCL chooses its algorithms
     device.start_process_group(local)
     mesh = Mesh(data=dist.get_world_size(), supports_reduction=device.supports_reduction)
@@ -159,7 +142,7 @@ def check_parallel_training(kind: str) -> Result:
     """Losses on all devices with each kind of parallelism, compared with one process on the CPU."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     expected = _losses(_profile("cpu", "float32", ranks))  # before a process group exists
-    device, local = _device(kind)
+    device, local = local_device(kind)
     device.start_process_group(local)
     losses = {way: _losses(_profile(kind, "float32", ranks, way)) for way in WAYS}
     return _within_tolerance({way: _error(actual, expected) for way, actual in losses.items()})
@@ -178,7 +161,7 @@ CHECKS = (
 
 def measure_links(kind: str) -> Result:
     """Bytes per second that a device sends in gradient exchanges, by level of the network, as JSON."""
-    device, local = _device(kind)
+    device, local = local_device(kind)
     device.choose_kernels(True)  # as training does by default, before NCCL chooses its algorithms
     device.start_process_group(local)
     world = dist.get_world_size()
@@ -199,28 +182,6 @@ def measure_links(kind: str) -> Result:
 LINKS = Check("links", "", measure_links, all_devices=True)
 
 
-def write_calibration(kind: str, processes: int, deterministic: bool = True) -> Path:
-    """Measure this machine's devices and write their table.
-
-    Args:
-        deterministic: which kernels to measure, as `train.deterministic` chooses them.
-    """
-    links = {}
-    if processes > 1:  # before this process uses a device: Neuron's runtime would reserve all of them
-        measured = _run_isolated(LINKS, kind, processes)
-        if not measured.passed:
-            raise RuntimeError(f"collectives over {processes} devices: {measured.measured}")
-        links = json.loads(measured.measured)
-    device, local = _device(kind)
-    device.choose_kernels(deterministic)
-    table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
-    if links:
-        table = replace(table, links=links)
-    path = calibration.path_of(table.accelerator)
-    table.save(path)
-    return path
-
-
 def _within_tolerance(errors: dict[str, float]) -> Result:
     """Whether relative errors are within the tolerance of the precision in their name, else float32's."""
     measured = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
@@ -228,7 +189,7 @@ def _within_tolerance(errors: dict[str, float]) -> Result:
     return Result(measured, all(error <= limit for error, limit in zip(errors.values(), limits, strict=True)))
 
 
-def _device(kind: str) -> tuple[devices.Device, torch.device]:
+def local_device(kind: str) -> tuple[devices.Device, torch.device]:
     """The type of device, and this process's device."""
     device = devices.resolve(kind)
     return device, device.set_current(int(os.environ.get("LOCAL_RANK", "0")))
@@ -297,142 +258,3 @@ def _losses(profile: Profile, graphs: Path | None = None) -> list[float]:
         losses += trainer.sum(loss[None]).tolist()
     trainer.mesh.close()
     return losses
-
-
-def default_processes(kind: str) -> int:
-    """Number of devices, 2 for a CPU. Raises RuntimeError if the device's software is missing."""
-    return 2 if kind == "cpu" else devices.resolve(kind).available()
-
-
-def environment(kind: str) -> dict[str, str]:
-    """This process's environment with the variables that launchers set for a run on the device."""
-    return {**os.environ, **dict(devices.KINDS[kind].environment)}
-
-
-def missing(kind: str) -> str:
-    """Why torch finds no device of this type on this machine."""
-    try:
-        if kind == "cuda":
-            torch.cuda.init()
-        else:
-            devices.torch_neuronx_version()
-    except (AssertionError, RuntimeError) as error:  # torch's, if it is built without CUDA
-        return str(error).partition("\n")[0]
-    return "no device is visible"
-
-
-def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[tuple[Check, Result, float]]:
-    """Run each check, once per profile if it accepts one; returns checks, results and seconds."""
-    results = []
-    for check in CHECKS:
-        if check.all_devices and processes == 1:
-            continue
-        for profile in profiles if check.takes_profile and profiles else (None,):
-            shown = check if profile is None else _on_profile(check, profile)
-            if sys.stderr.isatty():
-                print(f"\r\x1b[2K{shown.name} ...", end="\r", file=sys.stderr, flush=True)
-            start = time.perf_counter()
-            result = _run_isolated(check, kind, processes, profile)
-            results.append((shown, result, time.perf_counter() - start))
-    return results
-
-
-def _on_profile(check: Check, profile: str) -> Check:
-    """The check with the profile's name and, if the profile uses FP8, the tolerance of FP8."""
-    eight = resolve.load(profile).train.precision == "fp8"
-    expected = f"{check.expected}, FP8 {KERNEL_TOLERANCES['fp8']:.0e}" if eight else check.expected
-    return replace(check, name=f"{check.name}, {Path(profile).stem}", expected=expected)
-
-
-def _run_isolated(check: Check, kind: str, processes: int, profile: str | None = None) -> Result:
-    """Run a check in new processes."""
-    command = [sys.executable, "-m"]
-    if check.all_devices:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    command += ["modeling.check_device", "--device", kind, "--check", check.name]
-    command += ["--profile", profile] if profile else []
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=environment(kind), **pipes)
-    try:
-        output, errors = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks
-        try:
-            process.communicate(timeout=GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-        return Result(f"timed out after {TIMEOUT} s", passed=False)
-    if process.returncode == 0:
-        return Result(**json.loads(output.splitlines()[-1]))
-    lines = errors.splitlines()
-    reason = next((line for line in lines if "Error" in line), lines[-1] if lines else "")
-    return Result(f"failed ({process.returncode}): {reason}", passed=False)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.check_device", description=__doc__.splitlines()[0])
-    about = "default: this machine's accelerator"
-    parser.add_argument("--device", choices=sorted(devices.KINDS), help=about)
-    parser.add_argument("--processes", type=int, help="default: all devices of the machine; 2 on a CPU")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    about = "profiles, by name or file, on whose shapes the kernels are checked"
-    parser.add_argument("--profile", nargs="+", default=[], metavar="NAME", help=about)
-    about = "measure speeds and write the planner's table instead of checking"
-    parser.add_argument("--calibrate", action="store_true", help=about)
-    parser.add_argument("--check", choices=[check.name for check in (*CHECKS, LINKS)], help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    kind = options.device or devices.detect()
-    if kind == "cpu" and not options.device:
-        reasons = "; ".join(f"{kind}: {missing(kind)}" for kind in devices.KINDS if kind != "cpu")
-        parser.error(f"this machine has no accelerator; {reasons}; to check the CPU: --device cpu")
-    if options.check:
-        check = next(check for check in (*CHECKS, LINKS) if check.name == options.check)
-        result = check.run(kind, *(map(resolve.load, options.profile) if check.takes_profile else ()))
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(json.dumps(asdict(result)), flush=True)
-        exit_codes.leave(0)
-    try:
-        for profile in options.profile:
-            resolve.load(profile)
-    except ProfileError as error:
-        parser.error(f"argument --profile: {error}")
-    try:
-        processes = options.processes or default_processes(kind)
-    except RuntimeError as error:
-        parser.error(str(error))
-    if processes < 1:
-        parser.error(
-            f"argument --device: this machine has no {kind} device: {missing(kind)}; to check the CPU: --device cpu"
-        )
-    if options.calibrate:
-        os.environ.update(environment(kind))  # before this process uses the device
-        print(f"wrote {write_calibration(kind, processes)}; plans started in this folder use it")
-        return 0
-    results = run_checks(kind, processes, options.profile)
-    if options.json:
-        rows = [{"check": c.name, "expected": c.expected, **asdict(result)} for c, result, _ in results]
-        document = {"device": kind, "processes": processes, "torch": torch.__version__, "checks": rows}
-        print(json.dumps(document, indent=1))
-    else:
-        _print_table(kind, processes, results)
-    return int(not all(result.passed for _, result, _ in results))
-
-
-def _print_table(kind: str, processes: int, results: list[tuple[Check, Result, float]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(f"{kind}, {processes} processes, torch {torch.__version__}\n")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("", "check", "result", "expected", "time"):
-        table.add_column(column)
-    for check, result, seconds in results:
-        mark = "[green]✓[/]" if result.passed else "[red]✗[/]"
-        table.add_row(mark, check.name, result.measured, check.expected, f"{seconds:.0f} s")
-    console.print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Runs each check in separate processes, so that a crash or a hang does not affect the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from modeling.check_device import checks
+from modeling.check_device.checks import Check, Result, local_device
+from modeling.check_device.kernel_check import TOLERANCES
+from modeling.planning import calibration
+from modeling.planning.measure import calibrate
+from parallel import device as devices
+from profiles import resolve
+
+TIMEOUT = 900  # seconds of a check; the first compilation on an accelerator takes minutes
+GRACE = 10.0  # seconds that processes of a check that timed out have to end
+
+
+def run_checks(kind: str, processes: int, profiles: Sequence[str] = ()) -> list[tuple[Check, Result, float]]:
+    """Run each check, once per profile if it accepts one; returns checks, results and seconds."""
+    results = []
+    for check in checks.CHECKS:
+        if check.all_devices and processes == 1:
+            continue
+        for profile in profiles if check.takes_profile and profiles else (None,):
+            shown = check if profile is None else _on_profile(check, profile)
+            if sys.stderr.isatty():
+                print(f"\r\x1b[2K{shown.name} ...", end="\r", file=sys.stderr, flush=True)
+            start = time.perf_counter()
+            result = _run_isolated(check, kind, processes, profile)
+            results.append((shown, result, time.perf_counter() - start))
+    return results
+
+
+def _on_profile(check: Check, profile: str) -> Check:
+    """The check with the profile's name and, if the profile uses FP8, the tolerance of FP8."""
+    eight = resolve.load(profile).train.precision == "fp8"
+    expected = f"{check.expected}, FP8 {TOLERANCES['fp8']:.0e}" if eight else check.expected
+    return replace(check, name=f"{check.name}, {Path(profile).stem}", expected=expected)
+
+
+def _run_isolated(check: Check, kind: str, processes: int, profile: str | None = None) -> Result:
+    """Run a check in new processes."""
+    command = [sys.executable, "-m"]
+    if check.all_devices:
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    command += ["modeling.check_device", "--device", kind, "--check", check.name]
+    command += ["--profile", profile] if profile else []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment(kind), **pipes)
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        try:
+            process.communicate(timeout=GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+        return Result(f"timed out after {TIMEOUT} s", passed=False)
+    if process.returncode == 0:
+        return Result(**json.loads(output.splitlines()[-1]))
+    lines = errors.splitlines()
+    reason = next((line for line in lines if "Error" in line), lines[-1] if lines else "")
+    return Result(f"failed ({process.returncode}): {reason}", passed=False)
+
+
+def write_calibration(kind: str, processes: int, deterministic: bool = True) -> Path:
+    """Measure this machine's devices and write their table.
+
+    Args:
+        deterministic: which kernels to measure, as `train.deterministic` chooses them.
+    """
+    links = {}
+    if processes > 1:  # before this process uses a device: Neuron's runtime would reserve all of them
+        measured = _run_isolated(checks.LINKS, kind, processes)
+        if not measured.passed:
+            raise RuntimeError(f"collectives over {processes} devices: {measured.measured}")
+        links = json.loads(measured.measured)
+    device, local = local_device(kind)
+    device.choose_kernels(deterministic)
+    table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
+    if links:
+        table = replace(table, links=links)
+    path = calibration.path_of(table.accelerator)
+    table.save(path)
+    return path
+
+
+def default_processes(kind: str) -> int:
+    """Number of devices, 2 for a CPU. Raises RuntimeError if the device's software is missing."""
+    return 2 if kind == "cpu" else devices.resolve(kind).available()
+
+
+def environment(kind: str) -> dict[str, str]:
+    """This process's environment with the variables that launchers set for a run on the device."""
+    return {**os.environ, **dict(devices.KINDS[kind].environment)}
