@@ -284,7 +284,7 @@ def evaluation(
 
 
 def task_evaluation(checkpoint: str, task: str, harness: str, files: str | None, limit: int | None) -> str:
-    """Key of a language-model task's results, from the digests of a checkpoint and of the user's task files.
+    """Key of a language-model task's results, from digests of a checkpoint and of the user's task files.
 
     Args:
         harness: version of lm-eval.
