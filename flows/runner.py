@@ -220,7 +220,9 @@ class Runner:
         try:
             self._lock.check()
         except LockLost as error:
-            reason = "another process took over its lock while this one was suspended or could not reach the store"
+            reason = (
+                "another process took over its lock while this one was suspended or could not reach the store"
+            )
             todo = "start it again to wait for that process"
             raise FatalError(f"run {self.context.profile.name}: {reason}; {todo}") from error
 

@@ -1,4 +1,4 @@
-"""Runs the rules between a profile's keys in order, and those for local files before a run; needs no device.
+"""Runs the rules between a profile's keys, and those for local files before a run; needs no device.
 
 An error offers only choices with which the profile satisfies the other rules too; if a rule cannot compute its valid values, the
 nearest ones are found by trial.

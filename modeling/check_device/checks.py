@@ -1,4 +1,4 @@
-"""The checks of a device, from a matrix product to training on all devices; each runs in its own processes.
+"""Checks of a device, from a matrix product to training on all devices, each in its own processes.
 
 Results are compared with the CPU in float32 or with the vendor's published figures.
 """

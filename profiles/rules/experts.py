@@ -9,7 +9,7 @@ from profiles.sections.model import neighbours
 
 
 def check(profile: Profile) -> None:
-    """Raise ProfileError for an invalid expert degree, and for options that experts do not support or need."""
+    """Raise ProfileError for an invalid expert degree, or options that experts do not support or need."""
     model, parallel, train = profile.model, profile.parallel, profile.train
     degree, experts = parallel.expert, model.num_experts
     if experts is None:

@@ -31,7 +31,7 @@ def check(profile: Profile) -> None:
 
 
 def check_installed(profile: Profile) -> None:
-    """Check that this machine has what the launcher calls: sbatch, or the Kubernetes client. Raises ProfileError."""
+    """Raise ProfileError unless this machine has what the launcher calls: sbatch or the Kubernetes client."""
     if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
     if profile.cluster.launcher == "kubernetes" and find_spec("kubernetes") is None:

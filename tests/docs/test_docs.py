@@ -187,6 +187,8 @@ def check_words(words: list[str], line: str) -> None:
             module = arguments[arguments.index("-m") + 1]
             spec = importlib.util.find_spec(module)
             assert spec, line
+            if spec.submodule_search_locations:  # a package, which has the command in __main__.py
+                spec = importlib.util.find_spec(f"{module}.__main__")
             # A user's own tasks.py or profiles/ in the working folder must not be imported in place of ours.
             assert "-P" in arguments or not module.startswith(("flows.", "modeling.")), line
             if module != "pytest":

@@ -162,7 +162,7 @@ def resume_training(run: Path, dataset: Path) -> object:
 
 
 def check_devices(run: Path, dataset: Path) -> object:
-    """Run check_device's checks and a calibration at small sizes, in few steps; they start the process group themselves.
+    """Run check_device's checks and a calibration at small sizes; they start the process group themselves.
 
     On rank 1 only the checks that need several ranks run.
     """
