@@ -214,14 +214,14 @@ class Runner:
         return call
 
     def require_lock(self) -> None:
-        """Raise FatalError if another process has taken over the lock: this one must then leave the run alone."""
+        """Raise FatalError if another process has taken over the lock, and with it the run."""
         if self._lock is None:
             return
         try:
             self._lock.check()
         except LockLost as error:
             reason = (
-                "another process took over its lock while this one was suspended or could not reach the store"
+                "another process took over its lock while this one was suspended or cut off from the store"
             )
             todo = "start it again to wait for that process"
             raise FatalError(f"run {self.context.profile.name}: {reason}; {todo}") from error
