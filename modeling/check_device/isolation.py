@@ -54,7 +54,8 @@ def _run_isolated(check: Check, kind: str, processes: int, profile: str | None =
     command += ["modeling.check_device", "--device", kind, "--check", check.name]
     command += ["--profile", profile] if profile else []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=environment(kind), **pipes)
+    # A user's own profiles/ in the working folder must not be imported in place of ours.
+    process = subprocess.Popen(command, env={**environment(kind), "PYTHONSAFEPATH": "1"}, **pipes)
     try:
         output, errors = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:

@@ -379,8 +379,11 @@ def test_unknown_profile_is_rejected_before_the_checks(capsys):
     assert "nearest valid: tiny" in capsys.readouterr().err
 
 
-def test_checks_run_on_all_devices_in_separate_processes(monkeypatch, capsys):
-    """The document has the results of all checks, including failed ones."""
+def test_checks_run_on_all_devices_in_separate_processes(tmp_path, monkeypatch, capsys):
+    """The document has all results, including failed ones. Modules of the working folder are not imported."""
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles/__init__.py").write_text("raise ImportError")
+    monkeypatch.chdir(tmp_path)
     broken = replace(checks.CHECKS[0], name="missing")  # unknown to its process
     collective = next(check for check in checks.CHECKS if check.name == "collectives")
     monkeypatch.setattr(checks, "CHECKS", (broken, collective))
