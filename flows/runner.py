@@ -214,7 +214,7 @@ class Runner:
         return call
 
     def require_lock(self) -> None:
-        """Raise FatalError if another process has taken over the lock, and with it the run."""
+        """Raise FatalError if another process has taken over the lock under which this one uses the run."""
         if self._lock is None:
             return
         try:
