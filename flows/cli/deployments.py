@@ -117,7 +117,7 @@ def _digest(home: Path, api: str) -> str:
         for path in sorted(home.glob(pattern)):
             found.update(f"\0{path.relative_to(home)}\0".encode() + path.read_bytes())
     kept = [
-        [(each["global_concurrency_limit"] or {}).get("limit"), *(each[name] for name in FIELDS)]
+        [(each.get("global_concurrency_limit") or {}).get("limit"), *(each.get(name) for name in FIELDS)]
         for each in _registered(api)
     ]
     found.update(json.dumps(sorted(json.dumps(row, sort_keys=True) for row in kept)).encode())
