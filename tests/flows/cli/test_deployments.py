@@ -29,7 +29,9 @@ def home(tmp_path):
 
 
 @pytest.mark.slow
-def test_deployments_are_registered_again_only_if_they_or_the_servers_have_changed(prefect_server, home):
+def test_deployments_are_registered_again_only_if_they_or_the_servers_have_changed(
+    prefect_server, home, monkeypatch
+):
     register_pool()
     log, settings = home / "deploy.log", {"env": {**os.environ, "PREFECT_API_URL": prefect_server}}
 
@@ -45,9 +47,18 @@ def test_deployments_are_registered_again_only_if_they_or_the_servers_have_chang
     assert not registers()
     (registered,) = query(f"{prefect_server}/deployments/filter", {"deployments": named("only")})
     address = f"{prefect_server}/deployments/{registered['id']}"
-    for changed in ({"concurrency_limit": 2}, {"concurrency_options": {"collision_strategy": "CANCEL_NEW"}}):
-        query(address, changed, "PATCH")
-        assert registers()
+    with monkeypatch.context() as patch:  # registering takes seconds; here only whether it is started matters
+        started = []
+        patch.setattr(deployments, "_run", lambda *arguments: started.append(arguments) or 0)
+        for changed in (
+            {"concurrency_limit": 2},
+            {"concurrency_options": {"collision_strategy": "CANCEL_NEW"}},
+        ):
+            query(address, changed, "PATCH")
+            assert deploy(home, prefect_server, log, settings) == 0
+        assert len(started) == 2
+        assert deploy(home, prefect_server, log, settings) == 0
+        assert len(started) == 2
     query(address, {}, "DELETE")
     assert registers()
     file = home / "prefect.yaml"

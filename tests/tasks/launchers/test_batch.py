@@ -81,7 +81,7 @@ def test_requeue_is_retried_while_the_controller_does_not_answer(start, tmp_path
 
 
 def test_requeue_that_keeps_failing_ends_the_job_with_its_exit_code(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "REQUEUE_SECONDS", 1)
+    monkeypatch.setattr(batch, "REQUEUE_SECONDS", 4)  # bash counts full seconds
     script = start(succeeds_at=1000)
     script.send_signal(signal.SIGUSR1)
     assert script.wait(30) == 143
