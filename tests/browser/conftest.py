@@ -47,4 +47,4 @@ def prefect_ui(prefect_database, tmp_path_factory):
         yield address
     finally:
         server.terminate()
-        server.wait(timeout=60)
+        server.wait(timeout=180)

@@ -79,7 +79,7 @@ def job(folder: Path, *arguments: str, nodes: int = 1, processes: int = 2, saves
 
 
 def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"{paths} did not appear"
         time.sleep(0.05)

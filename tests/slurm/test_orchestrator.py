@@ -54,7 +54,7 @@ def server(prefect_database, tmp_path_factory):
     started.start()
     yield started
     started.process.terminate()
-    started.process.wait(timeout=30)
+    started.process.wait(timeout=180)
 
 
 @pytest.fixture(scope="module")

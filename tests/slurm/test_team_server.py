@@ -97,7 +97,7 @@ def database(tmp_path_factory):
         yield f"postgresql+asyncpg://prefect:{DATABASE_PASSWORD}@{location}", query
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(timeout=180)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -134,7 +134,7 @@ def team_server(database, tmp_path_factory):
         yield api
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(timeout=180)
 
 
 def ask(address: str, password: str | None = None, body: bytes | None = None) -> int | None:

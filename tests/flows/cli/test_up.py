@@ -79,7 +79,7 @@ def plain_server(port, prefect_home, tmp_path):
     assert wait_healthy(api, lambda: server.poll() is None)
     yield api
     server.terminate()
-    server.wait(timeout=60)
+    server.wait(timeout=180)
 
 
 def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_run(

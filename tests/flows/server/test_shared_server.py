@@ -58,7 +58,7 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
     finally:
         second.kill()
         second.communicate()
-    server.wait(timeout=30)
+    server.wait(timeout=180)
 
     third = Server(home, log)
     assert [flow["name"] for flow in ask(f"{third.wait()}/flows/filter")] == ["remembered"]

@@ -74,7 +74,7 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
     ranks = {int(child.environ()["RANK"]): child for child in children}
     if how == "stopped":
         ranks[1].send_signal(signal.SIGSTOP)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     assert not any(child.is_running() for child in ranks.values())
     first, second = ((tmp_path / f"stacks/rank_{rank}.txt").read_text() for rank in (0, 1))
     assert exit_codes.HANG_MESSAGE in first
@@ -90,7 +90,7 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
 def test_rank_waiting_for_another_ranks_storage_is_not_hung(tmp_path, phase):
     process = forkserver().Process(target=wait_for_storage_then_hang, args=(tmp_path, phase))
     process.start()
-    process.join(60)
+    process.join(180)
     assert process.exitcode == exit_codes.HUNG
     assert (tmp_path / "read").exists()
     stacks = (tmp_path / "rank_0.txt").read_text()
@@ -134,7 +134,7 @@ def test_ranks_are_not_hung_while_one_of_them_compiles(tmp_path):
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(180)
     assert (tmp_path / "0.compiled").exists()
     assert (tmp_path / "1.compiled").exists()
     assert [rank.exitcode for rank in ranks] == [exit_codes.HUNG] * 2
@@ -161,7 +161,7 @@ def compile_then_hang(folder: Path, rank: int) -> None:
 def test_a_phase_ends_although_a_child_process_computes_for_ever(tmp_path):
     process = forkserver().Process(target=compute_for_ever, args=(tmp_path,))
     process.start()
-    process.join(60)
+    process.join(180)
     assert process.exitcode == exit_codes.HUNG
 
 

@@ -53,7 +53,7 @@ def start(tmp_path, monkeypatch):
             "SLURM_JOB_NODELIST": "n1",
         }
         started.append(subprocess.Popen(["bash", "-c", text], env=environment, start_new_session=True))
-        wait(lambda: (tmp_path / "started").exists(), 30)
+        wait(lambda: (tmp_path / "started").exists(), 120)
         return started[-1]
 
     yield call
@@ -75,7 +75,7 @@ def requeues(folder):
 def test_requeue_is_retried_while_the_controller_does_not_answer(start, tmp_path):
     script = start(succeeds_at=3)
     script.send_signal(signal.SIGUSR1)
-    assert script.wait(30) == 1
+    assert script.wait(120) == 1
     assert requeues(tmp_path) == 3
     assert recorded(tmp_path) is None  # the launcher keeps waiting for the job
 
@@ -84,7 +84,7 @@ def test_requeue_that_keeps_failing_ends_the_job_with_its_exit_code(start, tmp_p
     monkeypatch.setattr(batch, "REQUEUE_SECONDS", 4)  # bash counts full seconds
     script = start(succeeds_at=1000)
     script.send_signal(signal.SIGUSR1)
-    assert script.wait(30) == 143
+    assert script.wait(120) == 143
     assert requeues(tmp_path) > 1
     assert recorded(tmp_path) == 143
 
@@ -94,7 +94,7 @@ def test_requeue_is_not_retried_once_the_job_is_to_end(start, tmp_path, end, exi
     """By Slurm, at the time limit or because it has been requeued; or by a stop request."""
     script = start(succeeds_at=1000)
     script.send_signal(signal.SIGUSR1)
-    wait(lambda: requeues(tmp_path) > 0, 30)
+    wait(lambda: requeues(tmp_path) > 0, 120)
     script.send_signal(end)
-    assert script.wait(30) == 143
+    assert script.wait(120) == 143
     assert recorded(tmp_path) == exit_code

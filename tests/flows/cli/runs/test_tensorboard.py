@@ -60,7 +60,7 @@ def port():
     return free_port()
 
 
-def wait_for(address: str, timeout: float = 60):
+def wait_for(address: str, timeout: float = 180):
     """The response of an address, once it has content."""
     deadline = time.monotonic() + timeout
     while True:
