@@ -29,11 +29,11 @@ from tasks import keys
 from tasks.evaluation import results
 from tasks.evaluation.checkpoints import (
     CheckpointEvaluationStep,
-    CheckpointId,
     TaskStep,
     metrics_of,
     require_harness,
     require_tasks,
+    scratch_name,
 )
 from tasks.report import update_evaluations
 from tasks.steps.checkpoint import CheckpointStep
@@ -42,6 +42,7 @@ from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
 from tasks.store.artifacts import Artifact
+from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store, open_store
 from tasks.tracking.process import catch_up
 
@@ -76,7 +77,7 @@ class Evaluator:
             )
             return {}
         finally:
-            self.store.remove_scratch_folder(checkpoint.scratch)
+            self.store.remove_scratch_folder(scratch_name(checkpoint))
         if CheckpointId.of(run, step) not in (checkpoint, None):
             log.warning("step %s: its checkpoint was replaced while it was evaluated; skipped", step)
             return {}

@@ -11,13 +11,13 @@ from flows.runner import Runner
 from modeling import run_files
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.evaluation.checkpoints import CheckpointId
 from tasks.inputs import EXPORT
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.export import ExportStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
+from tasks.store.run_folder import CheckpointId
 from tasks.store.store import open_store
 
 

@@ -18,12 +18,12 @@ from modeling.conversion.journal import RECORD
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
-from tasks.evaluation.checkpoints import CheckpointId
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.launchers import Job
 from tasks.step import Context
 from tasks.steps.export import copy_tokenizer
 from tasks.store.artifacts import Artifact
+from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store
 
 MODEL = "model"  # folder of the artifact: the mean as a Hugging Face model

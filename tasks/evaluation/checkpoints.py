@@ -6,7 +6,6 @@ A result is cached by checkpoint, task, task files and version of lm-eval, so on
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import shutil
@@ -21,7 +20,6 @@ from typing import Any
 
 from modeling import run_files
 from modeling.training.metrics import OF_TASKS
-from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
@@ -35,7 +33,7 @@ from tasks.step import Context, Step
 from tasks.steps.export import write_model
 from tasks.steps.jobs import run_job
 from tasks.store.artifacts import Artifact
-from tasks.store.run_folder import RunFolder
+from tasks.store.run_folder import CheckpointId
 
 RESULT = "result.json"
 COMPLETE = ".complete"  # in the exported model, written last
@@ -43,22 +41,9 @@ COMPLETE = ".complete"  # in the exported model, written last
 TASK_FILES = (".yaml", ".yml", ".json", ".jsonl", ".py", ".csv", ".txt", ".parquet")
 
 
-@dataclass(frozen=True)
-class CheckpointId:
-    """A checkpoint of a run."""
-
-    step: int
-    digest: str  # of its marker, which differs if a rolled-back run writes the step again
-
-    @classmethod
-    def of(cls, run: RunFolder, step: int) -> CheckpointId | None:
-        """The checkpoint of this step; None if it is not complete, or was removed meanwhile."""
-        marker = run.read(f"{run_files.checkpoint(step)}/{MARKER}")
-        return None if marker is None else cls(step, hashlib.sha256(marker).hexdigest())
-
-    @property
-    def scratch(self) -> str:
-        return f"evaluate-{self.digest[:16]}"
+def scratch_name(checkpoint: CheckpointId) -> str:
+    """Name of the store's scratch folder with the export of a checkpoint."""
+    return f"evaluate-{checkpoint.digest[:16]}"
 
 
 @dataclass
@@ -142,7 +127,7 @@ class TaskStep(Step):
 
     def _export(self, context: Context) -> Path:
         """The checkpoint as a Hugging Face model in a scratch folder."""
-        folder = context.store.scratch_folder(self.checkpoint.scratch) / "model"
+        folder = context.store.scratch_folder(scratch_name(self.checkpoint)) / "model"
         if not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
             write_model(

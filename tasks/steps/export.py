@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from modeling import run_files
 from tasks import keys
@@ -17,10 +17,8 @@ from tasks.step import Context, Step
 from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
 from tasks.store.manifest import NAME as MANIFEST
+from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store
-
-if TYPE_CHECKING:  # which exports checkpoints, too
-    from tasks.evaluation.checkpoints import CheckpointId
 
 ADAPTER = "adapter"  # folder of the export
 

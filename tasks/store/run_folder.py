@@ -49,6 +49,20 @@ class Parent:
     step: int
 
 
+@dataclass(frozen=True)
+class CheckpointId:
+    """A complete checkpoint of a run."""
+
+    step: int
+    digest: str  # of its marker, which differs if a rolled-back run writes the step again
+
+    @classmethod
+    def of(cls, run: RunFolder, step: int) -> CheckpointId | None:
+        """The checkpoint of this step; None if it is not complete, or was removed meanwhile."""
+        marker = run.read(f"{run_files.checkpoint(step)}/{locations.MARKER}")
+        return None if marker is None else cls(step, hashlib.sha256(marker).hexdigest())
+
+
 class RunFolder:
     """One run of a store, which need not exist yet."""
 

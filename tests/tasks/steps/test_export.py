@@ -3,11 +3,11 @@
 import pytest
 
 from profiles.resolve import load
-from tasks.evaluation.checkpoints import CheckpointId
 from tasks.failures import FatalError
 from tasks.step import Context
 from tasks.steps import export
 from tasks.steps.export import ExportStep
+from tasks.store.run_folder import CheckpointId
 
 
 def test_only_the_checkpoint_of_the_key_is_exported(store, monkeypatch):
