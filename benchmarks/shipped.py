@@ -32,7 +32,7 @@ def topology(profile: Profile) -> str:
     degrees = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
     parts = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     if profile.shard_degree > 1:
-        replicas = profile.data_parallel * parallel.context // profile.shard_degree
+        replicas = profile.weight_replicas // profile.shard_degree
         kind = {"zero1": "ZeRO-1", "fsdp": "FSDP"}[parallel.data_sharding]
         parts.append(f"{kind} {profile.shard_degree}" + (f" × {replicas}" if replicas > 1 else ""))
     return ", ".join(parts)

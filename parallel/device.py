@@ -93,7 +93,7 @@ class Device:
             torch.use_deterministic_algorithms(deterministic)
             torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory, for debugging
             if deterministic:
-                # Switches add in any order. torch would exclude the first only; NCCL reads it when the first group connects.
+                # In both, switches add in any order; torch excludes NVLS only. NCCL reads it when the first group connects.
                 os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
 
     @contextmanager

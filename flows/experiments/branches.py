@@ -92,7 +92,7 @@ def _average(
         return []
     with ExitStack() as stack:
         # In one order, so that flows that share runs do not wait for each other; then the runs are not replaced.
-        names = sorted(run.name for run in (trunk, *found))
+        names = sorted({run.name for run in (trunk, *found)})
         locks = {name: stack.enter_context(activities.begin(store, "averaging", name)) for name in names}
         folder = runs.fetch(store, trunk.name)
         profile = resolve.load(str(folder / run_files.PROFILE), (), trunk.name)

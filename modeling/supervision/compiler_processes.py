@@ -37,7 +37,5 @@ def _cpu_seconds() -> float:
         for child in process.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if child.name() not in OTHERS:
-                    seconds += sum(
-                        child.cpu_times()[:4]
-                    )  # its own, and those of its children that have ended
+                    seconds += sum(child.cpu_times()[:4])  # with those of its children that have ended
     return seconds

@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 BUSY = "trainshed/busy"
 COMPILING = "trainshed/compiling"
 POLL = 10.0  # maximum seconds between advances of the counters, and between polls of a rank's compilers
-RECENT = (
-    120.0  # seconds for which a rank counts as compiling after its compiler ran: it traces the next graph
-)
+RECENT = 120.0  # seconds after its compiler ran in which a rank counts as compiling: it traces the next graph
 BUSY_AFTER = 1.0  # maximum seconds in another phase than a step before a rank counts as busy
 MAX_EXTENSION = COMPILER_SECONDS  # after which a phase ends although a counter advances
 # Seconds between a rank's dump and its exit, so that other hung ranks can dump before they are ended.
@@ -173,11 +171,9 @@ class Watchdog:
     def _watch(self) -> None:
         busy, compiling = Activity(self._store, BUSY), Activity(self._store, COMPILING)
         compilers = CompilerProcesses()
-        begun, compiled = (
-            float("-inf"),
-            float("-inf"),
-        )  # beginning of the phase; when compilers last ran in it
-        polled: float | None = None  # when the phase was last polled
+        begun = float("-inf")  # when the phase began
+        compiled = float("-inf")  # when compilers last ran in it
+        polled: float | None = None  # when it was last polled
         while True:
             with self._changed:
                 if self._finished:

@@ -37,7 +37,7 @@ from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox, Slot
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.grouping import MATRICES, Group, group_parameters
 
-# Collectives at a time that need memory of their own; also those in place that sums over replicas follow.
+# Buckets in reductions at a time, if these need memory of their own or the sum over replicas follows.
 IN_FLIGHT = 2
 STATES = ("master", "exp_avg", "exp_avg_sq")
 Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
