@@ -23,7 +23,7 @@ from tasks.jsonl import is_metrics
 from tasks.keys import POSITION
 from tasks.steps.dataset import DatasetStep
 from tasks.store import ledger, runs
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 

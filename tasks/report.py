@@ -31,7 +31,7 @@ from tasks.reporting.history import History
 from tasks.reporting.outcome import Outcome
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 from tasks.store.runs import read_events, read_inputs
 from tasks.store.store import Store
 

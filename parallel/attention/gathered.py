@@ -122,26 +122,23 @@ class _Gathered(Function):
         indices, kv = _Documents(documents, every), _chunks(k, v)
         inputs = [x.chunk(2, 2) for x in (grad, q, out, lse)]
         gathered = _gather(kv, axis)
-        dq, own = [], []
-        for i, parts in enumerate(zip(*inputs, strict=True)):
-            gradient, dkv = _differentiate(
-                kernel, *parts, *kv[i].unbind(), scale, Visibility(causal, indices.own(i), window)
-            )
-            dq.append(gradient)
-            own.append(dkv)
+        squares = [
+            _differentiate(kernel, *parts, *own.unbind(), scale, Visibility(causal, indices.own(i), window))
+            for i, (parts, own) in enumerate(zip(zip(*inputs, strict=True), kv.unbind(), strict=True))
+        ]
+        dq, dkv = [of_q for of_q, _ in squares], torch.stack([of_kv for _, of_kv in squares])
         pairs = [*_chunk_pairs(rank, axis.size, dq[0].shape[2], causal, window)]
-        shares = [torch.zeros_like(own[0])]
+        shares = [torch.zeros_like(dkv[0])]
         for pair in pairs:
             keys = gathered.index_select(0, pair.keys)[0]
-            gradient, dkv = _differentiate(
+            of_q, of_kv = _differentiate(
                 *(kernel, *(pair.queries(chunks) for chunks in inputs), *keys.unbind(), scale),
                 Visibility(False, indices.of(pair), window, pair.distance),
             )
-            shares.append(dkv)
+            shares.append(of_kv)
             for i, counts in enumerate(pair[:2]):
                 if counts is not None:
-                    dq[i] = dq[i] + gradient.where(counts, 0)
-        dkv = torch.stack(own)
+                    dq[i] = dq[i] + of_q.where(counts, 0)
         if pairs:
             total = _by_rank(_sum_shares(torch.stack(shares), pairs, axis.size))
             dkv = dkv + collectives.reduce_scatter(total, axis)  # (2, 2, b, k, s/2c, d)

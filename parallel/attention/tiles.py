@@ -84,34 +84,35 @@ def _tiles(
             return  # all keys are before the window
         # Whether the last query does not see the first key.
         windowed = window is not None and rows.stop + distance - window > keys.start
+        if documents is not None and kernel.supports_tiling:
+            keys = _keys_of_documents(documents, rows, keys, causal)
+            if keys.start == keys.stop:
+                continue
+        columns, values = k[:, :, keys], v[:, :, keys]
         mask = bounds = None
         if documents is not None or windowed:
             pair = documents and (documents[0][:, rows], documents[1][:, keys])
-            if pair and kernel.supports_tiling:
-                visible = _keys_in_range(*pair)
-                if len(visible) == 0:
-                    continue
-                first, last = keys.start + int(visible[0]), keys.start + int(visible[-1])
-                keys = slice(first, rows.stop if causal else last + 1)
-                pair = pair[0], documents[1][:, keys]
-            queries, columns = q[:, :, rows], k[:, :, keys]
-            shift = rows.start + distance - keys.start
+            shown = q[:, :, rows], columns, pair, causal, window, rows.start + distance - keys.start
             if kernel.takes_bounds:
-                bounds = visible_bounds(queries, columns, pair, causal, window, shift)
+                bounds = visible_bounds(*shown)
             else:
-                mask = visible_mask(queries, columns, pair, causal, window, shift)
+                mask = visible_mask(*shown)
         native = causal and mask is None and bounds is None
-        yield (
-            rows,
-            keys,
-            KernelInput(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, native, scale, bounds),
-        )
+        yield rows, keys, KernelInput(q[:, :, rows], columns, values, mask, native, scale, bounds)
 
 
-def _keys_in_range(query_documents: Tensor, key_documents: Tensor) -> Tensor:
-    """Indices of keys whose document is within the range of the queries', in any sequence of the batch."""
-    low, high = query_documents.amin(1, keepdim=True), query_documents.amax(1, keepdim=True)
-    return ((key_documents >= low) & (key_documents <= high)).any(0).nonzero()
+def _keys_of_documents(documents: Documents, rows: slice, keys: slice, causal: bool) -> slice:
+    """From the first to the last of the keys whose document is within the range of the rows' documents.
+
+    That is, in any sequence of the batch. Causal keys always end with the rows.
+    """
+    queries, columns = documents[0][:, rows], documents[1][:, keys]
+    low, high = queries.amin(1, keepdim=True), queries.amax(1, keepdim=True)
+    visible = ((columns >= low) & (columns <= high)).any(0).nonzero()
+    if len(visible) == 0:
+        return slice(keys.start, keys.start)
+    first, last = keys.start + int(visible[0]), keys.start + int(visible[-1])
+    return slice(first, rows.stop if causal else last + 1)
 
 
 def visible_mask(

@@ -109,40 +109,9 @@ class Bucket:
         self.axis = mesh.expert_shard if experts else mesh.dp_shard
         self.replicate = mesh.expert_replicate if experts else mesh.dp_replicate  # ranks with the same shard
         self.partial: list[Axis] = [getattr(mesh, name) for name in partial]
-        first = named_parameters[0][1]
-        starts, padded = pack(
-            [p.numel() for _, p in named_parameters], self.axis.size, first.dtype, self.gradient_dtype
-        )
-        self.slots = [Slot(*named, start) for named, start in zip(named_parameters, starts, strict=True)]
-        ends = [slot.start + slot.parameter.numel() for slot in self.slots]
-        self._gaps = [gap for gap in zip(ends, [*starts[1:], padded], strict=True) if gap[0] < gap[1]]
-        self.values = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        self.length = padded // self.axis.size  # of the shard
-        self.first = self.axis.rank * self.length
-        shard_values = self.local_shard(self.values)
-        for slot in self.slots:
-            view = slot.view(self.values)
-            if seed is None:
-                view.copy_(slot.parameter.detach())
-            slot.parameter.data = view
-        if seed is not None and resident:
-            initialize(named_parameters, mesh.tensor, seed)
-        elif seed is not None:  # the rest is gathered before use
-            self._initialize_shard(shard_values, seed)
-        self.shares_master = resident and shard_values.dtype == torch.float32
-        kept = shard_values.dtype if frozen else torch.float32
-        self.master = shard_values if self.shares_master else shard_values.to(kept, copy=True)
-        if not frozen:
-            self.exp_avg = torch.zeros_like(self.master)
-            self.exp_avg_sq = torch.zeros_like(self.master)
-        self.gradients: Tensor | None = None
-        if frozen:
-            self.gradient_shard = torch.empty(0, dtype=self.gradient_dtype, device=first.device)
-        elif resident:
-            self.gradients = torch.zeros(padded, dtype=self.gradient_dtype, device=first.device)
-            self.gradient_shard = self.local_shard(self.gradients)
-        else:
-            self.gradient_shard = torch.zeros(self.length, dtype=self.gradient_dtype, device=first.device)
+        self._hold(named_parameters)
+        self._initialize(named_parameters, seed)
+        self._allocate_states()
         self.norm_weights = self._norm_weights()
         self.unit: object | None = None  # that FSDP gathers it with
         self.transient = False  # whether to release the values when a microbatch's gradients are complete
@@ -150,11 +119,52 @@ class Bucket:
         self._gathering: dist.Work | None = None
         # whether `values` holds the parameters, or will once the gather in progress ends
         self.gathered = True
-        self.assigned = (
-            False  # whether this rank's shard of `values` holds the master weights since their update
-        )
+        # whether this rank's shard of `values` holds the master weights since their update
+        self.assigned = False
         if not resident:
             self.release()
+
+    def _hold(self, named_parameters: list[tuple[str, nn.Parameter]]) -> None:
+        """Allocate `values` and choose each parameter's place in it."""
+        first = named_parameters[0][1]
+        sizes = [parameter.numel() for _, parameter in named_parameters]
+        starts, padded = pack(sizes, self.axis.size, first.dtype, self.gradient_dtype)
+        self.slots = [Slot(*named, start) for named, start in zip(named_parameters, starts, strict=True)]
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        self._gaps = [gap for gap in zip(ends, [*starts[1:], padded], strict=True) if gap[0] < gap[1]]
+        self.values = torch.zeros(padded, dtype=first.dtype, device=first.device)
+        self.length = padded // self.axis.size  # of the shard
+        self.first = self.axis.rank * self.length
+
+    def _initialize(self, named_parameters: list[tuple[str, nn.Parameter]], seed: int | None) -> None:
+        """Make the parameters views of `values`, with the values that they have or, if deferred, initial ones."""
+        for slot in self.slots:
+            view = slot.view(self.values)
+            if seed is None:
+                view.copy_(slot.parameter.detach())
+            slot.parameter.data = view
+        if seed is not None and self.resident:
+            initialize(named_parameters, self.mesh.tensor, seed)
+        elif seed is not None:  # the rest is gathered before use
+            self._initialize_shard(self.local_shard(self.values), seed)
+
+    def _allocate_states(self) -> None:
+        """Allocate this rank's shard of the optimizer's states, and memory for gradients."""
+        shard = self.local_shard(self.values)
+        self.shares_master = self.resident and shard.dtype == torch.float32
+        kept = shard.dtype if self.frozen else torch.float32
+        self.master = shard if self.shares_master else shard.to(kept, copy=True)
+        self.gradients: Tensor | None = None
+        if self.frozen:
+            self.gradient_shard = torch.empty(0, dtype=self.gradient_dtype, device=shard.device)
+            return
+        self.exp_avg = torch.zeros_like(self.master)
+        self.exp_avg_sq = torch.zeros_like(self.master)
+        if self.resident:
+            self.gradients = torch.zeros_like(self.values, dtype=self.gradient_dtype)
+            self.gradient_shard = self.local_shard(self.gradients)
+        else:
+            self.gradient_shard = torch.zeros_like(shard, dtype=self.gradient_dtype)
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many gradients of each parameter."""

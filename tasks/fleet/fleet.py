@@ -20,7 +20,7 @@ from profiles import state_files
 from tasks.fleet.goodput import CATEGORIES, STARTED, WAITING, TimeUse, time_use
 from tasks.fleet.run_summary import FILES, RunSummary, read_summary
 from tasks.store import activities
-from tasks.store.backends import Backend, FileInfo
+from tasks.store.backends.backend import Backend, FileInfo
 from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
 

@@ -22,7 +22,7 @@ from profiles.sections.objective import rows_per_sample
 from tasks.fleet.goodput import FAILURES
 from tasks.jsonl import is_event
 from tasks.reporting.downsampling import downsample
-from tasks.store.backends import Backend, FileInfo
+from tasks.store.backends.backend import Backend, FileInfo
 
 FILES = (
     run_files.METRICS,

@@ -13,7 +13,7 @@ from profiles.experiments.ladder import Ladder
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
 from tasks.reporting.format import format_count, format_flops
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 
 POINTS = 40  # of a line
 

@@ -11,7 +11,7 @@ import numpy as np
 from profiles.experiments.mixture import Mixture
 from tasks.reporting import html
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 
 POINTS = 25  # of a line
 

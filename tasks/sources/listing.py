@@ -15,7 +15,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Source
 from tasks.sources import remote
 from tasks.sources.shard import SourceError, resolve_filesystem, shown
-from tasks.store.backends import checked_path
+from tasks.store.backends.backend import checked_path
 
 METADATA_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")  # of save_to_disk
 DATASET_CARD = "readme.md"

@@ -19,7 +19,8 @@ from tasks import keys
 from tasks.sources import remote
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import SourceChanged, local_state, remote_state, shown
-from tasks.store.backends import checked_path, walk
+from tasks.store.backends.backend import checked_path
+from tasks.store.backends.folder import walk
 
 EXTENSIONS = (".safetensors", ".bin", ".json")
 PARALLEL_FILES = 4

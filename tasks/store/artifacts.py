@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 from profiles.state_files import retried
 from tasks.store import locks
 from tasks.store.backend_artifacts import BackendArtifacts, HashBudget, artifact_path
-from tasks.store.backends import FolderBackend, ObjectBackend
+from tasks.store.backends.folder import FolderBackend
+from tasks.store.backends.objects import ObjectBackend
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.staging import staging_folder

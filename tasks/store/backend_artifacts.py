@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from tasks.store import locks
-from tasks.store.backends import FolderBackend, ObjectBackend, checked_name
+from tasks.store.backends.backend import checked_name
+from tasks.store.backends.folder import FolderBackend
+from tasks.store.backends.objects import ObjectBackend
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
 

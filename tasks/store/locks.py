@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
 
-from tasks.store.backends import Backend
+from tasks.store.backends.backend import Backend
 from tasks.store.lock_owner import LockOwner
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from typing import Any
 
 from profiles.state_files import retried
 from tasks import keys
-from tasks.store.backends import checked_path, walk
+from tasks.store.backends.backend import checked_path
+from tasks.store.backends.folder import walk
 
 NAME = "manifest.json"
 

@@ -15,7 +15,7 @@ from modeling import run_files
 from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from tasks.store.artifacts import HASH_LIMIT, Artifact
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.store import Store
 

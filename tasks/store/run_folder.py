@@ -25,7 +25,9 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.file_locks import locked
 from profiles.state_files import retried
-from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
+from tasks.store.backends.backend import Backend, checked_name
+from tasks.store.backends.folder import FolderBackend
+from tasks.store.backends.objects import ObjectBackend
 from tasks.store.manifest import Manifest
 from tasks.store.staging import staging_folder
 from tasks.store.sync import DIRECT, RunSync, attempt_in, is_append_only, is_excluded

@@ -18,7 +18,7 @@ from tasks.jsonl import LogFollower, is_event, last_row
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.store import activities
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 

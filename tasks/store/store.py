@@ -24,7 +24,9 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from tasks.store import locks
 from tasks.store.artifacts import ArtifactStore
-from tasks.store.backends import Backend, FolderBackend, ObjectBackend, checked_name
+from tasks.store.backends.backend import Backend, checked_name
+from tasks.store.backends.folder import FolderBackend
+from tasks.store.backends.objects import ObjectBackend
 from tasks.store.run_folder import RunFolder
 
 BELONGS_TO = "belongs-to"

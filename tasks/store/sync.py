@@ -19,7 +19,9 @@ from typing import Self
 
 from modeling import run_files
 from profiles import state_files
-from tasks.store.backends import Backend, FolderBackend, ObjectBackend
+from tasks.store.backends.backend import Backend
+from tasks.store.backends.folder import FolderBackend
+from tasks.store.backends.objects import ObjectBackend
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from profiles.schema import Cluster
 from tasks import keys
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.sources.shard import SourceError
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan
 from tasks.tokenization.worker import ERROR_PREFIX

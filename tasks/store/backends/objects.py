@@ -1,9 +1,4 @@
-"""Storage backends of a store: a local or shared folder, or any fsspec file system (`s3://`).
-
-Names are relative to the store's root, separated by slashes. `create` is exclusive on every backend (a hard link on a folder, a
-conditional write on S3); locks need nothing else. A failed read is retried, then raised: a file is reported as absent only if
-the backend says that it does not exist.
-"""
+"""A store below a prefix of an object store, such as S3."""
 
 from __future__ import annotations
 
@@ -25,164 +20,15 @@ from parallel.checkpoint.credentials import renew_credentials
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.state_files import retried
+from tasks.store.backends.backend import FileInfo, checked_path
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 PARALLEL_DOWNLOADS = 8
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MODIFIED = ("LastModified", "mtime", "created", "updated")  # modification time in fsspec's listings
-T = TypeVar("T")
-NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 NO_CREDENTIALS = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-
-
-def checked_name(name: str) -> str:
-    """The name, if it is valid as one component of a path in a store. Raises ValueError."""
-    if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r}: invalid name in a store; use letters, digits, '.', '_' and '-'")
-    return name
-
-
-def checked_path(name: str) -> str:
-    """The name of an untrusted listing, if its file is below the listed folder. Raises ValueError."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise ValueError(f"{name!r} is not the name of a file below this folder")
-    return name
-
-
-@dataclass(frozen=True)
-class FileInfo:
-    """A file or folder in a listing."""
-
-    size: int
-    stamp: str  # differs after a change of the contents; "" of a folder
-    modified: float = 0.0  # seconds since 1970; 0 if unknown
-
-    @property
-    def is_folder(self) -> bool:
-        return not self.stamp
-
-
-class Backend(Protocol):
-    """Reads and writes small files by name; lists, moves and removes folders."""
-
-    longest_poll: float  # maximum seconds between polls of a file that another process may change
-
-    def location(self, name: str) -> str:
-        """Path or URI of a name."""
-
-    def read(self, name: str) -> bytes | None:
-        """Contents of a file; None only if it does not exist."""
-
-    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Write a file atomically, replacing an existing one; `durable`: it survives a power failure."""
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a file only if it does not exist; returns whether this call created it.
-
-        Callers must pass unique data: a lost response is resolved by comparing contents.
-        """
-
-    def files(self, name: str) -> dict[str, int]:
-        """Sizes in bytes of all files below a folder, by relative path; empty only if there are none."""
-
-    def entries(self, name: str) -> dict[str, FileInfo]:
-        """What is directly in a folder, by name; empty if it does not exist. Costs one listing."""
-
-    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Bytes [start, end) of a file for each range, fewer at its end; b"" if it does not exist."""
-
-    def move(self, name: str, target: str) -> None:
-        """Rename a folder; `target` must not exist."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file, or a folder recursively; no error if it does not exist."""
-
-
-class FolderBackend:
-    """A folder on this machine or on a shared file system."""
-
-    longest_poll = 2.0
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def path(self, name: str) -> Path:
-        return self.root / name
-
-    def location(self, name: str) -> str:
-        return str(self.path(name))
-
-    def exists(self, name: str) -> bool:
-        """Whether there is a file or folder of this name."""
-        return state_files.exists(self.path(name))
-
-    def read(self, name: str) -> bytes | None:
-        return state_files.read(self.path(name))
-
-    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
-        state_files.write(self.path(name), data, durable=durable)
-
-    def create(self, name: str, data: bytes) -> bool:
-        path = self.path(name)
-        try:
-            retried(lambda: _create(path, data))
-        except FileExistsError:
-            # equal if an earlier attempt succeeded and only its result was lost
-            return self.read(name) == data
-        return True
-
-    def files(self, name: str) -> dict[str, int]:
-        sizes = {}
-        for file, entry in walk(self.path(name)):
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                status = retried(lambda entry=entry: os.stat(entry.path))
-                if stat.S_ISREG(status.st_mode):
-                    sizes[file] = status.st_size
-        return sizes
-
-    def entries(self, name: str) -> dict[str, FileInfo]:
-        found = {}
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for entry in retried(lambda: _scan(self.path(name))):
-                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                    status = entry.stat()
-                    stamp = f"{status.st_ino}.{status.st_mtime_ns}" if stat.S_ISREG(status.st_mode) else ""
-                    found[entry.name] = FileInfo(status.st_size, stamp, status.st_mtime)
-        return found
-
-    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        def read() -> list[bytes]:
-            with self.path(name).open("rb", buffering=0) as file:
-                return [os.pread(file.fileno(), end - start, start) for start, end in ranges]
-
-        try:
-            return retried(read)
-        except (FileNotFoundError, NotADirectoryError):
-            return [b""] * len(ranges)
-
-    def move(self, name: str, target: str) -> None:
-        source, path = self.path(name), self.path(target)
-        retried(lambda: path.parent.mkdir(parents=True, exist_ok=True))
-        try:
-            retried(lambda: source.rename(path))
-        except FileNotFoundError:
-            if self.exists(name) or not self.exists(target):  # otherwise an earlier attempt moved it
-                raise
-
-    def remove(self, name: str) -> None:
-        path = self.path(name)
-        if path.is_dir():
-            # Renamed first, so that no reader sees a partially removed folder.
-            removed = self.root / "staging" / f"removed-{uuid4().hex}"
-            removed.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                path.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
-        else:
-            retried(lambda: path.unlink(missing_ok=True))
+T = TypeVar("T")
 
 
 class ObjectBackend:
@@ -382,39 +228,3 @@ class ObjectBackend:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
-
-
-def _create(path: Path, data: bytes) -> None:
-    """Create a file with its contents atomically: readers never see a part. Raises FileExistsError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        partial.write_bytes(data)
-        try:
-            os.link(partial, path)
-        except OSError as error:
-            if error.errno not in NO_HARD_LINKS:
-                raise
-            with path.open("xb") as file:
-                file.write(data)
-    finally:
-        with contextlib.suppress(OSError):
-            retried(lambda: partial.unlink(missing_ok=True))
-
-
-def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Everything but folders below a folder, by relative path. Raises OSError if one cannot be listed."""
-    try:
-        entries = retried(lambda: _scan(folder))
-    except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there
-        return
-    for entry in entries:
-        if retried(lambda entry=entry: entry.is_dir(follow_symlinks=False)):
-            yield from walk(Path(entry.path), f"{prefix}{entry.name}/")
-        else:
-            yield prefix + entry.name, entry
-
-
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return list(entries)

@@ -1,0 +1,145 @@
+"""A store in a folder of this machine or of a shared file system."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from uuid import uuid4
+
+from parallel.checkpoint.credentials import renew_credentials
+from profiles import state_files
+from profiles.errors import ProfileError
+from profiles.state_files import retried
+from tasks.store.backends.backend import FileInfo
+
+NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+
+class FolderBackend:
+    """A folder on this machine or on a shared file system."""
+
+    longest_poll = 2.0
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def location(self, name: str) -> str:
+        return str(self.path(name))
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file or folder of this name."""
+        return state_files.exists(self.path(name))
+
+    def read(self, name: str) -> bytes | None:
+        return state_files.read(self.path(name))
+
+    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        state_files.write(self.path(name), data, durable=durable)
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self.path(name)
+        try:
+            retried(lambda: _create(path, data))
+        except FileExistsError:
+            # equal if an earlier attempt succeeded and only its result was lost
+            return self.read(name) == data
+        return True
+
+    def files(self, name: str) -> dict[str, int]:
+        sizes = {}
+        for file, entry in walk(self.path(name)):
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                status = retried(lambda entry=entry: os.stat(entry.path))
+                if stat.S_ISREG(status.st_mode):
+                    sizes[file] = status.st_size
+        return sizes
+
+    def entries(self, name: str) -> dict[str, FileInfo]:
+        found = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in retried(lambda: _scan(self.path(name))):
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    status = entry.stat()
+                    stamp = f"{status.st_ino}.{status.st_mtime_ns}" if stat.S_ISREG(status.st_mode) else ""
+                    found[entry.name] = FileInfo(status.st_size, stamp, status.st_mtime)
+        return found
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        def read() -> list[bytes]:
+            with self.path(name).open("rb", buffering=0) as file:
+                return [os.pread(file.fileno(), end - start, start) for start, end in ranges]
+
+        try:
+            return retried(read)
+        except (FileNotFoundError, NotADirectoryError):
+            return [b""] * len(ranges)
+
+    def move(self, name: str, target: str) -> None:
+        source, path = self.path(name), self.path(target)
+        retried(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        try:
+            retried(lambda: source.rename(path))
+        except FileNotFoundError:
+            if self.exists(name) or not self.exists(target):  # otherwise an earlier attempt moved it
+                raise
+
+    def remove(self, name: str) -> None:
+        path = self.path(name)
+        if path.is_dir():
+            # Renamed first, so that no reader sees a partially removed folder.
+            removed = self.root / "staging" / f"removed-{uuid4().hex}"
+            removed.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+        else:
+            retried(lambda: path.unlink(missing_ok=True))
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Create a file with its contents atomically: readers never see a part. Raises FileExistsError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        partial.write_bytes(data)
+        try:
+            os.link(partial, path)
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            with path.open("xb") as file:
+                file.write(data)
+    finally:
+        with contextlib.suppress(OSError):
+            retried(lambda: partial.unlink(missing_ok=True))
+
+
+def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Everything but folders below a folder, by relative path. Raises OSError if one cannot be listed."""
+    try:
+        entries = retried(lambda: _scan(folder))
+    except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there
+        return
+    for entry in entries:
+        if retried(lambda entry=entry: entry.is_dir(follow_symlinks=False)):
+            yield from walk(Path(entry.path), f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name, entry
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
