@@ -91,7 +91,7 @@ def write_store(folder: Path, count: int, steps: int) -> int:
         (run / "plan.json").write_text(
             json.dumps({"step_seconds": 0.9, "tokens_per_second": 4_194_304 / 0.9})
         )
-        event = {"event": "train tried again", "time": BEGIN + 90}
+        event = {"event": "train retried", "time": BEGIN + 90}
         event["reason"] = f"rank 3 on n{number % 50} was killed"
         (run / "events.jsonl").write_text(json.dumps(event) + "\n")
     return sources[0].stat().st_size

@@ -238,7 +238,7 @@ class Runner:
                 return False
             call.retry_at = time.monotonic() + pause
             call.retries += 1
-            self._record(call.step.name, "tried again", state)
+            self._record(call.step.name, "retried", state)
             if decide is None:  # `may_retry` logs its own decisions
                 log.warning("%s failed: %s", call.step.name, _reason(state))
                 log.warning(RESTARTING, call.step.name, call.retries + 1, RETRIES + 1)

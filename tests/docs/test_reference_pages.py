@@ -54,7 +54,7 @@ def recorded_events() -> set[str]:
 def test_metrics_page_lists_every_event():
     listed = {row[0] for row in rows_of(DOCS / "training/metrics.md", "## Events")}
     assert {name.strip("`") for name in listed} == recorded_events() | {
-        "<step> tried again",
+        "<step> retried",
         "<step> failed",
         "released",
         "held",

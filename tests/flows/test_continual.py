@@ -149,7 +149,7 @@ def test_round_with_nan_held_out_loss_fails_without_retry(series, tmp_path, monk
     assert f"the held-out loss of run {run} at step 2 is nan" in state.message
     events = (store / "runs" / run / "events.jsonl").read_text()
     assert "evaluate failed" in events
-    assert "tried again" not in events
+    assert "retried" not in events
     assert (store / "runs/nightly/standing.json").read_text() == standing
 
 

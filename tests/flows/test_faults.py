@@ -89,7 +89,7 @@ def test_killed_ranks_fail_a_command_without_retries_and_a_flow_with_a_retry_com
     assert "resumed from step 120" in said
     assert losses_of(result) == undisturbed
     kinds, reasons = incidents(folder)
-    assert kinds == ["train failed", "resumed", *["train tried again", "resumed"] * 2]
+    assert kinds == ["train failed", "resumed", *["train retried", "resumed"] * 2]
     assert "rank 0 was killed by SIGKILL" in reasons[0]
     assert reasons[1] == "start 2, from the checkpoint of step 40"
     assert "rank 1 was killed by SIGKILL" in reasons[2]
@@ -112,7 +112,7 @@ def test_failures_before_the_run_folder_exists_are_recorded(pretrain, tmp_path, 
     monkeypatch.setattr(TokenizerStep, "make", fail_once)
     result = pretrain(tmp_path / "store")
     assert result["how"]["tokenizer"] == "done"
-    assert incidents(Path(result["folder"])) == (["tokenizer tried again"], ["the disk was full for a while"])
+    assert incidents(Path(result["folder"])) == (["tokenizer retried"], ["the disk was full for a while"])
     assert "the disk was full for a while" in Path(result["report"]).read_text()
     lines = logged("micro")
     assert "restarting tokenizer, attempt 2 of 3" in lines

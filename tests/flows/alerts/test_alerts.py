@@ -69,9 +69,9 @@ def live(store: Store) -> None:
             record_event(run.path, "not saved", step=step, reason="no space left on device")
         record_event(run.path, "corrupted checkpoint", step=9, reason="bad checksum")
         record_event(run.path, "straggler", step=20, reason="rank 3 on n2 is 2.0 times slower")
-        record_event(run.path, "train tried again", reason=cause("train: hung"))
+        record_event(run.path, "train retried", reason=cause("train: hung"))
         record_event(run.path, "resumed", step=20, reason="start 2, from the checkpoint of step 20")
-        record_event(run.path, "train tried again", reason=cause(f"Slurm ended job 7, or {NODE_FAILED}"))
+        record_event(run.path, "train retried", reason=cause(f"Slurm ended job 7, or {NODE_FAILED}"))
         run.write("checkpoints/step_20/complete.json", b"{}")
     with alerts(resolve.load("tiny"), run) as alerting:  # the same run again: nothing is new
         alerting.update(now=True)

@@ -30,7 +30,7 @@ class SimulatedRun:
         self.wait("queue", queue)
 
     def fail(self, reason):
-        record_event(self.folder, "train tried again", reason=reason, time=self.clock)
+        record_event(self.folder, "train retried", reason=reason, time=self.clock)
 
     def start(self, start, restore):
         """Begin a job and resume from the latest checkpoint."""
