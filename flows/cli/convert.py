@@ -20,7 +20,7 @@ from profiles.errors import ProfileError
 from profiles.rules.pretrained import RUN
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights
-from tasks.store.backends import NO_CREDENTIALS
+from tasks.store.backends.objects import NO_CREDENTIALS
 
 LISTED = 20  # tensors that differ
 

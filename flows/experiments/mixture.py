@@ -38,7 +38,7 @@ from tasks.reporting.history import OF_SOURCE
 from tasks.steps.dataset import DatasetStep
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 from tasks.store.store import Store, open_store
 
 log = logging.getLogger(__name__)

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import re
-import shutil
-import stat
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
-from uuid import uuid4
-
-from parallel.checkpoint.credentials import renew_credentials
-from profiles import state_files
-from profiles.errors import ProfileError
-from profiles.state_files import retried
+from pathlib import PurePosixPath
+from typing import Protocol
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -86,5 +73,3 @@ class Backend(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder recursively; no error if it does not exist."""
-
-

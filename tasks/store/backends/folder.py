@@ -5,20 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from uuid import uuid4
 
-from parallel.checkpoint.credentials import renew_credentials
 from profiles import state_files
-from profiles.errors import ProfileError
 from profiles.state_files import retried
 from tasks.store.backends.backend import FileInfo
 

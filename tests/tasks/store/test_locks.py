@@ -15,7 +15,8 @@ import pytest
 from profiles.errors import ProfileError
 from tasks.launchers.conformance import wait
 from tasks.store import locks
-from tasks.store.backends import FolderBackend, ObjectBackend
+from tasks.store.backends.folder import FolderBackend
+from tasks.store.backends.objects import ObjectBackend
 from tasks.store.lock_owner import LockOwner
 from tasks.store.store import Store
 from tests import s3
@@ -24,7 +25,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from tasks.store import locks
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 with locks.acquire(FolderBackend(Path(sys.argv[1])), "locks/work", float(sys.argv[2])):
     print("held", flush=True)
     time.sleep(float(sys.argv[3]))
@@ -34,7 +35,7 @@ COUNTER = """
 import sys
 from pathlib import Path
 from tasks.store import locks
-from tasks.store.backends import FolderBackend
+from tasks.store.backends.folder import FolderBackend
 root = Path(sys.argv[1])
 for _ in range(10):
     with locks.acquire(FolderBackend(root), "locks/work"):

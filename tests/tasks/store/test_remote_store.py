@@ -15,7 +15,7 @@ import s3fs
 
 from profiles.errors import ProfileError
 from tasks.store.artifacts import LIST_WHOLE_KIND
-from tasks.store.backends import ObjectBackend
+from tasks.store.backends.objects import ObjectBackend
 from tasks.store.store import Store
 from tests import s3
 from tests.tasks.store.test_artifacts import FILES, publish

@@ -9,7 +9,7 @@ import pytest
 from profiles import state_files
 from profiles.errors import ProfileError
 from tasks.store import run_artifacts
-from tasks.store.backends import ObjectBackend
+from tasks.store.backends.objects import ObjectBackend
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tests import faults

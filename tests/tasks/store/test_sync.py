@@ -9,7 +9,7 @@ import s3fs
 from profiles import state_files
 from tasks.launchers.conformance import wait
 from tasks.store import sync
-from tasks.store.backends import ObjectBackend
+from tasks.store.backends.objects import ObjectBackend
 from tasks.store.sync import RunSync
 from tests import s3
 
