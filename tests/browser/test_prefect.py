@@ -15,7 +15,7 @@ import yaml
 
 from tests.browser.pages import visit
 from tests.flows.micro import settings, wait_for_step
-from tests.slurm.conftest import until
+from tests.waiting import until
 
 HOME = Path(__file__).parents[2]
 STEPS = 4000

@@ -17,6 +17,8 @@ from uuid import UUID
 import psutil
 import yaml
 
+from tests.waiting import until
+
 PROFILE = {
     "description": "smallest profile that the flow can train",
     "extends": "tiny",
@@ -198,10 +200,5 @@ def exported(folder: Path, dataset: Path, length: int) -> tuple[float, str]:
 
 def wait_for_step(folder: Path, step: int, timeout: float = 300) -> None:
     """Wait until training has completed this many steps."""
-    deadline = time.monotonic() + timeout
-    while True:
-        path = folder / "metrics.jsonl"
-        if path.exists() and path.read_text().count('"loss"') >= step:
-            return
-        assert time.monotonic() < deadline, f"{path} did not reach step {step}"
-        time.sleep(0.02)
+    path = folder / "metrics.jsonl"
+    until(lambda: path.exists() and path.read_text().count('"loss"') >= step, timeout, every=0.02)

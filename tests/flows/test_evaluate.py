@@ -20,7 +20,7 @@ from tasks.failures import FatalError
 from tasks.store import runs
 from tasks.store.store import Store
 from tests.forked_jobs import forked_jobs
-from tests.slurm.conftest import until
+from tests.waiting import until
 
 SHIPPED = "tasks/sciq"  # folder of one task
 TASK = {

@@ -22,7 +22,7 @@ from tasks.store import activities, runs
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tests.flows.cli.test_up import ask
-from tests.slurm.conftest import until
+from tests.waiting import until
 
 
 @dataclass

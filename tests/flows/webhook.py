@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.waiting import until
 
 SUBJECT = re.compile(r"Trainshed: (\S+) (\S+)")
 SECONDS = 120.0
@@ -37,10 +38,7 @@ class Webhook:
 
     def wait_for(self, *expected: tuple[str, str]) -> None:
         """Wait until each (run, kind) has been received."""
-        deadline = time.monotonic() + SECONDS
-        while not set(expected) <= self.kinds().keys():
-            assert time.monotonic() < deadline, set(expected) - self.kinds().keys()
-            time.sleep(0.2)
+        until(lambda: set(expected) <= self.kinds().keys(), SECONDS, every=0.2)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from tests.flows.conftest import command, pretrain, profile  # noqa: F401
 from tests.flows.micro import losses, wait_for_step
 from tests.forked_jobs import forked_jobs
 from tests.slurm.cluster import WITH_PARENT, Cluster, missing
+from tests.waiting import until
 
 SLURM = ("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=2", "parallel.tensor=2")
 LOCAL = ("cluster.launcher=local", "cluster.nodes=1")  # instead of Slurm
@@ -131,14 +131,6 @@ def ranks(folder: Path) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return [found[rank] for rank in sorted(found)]
-
-
-def until(true, seconds: float = 180, every: float = 0.1) -> None:
-    """Wait for a condition; one that asks a server should not ask often."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(every)
 
 
 def register_deployment(api: str, name: str) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from tasks.launchers import JobFailed
 from tests.forked_jobs import forked_jobs
-from tests.slurm.conftest import INTERRUPTED_AT, LOCAL, alive, until
+from tests.slurm.conftest import INTERRUPTED_AT, LOCAL, alive
+from tests.waiting import until
 
 
 def test_two_nodes_with_two_ranks_each_train_like_one_rank(cluster, lab):

@@ -19,7 +19,8 @@ import torch
 from tests.flows.cli.test_up import ask, only
 from tests.flows.micro import exported, losses
 from tests.hub import TOKEN, Hub
-from tests.slurm.conftest import register_deployment, until, worker
+from tests.slurm.conftest import register_deployment, worker
+from tests.waiting import until
 
 REPOSITORY = "meta-llama/Meta-Llama-3-70B"  # of the profile's tokenizer, and here of weights to start from
 LENGTH, STEPS, KILLED_AT = 32, 40, 15

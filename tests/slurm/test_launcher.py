@@ -14,7 +14,7 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.launchers import Job, JobFailed, create, execute, slurm
 from tasks.launchers.conformance import LauncherConformance
-from tests.slurm.conftest import until
+from tests.waiting import until, until_written
 
 RANKS = """
 import os, pathlib, signal, sys, time
@@ -78,13 +78,6 @@ def job(folder: Path, *arguments: str, nodes: int = 1, processes: int = 2, saves
     )
 
 
-def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 180
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"{paths} did not appear"
-        time.sleep(0.05)
-
-
 def test_ranks_run_on_their_nodes_and_names_are_quoted(place, launcher, cluster):
     (place / "finish").touch()
     argument = HOSTILE + " %j \\"
@@ -128,7 +121,7 @@ def test_saved_script_can_be_submitted_by_hand(place, launcher, cluster):
     by_hand = next(line for line in script.splitlines() if "by hand" in line).partition(": ")[2]
     (place / "finish").touch()
     cluster.command("bash", "-c", by_hand)
-    wait_for(place / "logs/work.exit.json")
+    until_written(place / "logs/work.exit.json")
     assert json.loads((place / "logs/work.exit.json").read_text())["exit_code"] == 0
     assert shlex.quote(str(place)) in script
     assert "  --shutdown-timeout 120\n" in script
@@ -144,7 +137,7 @@ def test_failure_has_rank_node_and_last_lines(place, launcher):
 
 def test_another_process_re_attaches_to_the_running_job(place, launcher, cluster):
     first = launcher.submit(job(place))
-    wait_for(place / "pid-0")
+    until_written(place / "pid-0")
     later = launcher_of()
     assert later.find(job(place)).identifier == first.identifier
     assert later.submit(job(place)).identifier == first.identifier
@@ -188,7 +181,7 @@ def replace_program(name: str, body: str, folder: Path, monkeypatch) -> None:
 
 def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(place, launcher, cluster):
     first = launcher.submit(job(place, saves=True))
-    wait_for(*(place / f"pid-{rank}" for rank in range(2)))
+    until_written(*(place / f"pid-{rank}" for rank in range(2)))
     second = launcher_of()
     other = second.submit(job(place, nodes=2))
     assert (place / "saved-0").exists()
@@ -209,7 +202,7 @@ def test_only_interrupted_jobs_are_requeued_at_the_time_limit(place, launcher, c
         slow.chmod(0o755)
         monkeypatch.setenv("PATH", str(place.parent), prepend=os.pathsep)
     handle = launcher.submit(job(place, "ends-with", str(code), nodes=2, saves=True))
-    wait_for(*(place / f"pid-{rank}" for rank in range(4)))
+    until_written(*(place / f"pid-{rank}" for rank in range(4)))
     with cluster.slow_epilogs() if code == 143 else contextlib.nullcontext():
         cluster.command("scancel", "--batch", "--signal=USR1", handle.identifier)
         if code == 143:  # a requeued job shows as COMPLETING until its epilogs have ended
@@ -261,7 +254,7 @@ def test_job_that_a_node_failed_to_launch_is_released(place, launcher, cluster, 
 
 def test_job_without_attempt_file_stops_at_once(place, launcher, cluster):
     handle = launcher.submit(job(place, nodes=2, processes=1))
-    wait_for(*(place / f"pid-{rank}" for rank in range(2)))
+    until_written(*(place / f"pid-{rank}" for rank in range(2)))
     begun = time.monotonic()
     cluster.command("scancel", "--batch", "--signal=USR2", handle.identifier)
     until(lambda: not cluster.tasks())
@@ -274,7 +267,7 @@ def test_job_without_attempt_file_stops_at_once(place, launcher, cluster):
 def test_job_without_attempt_file_fails_at_its_time_limit(place, cluster):
     launcher = launcher_of("cluster.time=1", "cluster.time_left=59")
     number = launcher.submit(job(place)).identifier
-    wait_for(place / "pid-0")
+    until_written(place / "pid-0")
     cluster.command(
         "scontrol", "update", f"JobId={number}", "EndTime=now+2"
     )  # the shortest limit is a minute
@@ -303,11 +296,11 @@ def test_array_runs_every_job_and_fails_if_one_fails(place, launcher):
 
 def test_job_survives_an_unavailable_controller(place, launcher, cluster):
     handle = launcher.submit(job(place))
-    wait_for(place / "pid-0")
+    until_written(place / "pid-0")
     cluster.stop_controller()
     try:
-        until = time.monotonic() + 5
-        while time.monotonic() < until:
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
             assert launcher.poll(handle).running
             time.sleep(0.2)
     finally:
@@ -338,7 +331,7 @@ def test_unreadable_record_does_not_stop_the_job(place, launcher, cluster):
 def test_job_that_slurm_ends_without_a_record_fails(place, launcher, cluster, monkeypatch):
     monkeypatch.setattr(slurm, "GONE_SECONDS", 1.0)
     handle = launcher.submit(job(place))
-    wait_for(place / "pid-0")
+    until_written(place / "pid-0")
     cluster.command("scancel", "--full", "--signal=KILL", handle.identifier)
     while (status := launcher.poll(handle)).running:
         time.sleep(0.2)

@@ -16,7 +16,8 @@ from tests.flows.cli.test_up import ask
 from tests.flows.micro import losses, settings, wait_for_step
 from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
-from tests.slurm.conftest import SLURM, ranks, register_deployment, until, worker
+from tests.slurm.conftest import SLURM, ranks, register_deployment, worker
+from tests.waiting import until
 
 RUN = (*SLURM, "cluster.nodes=1", "parallel.tensor=1", "checkpoint.every=100", "evaluate.every=0")
 ENDLESS = "train.steps=100000"  # until it is cancelled

@@ -5,7 +5,6 @@ import pwd
 import shutil
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
@@ -16,6 +15,7 @@ import pytest
 from tests.flows.micro import settings
 from tests.ports import free_port
 from tests.slurm.cluster import WITH_PARENT
+from tests.waiting import until
 
 PASSWORD = "team:planted-password-3f9c"
 DATABASE_PASSWORD = "planted-of-the-database-52ee"
@@ -77,12 +77,8 @@ def database(tmp_path_factory):
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 30
-        while subprocess.run(
-            [programs / "pg_isready", "-h", "127.0.0.1", "-p", str(number)], capture_output=True
-        ).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        ready = [programs / "pg_isready", "-h", "127.0.0.1", "-p", str(number)]
+        until(lambda: subprocess.run(ready, capture_output=True).returncode == 0)
         run("createuser", "--pwprompt", "prefect", typed=f"{DATABASE_PASSWORD}\n{DATABASE_PASSWORD}\n")
         run("createdb", "--owner", "prefect", "prefect")
         run("psql", "-d", "prefect", "-c", "CREATE EXTENSION pg_trgm")
@@ -126,11 +122,8 @@ def team_server(database, tmp_path_factory):
         )
     api = f"http://127.0.0.1:{number}/api"
     try:
-        deadline = time.monotonic() + 120
-        while ask(f"{api}/admin/version", PASSWORD) is None:
-            assert server.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: server.poll() is not None or ask(f"{api}/admin/version", PASSWORD), every=0.2)
+        assert server.poll() is None, log.read_text()
         yield api
     finally:
         server.terminate()

@@ -9,6 +9,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymen
 
 from flows.alerts.evaluation import NAME, register_evaluation
 from flows.alerts.events import emit
+from tests.waiting import until
 
 SECONDS = 120.0
 
@@ -29,10 +30,12 @@ def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
         remote = {"folder": "/fsx/work/runs/second", "store": "s3://bucket/store"}
         emit("checkpoint", "second", "complete", step=20, **remote)
         of_deployment = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
-        deadline = time.monotonic() + SECONDS
-        while len(found := client.read_flow_runs(flow_run_filter=of_deployment)) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+
+        def both() -> list | None:
+            found = client.read_flow_runs(flow_run_filter=of_deployment)
+            return found if len(found) == 2 else None
+
+        found = until(both, SECONDS, every=0.5)
         client.delete_deployment(deployment)
     Automation.read(name=NAME).delete()
     tasks = ["endings", "others"]

@@ -23,7 +23,7 @@ from profiles import resolve
 from profiles.rules.cluster import PLANNED_ONLY
 from tests.flows.micro import final_state, losses, wait_for_step, write_shadowing_modules
 from tests.ports import free_port
-from tests.slurm.conftest import until
+from tests.waiting import until
 
 ENDLESS = ("train.steps=10000", "checkpoint.every=40", "evaluate.every=0")  # until it is stopped
 
@@ -174,15 +174,8 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     of_nightly = {"deployments": {"id": {"any_": [nightly["id"]]}}}  # tests share the database
 
     def runs(*states: str) -> list[dict]:
-        deadline = time.monotonic() + 120
-        while not (
-            found := ask(
-                f"{api}/flow_runs/filter", {**of_nightly, "flow_runs": {"state": {"type": {"any_": states}}}}
-            )
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-        return found
+        states_of_nightly = {**of_nightly, "flow_runs": {"state": {"type": {"any_": states}}}}
+        return until(lambda: ask(f"{api}/flow_runs/filter", states_of_nightly), every=0.5)
 
     runs("PENDING", "RUNNING", "COMPLETED")
     ask(f"{api}/deployments/{nightly['id']}/schedules/{made['id']}", method="DELETE")  # one run is enough

@@ -13,6 +13,7 @@ import pytest
 from tasks.jsonl import LogFollower
 from tasks.launchers import Job, JobFailed, base, create, execute, local
 from tasks.launchers.local import MARKER, LocalLauncher
+from tests.waiting import until, until_written
 
 pytestmark = pytest.mark.slow
 
@@ -69,16 +70,9 @@ def job_processes(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 180
-    while not all(path.exists() and path.read_text() for path in paths):
-        assert time.monotonic() < deadline, f"{paths} did not appear"
-        time.sleep(0.05)
-
-
 def pids(folder: Path, *ranks: int | str) -> list[int]:
     files = [folder / f"pid-{rank}" for rank in ranks or (0, 1)]
-    wait_for(*files)
+    until_written(*files)
     return [int(file.read_text()) for file in files]
 
 
@@ -167,12 +161,9 @@ def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
     handle = launcher.submit(job("all-ignore-sigterm"))
     running = pids(tmp_path)
     os.kill(psutil.Process(running[0]).ppid(), signal.SIGKILL)
-    deadline = time.monotonic() + 180
-    while launcher.poll(handle).running:
-        assert time.monotonic() < deadline
+    until(lambda: not launcher.poll(handle).running)
     assert launcher.poll(handle).exit_code == -signal.SIGKILL
-    while not all(gone(pid) for pid in running):
-        assert time.monotonic() < deadline
+    until(lambda: all(gone(pid) for pid in running))
 
 
 def test_another_process_re_attaches_to_the_running_job(job, tmp_path):
@@ -198,10 +189,7 @@ def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(jo
     assert all(gone(pid) for pid in running)
     assert (tmp_path / "saved-0").exists()
     assert (tmp_path / "saved-1").exists()
-    deadline = time.monotonic() + 30  # torchrun has ended but is not reaped yet
-    while first.poll(handle).running:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not first.poll(handle).running)  # torchrun has ended but is not reaped yet
     second.cancel(other, grace=5)
 
 
@@ -253,7 +241,7 @@ def test_job_of_unknown_status_is_left_running_and_can_be_re_attached(job, tmp_p
 
 
 def test_job_that_exceeds_its_timeout_is_killed(job, tmp_path):
-    started = partial(wait_for, tmp_path / "pid-alone")  # before its time is compared
+    started = partial(until_written, tmp_path / "pid-alone")  # before its time is compared
     with pytest.raises(TimeoutError, match="exceeded 2 s"):
         execute(create("local"), job("all-ignore-sigterm", processes=0), started, timeout=2, grace=0.5)
     assert gone(*pids(tmp_path, "alone"))

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import time
 import urllib.error
 import urllib.request
 
@@ -14,6 +13,7 @@ import pytest
 from flows.cli.main import main
 from modeling.training.metrics import MetricsWriter
 from tests.ports import free_port
+from tests.waiting import until
 
 ROW = {
     "loss": 5.0,
@@ -60,19 +60,18 @@ def port():
     return free_port()
 
 
-def wait_for(address: str, timeout: float = 180):
+def wait_for(address: str) -> str:
     """The response of an address, once it has content."""
-    deadline = time.monotonic() + timeout
-    while True:
+
+    def content() -> str | None:
         try:
             with urllib.request.urlopen(address, timeout=5) as answer:
                 text = answer.read().decode()
-                if text not in ("", "{}"):
-                    return text
         except (urllib.error.URLError, ConnectionError):
-            pass
-        assert time.monotonic() < deadline, f"{address} has no content"
-        time.sleep(0.1)
+            return None
+        return None if text == "{}" else text
+
+    return until(content)
 
 
 @pytest.mark.parametrize("named", [["first"], ["./store/runs/first"], []])

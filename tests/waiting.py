@@ -1,0 +1,27 @@
+"""Waiting for what other processes do."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], seconds: float = 180, every: float = 0.05) -> T:
+    """The first true result of a condition; one that asks a server should not ask often.
+
+    Raises:
+        TimeoutError: with the last result.
+    """
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"still {result!r} after {seconds:g} s")
+        time.sleep(every)
+    return result
+
+
+def until_written(*paths: Path) -> None:
+    """Wait for files that are not empty."""
+    until(lambda: all(path.exists() and path.stat().st_size for path in paths))
