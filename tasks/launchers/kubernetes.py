@@ -1,7 +1,7 @@
 """Kubernetes launcher, on the official client: an indexed Job and a headless Service (manifests.py).
 
 A running job is found by its labels, so any process can re-attach to it. The API server is polled every few seconds; while it
-does not answer, `execute` retries. Kubernetes removes a Job and its Pods a day after its end.
+does not answer, methods raise Unavailable. Kubernetes removes a Job and its Pods a day after its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from profiles.errors import ProfileError
 from profiles.sections.cluster import Cluster
 from tasks.jsonl import size_of
 from tasks.launchers import causes, manifests
-from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, next_attempt
+from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, Unavailable, next_attempt
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient, V1Job, V1Pod
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 3.0  # between requests to the API server
 REQUEST_SECONDS = 30.0
 KILL_SECONDS = 60.0  # for killed Pods to disappear
-NOT_FOUND = 404
+NOT_FOUND, TOO_MANY_REQUESTS, SERVER_ERROR = 404, 429, 500
 # Status reasons of Pods that were ended by their node or the scheduler.
 LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
 
@@ -41,6 +41,7 @@ class KubernetesLauncher:
     def __init__(self, cluster: Cluster) -> None:
         from kubernetes import client
         from kubernetes.config import ConfigException
+        from urllib3.exceptions import HTTPError
 
         self._cluster, self._namespace = cluster, cluster.kubernetes.namespace
         try:
@@ -49,7 +50,7 @@ class KubernetesLauncher:
             reason = f"no Kubernetes cluster is configured here: {error}; set KUBECONFIG"
             raise ProfileError("cluster.launcher", "kubernetes", reason) from error
         self._jobs, self._core = client.BatchV1Api(api), client.CoreV1Api(api)
-        self._api_error = client.ApiException
+        self._api_error, self._connection_error = client.ApiException, HTTPError
         # Time and status of the latest poll, by identifier.
         self._polled: dict[str, tuple[float, Status]] = {}
         self._nodes: dict[str, list[str]] = {}  # of a failed job's Pods, by index
@@ -65,51 +66,42 @@ class KubernetesLauncher:
         name = manifests.resource_name(job)
         body = manifests.manifest(name, job, self._cluster, log_start, attempt)
         created = self._call(self._jobs.create_namespaced_job, body, field_validation="Strict")
-        # Makes Kubernetes delete them with the Job.
-        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": created.metadata.uid}
         try:
-            dependents = [(manifests.service(name, job), self._core.create_namespaced_service)]
-            if job.secrets:
-                dependents.append((manifests.secret(name, job), self._core.create_namespaced_secret))
-            for resource, create in dependents:
-                resource["metadata"]["ownerReferences"] = [owner]
-                self._call(create, resource, field_validation="Strict")
-            state_files.write(job.handle_file, json.dumps({"identifier": name, "log_start": log_start}))
+            handle = self._completed(job, created)
         except BaseException:
             self._delete(name, 0)
             raise
         log.info("%s: submitted as Kubernetes Job %s/%s", job.name, self._namespace, name)
-        return Handle(job, name, log_start)
+        return handle
 
     def find(self, job: Job) -> Handle | None:
         for found in self._active(job):
-            notes = found.metadata.annotations or {}
-            if notes.get(manifests.FINGERPRINT) == job.fingerprint:
-                return Handle(job, found.metadata.name, int(notes.get(manifests.LOG_START, 0)))
+            if (found.metadata.annotations or {}).get(manifests.FINGERPRINT) == job.fingerprint:
+                return self._completed(job, found)  # its submission may have been interrupted
         return None
 
     def poll(self, handle: Handle) -> Status:
         asked, status = self._polled.get(handle.identifier, (-float("inf"), Status(running=True)))
         if not status.running or time.monotonic() - asked < POLL_SECONDS:
             return status
-        found = self._read(handle.identifier)
+        found = self._job(handle.identifier)
         status = Status(running=False) if found is None else self._status(found)
         self._polled[handle.identifier] = (time.monotonic(), status)
         return status
 
     def location(self, handle: Handle) -> str:
-        found = self._read(handle.identifier)
+        found = self._job(handle.identifier)
         active = found is not None and _end(found) is None
         return f"Kubernetes Job {self._namespace}/{handle.identifier}" if active else ""
 
     def cancel(self, handle: Handle, grace: float) -> None:
         """Delete the Job: its Pods get SIGTERM, and SIGKILL after the grace time."""
-        found = self._read(handle.identifier)
+        found = self._job(handle.identifier)
         if found is None or _end(found) is not None:
             return
         for seconds, wait in ((int(grace), grace), (0, KILL_SECONDS)):
             for pod in self._pods(handle.identifier):
-                with contextlib.suppress(self._api_error):
+                with contextlib.suppress(self._api_error, Unavailable):
                     arguments = {"grace_period_seconds": seconds}
                     self._call(self._core.delete_namespaced_pod, name=pod.metadata.name, **arguments)
             self._delete(handle.identifier, seconds)
@@ -147,6 +139,29 @@ class KubernetesLauncher:
         note = f"Kubernetes ended Job {found.metadata.name} ({'; '.join(reasons)}), or {NODE_FAILED}"
         return Status(running=False, note=note)
 
+    def _completed(self, job: Job, found: V1Job) -> Handle:
+        """Handle of a Job, after creating its Service, Secret and handle file where they are missing."""
+        name, core = found.metadata.name, self._core
+        dependents = [
+            (manifests.service(name, job), core.create_namespaced_service, core.read_namespaced_service)
+        ]
+        if job.secrets:
+            secret = manifests.secret(name, job)
+            dependents.append((secret, core.create_namespaced_secret, core.read_namespaced_secret))
+        # Makes Kubernetes delete them with the Job.
+        owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": found.metadata.uid}
+        for resource, create, read in dependents:
+            resource["metadata"]["ownerReferences"] = [owner]
+            try:
+                self._call(create, resource, field_validation="Strict")
+            except self._api_error:
+                # An existing one is a conflict, or forbidden if the namespace's quota is used up.
+                if self._read(read, name) is None:
+                    raise
+        log_start = int(found.metadata.annotations.get(manifests.LOG_START, 0))
+        state_files.write(job.handle_file, json.dumps({"identifier": name, "log_start": log_start}))
+        return Handle(job, name, log_start)
+
     def _active(self, job: Job) -> list[V1Job]:
         """Jobs of this name, key and folder that have not ended and are not being deleted."""
         label = f"{manifests.JOB_LABEL}={manifests.job_label(job)}"
@@ -157,23 +172,35 @@ class KubernetesLauncher:
         selector = f"batch.kubernetes.io/job-name={name}"
         return self._call(self._core.list_namespaced_pod, label_selector=selector).items
 
-    def _read(self, name: str) -> V1Job | None:
+    def _job(self, name: str) -> V1Job | None:
+        return self._read(self._jobs.read_namespaced_job, name)
+
+    def _read(self, method: Callable[..., Any], name: str) -> Any:
+        """The resource of this name; None if it does not exist."""
         try:
-            return self._call(self._jobs.read_namespaced_job, name=name)
+            return self._call(method, name=name)
         except self._api_error as error:
             if error.status == NOT_FOUND:
                 return None
             raise
 
     def _delete(self, name: str, grace: int) -> None:
-        with contextlib.suppress(self._api_error):
+        with contextlib.suppress(self._api_error, Unavailable):
             options = {"propagation_policy": "Background", "grace_period_seconds": grace}
             self._call(self._jobs.delete_namespaced_job, name=name, **options)
 
     def _call(self, method: Callable[..., Any], body: Any = None, **arguments: Any) -> Any:
+        """Send a request. Raises Unavailable if the API server cannot be reached or cannot answer now."""
         if body is not None:
             arguments["body"] = body
-        return method(namespace=self._namespace, _request_timeout=REQUEST_SECONDS, **arguments)
+        try:
+            return method(namespace=self._namespace, _request_timeout=REQUEST_SECONDS, **arguments)
+        except self._connection_error as error:
+            raise _unavailable(method, error) from error
+        except self._api_error as error:
+            if error.status in (0, TOO_MANY_REQUESTS) or error.status >= SERVER_ERROR:  # 0: a TLS error
+                raise _unavailable(method, error) from error
+            raise
 
 
 def _configured(context: str | None) -> ApiClient:
@@ -187,6 +214,11 @@ def _configured(context: str | None) -> ApiClient:
             raise
         config.load_incluster_config()
         return client.ApiClient()
+
+
+def _unavailable(method: Callable[..., Any], error: Exception) -> Unavailable:
+    reason = getattr(error, "reason", error)  # without the response's headers
+    return Unavailable(f"Kubernetes API server: unavailable for {method.__name__}: {reason}")
 
 
 def _end(found: V1Job) -> str | None:

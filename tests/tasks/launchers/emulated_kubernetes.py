@@ -185,7 +185,8 @@ class Cluster:
         assert body["kind"] == KINDS[kind]
         kubernetes_validate.validate(body, VERSION, strict=True)
         name = body["metadata"]["name"]
-        assert name not in known
+        if name in known:
+            return 409, {}
         assert len(name) + 3 <= 63  # Pods' host names
         if kind == "jobs":
             self.submitted.append(json.loads(json.dumps(body)))

@@ -1,5 +1,6 @@
 """KubernetesLauncher on an emulated API server: several nodes, lost nodes, outages, manifests."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.launchers import Job, create, execute
-from tasks.launchers.conformance import facts, wait
+from tasks.launchers.base import Unavailable
+from tasks.launchers.conformance import SECRET, facts, wait
 from tests.tasks.launchers.test_conformance import SETTINGS
 
 pytestmark = pytest.mark.slow
@@ -52,6 +54,27 @@ def test_unreachable_api_server_does_not_end_the_job(cluster, launcher, tmp_path
 
     execute(launcher, job, watch, timeout=120)
     assert sum("cannot get the job's status; retrying" in record.message for record in caplog.records) == 1
+
+
+def test_unreachable_api_server_at_a_restart_is_an_outage(cluster, launcher, tmp_path):
+    cluster.unavailable = 1
+    with pytest.raises(Unavailable, match="list_namespaced_job: Service Unavailable"):
+        execute(launcher, waiting(tmp_path))
+    cluster.close()
+    with pytest.raises(Unavailable, match=r"list_namespaced_job: .* Connection refused"):
+        execute(launcher, waiting(tmp_path))
+
+
+def test_reattaching_completes_an_interrupted_submission(cluster, launcher, tmp_path):
+    job = waiting(tmp_path, secrets=(SECRET,))
+    handle = launcher.submit(job)
+    cluster.services.clear()
+    cluster.secrets.clear()
+    job.handle_file.unlink()
+    assert launcher.find(job) == handle
+    assert cluster.services.keys() == cluster.secrets.keys() == {handle.identifier}
+    assert json.loads(job.handle_file.read_text())["identifier"] == handle.identifier
+    assert launcher.submit(job) == handle  # which finds everything complete
 
 
 def test_manifest_has_the_profiles_settings(cluster, tmp_path):
