@@ -201,7 +201,8 @@ class Train(Section):
     log_every: Count = Field(1, description="steps between log lines; metrics.jsonl has every step")
     spike_factor: Annotated[float, Field(gt=1)] | None = Field(
         None,
-        description="skip a step whose loss exceeds this multiple of the recent median; null: only if it is not finite",
+        description="skip a step whose loss exceeds this multiple of the recent median; null: no limit. A step whose loss or "
+        "gradient norm is not finite is always skipped",
     )
     bad_steps: Count = Field(
         10,

@@ -99,7 +99,8 @@ def tokens(tokenizer: str | None, source: str, held_out: float | str, **options:
         held_out: fraction of the documents, or the split that all of them belong to.
     """
     inputs = {"tokenizer": tokenizer, "source": source, "held_out": held_out}
-    return digest({"step": "tokens", "recipe": 2, **inputs, **options})
+    recipe = 3 if "records" in options else 2  # changes when the same input is tokenized differently
+    return digest({"step": "tokens", "recipe": recipe, **inputs, **options})
 
 
 def hashes(source: str) -> str:

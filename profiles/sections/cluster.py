@@ -87,7 +87,8 @@ class Cluster(Section):
         description="torch threads per process; null: the node's usable cores divided among its processes",
     )
     retries: Natural = Field(
-        2, description="retries after consecutive failures; a new checkpoint resets the count"
+        2,
+        description="maximum retries without a new checkpoint, which resets the count; outages count only after an hour",
     )
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
         20.0,

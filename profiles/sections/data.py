@@ -100,5 +100,6 @@ class Data(Section):
         200.0, description="disk space per node to cache data from s3://"
     )
     maximum_missing: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="fraction of records without text above which the data is rejected"
+        0.1,
+        description="fraction of records without text, or unusable for the objective, above which the data is rejected",
     )

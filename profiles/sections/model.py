@@ -62,7 +62,9 @@ class Model(Section):
         description="maximum sequence length; for gpt, the number of learned positions"
     )
     norm_eps: float = Field(
-        1e-5, gt=0, description="epsilon of the norms; aliases: rms_norm_eps, layer_norm_epsilon"
+        1e-5,
+        gt=0,
+        description="epsilon of the norms; aliases: rms_norm_eps, layer_norm_eps, layer_norm_epsilon",
     )
     rope_theta: float = Field(10000.0, gt=0, description="RoPE base (all but gpt)")
     rope_scaling: RopeScaling | None = Field(

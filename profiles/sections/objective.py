@@ -26,7 +26,7 @@ class Objective(Section):
     kind: Literal["pretrain", "sft", "dpo", "orpo"] = Field(
         "pretrain",
         description="pretrain: continue text; sft: supervised fine-tuning on completions (records with messages, prompt and "
-        "completion, or input and output); dpo, orpo: preference pairs (prompt, chosen, rejected)",
+        "completion, or instruction, input or both with output); dpo, orpo: preference pairs (prompt, chosen, rejected)",
     )
     template: str | None = Field(
         None,

@@ -26,7 +26,13 @@ from tasks.reporting.format import (
 from tasks.reporting.heat_map import heat_map
 from tasks.reporting.history import History
 
-DROPPED = {"missing": "without text", "short": "too short", "duplicates": "duplicates"}  # documents
+# Documents and records.
+DROPPED = {
+    "missing": "without text or unusable",
+    "short": "too short",
+    "too_long": "too long",
+    "duplicates": "duplicates",
+}
 MAX_CHARTS = 6  # of evaluations of checkpoints
 STEP_PARTS = {  # of the step time, by metrics key
     "data_wait_seconds": "waiting for data",
@@ -311,7 +317,7 @@ def _data(profile: Profile, summaries: Mapping[str, Mapping[str, Any]]) -> str:
         shown[f"mixture from step {change.step:,}"] = " : ".join(f"{weight:g}" for weight in change.weights)
     if "bytes" in dataset:
         shown["text"] = f"{format_bytes(dataset['bytes'])}, {dataset['bytes_per_token']:.2f} bytes per token"
-        dropped = [f"{dataset[key]:,} {reason}" for key, reason in DROPPED.items() if dataset[key]]
+        dropped = [f"{dataset[key]:,} {reason}" for key, reason in DROPPED.items() if dataset.get(key)]
         shown["dropped documents"] = ", ".join(dropped) or "none"
         shown["shards"] = f"{dataset['shards']:,}"
     return html.properties(shown)

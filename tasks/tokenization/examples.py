@@ -3,7 +3,7 @@
 A token that the loss does not count is stored as its complement, ~id, which is negative: one array holds both. The first token of
 a sequence is never counted, since nothing predicts it.
 
-    sft         messages (or conversations) · prompt and completion · input and output
+    sft         messages (or conversations) · prompt and completion · instruction, input or both, and output
     dpo, orpo   prompt, chosen, rejected, of strings or messages; without a prompt, the common beginning of chosen and rejected
 
 Prompt and completion are tokenized separately, so that a prompt has the same tokens as at inference.
@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from tasks.tokenization import engines, tokenizer_files
 from tasks.tokenization.chat_templates import ChatTemplate, Message, TemplateFailed
 
-PROMPTS = (("prompt", "completion"), ("input", "output"), ("instruction", "output"))
+# Fields of a prompt, by that of the answer.
+PROMPTS = {"completion": ("prompt",), "output": ("instruction", "input")}
 CHATS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 
@@ -102,9 +103,9 @@ class Examples:
         for name in CHATS:
             if record.get(name):
                 return self._conversation(_messages(record[name]))
-        for prompt, answer in PROMPTS:
+        for answer, prompts in PROMPTS.items():
             if record.get(answer) is not None:
-                asked, answered = record.get(prompt) or "", record[answer]
+                asked, answered = _joined(record, prompts), record[answer]
                 if not answered:
                     raise UnusableRecord(f"{answer} is empty")
                 if isinstance(asked, str) and isinstance(answered, str):
@@ -191,6 +192,16 @@ class Examples:
     @cached_property
     def _special_texts(self) -> list[str]:
         return [token.content for token in self._special.get_added_tokens_decoder().values() if token.special]
+
+
+def _joined(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The prompt in a record's fields: a text or messages; texts in two fields are separated by an empty line."""
+    parts = [record[name] for name in names if record.get(name)]
+    if len(parts) < 2:
+        return parts[0] if parts else ""
+    if not all(isinstance(part, str) for part in parts):
+        raise UnusableRecord(f"{' and '.join(names)} are not both text")
+    return "\n\n".join(parts)
 
 
 def _marked(prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:

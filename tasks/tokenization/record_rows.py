@@ -45,7 +45,7 @@ def describe(summary: Mapping[str, Any]) -> str:
     for name, reason in (
         ("truncated", "truncated"),
         ("too_long", "too long"),
-        ("missing", "without an answer"),
+        ("missing", "unusable"),
     ):
         if summary[name]:
             parts.append(f"{summary[name]:,} records {reason}")

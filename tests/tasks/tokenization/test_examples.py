@@ -56,12 +56,22 @@ def counted(folder, record, **options):
 
 @pytest.mark.parametrize(
     "record",
-    [{"prompt": "2+2=", "completion": "4"}, {"input": "2+2=", "output": "4"}],
-    ids=["prompt and completion", "NxD Training"],
+    [
+        {"prompt": "2+2=", "completion": "4"},
+        {"input": "2+2=", "output": "4"},
+        {"instruction": "2+2=", "input": "", "output": "4"},
+    ],
+    ids=["prompt and completion", "NxD Training", "instruction"],
 )
 def test_only_completion_and_eos_count(folder, record):
     (sequence,) = examples(folder).of(record).sequences
     assert parts(folder, sequence) == ("2+2=", "4" + EOS)
+
+
+def test_instruction_and_input_are_one_prompt(folder):
+    record = {"instruction": "Add:", "input": "2+2", "output": "4"}
+    (sequence,) = examples(folder).of(record).sequences
+    assert parts(folder, sequence) == ("Add:\n\n2+2", "4" + EOS)
 
 
 def test_each_turn_of_the_assistant_counts(folder):
