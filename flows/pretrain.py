@@ -119,7 +119,7 @@ def pretrain(
         fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position; empty: none.
     """
     run = load(profile, overrides, name or None)
-    command = RunCommand(profile, overrides, name or None, store)
+    command = RunCommand(profile, overrides, name or None, store, fork=fork)
     return train_profile(run, command, update=update, replace=replace, fork=fork)
 
 

@@ -55,18 +55,22 @@ def check_plan(runner: Runner) -> planner.Plan:
 
 @dataclass(frozen=True)
 class RunCommand:
-    """The `trainshed run` or `trainshed chain` command that is equivalent to a flow run's parameters."""
+    """The `trainshed run`, `chain` or `fork` command that is equivalent to a flow run's parameters."""
 
     profile: str  # of the run
     overrides: Sequence[str]
     name: str | None  # of the run, or the prefix of a chain's names
     store: str
     chain: Sequence[str] = ()  # the profiles of the chain; empty for `trainshed run`
+    fork: str = ""  # RUN or RUN@STEP of `trainshed fork`
 
     def alternatives(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
         """(description, command) pairs that avoid a conflict with an existing run of different mathematics."""
         settings = [part for override in self.overrides for part in ("--set", override)]
         settings += ["--store", self.store] if self.store != "./store" else []
+        if self.fork:  # `trainshed fork` replaces no run
+            command = ["trainshed", "fork", self.fork, f"{name}-2", *settings]
+            return [("fork under another name", shlex.join(command))]
         begin = ["chain", *self.chain] if self.chain else ["run", self.profile]
         same, other, does = ["trainshed", *begin, *settings], f"{name}-2", "train under another name"
         named = ["--name", self.name] if self.name else []

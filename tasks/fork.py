@@ -42,7 +42,7 @@ def find_parent(store: Store, text: str, child: str) -> Parent:
     Raises ProfileError if there is no such run or checkpoint.
     """
     name, _, wanted = text.partition("@")
-    run = store.run_folder(name)
+    run = runs.existing_run(store, "fork", name)
     identity = run.stored_identity
     try:
         forked = store.run_folder(child)
@@ -96,8 +96,8 @@ def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "de
         ProfileError: the parent's learning rate is not constant at that step.
     """
     if step < train.warmup_steps:
-        reason = f"is within the warm-up of {run}, which ends at step {train.warmup_steps}"
-        raise ProfileError(key, step, reason)
+        reason = f"step {step:,} is within the warm-up of {run}, which ends at step {train.warmup_steps:,}"
+        raise ProfileError(key, steps, f"{reason}; fork from a later step")
     if learning_rate(train, step) != train.learning_rate:
         reason = f"the learning rate of {run} has begun to decay before step {step:,}"
         raise ProfileError(
@@ -118,7 +118,7 @@ def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
     """Raise ProfileError if a run of this profile cannot start from the parent's checkpoint."""
     existing = resolve.load(str(parent_profile(store, parent, profile.name)))
     if existing.model != profile.model:
-        reason = f"differs from the model of {parent.run}; start from its weights alone with init.from = <its export folder>"
+        reason = f"differs from the model of {parent.run}; to start from its weights alone, set init.from=run:{parent.run}"
         raise ProfileError("model", None, reason)
     for name in POSITION:
         theirs, ours = getattr(existing.train, name), getattr(profile.train, name)

@@ -1,4 +1,4 @@
-"""Runs by name: open a run folder (one flow run at a time), find finished runs, read run records."""
+"""Runs by name: open a run folder (one flow run at a time), fetch existing runs, read run records."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tasks.jsonl import LogFollower, is_event, last_row
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.store import activities
+from tasks.store.backends.backend import NAME
 from tasks.store.backends.folder import FolderBackend
-from tasks.store.run_folder import Parent, RunFolder
+from tasks.store.run_folder import REPLACED, Parent, RunFolder
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ def _active_jobs(profile: Profile, folder: Path) -> Iterator[tuple[str, str]]:
 
 def fetch(store: Store, name: str) -> Path:
     """Folder of an existing run, downloaded if not local. Raises ProfileError if the store lacks a part."""
-    run = store.run_folder(name)
+    run = existing_run(store, "run", name)
     identity = run.stored_identity
     if identity is None:
         raise unknown_run(store, "run", name)
@@ -289,12 +290,21 @@ def fetch(store: Store, name: str) -> Path:
     return folder
 
 
+def existing_run(store: Store, key: str, name: str) -> RunFolder:
+    """The folder of a run that a user names. Raises ProfileError, with this key, if no run can have that name."""
+    try:
+        return store.run_folder(name)
+    except ValueError as error:  # a path, for example
+        raise unknown_run(store, key, name) from error
+
+
 def files_by_run(store: Store) -> dict[str, dict[str, int]]:
-    """Files of each run of the store, with their sizes."""
+    """Files of each run of the store, with their sizes; without files of other programs."""
     runs: dict[str, dict[str, int]] = defaultdict(dict)
     for path, size in store.backend.files("runs").items():
-        name, _, file = path.partition("/")
-        runs[name][file] = size
+        name, separator, file = path.partition("/")
+        if separator and NAME.fullmatch(REPLACED.sub("", name)):
+            runs[name][file] = size
     return runs
 
 

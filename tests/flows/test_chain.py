@@ -204,3 +204,11 @@ def test_a_chain_in_conflict_with_a_run_suggests_chains(name, other):
         f"{same} --name {other}",
         f"{same}{named} --replace",
     ]
+
+
+def test_fork_that_conflicts_with_a_run_is_only_suggested_under_another_name():
+    command = RunCommand("tiny/profile.yaml", ["train.seed=2"], "colder", "./store", fork="tiny@200")
+    conflict = RunExists("colder", ["train.seed is 1 there, 2 here"], 300, forkable=True)
+    assert command.alternatives(conflict, "colder") == [
+        ("fork under another name", "trainshed fork tiny@200 colder-2 --set train.seed=2")
+    ]

@@ -176,7 +176,7 @@ def test_average_excludes_checkpoints_that_interruptions_saved(profile, tmp_path
     [
         ({"branch": []}, "branch = []: there is no such key at the top level; nearest valid: branches"),
         ({"branches": [{"step": 5}]}, "branches.0.step = 5: is not a multiple of every = 2"),
-        ({"every": 1, "branches": [{"step": 1}, LONG]}, "branches.0.decay = 1: is within the warm-up"),
+        ({"every": 1, "branches": [{"step": 1}, LONG]}, "branches.0.decay = 1: step 1 is within the warm-up"),
         ({"branches": [LONG, LONG]}, "branches.1 = stable-6-4: is listed twice"),
         ({"averages": [{"name": "a", "of": ["short"], "last": 2}]}, "is neither trunk, trunk@STEP nor a branch"),
         ({"averages": [{"name": "a", "of": ["trunk@7"], "last": 2}]}, "is not a checkpoint of the trunk"),

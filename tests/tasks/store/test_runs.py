@@ -4,6 +4,7 @@ import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import load
+from tasks.fork import find_parent
 from tasks.launchers import Job, create
 from tasks.store import activities, runs
 
@@ -66,3 +67,15 @@ def test_a_run_is_not_replaced_while_its_checkpoints_are_read(store, kind):
     assert store.run_folder("tiny").identity == "one"
     assert runs.open_run(store, other, "two", "flow run", {}, replace=True) == folder
     assert store.run_folder("tiny").identity == "two"
+
+
+def test_a_path_is_no_name_of_a_run_and_files_of_other_programs_are_no_runs(store):
+    folder = runs.open_run(store, load("tiny"), "identity", "flow run", {})
+    with pytest.raises(ProfileError, match=r"no such run .*; nearest valid: tiny"):
+        runs.fetch(store, str(folder))
+    with pytest.raises(ProfileError, match="no such run"):
+        find_parent(store, f"{folder}@200", "child")
+    (folder.parent / ".DS_Store").touch()
+    (folder.parent / "my notes").mkdir()
+    (folder.parent / "my notes/a.txt").touch()
+    assert [*runs.files_by_run(store)] == ["tiny"]
