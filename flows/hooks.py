@@ -1,4 +1,4 @@
-"""Handlers for flow runs that do not complete; the first two are Prefect hooks.
+"""Handlers for flow runs that do not complete; all but the last are Prefect hooks.
 
 cancelled          cancels the jobs of the run or of its subflows' runs, if the flow's process has not done so
 failed, crashed    shows the failure and the next action on the overview; jobs keep running, and a rerun re-attaches to them
@@ -129,7 +129,7 @@ def _locate_runs(parameters: Mapping[str, Any]) -> list[tuple[Store, str]]:
     if "run" in parameters:  # the flows `evaluate` and `export`
         return [(Store(uri, parameters.get("work_dir") or "store"), parameters["run"])]
     overrides, name = parameters.get("overrides") or (), parameters.get("name") or ""
-    if "profiles" in parameters:  # the flow `chain`
+    if "profiles" in parameters:  # the flow of flows/chain.py
         found = [each.run for each in chained_runs(parameters["profiles"], overrides, name)]
     else:
         found = [resolve.load(parameters["profile"], overrides, name or None)]

@@ -15,7 +15,7 @@ REJECTED = 2
 """Invalid profile, data or checkpoint: a retry would fail the same way."""
 OUT_OF_MEMORY = 71
 DIVERGED = 72
-"""Bad losses continued after the allowed rollbacks."""
+"""Bad losses continued, and no rollback is left or there is no earlier checkpoint."""
 HUNG = 75
 """Hang timeout: no step finished in time; every rank's stacks are in the run folder."""
 HANG_MESSAGE = "no step for"

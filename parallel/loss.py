@@ -90,7 +90,7 @@ def linear_cross_entropy(
         weights: (b·s), of each token in the sum, without gradient; None: 1.
 
     Returns:
-        0-dim float32 sum over the tokens, the same on every rank of the axis.
+        0-dim sum over the tokens, in float32 (float64 for float64 inputs), the same on every rank of the axis.
 
     Raises:
         ValueError: mismatched shapes.

@@ -83,8 +83,8 @@ class Mesh:
         shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
 
     Raises:
-        ValueError: a degree below 1, replicas that do not divide the tensor degree, a shard degree that does not divide
-            data × context, or a different world size.
+        ValueError: a degree below 1, replicas that do not divide the tensor degree, a shard or expert degree that does not
+            divide data × context, a rank outside the world, or a different world size.
     """
 
     def __init__(

@@ -43,7 +43,10 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
     if code == exit_codes.REJECTED:
         return _as(FatalError, failure, reasons[-1][1] if reasons else "its input was rejected")
     if code == exit_codes.DIVERGED:
-        cause = "the loss diverged and no rollbacks are left; fork the run from an earlier step with a lower train.learning_rate"
+        cause = (
+            "the loss diverged, and the run cannot roll back further: fork it from an earlier checkpoint, if it has one, or "
+            "start it under another name, with a lower train.learning_rate"
+        )
         return _as(FatalError, failure, cause)
     if code == exit_codes.HUNG or exit_codes.HANG_MESSAGE in failure.detail:
         cause = f"{HUNG}; the stacks of all ranks are in logs/stacks of the run folder"

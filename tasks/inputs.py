@@ -145,7 +145,7 @@ def locate_runs(profile: Profile, store: Store) -> Profile:
             if name in profile_names():
                 option = "" if store.uri == "./store" else f" --store {shlex.quote(store.uri)}"
                 reason += f"; train it first: trainshed run {name}{option}"
-            raise ProfileError(key, source, reason, [RUN + nearest for nearest in _finished(store, name)])
+            raise ProfileError(key, source, reason, [RUN + nearest for nearest in _exported(store, name)])
         if identity := run.stored_identity:
             run.prepare(identity)  # downloads it if another machine has trained it
             run.restore(EXPORT)
@@ -173,12 +173,12 @@ def _is_export(reference: Reference) -> bool:
     return Path(source).match(f"runs/*/{EXPORT}") and ("://" in source or Path(source).expanduser().exists())
 
 
-def _finished(store: Store, name: str) -> list[str]:
-    """Names of the finished runs of a store that are most similar to a name."""
+def _exported(store: Store, name: str) -> list[str]:
+    """Names of the runs of a store with an export that are most similar to a name."""
     names = [entry for entry in store.backend.entries("runs") if not entry.startswith(".")]
     names.sort(key=lambda other: SequenceMatcher(None, name, other).ratio(), reverse=True)
-    finished = (other for other in names if store.backend.files(f"runs/{other}/{EXPORT}"))
-    return list(islice(finished, NEAREST))
+    exported = (other for other in names if store.backend.files(f"runs/{other}/{EXPORT}"))
+    return list(islice(exported, NEAREST))
 
 
 def _tokenizer(settings: Tokenizer, token: str | None, pin: Pin) -> dict[str, Any] | None:

@@ -72,7 +72,10 @@ def run(options: argparse.Namespace) -> int:
         return REJECTED
     except (OSError, RuntimeError) as error:
         print_stderr(f"trainshed: {error}")
-        print_stderr("run the same command again to resume")
+        if options.to == "peft":
+            print_stderr("empty DESTINATION and run the same command again")
+        elif options.to:
+            print_stderr("run the same command again to resume")
         return FAILED
     if different:
         print_stderr(f"trainshed: {len(different)} of {compared} tensors differ")

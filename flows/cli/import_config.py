@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out is None and target.resolve() == path.resolve():
         target = Path(f"{path.stem}_trainshed.yaml")
     if target.suffix not in (".yaml", ".yml"):
-        raise ProfileError("OUT", str(target), "does not end in .yaml", [f"{target}.yaml"])
+        raise ProfileError("OUT", str(target), "does not end in .yaml or .yml", [f"{target}.yaml"])
     if state_files.exists(target):
         raise ProfileError("OUT", str(target), "exists already; choose another file")
     with waiting(lambda: f"planning {target.stem}"):

@@ -141,7 +141,7 @@ def _reasons(rejected: Sequence[RejectedDegrees]) -> list[tuple[str, str]]:
 
 def _reason(rejected: Sequence[RejectedDegrees]) -> str:
     if rejected[0].reason == "memory":
-        return "out of memory, even with full recomputation"
+        return "out of memory, with as much recomputation as the schedule allows"
     numbers = (map(int, NUMBER.findall(each.reason)) for each in rejected)
     ranges = map(_range, zip(*numbers, strict=True))
     return NUMBER.sub(lambda _: next(ranges), rejected[0].reason)

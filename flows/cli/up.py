@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from flows.cli.exit_codes import DONE, FAILED
 from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, single_certificate_setting
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import Registration, start_module, wait_healthy
-from flows.ui.console import print_stderr, waiting
+from flows.ui.console import print_stderr, relative, waiting
 
 GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop
 WORKER_SECONDS = 60.0  # for a worker to report to the server
@@ -124,7 +125,8 @@ class _Services:
         print_stderr(
             f"Prefect's UI: {self.address}\nstart `tiny` there: {_form(self.address)}\nor in another terminal:"
         )
-        print_stderr(f"  PREFECT_API_URL={self.address}/api .venv/bin/prefect deployment run pretrain/tiny")
+        prefect = relative(str(Path(sys.executable).with_name("prefect")))
+        print_stderr(f"  PREFECT_API_URL={self.address}/api {prefect} deployment run pretrain/tiny")
         print_stderr(f"Prefect's database: {self.registration.home}")
 
 

@@ -27,9 +27,11 @@ from profiles.errors import ProfileError
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="modeling.check_device", description=__doc__.splitlines()[0])
-    about = "default: this machine's accelerator"
+    about = "kind of device to check (default: this machine's accelerator)"
     parser.add_argument("--device", choices=sorted(devices.KINDS), help=about)
-    parser.add_argument("--processes", type=int, help="default: all devices of the machine; 2 on a CPU")
+    parser.add_argument(
+        "--processes", type=int, help="processes to start (default: one per device; 2 on a CPU)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     about = "profiles, by name or file, on whose shapes the kernels are checked"
     parser.add_argument("--profile", nargs="+", default=[], metavar="NAME", help=about)

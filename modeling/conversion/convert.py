@@ -95,7 +95,7 @@ def write_peft(source: Path, destination: Path, options: Options) -> dict[str, A
     """Write LoRA adapters in PEFT's format; returns the record and raises as `convert` does."""
     adapters = read_adapters(source, options.config, options.nxd_layout, "SOURCE")
     if state_files.exists(destination) and any(destination.iterdir()):
-        raise ProfileError("DESTINATION", str(destination), "is not empty")
+        raise ProfileError("DESTINATION", str(destination), "is not empty; name a new or empty folder")
     facts = peft.write(adapters, destination)
     return {"to": "peft", **facts, "files": {path.name: {} for path in sorted(destination.iterdir())}}
 

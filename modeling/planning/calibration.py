@@ -119,5 +119,5 @@ def _load(path: Path, _: int) -> Calibration:
         values = json.loads(path.read_text())
         return Calibration(**values, path=str(FOLDER / path.name))
     except (OSError, ValueError, TypeError) as error:
-        reason = f"is not a calibration table: {error}; write it again with check_device --calibrate"
+        reason = f"is not a calibration table: {error}; write it again with `python -m modeling.check_device --calibrate`"
         raise ProfileError("calibration", str(path), reason) from error

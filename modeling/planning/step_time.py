@@ -37,7 +37,7 @@ class RankCosts(Protocol):
 
     Attributes:
         flops, rate: FLOPs and the layers' FLOP/s; None: unknown.
-        sent: bytes by mesh axis.
+        communication: bytes that it sends, by mesh axis.
         accumulated, updated: bytes of memory that the optimizer accesses during and after the microbatches.
     """
 

@@ -3,7 +3,7 @@
 A thread samples every PERIOD seconds, and the training loop uses the latest readings at no cost. Readings that a machine does not
 provide are omitted without a warning. READERS has one reader for each kind of device, by its name in parallel/device.py:
 
-    psutil           this process and its host
+    psutil           nothing but the readings of this process and its host, which every device has
     nvml             NVIDIA's management library
     neuron-monitor   AWS's tool, which prints one JSON document per period
                      (awsdocs-neuron.readthedocs-hosted.com, tools/neuron-sys-tools/neuron-monitor-user-guide)
@@ -62,11 +62,10 @@ class Telemetry:
 
 def _host_readings() -> Iterator[Readings]:
     process = psutil.Process()
-    since, used, cores = process.create_time(), 0.0, 0.0  # the first mean is since the process began
+    since, used, cores = process.create_time(), 0.0, None  # the first mean is since the process began
     while True:
-        now, times = time.time(), process.cpu_times()
-        if now - since >= 1:  # CPU times are counted in hundredths of a second
-            total = times.user + times.system
+        now, total = time.time(), time.process_time()
+        if cores is None or now - since >= 1:
             since, used, cores = now, total, round((total - used) / (now - since), 3)
         yield {
             "host_memory_bytes": process.memory_info().rss,

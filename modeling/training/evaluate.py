@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 class Evaluation:
     """Result of an evaluation."""
 
-    loss: float  # mean per token: cross-entropy in nats, or the user's `train.loss`
-    tokens: int  # number of tokens evaluated
-    metrics: dict[str, float]  # mean per token of each user metric, by name
+    loss: float  # mean per token, or pair: cross-entropy in nats, or the user's `train.loss`
+    tokens: int  # number of tokens, or pairs, evaluated
+    metrics: dict[str, float]  # mean per token or pair of each metric, by name
     graphs: dict[str, int]  # compile cache statistics
     sources: dict[str, float] = field(default_factory=dict)  # loss of each data source, by name
 

@@ -92,7 +92,8 @@ def key_figures(fleet: Fleet) -> dict[str, str]:
 def warning_texts(fleet: Fleet) -> list[str]:
     """Warnings: nodes that fail repeatedly, failed runs, and active runs slower than planned."""
     texts = [
-        f"Node {node.name} failed {node.failures} times, in {_first(node.runs)}: drain it, or exclude it with cluster.slurm"
+        f"Node {node.name} failed {node.failures} times, in {_first(node.runs)}: drain it, or exclude it with "
+        f"--set 'cluster.slurm=[--exclude={node.name}]'"
         for node in fleet.bad_nodes
     ]
     failed = [run.name for run in fleet.runs if run.state == "failed"]

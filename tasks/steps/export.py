@@ -25,7 +25,9 @@ ADAPTER = "adapter"  # folder of the export
 
 @dataclass
 class ExportStep(Step):
-    """Atomically writes a folder: weights in the training precision, config.json and the tokenizer.
+    """Writes a folder, complete or not at all, in place of an earlier export: weights, config.json and the tokenizer.
+
+    Weights are in the training precision.
 
     A LoRA run exports merged weights, and its adapters in PEFT's format in `adapter/`.
 

@@ -137,7 +137,8 @@ class RunSync:
         try:
             self.upload(postpone_large=postpone_large)
         except Exception as error:
-            log.warning("%s: cannot sync with the store: %s; retrying", self._name, error)
+            what_next = "start the run again to upload it" if self._stopped.is_set() else "retrying"
+            log.warning("%s: cannot sync with the store: %s; %s", self._name, error, what_next)
 
     def _run(self) -> None:
         due, seen = time.monotonic() + self._interval, None

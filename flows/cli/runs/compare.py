@@ -1,4 +1,4 @@
-"""`trainshed compare RUN RUN...`: compare runs in a table and as an HTML page."""
+"""`trainshed compare RUN [RUN ...]`: compare runs in a table and as an HTML page."""
 
 from __future__ import annotations
 

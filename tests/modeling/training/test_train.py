@@ -44,15 +44,12 @@ def test_training_learns_and_records_each_step_once(undisturbed):
 
 
 def test_each_step_records_timings_and_resources(undisturbed):
-    rows = [row for row in micro.metrics(undisturbed) if "loss" in row]
-    for row in rows:
+    for row in (row for row in micro.metrics(undisturbed) if "loss" in row):
         parts = row["data_wait_seconds"] + row["forward_backward_seconds"] + row["optimizer_seconds"]
         assert 0 < parts <= row["step_seconds"]
         assert 0 <= row["communication_seconds"] < row["step_seconds"]
         assert row["memory_bytes"] > 50e6  # torch alone takes more
-    # Of all steps: the clock of CPU times may count 10 ms, which is longer than a step.
-    busy = sum(row["host_cpu_cores"] * row["step_seconds"] for row in rows)
-    assert 0 < busy < 2 * os.cpu_count() * sum(row["step_seconds"] for row in rows)
+        assert 0 < row["host_cpu_cores"] < 2 * os.cpu_count()
 
 
 def test_tensorboard_has_all_metrics_in_groups(undisturbed):
