@@ -26,7 +26,7 @@ from flows.cli.deployments import count_unregistered, listed, named, query, regi
 from flows.cli.exit_codes import DONE, FAILED
 from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, single_certificate_setting
 from flows.server.secrets import without_tokens
-from flows.server.shared_server import Registration, start_module, wait_healthy
+from flows.server.shared_server import ServerLocks, start_module, wait_healthy
 from flows.ui.console import print_stderr, relative, waiting
 
 GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop
@@ -70,12 +70,12 @@ class _Services:
         self.port, self.address = options.port, f"http://127.0.0.1:{options.port}"
         self.logs = Path("store/logs")
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.registration = Registration(configure(self.logs.parent))
+        self.locks = ServerLocks(configure(self.logs.parent))
         self.variables = {
             "PREFECT_API_URL": f"{self.address}/api",
             "TRAINSHED_FOLDER": str(Path.cwd()),
-            "PREFECT_HOME": str(self.registration.home),
-            **single_certificate_setting(self.registration.home),
+            "PREFECT_HOME": str(self.locks.home),
+            **single_certificate_setting(self.locks.home),
         }
         self.settings = {"env": {**without_tokens(), **self.variables}, "stdin": subprocess.DEVNULL}
         self.children: list[subprocess.Popen[bytes]] = []
@@ -107,14 +107,14 @@ class _Services:
             return DONE
         finally:
             if SERVER in self.missing:
-                with self.registration.locked():
-                    self.registration.close(self.port)
-            _stop(self.children, lambda: SERVER in self.missing and self.registration.is_used(self.port))
+                with self.locks.locked():
+                    self.locks.close(self.port)
+            _stop(self.children, lambda: SERVER in self.missing and self.locks.is_used(self.port))
 
     def _start_server(self) -> bool:
         """Start the server; returns whether it answers."""
         server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
-        with self.registration.locked(), self.registration.record_server(self.port) as alive:
+        with self.locks.locked(), self.locks.record_server(self.port) as alive:
             fds = [alive.fileno()]
             child = start_module(server, self.logs / "server.log", pass_fds=fds, **self.settings)
             self.children.append(child)
@@ -127,7 +127,7 @@ class _Services:
         )
         prefect = relative(str(Path(sys.executable).with_name("prefect")))
         print_stderr(f"  PREFECT_API_URL={self.address}/api {prefect} deployment run pretrain/tiny")
-        print_stderr(f"Prefect's database: {self.registration.home}")
+        print_stderr(f"Prefect's database: {self.locks.home}")
 
 
 def _missing(api: str, home: Path) -> list[str] | None:

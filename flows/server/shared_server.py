@@ -38,7 +38,7 @@ STOP_TIMEOUT = 10.0  # seconds
 CHECK_SECONDS = 0.1  # between the server's checks for users
 
 
-class Registration:
+class ServerLocks:
     """A Prefect home's server and its users, tracked by file locks. Raises ProfileError if locking fails."""
 
     def __init__(self, home: Path) -> None:
@@ -122,27 +122,27 @@ class Server:
     """
 
     def __init__(self, home: Path, log_file: Path) -> None:
-        self._registration, self._log_file = Registration(home), log_file
-        with self._registration.locked():
-            joined = self._registration.join()
+        self._locks, self._log_file = ServerLocks(home), log_file
+        with self._locks.locked():
+            joined = self._locks.join()
             self.started = joined is None
             if joined is None:
                 self._start(_free_port())
-                joined = self._registration.join()
+                joined = self._locks.join()
         self.port, self._users = joined
 
     def _start(self, port: int) -> None:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        home = str(self._registration.home)
+        home = str(self._locks.home)
         environment = {**without_tokens(), "PREFECT_HOME": home}
-        with self._registration.record_server(port) as alive:
+        with self._locks.record_server(port) as alive:
             options = {"stdin": subprocess.DEVNULL, "pass_fds": [alive.fileno()], "env": environment}
             start_module(("flows.server.shared_server", str(port), home), self._log_file, **options)
 
     def wait(self) -> str:
         """Wait for a healthy server; returns its API's address. Raises RuntimeError after START_TIMEOUT."""
         address = f"http://127.0.0.1:{self.port}/api"
-        if not wait_healthy(address, lambda: self._registration.is_alive(self.port)):
+        if not wait_healthy(address, lambda: self._locks.is_alive(self.port)):
             raise RuntimeError(f"the Prefect server did not start; log: {self._log_file}")
         return address
 
@@ -150,12 +150,12 @@ class Server:
         """Stop using the server; wait for its exit if this was its last user."""
         self._users.close()
         deadline = time.monotonic() + STOP_TIMEOUT
-        while self._registration.is_alive(self.port) and time.monotonic() < deadline:
-            with self._registration.locked():
-                if self._registration.is_used(self.port):
+        while self._locks.is_alive(self.port) and time.monotonic() < deadline:
+            with self._locks.locked():
+                if self._locks.is_used(self.port):
                     return
             time.sleep(0.05)
-        self._registration.remove(self.port)
+        self._locks.remove(self.port)
 
 
 def start_module(module: Sequence[str], log_file: Path, **options: Any) -> subprocess.Popen[bytes]:
@@ -194,13 +194,13 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _stop_without_users(registration: Registration, port: int) -> None:
+def _stop_without_users(locks: ServerLocks, port: int) -> None:
     """End this process, the server, once it has no users."""
     while True:
         time.sleep(CHECK_SECONDS)
-        with registration.locked():
-            if not registration.is_used(port):
-                registration.close(port)
+        with locks.locked():
+            if not locks.is_used(port):
+                locks.close(port)
                 break
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(STOP_TIMEOUT / 2)
@@ -209,7 +209,7 @@ def _stop_without_users(registration: Registration, port: int) -> None:
 
 def main(port: int, home: Path) -> None:
     """Serve the API without the UI and with only the services of Prefect's own ephemeral server."""
-    watch = threading.Thread(target=_stop_without_users, args=(Registration(home), port), daemon=True)
+    watch = threading.Thread(target=_stop_without_users, args=(ServerLocks(home), port), daemon=True)
     watch.start()
     os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
 

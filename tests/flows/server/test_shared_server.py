@@ -6,14 +6,14 @@ import sys
 import psutil
 import pytest
 
-from flows.server.shared_server import Registration, Server
+from flows.server.shared_server import Server, ServerLocks
 from tests import faults
 from tests.flows.cli.test_up import ask
 
 USER = """
 import sys, time
 from pathlib import Path
-from flows.server.shared_server import Registration, Server
+from flows.server.shared_server import ServerLocks, Server
 server = Server(Path(sys.argv[1]), Path(sys.argv[2]))
 print(server.wait(), flush=True)
 time.sleep(600)
@@ -66,12 +66,12 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
     assert servers() == []
 
 
-def test_registration_locks_also_over_nfs(tmp_path, monkeypatch):
+def test_home_is_locked_also_over_nfs(tmp_path, monkeypatch):
     faults.lock_as_nfs(monkeypatch)
-    registration = Registration(tmp_path)
-    with registration.locked(), registration.record_server(4200):
-        port, users = registration.join()
+    locks = ServerLocks(tmp_path)
+    with locks.locked(), locks.record_server(4200):
+        port, users = locks.join()
     with users:
         assert port == 4200
-        assert registration.is_used(port)
-    assert not registration.is_used(port)
+        assert locks.is_used(port)
+    assert not locks.is_used(port)
