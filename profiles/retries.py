@@ -45,7 +45,7 @@ ERRNOS = {
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-_thread = threading.local()  # `stop`: the event that ends the waits of a thread of `map_in_threads`
+_thread = threading.local()  # `stop`: the event that ends the waits of a thread of `call_in_threads`
 
 
 def call(
@@ -118,7 +118,7 @@ def _retry_after(headers: Any) -> float:
     return min(max(seconds, 0.0), MAX_WAIT)
 
 
-def map_in_threads(function: Callable[[T], R], values: Sequence[T], threads: int) -> list[R]:
+def call_in_threads(function: Callable[[T], R], values: Sequence[T], threads: int) -> list[R]:
     """Map a function that uses the network on `threads` threads; returns the results in order.
 
     If this thread is interrupted, the others stop waiting for their retries.

@@ -85,14 +85,17 @@ def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_lengt
     """
     contents = read_file(store, dataset)
     first = store.artifacts.expect(DatasetStep.kind, promoted.dataset)
-    held_out = read_file(store, first)["validation"]
+    of_series = read_file(store, first)
+    held_out = of_series["validation"]
     known = ledger.trained_on(store, promoted.identity)
     pairs = zip(contents["train"], read_file(store, dataset, SHARDS), strict=True)
     new = [(entry, shard) for entry, shard in pairs if shard not in known]
     train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
         return None
-    selected = {**contents, "train": train, "validation": held_out, "blend": None}
+    # The sources divide the held-out shards, so both are those of the series; datasets of earlier versions do not list sources.
+    sources = of_series.get("sources", [])
+    selected = {**contents, "train": train, "validation": held_out, "sources": sources, "blend": None}
     key = keys.new_data(selected)
     with store.artifacts.lock(DatasetStep.kind, key):
         if found := store.artifacts.find(DatasetStep.kind, key):

@@ -110,7 +110,7 @@ def hashes(source: str) -> str:
 
 def duplicates(hashes: Sequence[Sequence[str]]) -> str:
     """Key of the list of duplicate documents, from the keys of the hashes of each source, in order."""
-    return digest({"step": "duplicates", "hashes": [list(source) for source in hashes]})
+    return digest({"step": "duplicates", "recipe": 2, "hashes": [list(source) for source in hashes]})
 
 
 def dataset(shards: Sequence[str], sequence_length: int, **options: Any) -> str:

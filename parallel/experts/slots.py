@@ -65,7 +65,10 @@ def slotted_experts(
     down_update: Update | None = None,
     activation: str = "silu",
 ) -> Tensor:
-    """`dropless.routed_experts` with `slot` and `kept` of `assign_slots` in place of indices; `slots`: of all experts."""
+    """`dropless.routed_experts` with `slot` and `kept` of `assign_slots` in place of indices.
+
+    `slots` is the number of slots of all experts.
+    """
     tokens, k = slot.shape
     flat = slot.where(kept, slots).flatten()  # (T·k); dropped choices go to one extra slot
     numbers = torch.arange(tokens, device=x.device).repeat_interleave(k)

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,30 +53,31 @@ def fingerprint(
 
 
 def comparable(plan: DatasetPlan) -> list[int]:
-    """Indices of shards whose documents are compared: all but Megatron pairs, which are used unchanged."""
-    return [k for k, shard in enumerate(plan.shards) if shard.format != "megatron"]
+    """Indices of shards whose documents are compared, by source; Megatron pairs are used unchanged."""
+    compared = [k for k, shard in enumerate(plan.shards) if shard.format != "megatron"]
+    return sorted(compared, key=lambda k: plan.shards[k].source)
 
 
 def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> DatasetPlan:
     """Plan with the documents to drop; `hashes` are the artifacts of the `comparable` shards, by index."""
-    sources = sorted({plan.shards[k].source for k in hashes})
-    groups = [[k for k in sorted(hashes) if plan.shards[k].source == source] for source in sources]
+    groups = [[*group] for _, group in groupby(comparable(plan), lambda k: plan.shards[k].source)]
     key = keys.duplicates([[hashes[k].key for k in group] for group in groups])
     with store.artifacts.lock(DUPLICATES, key):
         if not store.artifacts.find(DUPLICATES, key):
             with store.artifacts.publish(DUPLICATES, key) as folder:
-                dropped: dict[int, np.ndarray] = {}
+                # By rank among the compared shards: another plan with these shards may have Megatron pairs between them.
+                numbers: list[np.ndarray] = []
                 for group in groups:
-                    paths = [store.artifacts.path(hashes[k]) / "hashes.npy" for k in group]
-                    dropped |= dict(zip(group, find_repeated(paths), strict=True))
-                numbers = [dropped.get(k, np.empty(0, np.int64)) for k in range(len(plan.shards))]
+                    numbers += find_repeated([store.artifacts.path(hashes[k]) / "hashes.npy" for k in group])
                 np.save(folder / "numbers.npy", np.concatenate([np.empty(0, np.int64), *numbers]))
                 digests = [hashlib.sha256(n.tobytes()).hexdigest()[:32] if len(n) else "" for n in numbers]
                 summary = {"counts": [len(n) for n in numbers], "digests": digests}
                 (folder / "shards.json").write_text(json.dumps(summary))
     folder = store.artifacts.path(store.artifacts.expect(DUPLICATES, key))
     summary = json.loads((folder / "shards.json").read_text())
-    return replace(plan, drops=tuple(summary["digests"]), duplicates=key)
+    digests = dict(zip(comparable(plan), summary["digests"], strict=True))
+    drops = tuple(digests.get(k, "") for k in range(len(plan.shards)))
+    return replace(plan, drops=drops, duplicates=key)
 
 
 def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> set[int]:
@@ -84,8 +86,9 @@ def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> set[int]:
         return set()
     folder = store.artifacts.path(store.artifacts.expect(DUPLICATES, plan.duplicates))
     counts = json.loads((folder / "shards.json").read_text())["counts"]
-    start = sum(counts[:k])
-    return set(np.load(folder / "numbers.npy", mmap_mode="r")[start : start + counts[k]].tolist())
+    rank = comparable(plan).index(k)
+    start = sum(counts[:rank])
+    return set(np.load(folder / "numbers.npy", mmap_mode="r")[start : start + counts[rank]].tolist())
 
 
 def find_repeated(paths: list[Path]) -> list[np.ndarray]:

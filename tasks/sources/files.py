@@ -107,4 +107,4 @@ def describe_files(
 
 
 def map_concurrently(function: Callable[[T], R], values: Sequence[T]) -> list[R]:
-    return retries.map_in_threads(function, values, PARALLEL_READS)
+    return retries.call_in_threads(function, values, PARALLEL_READS)

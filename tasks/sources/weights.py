@@ -68,17 +68,17 @@ def fetch(
 def pin(
     source: str, revision: str | None, token: str | None, key: str, digests: DigestCache
 ) -> dict[str, str | None]:
-    """`digest` of a source's weights, from contents, ETags or hub commit, and that `commit`, if any.
+    """`digest` of a source's weights, from contents, ETags, times or hub commit, and any `commit`.
 
     Raises ProfileError for the setting `key` if the source does not exist.
     """
     path = Path(source).expanduser()
     if "://" in source:
-        from fsspec.core import url_to_fs
-
-        filesystem, root = url_to_fs(source)
-        found = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))
-        listed = [[name, info["size"], info.get("ETag")] for name, info in sorted(found.items())]
+        _, _, found = _find_remote(source, key)
+        listed = [
+            [name, info["size"], info.get("ETag") or remote_state(name, info)]
+            for name, info in sorted(found.items())
+        ]
         return {"digest": keys.digest(listed), "commit": None}
     if not path.exists():
         commit = resolve_commit(source, revision, token, key)
@@ -145,6 +145,19 @@ def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, 
 
     Raises ProfileError if there is no such folder, or a name leads out of it.
     """
+    filesystem, root, found = _find_remote(source, key)
+    try:
+        names = {checked_path(path.removeprefix(root).lstrip("/")): info for path, info in found.items()}
+    except ValueError as error:
+        raise ProfileError(key, source, str(error)) from None
+    return filesystem, root, {name: (info["size"], remote_state(name, info)) for name, info in names.items()}
+
+
+def _find_remote(source: str, key: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
+    """File system and root of a remote folder, and fsspec's info on each of its files, by path.
+
+    Raises ProfileError if there is no such folder.
+    """
     from fsspec.core import url_to_fs
 
     filesystem, root = url_to_fs(source)
@@ -152,11 +165,7 @@ def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, 
     found = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))
     if not found:
         raise ProfileError(key, source, "there is no such folder, or it is empty")
-    try:
-        names = {checked_path(path.removeprefix(root).lstrip("/")): info for path, info in found.items()}
-    except ValueError as error:
-        raise ProfileError(key, source, str(error)) from None
-    return filesystem, root, {name: (info["size"], remote_state(name, info)) for name, info in names.items()}
+    return filesystem, root, found
 
 
 def _download_folder(
@@ -176,7 +185,7 @@ def _download_folder(
         remote.call(filesystem, f"{root}/{name}", lambda: filesystem.get_file(f"{root}/{name}", str(partial)))
         os.replace(partial, path)
 
-    retries.map_in_threads(download, names, PARALLEL_FILES)
+    retries.call_in_threads(download, names, PARALLEL_FILES)
 
 
 def select_files(names: list[str], key: str, source: str) -> list[str]:

@@ -25,9 +25,9 @@ ADAPTER = "adapter"  # folder of the export
 
 @dataclass
 class ExportStep(Step):
-    """Writes a folder, complete or not at all, in place of an earlier export: weights, config.json and the tokenizer.
+    """Writes a folder, complete or not at all, in place of an earlier export.
 
-    Weights are in the training precision.
+    It has the weights in the training precision, config.json and the tokenizer.
 
     A LoRA run exports merged weights, and its adapters in PEFT's format in `adapter/`.
 

@@ -16,7 +16,7 @@ from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest
 from tasks.tokenization.tokenizer_files import convert, load, special_token_id
-from tasks.tokenization.tokenizer_training import train
+from tasks.tokenization.tokenizer_training import held_out_fraction, train
 
 WITHOUT_TEXT = ("tokens", "megatron")  # formats of tokenized sources
 
@@ -40,9 +40,11 @@ class TokenizerStep(Step):
         profile, pinned = context.profile, context.inputs.tokenizer
         if pinned is not None:
             return keys.tokenizer(**pinned)
-        texts = [shard.digest for shard in _shards_with_text(context.inputs.shards)]
-        size, held_out = profile.tokenizer.vocabulary_size, profile.data.validation_fraction
-        return keys.tokenizer(texts=texts, size=size, held_out=held_out)
+        shards, size = _shards_with_text(context.inputs.shards), profile.tokenizer.vocabulary_size
+        fractions = [held_out_fraction(shard, profile.data.validation_fraction) for shard in shards]
+        # One number if it holds for all shards, as in the keys of earlier versions.
+        held_out = fractions[0] if len(set(fractions)) == 1 else fractions
+        return keys.tokenizer(texts=[shard.digest for shard in shards], size=size, held_out=held_out)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Fetch or train the tokenizer.

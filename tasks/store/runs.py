@@ -291,7 +291,7 @@ def fetch(store: Store, name: str) -> Path:
 
 
 def existing_run(store: Store, key: str, name: str) -> RunFolder:
-    """The folder of a run that a user names. Raises ProfileError, with this key, if no run can have that name."""
+    """The folder of a run that a user names. Raises ProfileError if no run can have that name."""
     try:
         return store.run_folder(name)
     except ValueError as error:  # a path, for example

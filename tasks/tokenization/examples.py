@@ -195,7 +195,7 @@ class Examples:
 
 
 def _joined(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The prompt in a record's fields: a text or messages; texts in two fields are separated by an empty line."""
+    """The prompt in a record's fields, a text or messages; two texts are separated by an empty line."""
     parts = [record[name] for name in names if record.get(name)]
     if len(parts) < 2:
         return parts[0] if parts else ""

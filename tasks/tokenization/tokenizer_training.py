@@ -78,12 +78,17 @@ def _train(texts: Iterable[str], size: int, folder: Path) -> None:
 
 def _texts(shards: list[Shard], held_out: float, token: str | None) -> Iterator[str]:
     for shard in shards:
-        fraction = held_out if shard.use == "split" else 0.0
+        fraction = held_out_fraction(shard, held_out)
         for document in readers.documents(shard, token):
             if isinstance(document, LongText):
                 yield from document.chunks()
             elif isinstance(document, str) and document and not corpus.is_held_out(document, fraction):
                 yield document
+
+
+def held_out_fraction(shard: Shard, held_out: float) -> float:
+    """Fraction of a shard's documents that is held out; `held_out` is that of shards with both splits."""
+    return held_out if shard.use == "split" else 0.0
 
 
 def cut_long_words(text: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Rejected(ValueError):
-    """The checkpoint to resume from does not exist, or belongs to another model."""
+    """Training cannot start as requested: a checkpoint is missing, corrupted or another model's."""
 
 
 @dataclass(frozen=True)

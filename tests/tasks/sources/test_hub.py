@@ -181,7 +181,7 @@ def test_ctrl_c_ends_the_waits_of_all_threads(monkeypatch):
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(KeyboardInterrupt):
-            retries.map_in_threads(throttled, range(2), 2)
+            retries.call_in_threads(throttled, range(2), 2)
     finally:
         signal.signal(signal.SIGALRM, before)
 

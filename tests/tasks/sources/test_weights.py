@@ -143,6 +143,21 @@ def test_identity_of_a_folder_depends_on_its_contents(files, tmp_path):
     assert identity("one") != identity("other")
 
 
+def test_identity_of_a_url_without_etags_depends_on_modification_times(tmp_path):
+    def identity(source: str) -> str:
+        return weights.pin(source, None, None, "init.from", DigestCache())["digest"]
+
+    file, source = tmp_path / "model.safetensors", f"file://{tmp_path}"
+    file.write_bytes(b"one")
+    before = identity(source)
+    assert identity(source) == before
+    file.write_bytes(b"two")
+    os.utime(file, (0, 0))
+    assert identity(source) != before
+    with pytest.raises(ProfileError, match=r"init\.from = .*/none: there is no such folder, or it is empty"):
+        identity(f"{source}/none")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

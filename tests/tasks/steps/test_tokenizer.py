@@ -142,6 +142,20 @@ def test_key_depends_on_contents_not_paths(texts, tmp_path, store):
     assert TokenizerStep().key(Context(profile(size, moved), store)) == key
 
 
+def test_key_depends_on_which_documents_of_the_text_are_held_out(store, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+
+    def key(**uses):
+        sources = [
+            {"kind": "files", "path": f"{tmp_path}/{name}.txt", "use": use} for name, use in uses.items()
+        ]
+        return TokenizerStep().key(Context(profile(f"data.sources={json.dumps(sources)}"), store))
+
+    assert key(a="split") != key(a="train", b="validation")
+    assert len({key(a=a, b=b) for a in ("split", "train") for b in ("split", "train")}) == 4
+
+
 def test_second_run_reuses_the_artifact(store, texts):
     small = profile("tokenizer.vocabulary_size=700", *texts)
     messages = []

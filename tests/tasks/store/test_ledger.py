@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from modeling.data.corpus import Corpus
 from profiles.errors import ProfileError
 from profiles.resolve import check
 from tasks.continual import Promoted, new_data
@@ -47,6 +48,23 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
     third = new_data(store, Promoted("next", "2" * 32, 1, tokenizer.key, first.key), everything, 16)
     assert documents_of(third, store) == 40
     assert documents_of(new_data(store, base, everything, 16), store) == 90 - repeated
+
+
+def test_sources_of_held_out_text_do_not_depend_on_the_new_data(store, tmp_path):
+    for name in "one", "other":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_bytes(lines(DOCUMENTS[:50]))
+    wanted = profile(files(tmp_path / "one"), files(tmp_path / "other"), validation_fraction=0.3)
+    tokenizer = TokenizerStep().run(Context(wanted, store))
+    first = DatasetStep(tokenizer).run(Context(wanted, store))
+    ledger.record(store, "base", "1" * 32, first)
+    (tmp_path / "one/b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
+    everything = DatasetStep(tokenizer).run(Context(wanted, store))
+    second = new_data(store, Promoted("base", "1" * 32, 0, tokenizer.key, first.key), everything, 16)
+    held_out, expected = (
+        Corpus.open(store.artifacts.path(found), "validation").sources for found in (second, first)
+    )
+    assert held_out == expected
 
 
 def test_a_missing_or_invalid_entry_is_an_error(store):

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from profiles.errors import ProfileError
+from tasks.sources import duplicates
 from tasks.sources.formats import long_text
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
@@ -13,7 +14,7 @@ from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import engines, tokenize_shard, tokenizer_files
 from tasks.tokenization.tokenizer_files import EOS
-from tests.tasks.source_files import documents_of, files, lines, profile
+from tests.tasks.source_files import documents_of, files, lines, profile, write_pair
 from tests.tasks.tokenization.tokenizers import DOCUMENTS, PROSE
 
 
@@ -102,6 +103,23 @@ def test_duplicate_short_and_missing_documents_are_dropped_and_counted(store, tm
     assert documents_of(artifact, store) == documents_of(
         DatasetStep(tokenizer).run(Context(other, store)), store
     )
+
+
+def test_dropped_documents_do_not_depend_on_megatron_pairs_beside_them(store, tmp_path):
+    write_pair(tmp_path / "pair", [list(range(30))])
+    (tmp_path / "a.jsonl").write_bytes(lines([*DOCUMENTS[:10], *DOCUMENTS[:3]]))
+    (tmp_path / "b.jsonl").write_bytes(lines([DOCUMENTS[20], DOCUMENTS[5]]))
+    pair, texts = {"kind": "megatron", "path": str(tmp_path / "pair")}, files(tmp_path / "*.jsonl")
+    tokenizer = TokenizerStep().run(Context(profile(texts), store))
+
+    def dropped(*sources):
+        plan = DatasetStep(tokenizer).plan(Context(profile(*sources), store))
+        hashes = {k: duplicates.fingerprint(plan, store, k) for k in duplicates.comparable(plan)}
+        plan = duplicates.find(plan, store, hashes)
+        return [duplicates.dropped_documents(plan, store, k) for k in range(len(plan.shards))]
+
+    assert dropped(pair, texts) == [set(), {10, 11, 12}, {1}]
+    assert dropped(texts) == [{10, 11, 12}, {1}]  # of the same artifact
 
 
 def test_new_duplicates_only_retokenize_shards_that_lose_a_document(store, tmp_path):
