@@ -15,19 +15,21 @@ RISE = 0.02  # above the lowest validation loss, as a share of it; less is noise
 
 
 def training_tokens(profile: Profile) -> int:
-    """Tokens that a run trains on, repeated ones included."""
+    """Tokens that a run reads: repeated ones, padding and both rows of pairs included."""
     return (profile.train.steps or 0) * profile.step_tokens
+
+
+def tokens_of_pass(profile: Profile, dataset: Mapping[str, Any]) -> int:
+    """Tokens that one pass over a dataset reads, counted as in `training_tokens`."""
+    rows = dataset.get("samples", 0) * profile.rows_per_sample
+    return rows * profile.train.sequence_length or dataset["tokens"]
 
 
 def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mapping[str, Any]) -> list[str]:
     """Warnings that follow from the summaries of the tokenizer and the dataset step."""
     return [
         *_tokenizer(profile, tokenizer),
-        *passes_warning(
-            profile,
-            dataset.get("samples", 0) * profile.rows_per_sample * profile.train.sequence_length
-            or dataset["tokens"],
-        ),
+        *passes_warning(profile, tokens_of_pass(profile, dataset)),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from profiles.schema import Profile
 from tasks.reporting import html
-from tasks.reporting.advice import training_tokens
+from tasks.reporting.advice import tokens_of_pass, training_tokens
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart
 from tasks.reporting.format import (
     format_bytes,
@@ -311,7 +311,7 @@ def _data(profile: Profile, summaries: Mapping[str, Mapping[str, Any]]) -> str:
         shown["validation split"] = (
             f"{dataset['validation_tokens']:,} tokens in {dataset['validation_documents']:,} documents"
         )
-        passes = training_tokens(profile) / max(1, dataset["tokens"])
+        passes = training_tokens(profile) / max(1, tokens_of_pass(profile, dataset))
         shown["passes over the training split"] = format_number(passes)
     for change in profile.data.schedule:
         shown[f"mixture from step {change.step:,}"] = " : ".join(f"{weight:g}" for weight in change.weights)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from profiles import resolve
-from tasks.reporting.advice import data_warnings, rise_warning
+from tasks.reporting.advice import data_warnings, rise_warning, tokens_of_pass, training_tokens
 
 STEP_TOKENS = 8 * 256  # of tiny
 ENOUGH = {"vocabulary_size": 4096}
@@ -24,6 +24,12 @@ def test_repeated_data_and_small_tokenizers_are_warned_about(tokenizer, tokens, 
     assert len(warnings) == len(expected)
     for warning, part in zip(warnings, expected, strict=True):
         assert re.search(part, warning)
+
+
+def test_passes_over_pairs_count_padding_and_both_rows():
+    settings = ("objective.kind=dpo", "train.steps=100", "train.global_batch_size=8")
+    profile = resolve.load("tiny", settings)
+    assert training_tokens(profile) / tokens_of_pass(profile, {"tokens": 999, "samples": 400}) == 100 * 8 / 400
 
 
 @pytest.mark.parametrize(("last", "warned"), [(0.70, False), (0.71, False), (1.21, True)])
