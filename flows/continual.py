@@ -10,6 +10,7 @@ new data the flow run ends at once, in a state named after the reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from profiles.errors import ProfileError
 from tasks import continual as series
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep, NotFinite
+from tasks.inputs import locate_runs
 from tasks.report import ReportStep
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
@@ -68,18 +70,21 @@ def continual(
         reason = "continual pretraining supports objective.kind pretrain without LoRA only"
         raise ProfileError("profile", profile, reason)
     opened = open_store(store, run.cluster.work_dir or "store")
+    run = locate_runs(run, opened)
     # If scheduled flow runs overlap, the later one waits for the lock, and then finds no new data.
-    with activities.begin(opened, "continual", run.name):
-        return _round(flow_context(run, opened))
+    with activities.begin(opened, "continual", run.name), ExitStack() as stack:
+        current = series.promoted_model(opened, run.name)
+        if current is None:
+            missing = f"run {run.name} has no finished model to continue; train it to its last step and export it first"
+            return Completed(name="NoFinishedRun", message=missing)
+        if current.run != run.name:  # or it might be replaced while its checkpoint is read
+            stack.enter_context(activities.begin(opened, "continual", current.run))
+        return _round(flow_context(run, opened), current)
 
 
-def _round(context: Context) -> State[Any]:
+def _round(context: Context, current: series.Promoted) -> State[Any]:
     """One round: train the promoted model on new data, and promote the result if it is no worse."""
     profile, store = context.profile, context.store
-    current = series.promoted_model(store, profile.name)
-    if current is None:
-        missing = f"run {profile.name} has no finished model to continue; train it to its last step and export it first"
-        return Completed(name="NoFinishedRun", message=missing)
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data; one that was judged and not promoted looks for new data.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Evaluator:
     include: Path | None
     limit: int | None
     profile_file: Path | None
+    settings: str | None = None  # digest of overridden settings that change the loss; None: the run's
+    found: dict[int, dict[str, float]] = field(default_factory=dict)  # results by step
 
     def evaluate(self, checkpoint: CheckpointId) -> dict[str, float]:
         """Evaluate a checkpoint; returns its metrics, empty if the run has since removed or replaced it."""
@@ -82,15 +84,24 @@ class Evaluator:
             log.warning("step %s: its checkpoint was replaced while it was evaluated; skipped", step)
             return {}
         self.runner.require_lock()  # or these might be recorded as results of a run that has replaced it
-        results.record(self.store, self.run, step, found, checkpoint.digest)
+        self.found[step] = found
+        of_run = found
+        if self.settings is not None:  # tasks evaluate the exported checkpoint, which no override changes
+            of_run = {name: value for name, value in found.items() if name.startswith(OF_TASKS)}
+        if of_run:
+            results.record(self.store, self.run, step, of_run, checkpoint.digest)
         return found
+
+    def rows(self, folder: Path) -> dict[int, dict[str, float]]:
+        """Metrics by step: all that the run has, with overridden settings only those of this evaluation."""
+        return results.read(folder) if self.settings is None else dict(sorted(self.found.items()))
 
     def _evaluate(self, checkpoint: CheckpointId) -> dict[str, float]:
         profile = self.runner.context.profile
         base = self._artifact(CheckpointStep.kind) if profile.uses_initial_weights else None
         held_out = CheckpointEvaluationStep(
             self._artifact(DatasetStep.kind),
-            f"{self.inputs['identity']} {checkpoint.digest}",
+            " ".join(filter(None, (self.inputs["identity"], checkpoint.digest, self.settings))),
             weights=base,
             reference=self._reference(),
             step=checkpoint.step,
@@ -129,6 +140,8 @@ def evaluate(
 ) -> list[dict[str, float]]:
     """Evaluate a run's checkpoints; returns metrics for each step, including those evaluated earlier.
 
+    If overrides change the held-out loss, it is cached separately and returned, but not recorded as the run's.
+
     Args:
         run: RUN for all of its complete checkpoints, RUN@STEP for the one of this step.
         tasks: Tasks or groups of lm-evaluation-harness; empty: only the held-out loss.
@@ -152,15 +165,18 @@ def evaluate(
         _require_checkpoint(opened, name, step, follow=follow)
         profile, changed = _profile(folder, overrides)
         inputs = runs.read_inputs(folder)
+        settings = _changed_settings(folder, profile, inputs) if overrides else None
+        if settings is not None:
+            log.info("overrides change the held-out loss: it is not recorded in %s", run_files.EVALUATIONS)
         with Runner(flow_context(profile, opened, folder), lock) as runner:
             runner.keep_recorded_artifacts()
-            evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed)
+            evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed, settings)
             failures = _evaluate_all(evaluator, folder, step, follow)
         if activities.holder(opened, "run", name) is None:  # otherwise the run's own trackers upload them
             catch_up(folder)
     if failures:
         raise failures[0]
-    return [{"step": step, **metrics} for step, metrics in results.read(folder).items()]
+    return [{"step": step, **metrics} for step, metrics in evaluator.rows(folder).items()]
 
 
 def _evaluate_all(evaluator: Evaluator, folder: Path, step: int | None, follow: bool) -> list[Exception]:
@@ -184,7 +200,7 @@ def _evaluate_all(evaluator: Evaluator, folder: Path, step: int | None, follow: 
             done.add(checkpoint)
             try:
                 if evaluator.evaluate(checkpoint):
-                    _show(folder)
+                    _show(folder, evaluator.rows(folder))
             except Exception as error:
                 if not follow:
                     raise
@@ -219,6 +235,14 @@ def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | No
     return profile, changed
 
 
+def _changed_settings(folder: Path, profile: Profile, inputs: Mapping[str, Any]) -> str | None:
+    """Digest of a profile's settings that affect results; None if they are those of the run."""
+    artifacts = [inputs[step.kind] for step in (TokenizerStep, DatasetStep)]
+    of_run = resolve.load(str(folder / run_files.PROFILE), (), folder.name)
+    there, here = (keys.run_identity(each, *artifacts) for each in (of_run, profile))
+    return here if here != there else None
+
+
 def _require_checkpoint(store: Store, run: str, step: int | None, *, follow: bool) -> None:
     """Raise ProfileError if there is nothing to evaluate."""
     steps = store.run_folder(run).checkpoint_steps()
@@ -235,9 +259,8 @@ def _evaluated_tasks(folder: Path) -> set[str]:
     return {name.removeprefix(OF_TASKS).split("/")[0] for name in names if name.startswith(OF_TASKS)}
 
 
-def _show(folder: Path) -> None:
-    """Show all evaluated steps as a table in Prefect's UI, and in the run's report if there is one."""
-    found = results.read(folder)
+def _show(folder: Path, found: Mapping[int, Mapping[str, float]]) -> None:
+    """Show results by step as a table in Prefect's UI, and the run's own in its report if there is one."""
     names = dict.fromkeys(name for metrics in found.values() for name in metrics)
     rows = [{"step": step, **{name: metrics.get(name) for name in names}} for step, metrics in found.items()]
     show_table("evaluations", f"Evaluations of {folder.name} by step", rows)

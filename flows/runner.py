@@ -85,7 +85,8 @@ class _Call:
     retries: int = 0
     retry_at: float = 0.0  # earliest time of the next attempt, on the clock of time.monotonic
     begun: float = field(default_factory=time.monotonic)
-    thread: int | None = None  # id of the thread that it runs in; None before and after
+    thread: int | None = None  # id of the thread that it runs in; None before, between attempts and after
+    interrupted: bool = False  # whether its next attempt must not begin
     stop: BaseException | None = None  # what interrupted it
 
 
@@ -112,10 +113,13 @@ class Background:
         return self._result.result()
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` in the step, as Ctrl-C would in the main thread, and wait for its end."""
-        if self.call.thread is not None:
-            thread = ctypes.c_ulong(self.call.thread)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Interrupted))
+        """Raise `Interrupted` in the step, as Ctrl-C would in the main thread, and wait for its end.
+
+        A step that waits for a thread or for its next attempt raises it when that attempt begins.
+        """
+        self.call.interrupted = True  # before `thread` is read, which `work` sets before it reads this
+        if (thread := self.call.thread) is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Interrupted))
         wait([self._result])
 
 
@@ -132,6 +136,7 @@ class Runner:
         self.outcomes: list[Outcome] = []  # in the order in which the steps were started
         self._background: list[Background] = []
         self._used: dict[str, list[str]] = {}  # keys of the artifacts that were used, by kind
+        self._keeps_recorded = False  # whether keys of these kinds in the run folder are kept
         self._unrecorded: list[dict[str, Any]] = []  # failures before there was a run folder
 
     def __enter__(self) -> Self:
@@ -152,7 +157,7 @@ class Runner:
 
     def keep_recorded_artifacts(self) -> None:
         """Keep the references of the run folder to artifacts, for flows that only add to them."""
-        self._used = self._recorded_use()
+        self._keeps_recorded = True
 
     def run_function(
         self, name: str, function: Callable[[], T], describe: Callable[[T], str], retries: int = 0
@@ -197,6 +202,8 @@ class Runner:
         def work() -> State:
             call.thread = threading.get_ident()
             try:
+                if call.interrupted:
+                    raise Interrupted
                 while time.monotonic() < call.retry_at:
                     time.sleep(RETRY_POLL)
                 self.require_lock()
@@ -278,15 +285,15 @@ class Runner:
             self._write_use()
 
     def _write_use(self) -> None:
-        known = self._recorded_use()
-        if known != (used := known | self._used):
-            run = self.context.store.run_folder(self.context.folder.name)
-            run.write(run_files.ARTIFACTS, json.dumps(used, indent=1).encode())
-
-    def _recorded_use(self) -> dict[str, list[str]]:
-        """Keys of the artifacts that the run folder refers to, by kind."""
-        run = self.context.store.run_folder(self.context.folder.name)
-        return json.loads(run.read(run_files.ARTIFACTS) or b"{}")
+        """Record the used artifacts in the run folder: in place of those of the same kinds, or in addition."""
+        store = self.context.store
+        run = store.run_folder(self.context.folder.name)
+        with store.lock(f"artifacts-{run.name}"):  # an evaluation may record its artifacts at the same time
+            known = json.loads(run.read(run_files.ARTIFACTS) or b"{}")
+            kept = known if self._keeps_recorded else {}
+            own = {kind: [*dict.fromkeys([*kept.get(kind, ()), *keys])] for kind, keys in self._used.items()}
+            if known != (used := known | own):
+                run.write(run_files.ARTIFACTS, json.dumps(used, indent=1).encode())
 
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the last training step.

@@ -20,6 +20,7 @@ READERS: dict[Kind, str] = {  # kinds that read checkpoints of a run that they d
     "evaluate": "evaluates",
     "averaging": "averages checkpoints of",
     "exporting": "exports",
+    "continual": "continues",
 }
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.store import ledger
+from profiles.errors import ProfileError
+from profiles.resolve import load
+from tasks.store import ledger, runs
 from tasks.store.store import Store
 from tests import s3
 from tests.flows.micro import PROFILE, losses
@@ -165,6 +167,29 @@ def test_run_exported_before_its_end_is_not_continued(series, tmp_path):
         assert state.name == "NoFinishedRun"
         assert "train it to its last step" in state.message
         (tmp_path / "missing").rename(missing)
+
+
+def test_runs_that_a_round_reads_are_not_replaced_and_run_references_are_located(tmp_path, monkeypatch):
+    import flows.continual as continual
+
+    store, sources = Store(str(tmp_path)), []
+    for name in ("tiny", "tiny-round-1"):
+        runs.open_run(store, load("tiny", (), name), "one", "flow run", {})
+    standing = {"run": "tiny-round-1", "identity": "one", "round": 1, "tokenizer": "t", "dataset": "d"}
+    store.backend.write("runs/tiny/standing.json", json.dumps(standing).encode())
+    store.run_folder("base").write("export/config.json", b"{}")
+
+    def train_round(context, current):
+        sources.append(context.profile.tokenizer.source)
+        for name in ("tiny", current.run):
+            other = load("tiny", ["train.learning_rate=1e-2"], name)
+            with pytest.raises(ProfileError, match="continues the run that this one replaces"):
+                runs.open_run(store, other, "two", "flow run", {}, replace=True)
+
+    monkeypatch.setattr(continual, "_round", train_round)
+    monkeypatch.setattr("flows.run_setup.hub_token", lambda profile: None)  # would ask Prefect
+    continual.continual.fn.__wrapped__("tiny", ["tokenizer.source=run:base"], store=str(tmp_path))
+    assert sources == [str(tmp_path / "runs/base/export")]
 
 
 def test_export_flow_exports_an_existing_run(series):

@@ -7,6 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -208,13 +209,41 @@ def test_a_followed_run_has_a_step_evaluated_again_after_a_rollback(tmp_path, mo
     for marker, loss in zip(markers, (3.0, 9.0), strict=True):
         save(marker, loss)
     monkeypatch.setattr(evaluation, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(evaluation, "_show", lambda folder: None)
+    monkeypatch.setattr(evaluation, "_show", lambda *_: None)
     monkeypatch.setattr(evaluation.Evaluator, "_evaluate", found)
     monkeypatch.setattr(evaluation.activities, "holder", lambda *_: next(training, None) or None)
     rows = evaluation.evaluate.fn.__wrapped__("run", follow=True, store=str(tmp_path))
     assert [(row["step"], row["validation_loss"]) for row in rows] == [(90, 3.0), (100, 2.5)]
     completed = [(facts["step"], facts["store"]) for kind, facts in emitted if kind == "checkpoint"]
     assert completed == [(90, str(tmp_path)), (100, str(tmp_path)), (100, str(tmp_path))]
+
+
+def test_loss_under_settings_that_change_it_is_cached_separately_and_not_recorded(tmp_path, monkeypatch):
+    """Evaluations are made up: the loss is the number of evaluations with other keys before it."""
+    import flows.evaluate as evaluation
+
+    store, found = Store(str(tmp_path)), []
+    inputs = {"tokenizer": "t", "dataset": "d", "checkpoint": None}
+    folder = runs.open_run(store, load("tiny", (), "run"), "identity", "flow", inputs)
+    store.run_folder("run").write(f"checkpoints/step_4/{MARKER}", b"{}")
+
+    def run(runner, step):
+        if (key := step.key(runner.context)) not in found:
+            found.append(key)
+        return SimpleNamespace(summary={"validation_loss": float(found.index(key)), "metrics": {}})
+
+    def losses(*overrides):
+        rows = evaluation.evaluate.fn.__wrapped__("run@4", overrides=overrides, store=str(tmp_path))
+        return [row["validation_loss"] for row in rows]
+
+    monkeypatch.setattr(evaluation.Runner, "run", run)
+    monkeypatch.setattr(evaluation.Evaluator, "_artifact", lambda evaluator, kind: None)
+    monkeypatch.setattr(evaluation, "_show", lambda *_: None)
+    assert losses() == [0]
+    assert losses("train.precision=bf16") == [1]
+    assert losses("cluster.threads=3") == [0]
+    (row,) = (folder / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(row)["validation_loss"] == 0
 
 
 def test_evaluation_is_rejected_if_its_checkpoint_is_removed_while_it_waits(tmp_path, monkeypatch):

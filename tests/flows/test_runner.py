@@ -1,6 +1,7 @@
 """Runner: a new step is one class and one line in a flow, cache and concurrency included."""
 
 import errno
+import json
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from prefect.runtime import flow_run
 
 from flows import runner
 from flows.runner import THREADS, Runner
+from modeling import run_files
 from profiles import resolve
 from tasks import keys
 from tasks.failures import FatalError
@@ -19,6 +21,7 @@ from tasks.step import Context, Step
 from tasks.steps import training
 from tasks.steps.training import RetryBudget
 from tasks.store import activities, runs
+from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tests.flows.cli.test_up import ask
@@ -127,6 +130,30 @@ def test_background_step_is_interrupted_when_the_flow_fails(context):
     with pytest.raises(ValueError, match="the flow fails"):
         failing()
     assert endless.ended == ["Interrupted"]
+
+
+def test_background_step_that_waits_for_its_retry_is_interrupted(context, monkeypatch):
+    @flow(task_runner=THREADS)
+    def interrupting():
+        with Runner(context) as started:
+            background = started.start(ToyStep(1, _broken_barrier()))
+            until(lambda: background.call.retries)
+            background.interrupt()
+            return started.outcomes
+
+    monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 1})
+    (outcome,) = interrupting()
+    assert (outcome.how, ToyStep.made) == ("stopped", [1])
+
+
+def test_flow_that_reads_a_run_keeps_artifacts_recorded_meanwhile(context, tmp_path):
+    run = context.store.run_folder("tiny")
+    run.write(run_files.ARTIFACTS, json.dumps({"export": ["old"], "toy": ["old"]}).encode())
+    reader = Runner(replace(context, folder=tmp_path / "store/runs/tiny"))
+    reader.keep_recorded_artifacts()
+    run.write(run_files.ARTIFACTS, json.dumps({"export": ["new"], "toy": ["new"]}).encode())
+    reader.record_use(Artifact("toy", "own", "", {}))
+    assert json.loads(run.read(run_files.ARTIFACTS)) == {"export": ["new"], "toy": ["new", "own"]}
 
 
 def test_failed_step_is_retried_although_its_run_folder_cannot_be_read(context, tmp_path, monkeypatch):
