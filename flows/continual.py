@@ -88,7 +88,7 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data; one that was judged and not promoted looks for new data.
-    over = series.is_rejected(store, name)
+    over = series.was_not_promoted(store, name)
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
@@ -96,12 +96,12 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         if dataset is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
         runner.record_use(dataset)
-        run = series.with_steps(profile, dataset).model_copy(update={"name": name})
+        run = series.with_shortened_schedule(profile, dataset).model_copy(update={"name": name})
         runner.context = replace(runner.context, profile=run)
         result = _train(runner, current, tokenizer, dataset, lock, start_over=over)
         losses = f"held-out loss {result.before:.4f} before, {result.after:.4f} after"
         if not result.better:
-            series.reject(store, name)
+            series.record_not_promoted(store, name)
             return Completed(name="NotPromoted", message=f"{current.run} remains promoted: {losses}")
         series.promote(store, profile.name, current, name, result.identity)
         message = f"{name} replaces {current.run}: {losses}"
@@ -158,7 +158,7 @@ def _train(
             try:
                 evaluated = runner.run(EvaluationStep(held_out, what, graphs))
             except NotFinite:
-                series.reject(store, run.name)
+                series.record_not_promoted(store, run.name)
                 raise
             after = evaluated.summary["validation_loss"]
             result = _Result(identity, before, after, run.evaluate.tolerance)

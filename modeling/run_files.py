@@ -34,7 +34,7 @@ REPORT_JSON = "report.json"
 ALERTS = "alerts.json"  # the alerts that were emitted
 TRACKERS = "trackers"  # folder of what each tracker was sent
 STANDING = "standing.json"  # of a continual series: the latest promoted model
-REJECTED = "rejected.json"  # of a continual round: marks that it was not promoted
+NOT_PROMOTED = "rejected.json"  # of a continual round
 
 
 def checkpoint(step: int) -> str:

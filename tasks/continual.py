@@ -62,14 +62,14 @@ def _is_finished(store: Store, name: str) -> bool:
     return steps in store.run_folder(name).checkpoint_steps()
 
 
-def reject(store: Store, name: str) -> None:
+def record_not_promoted(store: Store, name: str) -> None:
     """Record that a round's model was evaluated and not promoted."""
-    store.run_folder(name).write(run_files.REJECTED, b"{}")
+    store.run_folder(name).write(run_files.NOT_PROMOTED, b"{}")
 
 
-def is_rejected(store: Store, name: str) -> bool:
+def was_not_promoted(store: Store, name: str) -> bool:
     """Whether a round's model was evaluated and not promoted."""
-    return store.run_folder(name).read(run_files.REJECTED) is not None
+    return store.run_folder(name).read(run_files.NOT_PROMOTED) is not None
 
 
 def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManager[Path]:
@@ -114,7 +114,7 @@ def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_lengt
     return store.artifacts.expect(DatasetStep.kind, key)
 
 
-def with_steps(profile: Profile, new: Artifact) -> Profile:
+def with_shortened_schedule(profile: Profile, new: Artifact) -> Profile:
     """Resolve `train.epochs` to steps over the new data; shortens schedule phases that do not fit."""
     train = profile.train
     if train.epochs is None:

@@ -245,7 +245,7 @@ def _shard_keys(plan: DatasetPlan) -> list[str]:
 
 
 def with_steps(profile: Profile, corpus: Artifact) -> Profile:
-    """Resolve `train.epochs` to steps, the last batch filled up. Raises ProfileError for a longer warm-up."""
+    """Resolve `train.epochs` to steps, the last batch filled up. Raises ProfileError if phases do not fit."""
     train = profile.train
     if train.epochs is None:
         return profile
