@@ -264,7 +264,7 @@ class Samples:
         for i, stream in enumerate(corpus.streams):
             n = (stream.tokens - 1) // s
             if n < 1:
-                name = f"source {i}" if len(corpus.streams) > 1 else "a corpus"
+                name = f"data.sources.{stream.source}" if len(corpus.streams) > 1 else "a corpus"
                 reason = f"{name} of {stream.tokens} tokens has no window of {s} + 1"
                 raise ValueError(f"train.sequence_length = {s}: {reason}")
             self._orders.append(WindowOrder(n, None if seed is None else stream_seed(seed, i), span))

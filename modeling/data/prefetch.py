@@ -81,3 +81,7 @@ class Prefetcher:
         batch = self._queue.pop(0).result()
         self._submit()
         return batch
+
+    def close(self) -> None:
+        """End the thread, after the batch that it is reading."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

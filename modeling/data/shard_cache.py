@@ -1,6 +1,6 @@
 """Shard cache: a remote corpus's shards in a local folder of limited size, prefetched before reads.
 
-    <shard>.bin, .idx    the shard, under these names once complete
+    <shard>.bin, .idx    the shard, under these names once complete; a shard of another size is downloaded again
     <shard>.room         sparse file as large as both, which reserves the shard's space before it is downloaded
     <shard>.lock         held shared by readers of the shard, exclusively while it is downloaded or evicted
 
@@ -116,7 +116,11 @@ class ShardCache:
         for suffix in SUFFIXES:
             partial = prefix.with_suffix(f"{suffix}.partial")
             remote.get_file(f"{path}{suffix}", str(partial))
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())  # so that a power failure leaves no empty file under the name
             partial.replace(prefix.with_suffix(suffix))
+        if not _is_complete(prefix):
+            raise OSError(f"{uri}: the downloaded files do not have the listed {size:,} bytes")
 
     def _evict(self, needed: int) -> bool:
         """Remove least recently used shards until `needed` bytes are free; returns whether they are."""
@@ -154,7 +158,11 @@ def _reservation(prefix: Path) -> Path:
 
 
 def _is_complete(prefix: Path) -> bool:
-    return all(prefix.with_suffix(suffix).exists() for suffix in (*SUFFIXES, ".room"))
+    try:
+        size = sum(prefix.with_suffix(suffix).stat().st_size for suffix in SUFFIXES)
+        return size == _reservation(prefix).stat().st_size
+    except FileNotFoundError:
+        return False
 
 
 def _remove(prefix: Path) -> None:

@@ -6,11 +6,13 @@ chrome://tracing. Traced steps are a few percent slower; other steps are not aff
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from torch.profiler import profile, supported_activities
 
 FOLDER = "traces"
+log = logging.getLogger(__name__)
 
 
 class StepTrace:
@@ -31,11 +33,15 @@ class StepTrace:
         """Whether a trace ends with this step: then call `write` after it."""
         return self._steps is not None and self._profiler is not None and step >= self._steps[1]
 
-    def write(self, step: int) -> Path:
-        """Write the trace, which takes up to minutes, after the last step of the range; returns its file."""
-        self._profiler.stop()
-        self._folder.mkdir(exist_ok=True)
+    def write(self, step: int) -> None:
+        """Write the trace after the last step, which takes up to minutes; a failure is a warning."""
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
         path = self._folder / f"steps_{self._first}-{step}.json.gz"
-        self._profiler.export_chrome_trace(str(path))
-        self._profiler = None
-        return path
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            log.warning(f"{path}: the trace cannot be written: {error}; continuing without it")
+        else:
+            log.info(f"trace of the last steps: {path}")

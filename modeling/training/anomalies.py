@@ -1,8 +1,8 @@
 """Loss anomalies: skip a step with a bad loss, and exclude the samples of steps that were rolled back.
 
-A loss that is not finite, or above `spike_factor` times the median of the last WINDOW good ones, skips the optimizer update
-(PaLM, arXiv 2204.02311, section 5.1). After `bad_steps` skipped steps in a row the run rolls back to its latest checkpoint from
-before them and continues without their samples; after `rollbacks` rollbacks it stops.
+A loss or gradient norm that is not finite, or a loss above `spike_factor` times the median of the last WINDOW good ones, skips
+the optimizer update (PaLM, arXiv 2204.02311, section 5.1). After `bad_steps` skipped steps in a row the run rolls back to its
+latest checkpoint from before them and continues without their samples; after `rollbacks` rollbacks it stops.
 
 Excluded samples are ranges of sample numbers, stored in checkpoints, so resume is exact on any topology: the sample stream is
 that of the seed with those ranges removed.
@@ -80,7 +80,8 @@ class AnomalyGuard:
         if not self._good_losses:  # values that no step could have had
             return f"loss {loss:.4f} or gradient norm {gradient_norm:.4f} is implausible"
         median = statistics.median(self._good_losses)
-        return f"loss {loss:.4f} is {loss / median:.1f} times the median {median:.4f}"
+        ratio = f"{loss / median:.1f} times" if median > 0 else "above"
+        return f"loss {loss:.4f} is {ratio} the median {median:.4f}"
 
     def update(self, loss: float, skipped: bool) -> None:
         """Record the outcome of a step on the host."""
@@ -106,7 +107,9 @@ def decide(loss: Tensor, window: Tensor, count: Tensor, factor: float | None) ->
     bad = loss.isfinite().logical_not()
     if factor is None:
         return bad
-    spike = loss > factor * _median(window, count.clamp(max=WINDOW))
+    median = _median(window, count.clamp(max=WINDOW))
+    # A user's loss may be negative, and most hinge losses of a run may be 0, of which no loss is a multiple.
+    spike = (loss - median > (factor - 1) * median.abs()) & (median != 0)
     return bad | (spike & (count >= MIN_LOSSES))
 
 
@@ -129,8 +132,11 @@ def _median(values: Tensor, count: Tensor) -> Tensor:
 
 
 def sample_number(position: int, excluded: Ranges) -> int:
-    """Sample at a position of the stream without the ranges [start, end)."""
+    """Sample at a position of the stream without the ranges [start, end), which may overlap."""
+    covered = 0  # end of the ranges so far
     for start, end in sorted(excluded):
-        if position >= start:
+        start = max(start, covered)
+        if start < end and position >= start:
             position += end - start
+        covered = max(covered, end)
     return position

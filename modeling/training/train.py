@@ -100,6 +100,7 @@ class TrainingRun:
         begun = time.monotonic()
         with watchdog.phase("load"):
             self.step, state = self.checkpoints.resume(options.weights)
+        self._evaluation_due = bool(state.get("evaluation_due"))  # of this step, which a stop prevented
         restore_seconds = time.monotonic() - begun
         self.guard = self._make_guard(state)
         cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
@@ -136,13 +137,16 @@ class TrainingRun:
     def _train_steps(self) -> int:
         """Train until the last step, a stop signal or divergence. Returns the exit code."""
         self._evaluate_initial_weights()
-        while self.step < self.settings.steps:
+        if self._evaluation_due:
+            self._evaluate_if_due()
+        stopped = self._stopping  # during that evaluation, which remains due
+        while self.step < self.settings.steps and not stopped:
             self.step += 1
             self.trace.begin(self.step)
             self._queue_step()
             if self.trace.ends_with(self.step):
                 with self.watchdog.phase("save"):
-                    log.info(f"trace of the last steps: {self.trace.write(self.step)}")
+                    self.trace.write(self.step)
             if not self._needs_results():
                 continue
             loss = self._finish_step()
@@ -158,10 +162,11 @@ class TrainingRun:
                 continue
             validation_loss = None if self._stopping else self._evaluate_if_due()
             self._save_if_due(loss, validation_loss)
-            if self._stopping:
-                self._report_stop()
-                break
-        return exit_codes.INTERRUPTED if self.step < self.settings.steps else 0
+            stopped = self._stopping
+        if self.step == self.settings.steps:
+            return 0
+        self._report_stop()
+        return exit_codes.INTERRUPTED
 
     def _evaluate_initial_weights(self) -> None:
         """Evaluate the initial weights of a fine-tuning run as its final ones will be; once per run."""
@@ -211,10 +216,15 @@ class TrainingRun:
 
     def _needs_results(self) -> bool:
         """Whether this step must be finished before the next is queued, because its results are needed."""
-        evaluates = self.profile.evaluate.every and self.step % self.profile.evaluate.every == 0
         saves = self.step == self.settings.steps or self.checkpoints.due(self.step)
         urgent = self._stopping or self._drifted is not None or self.guard.nearly_exhausted
-        return bool(evaluates or saves or urgent)
+        return bool(self._evaluates or saves or urgent)
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether an evaluation follows this step."""
+        every = self.profile.evaluate.every
+        return bool(every) and self.step % every == 0
 
     def _finish_step(self, *, in_step: bool = False) -> float:
         """Read, act on and report the queued step; `in_step`: while the next one runs. Returns the loss."""
@@ -238,8 +248,7 @@ class TrainingRun:
 
     def _evaluate_if_due(self) -> float | None:
         """Validation loss after this step; None if no evaluation is due."""
-        every = self.profile.evaluate.every
-        if not every or self.step % every:
+        if not self._evaluates:
             return None
         with self.watchdog.phase("evaluate"), self.account.phase("evaluation_seconds"):
             try:
@@ -259,6 +268,7 @@ class TrainingRun:
             return
         skipping = self.guard.skipped_in_a_row > 0  # a rollback would need the checkpoint from before
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
+        state["evaluation_due"] = self._evaluates and validation_loss is None
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.replicas.synchronize(self.step)
             options = {"last": finished or self._stopping, "prune": not skipping}
@@ -334,6 +344,8 @@ class TrainingData:
 
     def seek(self, step: int) -> None:
         """Prefetch from the step after this one."""
+        if self._batches:
+            self._batches.close()  # the samples are read by one thread at a time
         if self._trainer.reads_samples:
             self._batches = Prefetcher(self._read, step + 1, self._settings.steps)
 

@@ -16,10 +16,12 @@ Only FileNotFoundError and NotADirectoryError mean absence. A read that fails fo
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,8 +141,14 @@ def sizes(checkpoint: Location) -> dict[str, int]:
 
 
 def discard(checkpoint: Location) -> None:
-    """Remove a checkpoint if it exists, its marker first: an interrupted removal leaves it incomplete."""
+    """Remove a checkpoint if it exists, its marker first: an interrupted removal leaves it incomplete.
+
+    Of a link, only the link: the checkpoint that it points to is another run's.
+    """
     files, root = filesystem(checkpoint)
+    if _is_link(files, root):
+        Path(root).unlink()
+        return
     for path, recursive in ((f"{root}/{MARKER}", False), (root, True)):
         if _exists(files, path):
             files.rm(path, recursive=recursive)
@@ -173,14 +181,15 @@ def quarantine(location: Location, step: int, reason: str) -> Location:
     """Move a corrupted checkpoint to `<location>/quarantine`, never to count as complete; returns where.
 
     Args:
-        reason: written to its reason.txt.
+        reason: written to its reason.txt, unless the checkpoint is a link.
     """
     files, root = filesystem(location)
     name = f"{QUARANTINE}/step_{step}"
     name += _free_suffix(files, f"{root}/{name}") if _exists(files, f"{root}/{name}") else ""
     files.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
     _move(files, f"{root}/step_{step}", f"{root}/{name}", marker=CORRUPTED_MARKER)
-    files.pipe_file(f"{root}/{name}/reason.txt", f"{reason}\n".encode())
+    if not _is_link(files, f"{root}/{name}"):
+        files.pipe_file(f"{root}/{name}/reason.txt", f"{reason}\n".encode())
     return join(location, name)
 
 
@@ -191,9 +200,24 @@ def quarantined(location: Location) -> list[str]:
 
 
 def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MARKER) -> None:
-    """Move a checkpoint and rename its marker."""
+    """Move a checkpoint and rename its marker; of a link, move only the link.
+
+    Completes a move that was interrupted.
+    """
+    if _is_link(files, source):
+        Path(target).unlink(missing_ok=True)
+        # absolute, because a relative link would point elsewhere from another folder
+        Path(target).symlink_to(Path(source).resolve())
+        Path(source).unlink()
+        return
     if is_local(files):
-        Path(source).rename(target)
+        try:
+            Path(source).rename(target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _copy_checkpoint(Path(source), Path(target))
+            discard(Path(source))
         if marker != MARKER and Path(target, MARKER).exists():
             Path(target, MARKER).rename(Path(target, marker))
         return
@@ -202,6 +226,22 @@ def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MAR
         name = path.removeprefix(source)
         files.copy(path, target + (f"/{marker}" if name == f"/{MARKER}" else name))
     files.rm(found)
+
+
+def _copy_checkpoint(source: Path, target: Path) -> None:
+    """Copy a local checkpoint durably, its marker last, over what an interrupted copy left."""
+    others = shutil.ignore_patterns(MARKER)
+    shutil.copytree(source, target, ignore=others, copy_function=_copy_file, dirs_exist_ok=True)
+    if (source / MARKER).exists():
+        _copy_file(source / MARKER, target / MARKER)
+    for folder in (target, target.parent):
+        _sync_folder(folder)
+
+
+def _copy_file(source: str | Path, target: str | Path) -> None:
+    shutil.copyfile(source, target)
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _free_suffix(files: AbstractFileSystem, path: str) -> str:
@@ -225,6 +265,11 @@ def filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
 def is_local(files: AbstractFileSystem) -> bool:
     """Whether a filesystem is this machine's."""
     return "file" in files.protocol
+
+
+def _is_link(files: AbstractFileSystem, path: str) -> bool:
+    """Whether a path is a symbolic link on this machine."""
+    return is_local(files) and Path(path).is_symlink()
 
 
 def _steps(location: Location) -> dict[int, bool]:

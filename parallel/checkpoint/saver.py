@@ -50,7 +50,7 @@ class StaleAttempt(RuntimeError):
 class _PendingSave:
     checkpoint: Location
     about: dict[str, Any]
-    writer: Writer
+    writer: Writer | str  # or the error of creating it
     written: Future[WrittenFiles | str]  # by this rank, or the error
 
 
@@ -115,7 +115,7 @@ class Saver:
             discard(checkpoint)
             return uuid4().hex[:8]
 
-        writer = Writer(checkpoint, self._on_rank_0(make_room))
+        writer = _create_writer(checkpoint, self._on_rank_0(make_room))
         if self._plan is None:
             self._make_plan()
         if self._thread and self._device.type == "cpu":
@@ -161,6 +161,7 @@ class Saver:
                 ]
                 if errors:
                     raise SaveFailed(errors[0])
+                assert isinstance(save.writer, Writer)
                 files = save.writer.write_index(self._metadata, results)
                 self.fencing_check()
                 write_marker(save.checkpoint, {**save.about, "files": files})
@@ -194,7 +195,9 @@ class Saver:
         if self._copies and self._device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _write(self, writer: Writer) -> WrittenFiles | str:
+    def _write(self, writer: Writer | str) -> WrittenFiles | str:
+        if isinstance(writer, str):
+            return writer
         try:
             writer.begin(self.rank)
             return writer.write(self._plan, self._planner)
@@ -259,6 +262,14 @@ class Saver:
 def random_key(kind: str, rank: int) -> str:
     """The name of a rank's random state in a checkpoint."""
     return f"random.{kind}.{rank}"
+
+
+def _create_writer(checkpoint: Location, save_id: str) -> Writer | str:
+    """This rank's writer, or the error: not raised, because other ranks take part in collectives."""
+    try:
+        return Writer(checkpoint, save_id)
+    except Exception as error:  # of any storage
+        return _reason(error)
 
 
 def _discard_or_warn(checkpoint: Location) -> None:

@@ -1,10 +1,12 @@
 """Batch prefetching: order, depth, errors raised at their own step, and the end of the thread."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from modeling.data.prefetch import Batch, Prefetcher
+from modeling.training.train import TrainingData
 
 
 def test_batches_come_in_order_and_at_most_depth_ahead():
@@ -40,6 +42,29 @@ def test_thread_ends_when_the_prefetcher_is_dropped():
     batches = Prefetcher(lambda step: Batch(tokens=step), 1, 9)
     assert batches.next().tokens == 1
     (thread,) = set(threading.enumerate()) - before
-    del batches  # as a rollback to an earlier step does
+    del batches
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_seek_waits_for_the_previous_thread():
+    reading, released, threads = threading.Event(), threading.Event(), set()
+
+    def read(*_):
+        threads.add(threading.current_thread())
+        reading.set()
+        released.wait(30)
+        return Batch()
+
+    settings, data_axis = SimpleNamespace(global_batch_size=4, steps=9), SimpleNamespace(rank=0, size=1)
+    profile, mesh = SimpleNamespace(train=settings), SimpleNamespace(data=data_axis)
+    trainer = SimpleNamespace(profile=profile, mesh=mesh, reads_samples=True, read_batch=read)
+    data = TrainingData(trainer, samples=None, excluded=[])
+    data.seek(5)
+    assert reading.wait(30)
+    (first,) = threads
+    threading.Timer(0.2, released.set).start()
+    data.seek(3)  # as a rollback does
+    assert not first.is_alive()
+    data.next()
+    assert len(threads) == 2

@@ -153,6 +153,16 @@ def test_downloads_are_retried_through_an_outage_of_the_store(remote, tmp_path, 
     assert not waits
 
 
+def test_truncated_shard_is_downloaded_again(remote, tmp_path, waits):
+    cache = ShardCache(tmp_path / "cache", 10**6, "memory://artifacts")
+    with cache.open("tokens/key0/train") as prefix:
+        data = prefix.with_suffix(".bin").read_bytes()
+    prefix.with_suffix(".bin").write_bytes(data[:-1])
+    with cache.open("tokens/key0/train"):
+        assert prefix.with_suffix(".bin").read_bytes() == data
+    assert not waits
+
+
 def test_shard_larger_than_the_cache_is_rejected(remote, tmp_path):
     cache = ShardCache(tmp_path / "cache", 100, "memory://artifacts")
     with pytest.raises(ValueError, match=r"data\.cache_gigabytes: .* has \d+ bytes, the cache holds 100"):

@@ -6,13 +6,15 @@ import time
 
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as functional
 
 from modeling import exit_codes
 from modeling.data.corpus import Samples
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.supervision.stragglers import WINDOW, Stragglers
-from modeling.training.anomalies import sample_number
+from modeling.training.anomalies import AnomalyGuard, sample_number
+from profiles.schema import Train
 from tests.modeling import micro
 
 pytestmark = pytest.mark.slow
@@ -113,6 +115,31 @@ def test_sample_number_omits_exactly_the_excluded_ranges():
     excluded = [(40, 48), (8, 12)]
     read = [sample_number(position, excluded) for position in range(60)]
     assert read == [number for number in range(72) if not (8 <= number < 12 or 40 <= number < 48)]
+
+
+def test_sample_number_subtracts_overlapping_ranges_once():
+    excluded = [(90, 120), (80, 140), (130, 150)]
+    read = [sample_number(position, excluded) for position in range(100)]
+    assert read == [number for number in range(170) if not 80 <= number < 150]
+
+
+@pytest.mark.parametrize(
+    ("median", "plausible", "spike", "reason"),
+    [(2.0, 2.9, 3.1, "1.6 times the median 2.0000"), (-2.0, -1.1, -0.9, "above the median -2.0000")],
+)
+def test_spike_exceeds_the_median_by_a_factor_of_its_magnitude(median, plausible, spike, reason):
+    settings = Train.model_construct(spike_factor=1.5, bad_steps=10)
+    guard = AnomalyGuard(settings, torch.device("cpu"), {"good": [median] * 20, "in_a_row": 0})
+    losses = (median, plausible, spike)
+    assert [guard.decide(torch.tensor(loss)).item() for loss in losses] == [False, False, True]
+    assert guard.reason(spike, 1.0) == f"loss {spike:.4f} is {reason}"
+
+
+def test_no_loss_is_a_spike_above_a_median_of_zero():
+    settings = Train.model_construct(spike_factor=1.5, bad_steps=10)
+    guard = AnomalyGuard(settings, torch.device("cpu"), {"good": [0.0] * 20 + [0.3], "in_a_row": 0})
+    assert not guard.decide(torch.tensor(0.5))
+    assert guard.reason(0.5, 1.0) == "loss 0.5000 is above the median 0.0000"
 
 
 def slow_on_rank_1(logits, targets):

@@ -14,7 +14,7 @@ from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import checkpoint, writer
 from parallel.checkpoint.reader import Reader
 from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
 from tests.pool import Pool
@@ -271,6 +271,18 @@ def save_with_failing_rank(folder: Path) -> str:
     finally:
         trainer.mesh.close()
     return ""
+
+
+def test_error_of_creating_a_writer_fails_the_save_at_finish(tmp_path, monkeypatch):
+    saver = checkpoint.Saver(trained_optimizer())
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "renew_credentials", lambda files: int("half a file"))
+        saver.begin(tmp_path / "step_1", {})
+    with pytest.raises(checkpoint.SaveFailed, match=r"rank 0: ValueError: .*half a file"):
+        saver.finish()
+    saver.begin(tmp_path / "step_1", {})
+    saver.finish()
+    checkpoint.load(tmp_path / "step_1", trained_optimizer())
 
 
 def test_malicious_metadata_is_rejected(tmp_path):

@@ -116,6 +116,25 @@ def test_checkpoint_whose_marker_cannot_be_read_is_not_discarded(saved, monkeypa
     checkpoint.load(saved, trained_optimizer(width=9000))
 
 
+@pytest.mark.parametrize("absolute", [True, False])
+def test_linked_checkpoint_stays_intact_where_it_is(saved, tmp_path, absolute):
+    location, contents = tmp_path / "other run", sorted(saved.iterdir())
+    location.mkdir()
+    link, target = location / "step_1", saved if absolute else Path("../step_1")
+    link.symlink_to(target)
+    checkpoint.discard(link)
+    assert not link.is_symlink()
+    link.symlink_to(target)
+    aside = tmp_path / "deeper/aside"
+    locations.move_aside(location, [1], aside)
+    assert (aside / "step_1").resolve() == saved
+    link.symlink_to(target)
+    moved = checkpoint.quarantine(location, 1, "why")
+    assert (moved.resolve(), link.is_symlink()) == (saved, False)
+    assert sorted(saved.iterdir()) == contents
+    checkpoint.load(saved, trained_optimizer(width=9000))
+
+
 def test_only_folders_named_as_steps_count(saved):
     root = saved.parent
     for name in ("step_1.bak", "step_0x", "step_01", "backup/step_2", "quarantine/step_3"):

@@ -293,7 +293,7 @@ def stopping(logits, targets):
 """
 
 
-def test_stop_during_an_evaluation_saves_the_step(dataset, tmp_path, monkeypatch):
+def test_stop_during_an_evaluation_saves_the_step_and_resume_evaluates_it(dataset, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(STOPPING)
     monkeypatch.chdir(tmp_path)
     settings = ("evaluate.metrics=[own:stopping]", "evaluate.batches=10", "checkpoint.every=0")
@@ -301,3 +301,7 @@ def test_stop_during_an_evaluation_saves_the_step(dataset, tmp_path, monkeypatch
     train(run, dataset, *settings, code=exit_codes.INTERRUPTED)
     assert steps(run) == [6]
     assert not any("validation_loss" in row for row in micro.metrics(run))
+    (tmp_path / "own.py").write_text(STOPPING.replace("calls == 1", "calls == 0"))
+    train(run, dataset, *settings)
+    evaluated = [row["step"] for row in micro.metrics(run) if "validation_loss" in row]
+    assert evaluated == [6, 12]

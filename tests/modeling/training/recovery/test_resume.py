@@ -1,5 +1,6 @@
 """Requests to resume are applied once, and never start a run over that lost its checkpoints."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modeling.training.recovery.resume import AppliedRequest, Rejected, ResumeRequest
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import checkpoint, locations
 
 
 @pytest.fixture
@@ -77,6 +78,28 @@ def test_an_attempt_killed_while_it_moves_checkpoints_aside_is_completed_by_the_
     write(location, 4)
     start(location, again)
     assert steps(location) == [4]
+
+
+def test_checkpoints_move_aside_to_another_file_system(location, monkeypatch):
+    def rename(path, target):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (location / "step_8/data").write_text("weights")
+    monkeypatch.setattr(Path, "rename", rename)
+    for function in ("_copy_file", "discard"):  # before and after the copy
+        with monkeypatch.context() as patch:
+            patch.setattr(locations, function, killed)
+            with pytest.raises(KeyboardInterrupt):
+                start(location, ResumeRequest(4))
+        assert steps(location) == [4, 8, 12]
+    start(location, ResumeRequest(4))
+    aside = Path(f"{location}~1")
+    assert (steps(location), steps(aside)) == ([4], [8, 12])
+    assert (aside / "step_8/data").read_text() == "weights"
+    assert [path.name for path in location.iterdir()] == ["step_4"]
 
 
 def test_a_request_is_followed_again_after_a_start_without_it(location):
