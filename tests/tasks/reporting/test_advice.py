@@ -29,7 +29,8 @@ def test_repeated_data_and_small_tokenizers_are_warned_about(tokenizer, tokens, 
 def test_passes_over_pairs_count_padding_and_both_rows():
     settings = ("objective.kind=dpo", "train.steps=100", "train.global_batch_size=8")
     profile = resolve.load("tiny", settings)
-    assert training_tokens(profile) / tokens_of_pass(profile, {"tokens": 999, "samples": 400}) == 100 * 8 / 400
+    pairs = tokens_of_pass(profile, {"tokens": 999, "samples": 400})
+    assert training_tokens(profile) / pairs == 100 * 8 / 400
 
 
 @pytest.mark.parametrize(("last", "warned"), [(0.70, False), (0.71, False), (1.21, True)])
