@@ -290,7 +290,8 @@ def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_progr
         "modeling/models/families/gpt.py:MLP.__init__",
         "parallel/initialization.py:Constant.fill",
         "parallel/initialization.py:initialize",
-        "parallel/optimizer/buckets.py:Bucket.__init__",
+        "parallel/optimizer/buckets.py:Bucket._allocate_states",
+        "parallel/optimizer/buckets.py:Bucket._hold",
         "parallel/optimizer/sharded_adamw.py:ShardedAdamW.__init__",
     }
 
