@@ -115,7 +115,9 @@ def duplicates(hashes: Sequence[Sequence[str]]) -> str:
 
 def dataset(shards: Sequence[str], sequence_length: int, **options: Any) -> str:
     """Key of a corpus, from its shards' keys before deduplication, in order, and how it is read."""
-    inputs = {"shards": list(shards), "sequence_length": sequence_length}
+    inputs: dict[str, Any] = {"shards": list(shards), "sequence_length": sequence_length}
+    if options.get("deduplicate"):
+        inputs["recipe"] = 2  # 1 could drop other documents than the duplicates
     return digest({"step": "dataset", **inputs, **options})
 
 

@@ -82,8 +82,7 @@ class DatasetStep(Step):
             profile.train.sequence_length,
             **rows,
             span=profile.data.shuffle_tokens,
-            deduplicate=plan.deduplicate
-            and {"recipe": 2, "sources": [shard.source for shard in plan.shards]},
+            deduplicate=plan.deduplicate and [shard.source for shard in plan.shards],
             blend=any(weights) and [[weights[shard.source] for shard in plan.shards], weights],
         )
 
