@@ -39,6 +39,9 @@ llama3-70b                70.6 billion  8 × 64 trn2      submits to Slurm
 …
 ```
 
+`model.config` names a config.json, its folder or a Hugging Face repository whose architecture to train, instead of the model that
+the profile extends; keys of `model` beside it take precedence: `trainshed plan llama3-8b --set model.config=Qwen/Qwen3-8B`.
+
 Every model has a profile for trn2 under its plain name, and profiles that end in `-h200` and `-h100`: the same run with a
 topology for that hardware. `--all` adds the runs that were published for trn1, ending in `-trn1`, to plan, convert and compare.
 

@@ -2,9 +2,10 @@
 
     shipped or user's file, over what it `extends`  →  overrides  →  defaults from model.config  →  Profile
 
-Sections merge key by key; lists are replaced. Paths in `extends` and `model.config` are relative to the file that contains them;
-those in overrides, and all other paths, to the working folder. `model.config` may be a hub repository, org/name or
-org/name@revision, whose config.json is fetched.
+Sections merge key by key; lists are replaced. A `model.config` replaces the model that the profile extends or overrides; keys of
+`model` beside it take precedence over the config.json. Paths in `extends` and `model.config` are relative to the file that
+contains them; those in overrides, and all other paths, to the working folder. `model.config` may be a hub repository, org/name
+or org/name@revision, whose config.json is fetched.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def load(name_or_path: str, overrides: Sequence[str] = (), name: str | None = No
             between sections and for files.
     """
     values = _load_chain(_find(str(name_or_path), Path(), "profile"), ())
-    for override in overrides:
+    for override in sorted(overrides, key=_configures_model, reverse=True):
         _apply(values, override)
     if name is not None:
         values["name"] = name
@@ -112,6 +113,8 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
             raise ProfileError("extends", base, "is not the name or path of a profile", names())
         inherited = _load_chain(_find(base, path.parent, "extends"), (*extended_by, path))
         inherited.pop("description", None)
+        if isinstance(model, Mapping) and model.get("config") is not None:
+            inherited.pop("model", None)
         values = _merged(inherited, {"name": path.stem, **values})
     values.setdefault("name", path.stem)
     return values
@@ -138,6 +141,11 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _configures_model(override: str) -> bool:
+    """Whether an override names another config.json, beside which the other overrides count."""
+    return override.partition("=")[0].strip() == "model.config"
+
+
 def _apply(values: dict[str, Any], override: str) -> None:
     """Set one key; unknown keys are left to the schema, which suggests similar ones."""
     path, equals, text = override.partition("=")
@@ -151,6 +159,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
         value = yaml_text.parse(text)
     except ValueError as error:
         raise ProfileError(path, text, str(error)) from error
+    if _configures_model(override) and value is not None:
+        values["model"] = {"config": value}
+        return
     if parts[0] == "model":
         parts[-1] = next(iter(_canonical({parts[-1]: value})))
     target: Any = values

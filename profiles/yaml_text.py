@@ -19,7 +19,19 @@ CLOCK = re.compile(r"\d+(:\d+)+$")
 class Loader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2 numbers and without duplicate keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        # Nodes whose own keys were checked: merging (<<) adds the merged mapping's keys to them.
+        self._checked: set[yaml.MappingNode] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if node not in self._checked:
+            self._checked.add(node)
+            self._check_keys(node)
+        super().flatten_mapping(node)
+
+    @staticmethod
+    def _check_keys(node: yaml.MappingNode) -> None:
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -31,7 +43,6 @@ class Loader(yaml.SafeLoader):
                     problem=f"duplicate key {key.value}", problem_mark=key.start_mark
                 )
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiles import resolve
+from profiles import resolve, yaml_text
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tests.hub import Hub
@@ -242,6 +242,15 @@ def test_invalid_profile_file_is_rejected(tmp_path, content, reason):
     error = rejection(str(path))
     assert error.value == str(path)
     assert reason in error.reason
+
+
+def test_anchor_that_merges_another_may_be_merged_itself():
+    text = "a: &a {x: 1, y: 2}\nb: {inner: &b {<<: *a, x: 3}}\nc: {<<: *b}\n"
+    assert yaml_text.parse(text) == {
+        "a": {"x": 1, "y": 2},
+        "b": {"inner": {"x": 3, "y": 2}},
+        "c": {"x": 3, "y": 2},
+    }
 
 
 def test_binary_file_is_rejected(tmp_path):

@@ -243,7 +243,7 @@ def test_package_whose_family_is_broken_is_named_and_disturbs_no_other(tmp_path,
     assert Model(**from_config_json(to_config_json(Model(**LLAMA)))) == Model(**LLAMA)
 
 
-def test_profile_overrides_its_config_json(tmp_path):
+def test_profile_overrides_its_config_json_which_replaces_the_extended_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_config_json(Model(**LLAMA))))
     profile = resolve.load("tiny").model_dump(mode="json")
     sections = {name: section for name, section in profile.items() if name != "model"}
@@ -252,7 +252,16 @@ def test_profile_overrides_its_config_json(tmp_path):
     path.write_text(json.dumps({**sections, "model": {"config": "config.json", "num_hidden_layers": 5}}))
     model = resolve.load(str(path)).model
     assert model == Model(**{**LLAMA, "num_hidden_layers": 5})
-    assert resolve.load(str(path), [f"model.config={tmp_path}"]).model == model
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(to_config_json(Model(**{**LLAMA, "hidden_size": 32}))))
+    below = tmp_path / "below.yaml"
+    below.write_text(json.dumps({"extends": "./mine.yaml", "model": {"config": "other"}}))
+    replaced = Model(**{**LLAMA, "hidden_size": 32})
+    assert resolve.load(str(below)).model == replaced
+    assert resolve.load(str(path), [f"model.config={other}"]).model == replaced
+    later = resolve.load("tiny", ["model.num_hidden_layers=3", f"model.config={other}"]).model
+    assert later == Model(**{**LLAMA, "hidden_size": 32, "num_hidden_layers": 3})
 
 
 @pytest.mark.parametrize(
