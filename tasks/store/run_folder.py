@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -103,22 +103,8 @@ class RunFolder:
         Files that another machine has added to the run are downloaded, too. A local copy of another run of that name is moved to
         `<name>~N`. Raises ProfileError for a folder with a run's files but without run.json.
         """
-        local = self.identity
-        traces = (name for name in TRACES if self._local.exists(f"{self._prefix}/{name}"))
-        if local is None and (found := next(traces, None)):
-            reason = f"{self.path} has {found} but no {run_files.IDENTITY}; restore that file, or move the folder away"
-            raise ProfileError("name", self.name, reason)
-        if local not in (None, identity):
-            name = self._free_name()
-            self._local.move(self._prefix, f"runs/{name}")
-            log.warning("run %s: moved this machine's copy of another run to %s", self.name, name)
-        if self._remote:
-            self._restore(self._remote, identity)
-        retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
-        if not self._local.exists(f"{self._prefix}/{run_files.IDENTITY}"):
-            contents = {"identity": identity, **({"parent": asdict(parent)} if parent else {})}
-            self.write(run_files.IDENTITY, json.dumps(contents, indent=1).encode())
-        return self.path
+        with self._local_copy_locked():
+            return self._prepare(identity, parent)
 
     def move_aside(self) -> str:
         """Rename the run to the first free `<name>~N`, in the store and locally; returns that name."""
@@ -261,6 +247,38 @@ class RunFolder:
             raise state_files.CorruptedState(f"{backend.location(name)}: corrupted (no identity); {reason}")
         return found
 
+    def _prepare(self, identity: str, parent: Parent | None) -> Path:
+        local = self.identity
+        traces = (name for name in TRACES if self._local.exists(f"{self._prefix}/{name}"))
+        if local is None and (found := next(traces, None)):
+            reason = f"{self.path} has {found} but no {run_files.IDENTITY}; restore that file, or move the folder away"
+            raise ProfileError("name", self.name, reason)
+        if local not in (None, identity):
+            name = self._free_name()
+            self._local.move(self._prefix, f"runs/{name}")
+            log.warning("run %s: moved this machine's copy of another run to %s", self.name, name)
+        if self._remote:
+            self._restore(self._remote, identity)
+        retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
+        if not self._local.exists(f"{self._prefix}/{run_files.IDENTITY}"):
+            contents = {"identity": identity, **({"parent": asdict(parent)} if parent else {})}
+            self.write(run_files.IDENTITY, json.dumps(contents, indent=1).encode())
+        return self.path
+
+    @contextmanager
+    def _local_copy_locked(self) -> Iterator[None]:
+        """Keep other processes of this machine from preparing the run, if the store is remote.
+
+        Not all of them hold the run's lock: an evaluation opens a run that another process starts.
+        """
+        if not self._remote:
+            yield
+            return
+        lock = self._local.path(f"locks/prepare-{self.name}")
+        retried(lambda: lock.parent.mkdir(parents=True, exist_ok=True))
+        with locked(lock, required=False):
+            yield
+
     def _restore(self, remote: ObjectBackend, identity: str) -> None:
         """Download the run if the remote store has it, and this machine none or an earlier attempt.
 
@@ -270,17 +288,23 @@ class RunFolder:
             return
         # The store before the local folder: a job that runs here writes to this folder first, and must not make it seem outdated.
         stored = attempt_in(remote, self._prefix)
-        here = None if self.identity is None else attempt_in(self._local, self._prefix)
-        if here is not None and here > stored:
+        here = self._local_attempt()
+        if here > stored:
             return
         sizes = {file: size for file, size in remote.files(self._prefix).items() if not is_excluded(file)}
-        if here is None or here < stored:
-            self._fetch(remote, "", sizes)
+        if here < stored:
+            # Training does not hold the lock, and may begin an attempt during the download.
+            if not self._fetch(remote, "", sizes, is_needed=lambda: self._local_attempt() < stored):
+                return
             attempt = attempt_in(self._local, self._prefix)
             self._local.write(f"{self._prefix}/{DOWNLOADED}", str(attempt).encode())
             log.info("run %s: downloaded from %s to resume here", self.name, remote.location(self._prefix))
         else:
             self._update(remote, sizes, here)
+
+    def _local_attempt(self) -> int:
+        """Number of the local copy's training attempt; -1 if this machine has no copy."""
+        return -1 if self.identity is None else attempt_in(self._local, self._prefix)
 
     def _update(self, remote: ObjectBackend, sizes: Mapping[str, int], attempt: int) -> None:
         """Download files that are missing or out of date in the local folder, whose attempt is the store's.
@@ -305,6 +329,8 @@ class RunFolder:
             return
         with self._staging() as folder:
             self._download(remote, self._prefix, {name: sizes[name] for name in names}, folder)
+            if self._local_attempt() != attempt:  # training has begun another one here
+                return
             for name in names:
                 target = self._local.path(f"{self._prefix}/{name}")
                 retried(lambda target=target: target.parent.mkdir(parents=True, exist_ok=True))
@@ -330,19 +356,30 @@ class RunFolder:
                     raise OSError(errno.ESTALE, reason, self.location(part))
 
     def _fetch(
-        self, remote: ObjectBackend, part: str, sizes: Mapping[str, int], target: str | None = None
-    ) -> None:
-        """Download files of a part of the run, which appears here, or as `target`, complete or not at all."""
+        self,
+        remote: ObjectBackend,
+        part: str,
+        sizes: Mapping[str, int],
+        target: str | None = None,
+        is_needed: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Download files of a part of the run, which appears here, or as `target`, complete or not at all.
+
+        Returns `is_needed()`, called after the download, which is discarded if that is False.
+        """
         name = f"{self._prefix}/{part}".rstrip("/")
         target = target or name
         with self._staging() as folder:
             self._download(remote, name, sizes, folder)
+            if not is_needed():
+                return False
             # Keep local files that the store lacks, such as those of an interrupted start.
             for file in self._local.files(target).keys() - sizes.keys():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 _link(self._local.path(f"{target}/{file}"), folder / file)
             self._local.remove(target)
             self._local.move(str(folder), target)
+        return True
 
     def _staging(self) -> AbstractContextManager[Path]:
         return staging_folder(self._local.path("staging"), f"run-{self.name}")

@@ -8,6 +8,7 @@ import pytest
 
 from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.file_locks import locked
 from tasks.store import run_artifacts
 from tasks.store.backends.objects import ObjectBackend
 from tasks.store.run_folder import RunFolder
@@ -125,6 +126,30 @@ def test_files_of_the_machine_that_trains_are_not_replaced_by_longer_ones(tmp_pa
     # Removed by the user so that the request is applied again, and by the step that used the result.
     assert not (folder / "resumed.json").exists()
     assert not (folder / "logs/task.json").exists()
+
+
+@pytest.mark.parametrize("stored", ["1", "2"])
+def test_an_attempt_that_begins_during_a_download_is_not_replaced(tmp_path, monkeypatch, stored):
+    """Such as of a run that is resumed while an evaluation downloads it."""
+    here, there = machines(tmp_path)
+    write_files(there.prepare("one"), attempt="1", metrics__jsonl="1\n")
+    there.sync().upload()
+    folder = here.prepare("one")
+    write_files(there.path, attempt=stored, metrics__jsonl="1\n2\n")
+    there.sync().upload()
+    download = ObjectBackend.download
+
+    def slow(*arguments) -> None:
+        download(*arguments)
+        with pytest.raises(BlockingIOError), locked(lock, wait=False):  # keeps other processes waiting
+            pass
+        write_files(folder, attempt="3", metrics__jsonl="of attempt 3")
+
+    lock = tmp_path / "here/locks/prepare-tiny"
+    monkeypatch.setattr(ObjectBackend, "download", slow)
+    assert here.prepare("one") == folder
+    assert (folder / "attempt").read_text() == "3"
+    assert (folder / "metrics.jsonl").read_text() == "of attempt 3"
 
 
 def test_a_run_whose_identity_cannot_be_read_is_left_alone(store, monkeypatch):
