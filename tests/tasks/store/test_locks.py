@@ -183,7 +183,7 @@ def test_only_one_of_many_threads_creates_a_ticket_on_s3(monkeypatch):
 def test_owner_differs_from_a_later_process_with_the_same_pid():
     current = LockOwner.current()
     assert not current.is_gone
-    assert replace(current, started=current.started - 1000).is_gone
+    assert replace(current, ticks=current.ticks - 1).is_gone
     assert LockOwner.from_json(current.to_json()) == current
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -193,6 +193,19 @@ def test_owner_differs_from_a_later_process_with_the_same_pid():
     assert not replace(current, pid=process.pid, system="another-boot 4026531836").is_gone
     earlier = {name: value for name, value in current.to_json().items() if name != "system"}
     assert not LockOwner.from_json({**earlier, "pid": process.pid}).is_gone
+
+
+def test_owner_is_not_gone_after_the_clock_was_set():
+    current = LockOwner.current()
+    shifted = replace(current, started=current.started - 1000)
+    name = Path("/proc/self/comm")
+    before = name.read_text()
+    try:
+        name.write_text("a) S 1 (b c")  # precedes the start in the process's status
+        assert not shifted.is_gone
+    finally:
+        name.write_text(before)
+    assert replace(shifted, ticks=None).is_gone  # written by an earlier version
 
 
 def test_lost_lock_is_reported_to_its_holder(backend, caplog):
