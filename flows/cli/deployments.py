@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.prefect_settings import POOL
+from flows.server.prefect_settings import POOL, authorization
 from flows.server.shared_server import start_module
 from flows.ui.console import print_stderr, waiting
 
@@ -92,7 +92,7 @@ def named(name: str) -> dict[str, Any]:
 
 def query(address: str, body: dict[str, Any], method: str = "POST") -> Any:
     """Query Prefect's API; returns its JSON. Raises OSError or ValueError if something else listens there."""
-    header = {"Content-Type": "application/json"}
+    header = {"Content-Type": "application/json", **authorization()}
     request = urllib.request.Request(address, json.dumps(body).encode(), header, method=method)
     for _ in range(ATTEMPTS):
         try:

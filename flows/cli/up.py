@@ -1,22 +1,20 @@
 """`trainshed up`: local Prefect server, worker and all deployments of prefect.yaml, until Ctrl-C.
 
 Everything listens on loopback. Each child runs in its own session, so that Ctrl-C reaches only this process, which stops
-them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills them. If a Prefect server is
-already running, only what it lacks is added.
+them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills them. If a Prefect server of
+this user is already running, only what it lacks is added. Another user's is never used: each could run code as the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,7 +22,14 @@ import psutil
 
 from flows.cli.deployments import count_unregistered, listed, named, query, register
 from flows.cli.exit_codes import DONE, FAILED
-from flows.server.prefect_settings import ALERTS, AUTOMATION, POOL, configure, single_certificate_setting
+from flows.server.prefect_settings import (
+    ALERTS,
+    AUTOMATION,
+    POOL,
+    configure,
+    cors_setting,
+    single_certificate_setting,
+)
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import ServerLocks, start_module, wait_healthy
 from flows.ui.console import print_stderr, relative, waiting
@@ -32,6 +37,7 @@ from flows.ui.console import print_stderr, relative, waiting
 GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop
 WORKER_SECONDS = 60.0  # for a worker to report to the server
 SERVER, WORKER = "a server", "an online worker"
+LOOPBACK = ("127.0.0.1", "0.0.0.0", "::")  # addresses of listeners that are reached at 127.0.0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,6 +52,9 @@ def run(options: argparse.Namespace) -> int:
     address = f"http://127.0.0.1:{port}"
     missing = [SERVER, WORKER]
     if _is_taken(port):
+        if not _is_own(port):
+            print_stderr(f"trainshed: port {port} is taken by another user's server; choose one with --port")
+            return FAILED
         found = _missing(f"{address}/api", home)
         if found is None:
             advice = "perhaps by another `trainshed up`; choose one with --port"
@@ -112,14 +121,16 @@ class _Services:
             _stop(self.children, lambda: SERVER in self.missing and self.locks.is_used(self.port))
 
     def _start_server(self) -> bool:
-        """Start the server; returns whether it answers."""
+        """Start the server; returns whether it answers, and not another user's on its port."""
         server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
         with self.locks.locked(), self.locks.record_server(self.port) as alive:
             fds = [alive.fileno()]
-            child = start_module(server, self.logs / "server.log", pass_fds=fds, **self.settings)
+            settings = {**self.settings, "env": {**self.settings["env"], **cors_setting(self.port)}}
+            child = start_module(server, self.logs / "server.log", pass_fds=fds, **settings)
             self.children.append(child)
         with waiting(lambda: "starting Prefect's server"):
-            return wait_healthy(f"{self.address}/api", lambda: child.poll() is None)
+            answers = wait_healthy(f"{self.address}/api", lambda: child.poll() is None)
+        return answers and _is_own(self.port)
 
     def _print_addresses(self) -> None:
         print_stderr(
@@ -165,9 +176,9 @@ def _has_online_worker(api: str) -> bool:
 
 def _form(address: str) -> str:
     """Address of the form that starts `tiny`, which is far down in Prefect's list; else of the list."""
-    api = f"{address}/api/deployments/name/pretrain/tiny"
-    with contextlib.suppress(OSError), urllib.request.urlopen(api, timeout=10) as answer:
-        return f"{address}/deployments/deployment/{json.load(answer)['id']}/run"
+    with contextlib.suppress(OSError, ValueError):
+        deployment = query(f"{address}/api/deployments/name/pretrain/tiny", {}, "GET")
+        return f"{address}/deployments/deployment/{deployment['id']}/run"
     return f"{address}/deployments"
 
 
@@ -217,3 +228,15 @@ def _process_trees(children: Sequence[subprocess.Popen[bytes]]) -> set[psutil.Pr
 def _is_taken(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _is_own(port: int) -> bool:
+    """Whether a process of this user listens on the port; False if that cannot be determined."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or cannot be read
+            if process.uids().effective == os.geteuid() and any(
+                each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.laddr.ip in LOOPBACK
+                for each in process.net_connections("tcp")
+            ):
+                return True
+    return False

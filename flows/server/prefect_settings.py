@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -44,6 +46,8 @@ CLIENT_RETRIES = 7  # an unreachable server is retried after 2, 4, ... 128 s: fo
 # Without a heartbeat for this long, a run counts as crashed; longer than a run can wait for the server.
 SILENCE_SECONDS = 360
 
+PRIVATE = 0o700  # permissions of a home, whose database has secrets
+
 # Environment of servers and flow runs, read when Prefect is imported.
 SETTINGS = {
     # Telemetry would delay the start without a network, and print a notice over the progress line.
@@ -57,8 +61,8 @@ SETTINGS = {
 def configure(store: Path) -> Path:
     """Set default Prefect settings in the environment, before Prefect is imported; returns Prefect's home.
 
-    The home, with the database of a local server, is in the store's local folder. A server that the user has configured in
-    ~/.prefect is still used.
+    The home, with the database of a local server, is in the store's local folder, and each user has one there. A server that the
+    user has configured in ~/.prefect is still used.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -66,8 +70,34 @@ def configure(store: Path) -> Path:
         profiles = Path("~/.prefect/profiles.toml").expanduser()
         if profiles.exists():
             os.environ.setdefault("PREFECT_PROFILES_PATH", str(profiles))
-        os.environ["PREFECT_HOME"] = str(store.absolute() / "prefect-home")
+        os.environ["PREFECT_HOME"] = str(_private_home(store.absolute() / "prefect-home"))
     return Path(os.environ["PREFECT_HOME"]).expanduser()
+
+
+def _private_home(home: Path) -> Path:
+    """This home, made inaccessible to others; if it belongs to another user, one beside it."""
+    with contextlib.suppress(OSError):  # does not exist yet, or its file system has no permissions
+        status = home.stat()
+        if status.st_uid != os.geteuid():
+            return home.with_name(f"{home.name}-{os.geteuid()}")
+        if status.st_mode & ~PRIVATE & 0o777:
+            home.chmod(PRIVATE)
+    return home
+
+
+def cors_setting(port: int) -> dict[str, str]:
+    """Setting of a server on loopback: browsers may call its API only from its own pages.
+
+    A value in the environment takes precedence.
+    """
+    name = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
+    return {name: os.environ.get(name, f"http://127.0.0.1:{port},http://localhost:{port}")}
+
+
+def authorization() -> dict[str, str]:
+    """Header of requests to Prefect's API, if the user has set its password."""
+    password = os.environ.get("PREFECT_API_AUTH_STRING")
+    return {"Authorization": f"Basic {base64.b64encode(password.encode()).decode()}"} if password else {}
 
 
 def single_certificate_setting(home: Path) -> dict[str, str]:

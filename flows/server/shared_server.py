@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from flows.server.prefect_settings import PRIVATE, cors_setting
 from flows.server.secrets import without_tokens
 from modeling.start import without_garbage_collection
 from profiles import file_locks
@@ -44,11 +45,11 @@ class ServerLocks:
     def __init__(self, home: Path) -> None:
         self.home = home
         try:
-            self.home.mkdir(parents=True, exist_ok=True)
+            self.home.mkdir(PRIVATE, parents=True, exist_ok=True)
             server = self._read()
             if server and server["host"] != platform.node():  # this machine cannot reach its loopback
                 self.home = home / platform.node()
-                self.home.mkdir(exist_ok=True)
+                self.home.mkdir(PRIVATE, exist_ok=True)
             with self.locked():
                 pass
         except OSError as error:
@@ -212,6 +213,7 @@ def main(port: int, home: Path) -> None:
     watch = threading.Thread(target=_stop_without_users, args=(ServerLocks(home), port), daemon=True)
     watch.start()
     os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
+    os.environ |= cors_setting(port)
 
     with without_garbage_collection():
         import uvicorn

@@ -1,5 +1,6 @@
 """`trainshed up`: server, worker and deployments; runs started through the API; shutdown by Ctrl-C."""
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.cli.deployments import query
 from flows.cli.main import main
 from flows.parameters import STARTABLE
 from flows.server.prefect_settings import AUTOMATION, SETTINGS
@@ -58,6 +60,13 @@ def ask(address: str, body: dict | list | None = None, method: str = "POST") -> 
                 raise
             time.sleep(1)
     raise TimeoutError(f"{address} was unavailable for 30 s")
+
+
+def allows_pages_of(origin: str, api: str) -> bool:
+    """Whether browsers let pages of this origin call the API."""
+    request = urllib.request.Request(f"{api}/health", headers={"Origin": origin})
+    with urllib.request.urlopen(request) as answer:
+        return answer.headers["Access-Control-Allow-Origin"] is not None
 
 
 def only(flow_run: str) -> dict:
@@ -151,6 +160,8 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
 ):
     """Shares the database of the test above."""
     started, api = up
+    own = api.removesuffix("/api").replace("127.0.0.1", "localhost")
+    assert [allows_pages_of(origin, api) for origin in (own, "https://example.org")] == [True, False]
     automations = ask(f"{api}/automations/filter")
     (automation,) = (each for each in automations if each["name"] == AUTOMATION)
     assert automation["enabled"]
@@ -210,6 +221,26 @@ def test_taken_port_is_an_error(command, port):
         code, _, err = command("up", "--port", str(port)).result()
     assert code == 1
     assert f"port {port} is taken" in err
+
+
+def test_another_users_server_is_not_used(port, monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        user = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        assert main(["up", "--port", str(port)]) == 1
+    assert f"port {port} is taken by another user's server" in capsys.readouterr().err
+
+
+def test_requests_to_the_api_send_its_password(monkeypatch):
+    def open_url(request, **_):
+        assert request.get_header("Authorization") == "Basic dGVhbTpwYXNzd29yZA=="
+        return io.BytesIO(b"[]")
+
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "team:password")
+    monkeypatch.setattr(urllib.request, "urlopen", open_url)
+    assert query("http://server/api/flows/filter", {}) == []
 
 
 @pytest.fixture(scope="module")

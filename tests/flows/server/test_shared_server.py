@@ -1,14 +1,18 @@
 """The Prefect server that the commands on one store share."""
 
+import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from flows.server.prefect_settings import configure
 from flows.server.shared_server import Server, ServerLocks
 from tests import faults
-from tests.flows.cli.test_up import ask
+from tests.flows.cli.test_up import allows_pages_of, ask
 
 USER = """
 import sys, time
@@ -48,6 +52,7 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
     address = first.wait()
     (server,) = servers()
     assert "HF_TOKEN" not in server.environ()
+    assert not allows_pages_of("https://example.org", address)
     command = [sys.executable, "-c", USER, str(home), str(log)]
     second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -75,3 +80,25 @@ def test_home_is_locked_also_over_nfs(tmp_path, monkeypatch):
         assert port == 4200
         assert locks.is_used(port)
     assert not locks.is_used(port)
+
+
+def test_each_user_of_a_store_has_a_home_that_others_cannot_read(tmp_path, monkeypatch):
+    def home() -> Path:
+        monkeypatch.setattr(os, "environ", {})
+        return ServerLocks(configure(tmp_path)).home
+
+    first = home()
+    assert first == tmp_path / "prefect-home"
+    assert mode(first) == 0o700
+    first.chmod(0o755)  # as an earlier version created it
+    assert home() == first
+    assert mode(first) == 0o700
+    user = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert home() == tmp_path / f"prefect-home-{user}"
+    assert mode(home()) == 0o700
+
+
+def mode(path: Path) -> int:
+    """Permissions of a file."""
+    return stat.S_IMODE(path.stat().st_mode)
