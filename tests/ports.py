@@ -1,10 +1,17 @@
-"""A free TCP port on loopback."""
+"""Free ports for tests."""
 
+import contextlib
+import random
 import socket
+
+# Below those that the kernel chooses for clients and for port 0, so that no other process gets one before it is used.
+PORTS = range(20000, 32000)
 
 
 def free_port() -> int:
-    """A port that was free a moment ago; another process may take it before the caller does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port of the loopback interface that nothing uses."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

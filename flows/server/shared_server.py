@@ -128,17 +128,22 @@ class Server:
             joined = self._locks.join()
             self.started = joined is None
             if joined is None:
-                self._start(_free_port())
+                self._start()
                 joined = self._locks.join()
         self.port, self._users = joined
 
-    def _start(self, port: int) -> None:
+    def _start(self) -> None:
+        """Start the server on a free port, bound here so that no other process can take it meanwhile."""
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         home = str(self._locks.home)
         environment = {**without_tokens(), "PREFECT_HOME": home}
-        with self._locks.record_server(port) as alive:
-            options = {"stdin": subprocess.DEVNULL, "pass_fds": [alive.fileno()], "env": environment}
-            start_module(("flows.server.shared_server", str(port), home), self._log_file, **options)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            with self._locks.record_server(listener.getsockname()[1]) as alive:
+                fds = [alive.fileno(), listener.fileno()]
+                options = {"stdin": subprocess.DEVNULL, "pass_fds": fds, "env": environment}
+                module = ("flows.server.shared_server", str(listener.fileno()), home)
+                start_module(module, self._log_file, **options)
 
     def wait(self) -> str:
         """Wait for a healthy server; returns its API's address. Raises RuntimeError after START_TIMEOUT."""
@@ -189,12 +194,6 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _stop_without_users(locks: ServerLocks, port: int) -> None:
     """End this process, the server, once it has no users."""
     while True:
@@ -208,8 +207,12 @@ def _stop_without_users(locks: ServerLocks, port: int) -> None:
     os._exit(0)
 
 
-def main(port: int, home: Path) -> None:
-    """Serve the API without the UI and with only the services of Prefect's own ephemeral server."""
+def main(listener: socket.socket, home: Path) -> None:
+    """Serve the API on a bound socket, without the UI.
+
+    Only the services of Prefect's own ephemeral server run.
+    """
+    port = listener.getsockname()[1]
     watch = threading.Thread(target=_stop_without_users, args=(ServerLocks(home), port), daemon=True)
     watch.start()
     os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1", "PREFECT_UI_ENABLED": "0"}
@@ -220,8 +223,8 @@ def main(port: int, home: Path) -> None:
         from prefect.server.api.server import create_app
 
         app = create_app()
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))

@@ -21,6 +21,8 @@ from typing import IO
 
 import psutil
 
+from tests.ports import free_port
+
 PROGRAMS = ("setpriv", "munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
 NODES, CPUS, MEMORY = 4, 2, 4000  # MiB
 CLUSTERS, JOBS = 8, 100  # clusters at a time on this machine, and jobs of each
@@ -86,7 +88,7 @@ class Cluster:
         self._slot, number = _take_slot()
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
-        self._ports = dict(zip(self.nodes, _free_ports(nodes), strict=True))
+        self._ports = {node: free_port() for node in self.nodes}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         (self.folder / "state").mkdir()
         host = socket.gethostname().partition(".")[0]
@@ -108,7 +110,7 @@ class Cluster:
         self.configuration.write_text(
             CONFIGURATION.substitute(
                 host=host,
-                port=_free_ports(1)[0],
+                port=free_port(),
                 folder=self.folder,
                 first_job=1 + JOBS * number,
                 nodes="\n".join(lines),
@@ -275,17 +277,6 @@ def _take_slot() -> tuple[IO[bytes], int]:
         else:
             return file, number
     raise RuntimeError(f"{CLUSTERS} clusters are running on this machine")
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def _until(true: object, failure: str, seconds: float = 60) -> None:
