@@ -77,6 +77,7 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
     elif all(found.has(f"model.{name}") for name in REQUIRED):
         found.translate("model.model_config", {}, "not needed: the config states the dimensions")
         base = {"architecture": "llama"}
+        found.ours |= _section(_replicated_heads(found))
         _numbers(found, NUMBERS)
     else:
         model = _published(found, named)
@@ -94,10 +95,7 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
 
 def _published(found: Translation, named: str | None) -> Published | None:
     """The published model with the dimensions in the config; reports an error unless there is exactly one."""
-    numbers = stated(found) | experts.stated(found)
-    if (replicas := found.integer("distributed_strategy.kv_replicator", 1)) > 1:
-        tensor = found.integer("distributed_strategy.tensor_model_parallel_size", 1)
-        numbers["num_key_value_heads"] = tensor // replicas
+    numbers = stated(found) | experts.stated(found) | _replicated_heads(found)
     numbers["architecture"] = "mixtral" if found.has_section("model.moe") else "llama"
     hint = " ".join(value for value in found.theirs.values() if isinstance(value, str))
     matches = published.find(numbers, hint) if "hidden_size" in numbers else []
@@ -115,6 +113,13 @@ def _published(found: Translation, named: str | None) -> Published | None:
         note += "; but not " + ", ".join(f"{name} {format_value(numbers[name])}" for name in match.different)
     found.translate("model.model_config", {}, f"{note}; --config FILE to use another", Effect.TO_DO)
     return match.published
+
+
+def _replicated_heads(found: Translation) -> dict[str, int]:
+    """The KV heads that kv_replicator copies to one per tensor rank; empty without replication."""
+    replicas = found.integer("distributed_strategy.kv_replicator", 1)
+    tensor = found.integer("distributed_strategy.tensor_model_parallel_size", 1)
+    return {"num_key_value_heads": tensor // replicas} if replicas > 1 else {}
 
 
 def _section(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Read NxD Training configs: YAML with OmegaConf's references, which are resolved.
 
-`${a.b}` refers to another key, `${.b}` to one in the same section, `${..b}` to one in the section above; `${multiply:x, y}` is a
-product, `${oc.env:NAME,default}` an environment variable, `${oc.decode:text}` text read as YAML, and `${now:format}` the time.
-A number or a boolean in quotes, or from an environment variable, is a number or a boolean.
+`${a.b}` refers to another key or a whole section, `${.b}` to one in the same section, `${..b}` to one in the section above;
+`${multiply:x, y}` is a product, `${oc.env:NAME,default}` an environment variable, `${oc.decode:text}` text read as YAML, and
+`${now:format}` the time. A number or a boolean in quotes, or from an environment variable, is a number or a boolean.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise ProfileError("config", str(path), "is not a mapping of sections")
     try:
-        flat = dict(_flatten(values, ""))
-        return {key: _scalar(_resolve(key, value, flat)) for key, value in flat.items()}
+        return {key: _scalar(value) for key, value in _flatten(_resolve("", values, values, ()), "")}
     except RecursionError:
         raise ProfileError("config", str(path), "a section or a list contains itself") from None
 
@@ -65,21 +64,32 @@ def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _resolve(key: str, value: Any, flat: Mapping[str, Any]) -> Any:
-    """A value with its references replaced."""
+def _resolve(key: str, value: Any, root: Mapping[str, Any], users: tuple[str, ...]) -> Any:
+    """A value, list or section with its references replaced.
+
+    Args:
+        key: where the value is; relative references start there.
+        root: the complete config.
+        users: keys whose references are being replaced, each of which needs the next.
+    """
+    if isinstance(value, Mapping):
+        prefix = f"{key}." if key else ""
+        return {name: _resolve(f"{prefix}{name}", entry, root, users) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_resolve(key, entry, flat) for entry in value]
+        return [_resolve(key, entry, root, users) for entry in value]
     given = value
     for _ in range(MAX_DEPTH):
         if not isinstance(value, str) or (found := REFERENCE.search(value)) is None:
             return value
-        referenced = _lookup(key, found[1], flat)
+        if key in users:
+            break
+        referenced = _lookup(key, found[1], root, (*users, key))
         value = referenced if found[0] == value else value.replace(found[0], str(referenced))
     raise ProfileError(key, given, "refers to itself")
 
 
-def _lookup(key: str, reference: str, flat: Mapping[str, Any]) -> Any:
-    """The value of a reference in a key's value."""
+def _lookup(key: str, reference: str, root: Mapping[str, Any], users: tuple[str, ...]) -> Any:
+    """What a reference in a key's value refers to, resolved."""
     name, colon, arguments = reference.partition(":")
     if colon:
         return _function(key, name.strip(), arguments)
@@ -87,11 +97,18 @@ def _lookup(key: str, reference: str, flat: Mapping[str, Any]) -> Any:
     up = len(name) - len(name.lstrip("."))  # each leading dot goes up one section
     if up:
         name = ".".join([*key.split(".")[:-up], name.lstrip(".")])
-    if name not in flat:
-        raise ProfileError(
-            key, f"${{{reference}}}", "refers to an undefined key", get_close_matches(name, flat, 1)
-        )
-    return flat[name]
+    found, path = root, ""
+    for part in name.split("."):
+        if isinstance(found, str):  # refers to a section itself
+            found = _resolve(path, found, root, users)
+        section = {str(each): entry for each, entry in found.items()} if isinstance(found, Mapping) else {}
+        if part not in section:
+            known = [each for each, _ in _flatten(root, "")]
+            raise ProfileError(
+                key, f"${{{reference}}}", "refers to an undefined key", get_close_matches(name, known, 1)
+            )
+        found, path = section[part], f"{path}.{part}".lstrip(".")
+    return _resolve(path, found, root, users)
 
 
 def _function(key: str, name: str, arguments: str) -> Any:

@@ -19,7 +19,7 @@ def translate(found: Translation, objective: str) -> None:
     sources = (
         _megatron(found) if found.has(PREFIX) or found.has_section(PREFIX) else _folders(found, objective)
     )
-    if not sources:
+    if all(source.get("use") == "validation" for source in sources):
         found.report("data.train_dir", Effect.ERROR, "is missing; no other key names training data")
     found.ours["data.sources"] = sources
     found.report("data.test_dir", Effect.HARMLESS, "there is no test split")
@@ -131,6 +131,6 @@ def _folders(found: Translation, objective: str) -> list[dict[str, Any]]:
         note = "token ids in its column input_ids" if objective == "pretrain" else "records"
         note = "not on this machine" if absent else note
         found.translate(key, {"data.sources": []}, note, Effect.TO_DO if absent else Effect.TRANSLATED)
-    if len(sources) == 1:
+    if [source["use"] for source in sources] == ["train"]:
         sources[0].pop("use")
     return sources

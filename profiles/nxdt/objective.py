@@ -40,6 +40,9 @@ def translate(found: Translation) -> None:
     """Set the objective, LoRA and the initial weights."""
     objective = kind(found)
     found.ours["objective.kind"] = objective
+    if objective != "pretrain":
+        # NxD Training begins each record with BOS, and TRL, which tokenizes its pairs, each prompt.
+        found.ours["data.prepend_bos"] = True
     if objective == "sft":
         _sft(found)
     elif objective == "dpo":
@@ -60,7 +63,6 @@ def translate(found: Translation) -> None:
 def _sft(found: Translation) -> None:
     key = f"{strategy(found)}.sft.packing"
     packing = found.flag(key, found.flag("data.packing", False))
-    found.ours["data.prepend_bos"] = True  # NxD Training begins each record with BOS
     values: dict[str, Any] = {
         "objective.packing": packing,
         "objective.too_long": "drop" if packing else "truncate",
@@ -85,7 +87,11 @@ def _dpo(found: Translation) -> None:
     found.translate(f"{key}.kl_beta", {"objective.beta": float(found.number(f"{key}.kl_beta", 0.01))})
     loss = found.get(f"{key}.loss_type", "sigmoid")
     if loss in LOSSES:
-        found.translate(f"{key}.loss_type", {"objective.loss": loss})
+        note, effect = "", Effect.TRANSLATED
+        if loss != "sigmoid":
+            note = "NxD Training does not read it, and always has sigmoid; set sigmoid to reproduce its runs"
+            effect = Effect.DIFFERS
+        found.translate(f"{key}.loss_type", {"objective.loss": loss}, note, effect)
     else:
         found.report(
             f"{key}.loss_type", Effect.ERROR, f"has no equivalent; Trainshed has {', '.join(LOSSES)}"

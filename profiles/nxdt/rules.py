@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from profiles.nxdt.translation import Effect, Translation
+from profiles.nxdt.translation import Effect, Line, Translation
 
 Rule = Callable[[Translation, str, Any], None]
 OFF = (None, False, 0, "", "None", "none")  # values that switch a feature off
@@ -23,6 +23,10 @@ def apply(found: Translation) -> None:
     for key, value in found.theirs.items():
         if key in RULES:
             RULES[key](found, key, value)
+    if is_hugging_face(found) and NORMS not in found.theirs:
+        found.ours["train.norm_weight_decay"] = True
+        note = "NxD Training's Hugging Face models decay norm weights by default"
+        found.lines[NORMS] = Line(NORMS, None, Effect.TRANSLATED, "train.norm_weight_decay", note)
     for key, value in found.theirs.items():
         if key not in found.lines:
             _unknown(found, key, value)
@@ -97,7 +101,34 @@ def _one_of(ours: str, choices: Mapping[Any, Any], note: str = "") -> Rule:
 
 
 def _data_sharding(found: Translation, key: str, value: Any) -> None:
-    found.translate(key, {"parallel.data_sharding": "zero1" if found.flag(key, False) else "none"})
+    sharding, note, effect = "zero1", "", Effect.TRANSLATED
+    if not found.flag(key, False):
+        sharding = "none"
+        if _asks_for_float32(found):
+            note = "without ZeRO-1, NxD Training has neither float32 master weights nor float32 gradient "
+            note += "accumulation; Trainshed has both in either case"
+            effect = Effect.DIFFERS
+    found.translate(key, {"parallel.data_sharding": sharding}, note, effect)
+
+
+def _asks_for_float32(found: Translation) -> bool:
+    """Whether NxD Training's precision has float32 master weights or gradient accumulation."""
+    kind = found.get("precision.type")
+    if kind == "manual":
+        return any(found.flag(f"precision.{name}", False) for name in ("master_weights", "fp32_grad_acc"))
+    return kind in ("mixed_precision", "mixed_precisionSR", "autocast")
+
+
+def _kv_replicator(found: Translation, key: str, value: Any) -> None:
+    """Reject a number of replicas with which the tensor ranks cannot share the KV heads evenly."""
+    replicas, ours = found.integer(key, 1), found.ours
+    tensor = found.integer("distributed_strategy.tensor_model_parallel_size", 1)
+    heads = ours.get("model.num_key_value_heads", ours.get("model.num_attention_heads", tensor))
+    copies = heads * replicas
+    if is_hugging_face(found) and replicas > 1 and (copies < tensor or copies % tensor):
+        note = f"makes {copies} of {heads} KV heads, which {tensor} tensor ranks do not divide"
+        found.report(key, Effect.ERROR, note)
+    found.report(key, Effect.HARMLESS, "follows from parallel.tensor and the number of KV heads")
 
 
 def _virtual_pipeline(found: Translation, key: str, value: Any) -> None:
@@ -133,15 +164,29 @@ def _clip(found: Translation, key: str, value: Any) -> None:
 
 
 def _max_steps(found: Translation, key: str, value: Any) -> None:
-    epochs = found.integer("trainer.max_epochs", -1, least=-1)
-    if found.number(key, -1) < 0:
-        if epochs > 0:
-            found.translate("trainer.max_epochs", {"train.epochs": epochs})
-            found.report(key, Effect.HARMLESS, "unlimited: trainer.max_epochs determines the steps")
-        else:
-            found.report(key, Effect.ERROR, "is unlimited; set a number of steps")
-    else:
+    if not _is_unlimited(found):
         found.translate(key, {"train.steps": found.integer(key, 1)})
+    elif found.integer("trainer.max_epochs", -1, least=-1) > 0:
+        found.report(key, Effect.HARMLESS, "unlimited: trainer.max_epochs determines the steps")
+    else:
+        found.report(key, Effect.ERROR, "is unlimited; set a number of steps")
+
+
+def _max_epochs(found: Translation, key: str, value: Any) -> None:
+    epochs = found.integer(key, -1, least=-1)
+    if epochs < 1:
+        found.report(key, Effect.HARMLESS, "unlimited: trainer.max_steps determines the length")
+    elif _is_unlimited(found):
+        found.translate(key, {"train.epochs": epochs})
+    else:
+        count = "an epoch" if epochs == 1 else f"{epochs} epochs"
+        note = f"NxD Training stops after {count} if that is earlier; set train.steps to the number of steps then"
+        found.report(key, Effect.DIFFERS, note)
+
+
+def _is_unlimited(found: Translation) -> bool:
+    """Whether trainer.max_steps, -1 by default, does not limit the run."""
+    return found.number("trainer.max_steps", -1) < 0
 
 
 def _evaluations(found: Translation, key: str, value: Any) -> None:
@@ -163,15 +208,28 @@ def _evaluation_batches(found: Translation, key: str, value: Any) -> None:
 
 def _checkpoint_interval(found: Translation, key: str, value: Any) -> None:
     every = found.integer(key, 0, least=-1)
-    if every < 1 or not found.flag("exp_manager.create_checkpoint_callback", True):
+    callback = found.flag("exp_manager.create_checkpoint_callback", True)
+    if every < 1 or not callback or _saves_only_the_end(found):
         found.translate(key, {"checkpoint.every": 0}, "only at the end")
     else:
         found.translate(key, {"checkpoint.every": every})
 
 
 def _keep(found: Translation, key: str, value: Any) -> None:
-    kept = max(0, found.integer(key, 1, least=-1))
-    found.translate(key, {"checkpoint.keep": kept}, "" if kept else "0 keeps all")
+    """-1 keeps all checkpoints in Lightning, and 0 none."""
+    kept = found.integer(key, 1, least=-1)
+    if kept < 0:
+        found.translate(key, {"checkpoint.keep": 0}, "0 keeps all")
+    elif _saves_only_the_end(found):
+        found.translate(key, {"checkpoint.every": 0}, "only at the end")
+    else:
+        note = "" if kept else "the latest: save_last is true"
+        found.translate(key, {"checkpoint.keep": max(1, kept)}, note)
+
+
+def _saves_only_the_end(found: Translation) -> bool:
+    kept = found.integer(f"{CALLBACK}.save_top_k", 1, least=-1)
+    return kept == 0 and not found.flag(f"{CALLBACK}.save_last", False)
 
 
 def _weight_decay(found: Translation, key: str, value: Any) -> None:
@@ -201,6 +259,10 @@ def is_hugging_face(found: Translation) -> bool:
     return source == "hf"
 
 
+def _is_hugging_face_llama(found: Translation) -> bool:
+    return is_hugging_face(found) and not found.has_section("model.moe")
+
+
 def _betas(found: Translation, key: str) -> list[float]:
     value = found.get(key)
     if isinstance(value, list) and len(value) == 2 and all(isinstance(beta, int | float) for beta in value):
@@ -209,16 +271,34 @@ def _betas(found: Translation, key: str) -> list[float]:
     return [0.9, 0.999]
 
 
+def _schedule(found: Translation, key: str, value: Any) -> None:
+    _one_of("train.schedule", SCHEDULES)(found, key, value)
+    if _is_unlimited(found):
+        note = "without trainer.max_steps, NxD Training's learning rate is constant, without warm-up"
+        found.report(key, Effect.DIFFERS, note)
+
+
 def _warmup_ratio(found: Translation, key: str, value: Any) -> None:
-    steps = int(found.number(key, 0) * found.number("trainer.max_steps", 0))
-    found.translate(key, {"train.warmup_steps": steps}, "of trainer.max_steps")
+    if _is_unlimited(found) and found.number(key, 0):
+        note = "is a share of trainer.max_steps, which is unlimited; set train.warmup_steps"
+        found.report(key, Effect.TO_DO, note)
+    else:
+        found.translate(key, {"train.warmup_steps": _warmup_steps(found)}, "of trainer.max_steps")
+
+
+def _warmup_steps(found: Translation) -> int:
+    """Warm-up steps, stated as such or as a share of trainer.max_steps."""
+    ratio = found.number(f"{SCHEDULE}.warmup_ratio", 0)
+    if ratio:
+        return int(ratio * max(0, found.number("trainer.max_steps", 0)))
+    return found.integer(f"{SCHEDULE}.warmup_steps", 0, least=0)
 
 
 def _constant_steps(found: Translation, key: str, value: Any) -> None:
     """Steps at the minimum rate after the decay, as in NeMo; if fewer are left, right after warm-up."""
-    asked, steps = _index(found, key), found.number("trainer.max_steps", 0)
-    left = max(0, steps - found.number("model.optim.sched.warmup_steps", 0))
-    steps = min(asked, left)
+    asked = _index(found, key)
+    left = max(0, int(found.number("trainer.max_steps", 0)) - _warmup_steps(found))
+    steps = asked if _is_unlimited(found) else min(asked, left)
     note, effect = "steps at the minimum after the decay, as in NeMo", Effect.TRANSLATED
     if steps < asked:
         note = f"exceeds the {left} steps after warm-up: the learning rate is then at its minimum, as in NeMo"
@@ -236,17 +316,46 @@ def _precision(found: Translation, key: str, value: Any) -> None:
     _one_of("train.precision", PRECISIONS, "master weights are float32; no stochastic rounding")(
         found, key, value
     )
-    manual = value == "manual"
-    accumulate = found.flag("precision.fp32_grad_acc", False) if manual else value != "bf16SR"
+    if value == "mixed_precision_SR":
+        note = "with this spelling, NxD Training has no float32 master weights, and accumulates gradients in bf16; here "
+        note += "master weights are always float32, and there is no stochastic rounding"
+        found.translate(key, {"train.precision": "bf16"}, note, Effect.DIFFERS)
+    if value == "manual":
+        _manual_precision(found)
+        return
+    accumulate = value not in ("bf16SR", "mixed_precision_SR")
     found.ours["train.gradient_dtype"] = "float32" if accumulate else "bf16"
     for name in MANUAL:
-        if name == "fp32_grad_acc" and manual:
-            found.translate(f"precision.{name}", {"train.gradient_dtype": found.ours["train.gradient_dtype"]})
-        elif name == "master_weights" and manual and not found.flag(f"precision.{name}", False):
-            found.report(f"precision.{name}", Effect.DIFFERS, "master weights are always float32")
-        else:
-            note = "master weights are float32" if manual else "only read if precision.type is manual"
-            found.report(f"precision.{name}", Effect.HARMLESS, note)
+        found.report(f"precision.{name}", Effect.HARMLESS, "only read if precision.type is manual")
+
+
+def _manual_precision(found: Translation) -> None:
+    """Set the dtypes from the switches of `precision`.
+
+    Each of the XLA switches turns float32 to bf16. Without them, only the Hugging Face Llama, which is cast, is bf16.
+    """
+    everything, downcast = (found.flag(f"precision.{name}", False) for name in XLA)
+    full = not (everything or downcast or _is_hugging_face_llama(found))
+    found.ours["train.precision"] = "float32" if full else "bf16"
+    for name in XLA:
+        found.translate(f"precision.{name}", {"train.precision": found.ours["train.precision"]})
+    if everything:
+        note = "everything is bf16 in NxD Training, master weights included; they are always float32 here"
+        found.report(f"precision.{XLA[0]}", Effect.DIFFERS, note)
+    accumulate = full or found.flag("precision.fp32_grad_acc", False)
+    found.translate("precision.fp32_grad_acc", {"train.gradient_dtype": "float32" if accumulate else "bf16"})
+    if not full and not found.flag("precision.master_weights", False):
+        found.report("precision.master_weights", Effect.DIFFERS, "master weights are always float32")
+    for name in MANUAL:
+        found.report(f"precision.{name}", Effect.HARMLESS, "master weights are float32")
+
+
+def _reduce_dtype(found: Translation, key: str, value: Any) -> None:
+    wider = str(value).lower() == "fp32" and found.get("precision.type") != "fp32"
+    if wider and _is_hugging_face_llama(found):
+        note = "NxD Training's Hugging Face Llama sums over tensor ranks in float32, Trainshed in the dtype of activations"
+        found.report(key, Effect.DIFFERS, note)
+    found.report(key, Effect.HARMLESS, "layers communicate in the dtype of their activations")
 
 
 ALWAYS = "always done"
@@ -259,13 +368,17 @@ MANUAL = (
     *("master_weights", "fp32_grad_acc", "fp32_grads_cc"),
     *("xla_use_bf16", "xla_downcast_bf16", "neuron_rt_stochastic_rounding_en"),
 )
+XLA = ("xla_use_bf16", "xla_downcast_bf16")  # the first also makes master weights bf16
 PRECISIONS = {
     "fp32": "float32",
-    **dict.fromkeys(("mixed_precision", "mixed_precisionSR", "bf16SR", "autocast", "manual"), "bf16"),
+    **dict.fromkeys(("mixed_precision", "mixed_precisionSR", "mixed_precision_SR"), "bf16"),
+    **dict.fromkeys(("bf16SR", "autocast", "manual"), "bf16"),
 }
 SCHEDULES = {"CosineAnnealing": "cosine", "LinearAnnealingWithWarmUp": "linear", "WarmupPolicy": "constant"}
 RECOMPUTE = {"selective": "selective", "full": "full", None: "none"}
 CALLBACK = "exp_manager.checkpoint_callback_params"
+SCHEDULE = "model.optim.sched"
+NORMS = "model.do_layer_norm_weight_decay"
 
 RULES: dict[str, Rule] = {
     "name": _harmless("the profile has its file's name; several published configs share one"),
@@ -286,7 +399,7 @@ RULES: dict[str, Rule] = {
         ("trainer.lnc", "trainer.vnc"),
         _harmless("cluster.accelerator trn2 has two physical cores per logical core"),
     ),
-    "trainer.max_epochs": _harmless("trainer.max_steps takes precedence"),
+    "trainer.max_epochs": _max_epochs,
     "trainer.max_steps": _max_steps,
     "trainer.gradient_clip_val": _clip,
     "trainer.val_check_interval": _evaluations,
@@ -303,9 +416,7 @@ RULES: dict[str, Rule] = {
     "distributed_strategy.context_parallel_size": _to("parallel.context", _count),
     "distributed_strategy.zero1": _data_sharding,
     "distributed_strategy.sequence_parallel": _to("parallel.sequence_parallel", _flag),
-    "distributed_strategy.kv_replicator": _harmless(
-        "follows from parallel.tensor and the number of KV heads"
-    ),
+    "distributed_strategy.kv_replicator": _kv_replicator,
     # training
     "data.micro_batch_size": _to("train.micro_batch_size", _count),
     "data.global_batch_size": _to("train.global_batch_size", _count),
@@ -326,7 +437,7 @@ RULES: dict[str, Rule] = {
     "model.use_cpu_initialization": _harmless(
         "weights depend only on the seed and their names, on any device"
     ),
-    "model.do_layer_norm_weight_decay": _norm_weight_decay,
+    NORMS: _norm_weight_decay,
     "model.wrap_with_zero": _harmless("see parallel.data_sharding"),
     # model.optim
     "model.optim.name": _one_of("", {"adamw": "", "adamw_fp32OptState": ""}, "AdamW with float32 states"),
@@ -335,17 +446,15 @@ RULES: dict[str, Rule] = {
     "model.optim.betas": _to("train.betas", _betas),
     "model.optim.eps": _to("train.epsilon", _number),
     "model.optim.capturable": _harmless("only affects CUDA graphs"),
-    "model.optim.sched.name": _one_of("train.schedule", SCHEDULES),
-    "model.optim.sched.warmup_steps": _to("train.warmup_steps", _index),
-    "model.optim.sched.warmup_ratio": _warmup_ratio,
-    "model.optim.sched.constant_steps": _constant_steps,
-    "model.optim.sched.min_lr": _to("train.minimum_learning_rate", _number),
-    "model.optim.sched.max_steps": _schedule_steps,
+    f"{SCHEDULE}.name": _schedule,
+    f"{SCHEDULE}.warmup_steps": _to("train.warmup_steps", _index),
+    f"{SCHEDULE}.warmup_ratio": _warmup_ratio,
+    f"{SCHEDULE}.constant_steps": _constant_steps,
+    f"{SCHEDULE}.min_lr": _to("train.minimum_learning_rate", _number),
+    f"{SCHEDULE}.max_steps": _schedule_steps,
     # precision
     "precision.type": _precision,
-    "precision.parallel_layers_reduce_dtype": _harmless(
-        "layers communicate in the dtype of their activations"
-    ),
+    "precision.parallel_layers_reduce_dtype": _reduce_dtype,
     # exp_manager
     "exp_manager.explicit_log_dir": _harmless(STORE),
     "exp_manager.exp_dir": _harmless(STORE),

@@ -3,7 +3,7 @@
 import json
 import math
 from contextlib import suppress
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from flows.cli.main import main
 from modeling.planning.planner import plan
 from profiles import nxdt, resolve, yaml_text
 from profiles.errors import ProfileError
+from profiles.nxdt.rules import CALLBACK
 from profiles.nxdt.translation import Effect
 from tests.profiles.test_training import alone, losses, small
 
@@ -136,6 +137,11 @@ def sections(path: str, leaf: Any) -> dict[str, Any]:
     return leaf
 
 
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Nested sections of values by dotted key."""
+    return reduce(merged, (sections(*item) for item in values.items()), {})
+
+
 def test_there_are_22_configs():
     assert len(NAMES) == 22
     assert set(NAMES) == set(EXPECTED)
@@ -195,7 +201,9 @@ def test_config_is_imported_and_planned_and_trains_at_small_size(pool, tmp_path,
         ("hf_llama3_8B", "precision.type", "fp16", "has no equivalent"),
         ("hf_llama3_8B", "data.train_dir", None, "is missing"),
         ("hf_llama3_8B", "trainer.num_nodes", "${trainer.nodes}", "refers to an undefined key"),
+        ("hf_llama3_8B_SFT", "data.train_dir", None, "no other key names training data"),
         ("hf_llama3_8B", "trainer.num_nodes", "${trainer.num_nodes}", "refers to itself"),
+        ("hf_llama3_8B", "trainer.num_nodes", "${trainer}", "refers to itself"),
         ("hf_llama3_8B", "trainer.max_steps", "many", "is not a number"),
         ("hf_llama3_8B", "trainer.max_steps", -1, "is unlimited"),
         ("hf_llama3_8B", "trainer.max_steps", "${add:2,3}", "calls an unknown function"),
@@ -240,13 +248,30 @@ def test_lora_of_experts_is_imported_where_it_is_equivalent(tmp_path):
         ("megatron_llama_7B", {"model.has_bias": True}, {"model.attention_bias": True, "model.mlp_bias": True}),
         ("megatron_llama_7B", {"model.vocab_size": 31999, "model.make_vocab_size_divisible_by": 128},
          {"model.vocab_size": 32768}),
-        ("hf_llama3_8B", {"precision.type": "manual"}, {"train.gradient_dtype": "bf16"}),
+        ("hf_llama3_8B", {"precision.type": "manual"}, {"train.precision": "bf16", "train.gradient_dtype": "bf16"}),
+        ("megatron_llama_7B", {"precision.type": "manual"},
+         {"train.precision": "float32", "train.gradient_dtype": "float32"}),
+        ("megatron_llama_7B", {"precision.type": "manual", "precision.xla_downcast_bf16": "1"},
+         {"train.precision": "bf16", "train.gradient_dtype": "bf16"}),
+        ("hf_llama3_8B", {"precision.type": "mixed_precision_SR"},
+         {"train.precision": "bf16", "train.gradient_dtype": "bf16"}),
         ("hf_llama3_8B", {"precision.fp32_grad_acc": False}, {"train.gradient_dtype": "float32"}),
         ("hf_llama3_8B", {"trainer.gradient_clip_val": None}, {"train.clip": None}),
         ("hf_llama3_8B", {"trainer.max_steps": -1, "trainer.max_epochs": 2}, {"train.epochs": 2, "train.steps": None}),
         ("hf_llama3_8B", {"distributed_strategy.virtual_pipeline_model_parallel_size": 2,
                           "distributed_strategy.pipeline_model_parallel_size": 4}, {"parallel.schedule": "interleaved"}),
         ("hf_llama3_70B", {"model.optim.sched.constant_steps": 1000}, {"train.minimum_steps": 1000}),
+        ("hf_llama3_70B", {"model.optim.sched.constant_steps": 1000, "trainer.max_steps": -1, "trainer.max_epochs": 1},
+         {"train.minimum_steps": 1000, "train.warmup_steps": 2000}),
+        ("hf_llama3_70B", {"model.optim.sched.constant_steps": 950, "model.optim.sched.warmup_ratio": 0.1,
+                           "model.optim.sched.warmup_steps": None, "trainer.max_steps": 1000},
+         {"train.minimum_steps": 900, "train.warmup_steps": 100}),
+        ("hf_llama3_8B", {f"{CALLBACK}.save_top_k": 0}, {"checkpoint.every": 0, "checkpoint.keep": 3}),
+        ("hf_llama3_8B", {f"{CALLBACK}.save_top_k": 0, f"{CALLBACK}.save_last": True},
+         {"checkpoint.every": 500, "checkpoint.keep": 1}),
+        ("hf_llama3_8B", {f"{CALLBACK}.save_top_k": -1}, {"checkpoint.every": 500, "checkpoint.keep": 0}),
+        ("hf_llama3_8B_DPO", {}, {"data.prepend_bos": True}),
+        ("hf_llama3_8B_ORPO", {}, {"data.prepend_bos": True}),
         ("hf_llama3_8B_SFT", {"model_alignment_strategy.sft.packing": False}, {"objective.too_long": "truncate"}),
         ("hf_llama3_8B_SFT", {"model_alignment_strategy.sft": {}}, {"objective.kind": "sft", "data.prepend_bos": True}),
         ("hf_llama3_8B_SFT", {"model_alignment_strategy": None, "data.alignment_strategy.sft.packing": True},
@@ -260,17 +285,73 @@ def test_lora_of_experts_is_imported_where_it_is_equivalent(tmp_path):
     ],
 )  # fmt: skip
 def test_keys_are_translated_to_equivalent_settings(tmp_path, name, change, expected):
-    over: dict[str, Any] = {}
-    for key, given in change.items():
-        over = merged(over, sections(key, given))
     path = tmp_path / "profile.yaml"
-    path.write_text(nxdt.import_config(write(tmp_path, name, over)).text())
+    path.write_text(nxdt.import_config(write(tmp_path, name, nested(change))).text())
     profile = resolve.load(str(path)).model_dump()
     for key, wanted in expected.items():
         found = profile
         for part in key.split("."):
             found = found[int(part)] if isinstance(found, list) else found[part]
         assert found == wanted, key
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "key", "effect", "note"),
+    [
+        ("hf_llama3_8B", {"trainer.max_epochs": 2}, "trainer.max_epochs", Effect.DIFFERS, "stops after 2 epochs"),
+        ("hf_llama3_8B", {"trainer.max_epochs": 2, "trainer.max_steps": -1}, "model.optim.sched.name", Effect.DIFFERS,
+         "NxD Training's learning rate is constant"),
+        ("hf_llama3_8B", {"trainer.max_epochs": 2, "trainer.max_steps": -1, "model.optim.sched.warmup_ratio": 0.1},
+         "model.optim.sched.warmup_ratio", Effect.TO_DO, "set train.warmup_steps"),
+        ("hf_llama3_8B", {"precision.type": "manual", "precision.xla_use_bf16": "1"}, "precision.xla_use_bf16",
+         Effect.DIFFERS, "master weights included"),
+        ("hf_llama3_8B", {"precision.type": "mixed_precision_SR"}, "precision.type", Effect.DIFFERS, "with this spelling"),
+        ("hf_llama3_8B", {"precision.parallel_layers_reduce_dtype": "fp32"}, "precision.parallel_layers_reduce_dtype",
+         Effect.DIFFERS, "sums over tensor ranks in float32"),
+        ("hf_mixtral_8x7b", {"precision.parallel_layers_reduce_dtype": "fp32"}, "precision.parallel_layers_reduce_dtype",
+         Effect.HARMLESS, "dtype of their activations"),
+        ("hf_llama3_8B_DPO", {"model_alignment_strategy.dpo.loss_type": "ipo"}, "model_alignment_strategy.dpo.loss_type",
+         Effect.DIFFERS, "set sigmoid to reproduce"),
+        ("hf_llama3_8B_SFT_lora", {}, "distributed_strategy.zero1", Effect.DIFFERS, "without ZeRO-1"),
+    ],
+)  # fmt: skip
+def test_differences_are_reported(tmp_path, name, change, key, effect, note):
+    imported = nxdt.import_config(write(tmp_path, name, nested(change)))
+    [line] = [line for line in imported.lines if line.key == key]
+    assert line.effect is effect
+    assert note in line.note
+
+
+def test_absent_keys_have_the_defaults_of_nxd_training(tmp_path):
+    path = write(tmp_path, "hf_llama3_8B", {"trainer": {"max_epochs": 3}})
+    values = yaml.safe_load(path.read_text())
+    del values["trainer"]["max_steps"], values["model"]["optim"]["sched"]["max_steps"]
+    del values["model"]["do_layer_norm_weight_decay"]
+    path.write_text(yaml.safe_dump(values))
+    imported = nxdt.import_config(path)
+    train = imported.values["train"]
+    assert train["epochs"] == 3
+    assert "steps" not in train
+    assert train["norm_weight_decay"]
+    assert "decay norm weights by default" in imported.lines[-1].note
+
+
+def test_references_to_sections_are_resolved(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        """
+        base: {name: CosineAnnealing, warmup_steps: "${.first}", first: "${steps}"}
+        steps: 5
+        model: {optim: {sched: "${base}", same: "${..other}"}, other: {a: 1}}
+        length: ${model.optim.sched.warmup_steps}
+        """
+    )
+    schedule = {"name": "CosineAnnealing", "warmup_steps": 5, "first": 5}
+    model = {"optim": {"sched": schedule, "same": {"a": 1}}, "other": {"a": 1}}
+    (tmp_path / "resolved.yaml").write_text(
+        yaml.safe_dump({"base": schedule, "steps": 5, "model": model, "length": 5})
+    )
+    assert nxdt.read(path) == nxdt.read(tmp_path / "resolved.yaml")
 
 
 ODD = (None, True, -1, 0, 0.5, 10**30, math.nan, math.inf, "text", "1e400", "'false'", "${no:1}", "${..up}",
@@ -323,6 +404,17 @@ def test_config_json_decides_the_model(tmp_path):
         assert (model["intermediate_size"], model["vocab_size"], model["norm_eps"]) == (128, 300, 1e-4)
     with pytest.raises(ProfileError, match=r"--config = .*nope.json: there is no file"):
         nxdt.import_config(write(tmp_path, "hf_llama_7B"), tmp_path / "nope.json")
+
+
+def test_kv_replicator_decides_the_kv_heads_and_is_checked(tmp_path):
+    own = {"ffn_hidden_size": 14336, "num_attention_heads": 32, "vocab_size": 128256}
+    model = nxdt.import_config(write(tmp_path, "hf_llama3_8B", {"model": own})).values["model"]
+    assert model["num_key_value_heads"] == 8
+    over = {"model": {**own, "num_kv_heads": 8}, "distributed_strategy": {"kv_replicator": 2}}
+    with pytest.raises(
+        ProfileError, match="kv_replicator = 2: makes 16 of 8 KV heads, which 32 tensor ranks do not divide"
+    ):
+        nxdt.import_config(write(tmp_path, "hf_llama3_8B", over))
 
 
 def test_several_models_of_the_same_numbers_are_named(tmp_path):
