@@ -21,7 +21,7 @@ from modeling.models.build import (
     partition_layers,
     weight_decay_of,
 )
-from modeling.planning.stage_costs import LayerCosts
+from modeling.planning.stage_costs import LayerCosts, counts_choices
 from parallel.layout import layout_of
 from parallel.optimizer.buckets import pack
 from parallel.optimizer.grouping import group_parameters
@@ -100,16 +100,17 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
     """Bytes of gradients and weights that a rank sends per step: over its shard group, to its replicas.
 
     Gradients are reduce-scattered and weights all-gathered over the shards; FSDP does so for blocks in every microbatch, with
-    weights both in forward and in backward. Each shard of the gradients is all-reduced over its replicas.
+    weights in each of `weight_passes`. Each shard of the gradients is all-reduced over its replicas.
     """
     train, keeps = profile.train, profile.parallel.keep_gathered
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
     communication = {"data": 0, "replica": 0}
-    passes = 3 if profile.scores_pairs_in_step else 2  # over frozen weights, per microbatch
+    passes = weight_passes(profile)
+    frozen_passes = passes + profile.scores_pairs_in_step  # the base model is the reference model
     for bucket in buckets:
         if bucket.frozen:
             if not bucket.resident:
-                gathered = passes * profile.accumulation_steps if bucket.block and not keeps else 1
+                gathered = frozen_passes * profile.accumulation_steps if bucket.block and not keeps else 1
                 communication["data"] += (
                     bucket.size * gathered * weight * (bucket.shards - 1) // bucket.shards
                 )
@@ -117,7 +118,7 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
         gathered = scattered = 1  # times per step
         if not bucket.resident and not keeps:
             scattered = profile.accumulation_steps
-            gathered = 2 * scattered if bucket.block else 1
+            gathered = passes * scattered if bucket.block else 1
         if profile.copies_reference and not bucket.resident:  # for the reference model's forward pass
             gathered += scattered if bucket.block else 1
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
@@ -126,6 +127,11 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
             2 * bucket.size * gradient // bucket.shards * (bucket.replicas - 1) // bucket.replicas
         )
     return communication
+
+
+def weight_passes(profile: Profile) -> int:
+    """Passes of a microbatch over trained weights: forward, backward, and one that counts choices."""
+    return 2 + counts_choices(profile)
 
 
 def microbatches_in_flight(profile: Profile, rank: int) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from modeling.models.build import DTYPES
-from modeling.planning.memory import PlannedBucket
+from modeling.planning.memory import PlannedBucket, weight_passes
 from profiles.schema import Profile
 
 ADAMW_BYTES = 24  # per parameter besides its gradient: float32 weights and moments, read and written
@@ -44,7 +44,8 @@ def optimizer_traffic(profile: Profile, buckets: Sequence[PlannedBucket]) -> Opt
             if train.precision != "float32":  # else weights are their own master weights
                 updated += shard * (WIDE + weight)
         else:
-            sums, gathers = (1, 1) if keeps else (microbatches, 2 * microbatches if bucket.block else 1)
+            passes = weight_passes(profile) * microbatches if bucket.block else 1
+            sums, gathers = (1, 1) if keeps else (microbatches, passes)
             accumulated += shard * (sums * 3 - 1) * gradient
             accumulated += shard * gathers * (WIDE + weight)
         updated += shard * (gradient + WIDE + gradient + ADAMW_BYTES)  # norms of gradients and weights, AdamW

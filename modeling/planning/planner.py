@@ -27,7 +27,7 @@ from modeling.models.flops import flops_per_token, idle_updates
 from modeling.planning import memory
 from modeling.planning.levels import level
 from modeling.planning.optimizer_traffic import optimizer_traffic
-from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts
+from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts, counts_choices
 from modeling.planning.step_time import estimate, layer_rate
 from parallel import parameter_count
 from parallel.constraints import valid_expert_degrees, valid_tensor_degrees
@@ -39,6 +39,9 @@ from profiles.schema import Profile
 
 HOST_BYTES = 350 << 20  # of a process's interpreter and libraries
 COMPILED_BYTES = 100 << 20  # of the compiled graphs that a process loads
+# Minimum tokens per context rank of a proposed degree: smaller parts of a sequence are rarely worth their communication, and
+# large degrees take seconds to measure.
+CONTEXT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,9 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
     if model.num_experts is not None:
         degrees = valid_expert_degrees(model.num_experts, profile.weight_replicas)
         yield "parallel.expert", [n for n in degrees if n > parallel.expert]
+    longest = train.sequence_length // CONTEXT_TOKENS
+    doublings = [parallel.context << i for i in range(1, longest.bit_length())]
+    yield "parallel.context", [n for n in doublings if n <= longest and profile.weight_replicas % n == 0]
     deepest = min(model.num_hidden_layers, profile.world_size)
     yield "parallel.pipeline", range(parallel.pipeline + 1, deepest + 1)
 
@@ -274,7 +280,9 @@ def _communication_bytes(
     layers: Counter[str] = Counter()
     for layer in (layer for stage in stages for layer in stage):
         layers.update(layer.communication)
-    messages = 2 * len(stages) * count * costs.hidden_bytes if parallel.pipeline > 1 else 0
+    # forward and backward, and the passes without gradients
+    passes = 2 + profile.scores_pairs_in_step + counts_choices(profile)
+    messages = passes * len(stages) * count * costs.hidden_bytes if parallel.pipeline > 1 else 0
     return {
         "tensor": count * (layers["tensor"] + layers["kv_replica"]),
         "context": count * layers["context"],

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from modeling.planning.auto import AUTO, resolve_auto
-from modeling.planning.planner import Plan, plan
+from modeling.planning.planner import CONTEXT_TOKENS, Plan, plan
 from modeling.planning.stage_costs import CostCache
 from parallel.constraints import valid_expert_degrees, valid_tensor_degrees
 from profiles.check import check, get_value, with_value
@@ -25,7 +25,6 @@ from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
 
 DERIVED = ("parallel.kv_replication", "parallel.pipeline_cuts")
-LONG = 8192  # minimum tokens per context rank
 
 
 @dataclass(frozen=True)
@@ -98,15 +97,14 @@ def _shardings(profile: Profile, degrees: dict[str, int]) -> Iterator[dict[str, 
 def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
     model, cluster, world = profile.model, profile.cluster, profile.world_size
     valid = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
-    powers = {2**i for i in range(cluster.devices_per_node.bit_length())}
+    powers = _powers(cluster.devices_per_node)
+    contexts = _powers(profile.train.sequence_length // CONTEXT_TOKENS) | {1, profile.parallel.context}
     for tensor in sorted({t for t in powers | set(valid) if t <= cluster.devices_per_node}):
         if tensor not in valid:
             yield {"tensor": tensor}
             continue
-        for pipeline, context in product(_divisors(world // tensor), (1, 2, 4, 8)):
-            allowed = profile.train.sequence_length // context >= LONG
-            allowed |= context in (1, profile.parallel.context)
-            if allowed and world % (tensor * pipeline * context) == 0:
+        for pipeline, context in product(_divisors(world // tensor), sorted(contexts)):
+            if world % (tensor * pipeline * context) == 0:
                 combined = {"tensor": tensor, "pipeline": pipeline, "context": context}
                 if model.num_experts is None:
                     yield combined
@@ -192,6 +190,11 @@ def _slower(other: Topology, best: Topology) -> str:
 def _reset_derived(profile: Profile) -> dict[str, None]:
     """Overrides that reset keys that the profile sets for its own degrees, so they are derived again."""
     return {key: None for key in DERIVED if get_value(profile, key) is not None}
+
+
+def _powers(limit: int) -> set[int]:
+    """Powers of two up to the limit."""
+    return {2**i for i in range(limit.bit_length())}
 
 
 def _divisors(number: int) -> list[int]:

@@ -13,15 +13,26 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling.models.build import DTYPES, build_mesh, build_model, device_of, layer_modes
+from modeling.models.build import (
+    DTYPES,
+    build_mesh,
+    build_model,
+    device_of,
+    expert_layers,
+    layer_modes,
+)
+from modeling.models.language_model import LanguageModel
 from modeling.planning.meter import Meter
 from modeling.planning.operator_costs import Shape, axis_sizes
 from parallel import Mesh
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
+from parallel.experts.layer import counting_choices
 from parallel.layers.lora import without_updates
+from parallel.logits import full_logits
 from parallel.random import sample_keys
 from parallel.torch_internals import dynamo  # noqa: F401 operators on the meta device import it; here it is part of a program's start
 from profiles.schema import Profile
@@ -37,7 +48,8 @@ class LayerCosts:
     # maximum bytes alive during forward and backward, excluding the layer's input
     forward_peak: int
     backward_peak: int
-    # FLOPs of forward and backward by shape, including recomputation, padding and a reference model's forward
+    # FLOPs of forward and backward by shape, including recomputation, padding and the passes without gradients: the reference
+    # model's, and the one that counts experts' choices
     products: Mapping[Shape, int]
     moved: int  # bytes that other operators read and write
     communication: Mapping[str, int]  # bytes that the rank sends, by mesh axis
@@ -46,6 +58,11 @@ class LayerCosts:
     def flops(self) -> int:
         """FLOPs of forward and backward."""
         return sum(self.products.values())
+
+
+def counts_choices(profile: Profile) -> bool:
+    """Whether a forward pass before each step counts the experts' choices, for a global balance loss."""
+    return profile.train.balance == "global" and profile.model.num_experts is not None
 
 
 CostCache = dict[tuple[Any, ...], Any]
@@ -119,12 +136,13 @@ class StageCosts:
         accelerator = self.profile.cluster.accelerator if last else None
         key = (*self._setting, *shape, layer == 0, last, accelerator, *kind, mode)
         key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled, self.profile.document_masks)
+        key += (counts_choices(self.profile), last and train.loss is not None)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             self._cache[key] = self._measure(stage, mode)
         return self._cache[key]
 
-    def _measure(self, stage: nn.Module, mode: str) -> LayerCosts:
+    def _measure(self, stage: LanguageModel, mode: str) -> LayerCosts:
         """Run one microbatch forward and backward as the trainer does."""
         apply_activation_checkpointing(stage.layers.values(), mode)
         for parameter in filter(lambda each: each.requires_grad, stage.parameters()):
@@ -143,14 +161,36 @@ class StageCosts:
                     y = stage(x, positions, documents)
                     if stage.last:
                         stage.loss(y, tokens)
+            if counts_choices(self.profile):
+                with torch.no_grad(), counting_choices(expert_layers(stage)):
+                    stage(x, positions, documents)
             y = stage(x, positions, documents, samples=keys)
             if stage.last:
-                y = stage.loss(y, tokens)
+                y = self._loss(stage, y, tokens)
             saved, forward_peak, meter.peak = meter.live, meter.peak, meter.live
             y.backward(torch.empty_like(y))
         return LayerCosts(
             saved, forward_peak, meter.peak, dict(meter.products), meter.moved, dict(meter.communication)
         )
+
+    def user_loss(self, stage: LanguageModel) -> tuple[int, int]:
+        """Peak bytes and FLOPs of a microbatch's user-defined loss, forward and backward, on the last stage."""
+        b, s = self.profile.micro_batch_rows, self.profile.train.sequence_length // self.mesh.context.size
+        targets = torch.empty(b, s, dtype=torch.int64, device=META)
+        with Meter([*stage.parameters(), *stage.buffers(), targets], axis_sizes(self.mesh), None) as meter:
+            y = self._loss(stage, self._hidden_states(), targets)
+            y.backward(torch.empty_like(y))
+        stage.zero_grad()
+        return meter.peak, sum(meter.products.values())
+
+    def _loss(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
+        """The last stage's loss; cross-entropy of the full logits stands in for a user-defined one.
+
+        The user's function cannot run here: it may read values, which tensors on the meta device do not have.
+        """
+        if self.profile.train.loss is None:
+            return stage.loss(x, targets)
+        return F.cross_entropy(full_logits(**stage.logits_arguments(x)), targets.flatten(), reduction="sum")
 
     def _hidden_states(self) -> Tensor:
         width, dtype = self.profile.model.hidden_size, DTYPES[self.profile.train.precision]

@@ -124,9 +124,12 @@ def proxies_of(mixture: Mixture, target: PlannedRun) -> list[Proxy]:
             )
             raise ProfileError("tokenizer.source", "train", reason)
         count = group.count or PROXIES_PER_SOURCE * (len(set(ours) - known) or 1)
+        # Of groups with equally many sources, only the first is named by the number alone.
+        earlier = sum(len(each) == len(ours) for each in names)
+        prefix = f"{mixture.name}-{len(ours)}" + (f".{earlier + 1}" if earlier else "")
         names.add(ours)
         known |= set(ours)
-        found += _group(mixture, target, ours, count)
+        found += _group(mixture, target, ours, count, prefix)
     if tuple(sources) not in names:
         missing = [name for name in sources if name not in known]
         reason = f"has no group over all sources{f', {missing[0]} too' if missing else ''}; add one: {{}}"
@@ -152,15 +155,16 @@ def overrides_of(profile: Profile, weights: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _group(mixture: Mixture, target: PlannedRun, sources: tuple[str, ...], count: int) -> list[Proxy]:
-    """The natural mixture of some sources, and sampled ones."""
+def _group(
+    mixture: Mixture, target: PlannedRun, sources: tuple[str, ...], count: int, prefix: str
+) -> list[Proxy]:
+    """The natural mixture of some sources, and sampled ones; `prefix`: of the runs' names."""
     k = len(sources)
     given = dict(zip(data_sources.names(target.profile.data), target.profile.data.sources, strict=True))
     natural = None
     if all(given[name].weight for name in sources):
         total = sum(given[name].weight for name in sources)
         natural = {name: given[name].weight / total for name in sources}
-    prefix = f"{mixture.name}-{k}"
     found = [_proxy(mixture, target, sources, natural, f"{prefix}-natural")]
     for number, row in enumerate(spread_weights(k, count - 1, least_weight(mixture, k)), 1):
         weights = dict(zip(sources, row, strict=True))

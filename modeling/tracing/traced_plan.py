@@ -2,7 +2,10 @@
 
 activations    saved by autograd per microbatch, times the microbatches in flight, plus the maximum that one graph needs in
                addition; messages, gradient exchange and token ids as in the plan
-flops          of a step, in matrix products and attention, recomputation included
+flops          of a step, in matrix products and attention, including recomputation and passes without gradients; the planner's
+               if a program's graphs differ in FLOPs, as those of dense layers and experts do: a trace does not count their calls
+
+A user-defined loss is in no graph of the model, so its costs are the planner's.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from modeling.models.build import (
 from modeling.models.language_model import LanguageModel
 from modeling.planning.memory import activation_bytes, microbatches_in_flight, plan_buckets
 from modeling.planning.planner import Plan, fits
-from modeling.planning.stage_costs import StageCosts
+from modeling.planning.stage_costs import StageCosts, counts_choices
 from modeling.planning.step_time import estimate
 from profiles.schema import Profile
 
@@ -39,14 +42,15 @@ class TracedRank:
 def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank]:
     """Traced costs by pipeline rank; `traced`: a `Trace` as JSON."""
     ranks, partition, costs = profile.parallel.pipeline, partition_layers(profile), StageCosts(profile)
-    flops, modes = _region_flops(profile, traced), layer_modes(profile)
+    (flops, ambiguous), modes = _region_flops(profile, traced), layer_modes(profile)
     result = []
     for rank in range(ranks):
         stages, layers = traced["stages"][rank::ranks], partition[rank::ranks]
         microbatches = microbatches_in_flight(profile, rank)
         working = math.ceil(microbatches * sum(stage["saved"] for stage in stages))
-        working += max(stage["peak"] for stage in stages)
         modules = [costs.module(held) for held in layers]
+        peak, loss = costs.user_loss(modules[-1]) if modules[-1].last and profile.train.loss else (0, 0)
+        working += max(peak, *(stage["peak"] for stage in stages))
         buckets = plan_buckets(profile, modules)
         if gathers_in_graph(profile):  # the blocks' weights and gradients are results of the graphs
             buckets = [bucket for bucket in buckets if bucket.resident or not bucket.block]
@@ -55,21 +59,36 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
             _calls(profile, module, modes[held.start : held.stop])
             for module, held in zip(modules, layers, strict=True)
         ]
-        work = sum(times * flops[region] for stage in calls for region, times in stage.items())
+        if ambiguous.isdisjoint(region for stage in calls for region in stage):
+            work = loss + sum(times * flops[region] for stage in calls for region, times in stage.items())
+        else:
+            work = sum(layer.flops for held in layers for layer in costs.layers(held))
         result.append(TracedRank(activations, profile.accumulation_steps * work))
     return result
 
 
-def _region_flops(profile: Profile, traced: Mapping[str, Any]) -> Counter[str]:
-    """FLOPs of one call of each region in training, including a reference model's forward pass."""
-    modes = ("training", "evaluation") if profile.scores_pairs_in_step else ("training",)
-    programs = {program["name"]: program for program in traced["programs"]}
+def _region_flops(profile: Profile, traced: Mapping[str, Any]) -> tuple[Counter[str], set[str]]:
+    """FLOPs of one call of each region in a step, and the regions whose calls have different FLOPs."""
     flops: Counter[str] = Counter()
-    for name, program in programs.items():
+    ambiguous: set[str] = set()
+    found: dict[str, set[int]] = {}
+    for program in traced["programs"]:
+        found.setdefault(program["name"], set()).add(sum(graph["flops"] for graph in program["graphs"]))
+    for name, values in found.items():
         region, _, mode = name.partition(", ")
-        if mode in modes:
-            flops[region] += sum(graph["flops"] for graph in program["graphs"])
-    return flops
+        if times := _passes(profile, region, mode):
+            flops[region] += times * max(values)
+            if len(values) > 1:
+                ambiguous.add(region)
+    return flops, ambiguous
+
+
+def _passes(profile: Profile, region: str, mode: str) -> int:
+    """Times that a step calls a program for each of the region's calls in training."""
+    if mode != "evaluation":
+        return int(mode == "training")
+    # The pass that counts choices computes no loss.
+    return profile.scores_pairs_in_step + (counts_choices(profile) and region != "loss")
 
 
 def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan:

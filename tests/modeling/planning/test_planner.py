@@ -152,6 +152,33 @@ def test_lora_plans_gradients_of_updates_only_and_counts_the_flops_of_updated_ex
     assert counted == pytest.approx(planned.flops_per_token * profile.train.sequence_length, rel=0.02)
 
 
+def test_pass_that_counts_choices_of_experts_is_planned_but_is_no_work_of_the_model():
+    split = ("parallel.pipeline=2", "parallel.data_sharding=fsdp", "train.recompute=none")
+    profile, cache = resolve.load("qwen3-30b-a3b-h200", split), {}
+    alone, counted = (
+        plan(with_value(profile, "train.balance", kind), cache) for kind in ("sequence", "global")
+    )
+    # Another forward pass of all layers, without the loss; these gather bf16 weights and scatter float32 gradients.
+    assert counted.stages[0].flops == pytest.approx(4 / 3 * alone.stages[0].flops, rel=0.02)
+    assert counted.communication["data"] == pytest.approx(
+        (3 * 2 + 4) / (2 * 2 + 4) * alone.communication["data"], rel=0.01
+    )
+    assert counted.communication["pipeline"] == 3 / 2 * alone.communication["pipeline"]
+    assert counted.stages[0].accumulated > alone.stages[0].accumulated
+    assert counted.needs == alone.needs
+    assert counted.mfu * counted.step_seconds == pytest.approx(alone.mfu * alone.step_seconds)
+
+
+def test_plan_of_a_user_defined_loss_includes_the_full_logits():
+    profile, cache = resolve.load("llama3-8b-h100"), {}
+    chunked, full = (
+        plan(each, cache).stages[0].bytes["activations"]
+        for each in (profile, with_value(profile, "train.loss", "mine:loss"))
+    )
+    logits = 4 * profile.train.sequence_length * profile.model.vocab_size
+    assert full > chunked + 1.5 * logits
+
+
 def test_plan_for_gpus_gathers_keys_and_values_once_where_attention_has_masks():
     cut = ["parallel.context=4", "parallel.tensor=2"]
     communication = [
@@ -242,6 +269,7 @@ def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
             "parallel.data_sharding=fsdp",
             None,
         ),
+        ("llama3-8b-h200", ["train.sequence_length=32768"], "parallel.context=2", None),
         ("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"], None, "train.recompute=full"),
     ],
 )
@@ -307,6 +335,17 @@ def test_search_explains_invalid_tensor_degrees():
     _, rejected = search(resolve.load("deepseek-coder-33b-trn1", ["cluster.nodes=1"]))
     reasons = {each.degrees["tensor"]: each.reason for each in rejected if len(each.degrees) == 1}
     assert "does not divide 56 query heads" in reasons[16]
+
+
+@pytest.mark.parametrize(("sequence", "own", "tried"), [(131072, 1, {1, 2, 4, 8, 16}), (4096, 16, {1, 16})])
+def test_search_tries_context_degrees_for_long_sequences_and_the_profiles_own(sequence, own, tried):
+    cluster = ("cluster.nodes=2", "cluster.launcher=slurm", "train.global_batch_size=16")
+    small = ("model.num_hidden_layers=1", "train.micro_batch_size=1")
+    length = (f"train.sequence_length={sequence}", f"parallel.context={own}")
+    found, rejected = search(resolve.load("deepseek-coder-1.3b-h100", [*cluster, *small, *length]))
+    degrees = {topology.plan.mesh["context"] for topology in found}
+    assert degrees | {each.degrees["context"] for each in rejected} == tried
+    assert max(tried) in degrees
 
 
 def test_search_proposes_fsdp_on_chips_with_its_reasons():

@@ -1,10 +1,13 @@
 """Mixture laws against planted ones: the proposed weights, a bad proxy, bounds, and nested designs."""
 
+import json
+
 import numpy as np
 import pytest
 
 from modeling.scaling import mixture as laws
-from modeling.scaling.proxies import spread_weights
+from modeling.scaling.proxies import mixture_target, proxies_of, spread_weights
+from profiles.experiments.mixture import Mixture
 
 FLOOR = np.array([1.6, 1.2, 2.0])
 EFFECTS = np.array([[-0.9, 0.5, 0.3], [0.6, -1.8, 0.2], [0.8, 0.9, -0.7]])  # of each weight on each source
@@ -73,6 +76,19 @@ def test_longer_designs_extend_shorter_ones_and_keep_the_least_weight():
     assert np.min(long) >= 0.02
     assert np.max(np.mean(long, 0)) < 0.32  # each source gets about a quarter
     assert np.std(long, 0).min() > 0.1
+
+
+def test_groups_with_equally_many_sources_have_proxies_of_different_names():
+    sources = [{"kind": "files", "path": f"{name}.jsonl"} for name in "abc"]
+    mixture = Mixture(
+        name="mix",
+        target="tiny",
+        overrides=[f"data.sources={json.dumps(sources)}", "tokenizer.source=run:other"],
+        proxy={"hidden_size": 48, "tokens_per_parameter": 1},
+        proxies=[{"sources": ["a", "b"], "count": 2}, {"sources": ["a", "c"], "count": 2}, {"count": 2}],
+    )
+    names = [proxy.name for proxy in proxies_of(mixture, mixture_target(mixture))]
+    assert names == [f"mix-{group}-{kind}" for group in ("2", "2.2", "3") for kind in ("natural", "01")]
 
 
 def test_unsuitable_proxies_are_rejected():

@@ -78,6 +78,16 @@ def test_user_defined_loss_has_no_graph(tmp_path):
     assert {program.name for program in found.programs} == {"block, evaluation", "block, training"}
 
 
+def test_traced_costs_include_a_user_defined_loss(tmp_path):
+    large = ("model.vocab_size=16000", "tokenizer.vocabulary_size=16000")
+    one = profile(tmp_path, *ALONE, *large, "train.loss=mine:loss")
+    planned, found = plan(one), trace(one)
+    (after,) = apply_trace(one, planned, found.to_json()).stages
+    assert after.flops == pytest.approx(planned.stages[0].flops, rel=0.05)
+    logits = 4 * 2 * 32 * one.model.vocab_size
+    assert after.bytes["activations"] > found.stages[0].saved + 2.5 * logits
+
+
 def test_device_that_compiles_each_operator_has_graphs_of_the_complete_model_and_step(tmp_path):
     interleaved = ("parallel.pipeline=2", "parallel.tensor=1", "parallel.schedule=interleaved")
     found = trace(profile(tmp_path, "cluster.device=neuron", *interleaved, "model.num_hidden_layers=4"))
@@ -199,6 +209,26 @@ def test_traced_costs_replace_the_plans_estimates(tmp_path):
     assert after.stages[0].bytes["activations"] == with_buffers > working
     assert after.stages[0].bytes["parameters"] == planned.stages[0].bytes["parameters"]
     assert after.stages[0].flops == pytest.approx(planned.stages[0].flops, rel=0.1)
+
+
+def test_traced_flops_include_the_pass_that_counts_choices_of_experts(tmp_path):
+    experts = ("model.architecture=mixtral", "model.num_experts=4", "model.num_experts_per_tok=2")
+    sparse = profile(tmp_path, *ALONE, *experts, "train.balance=global")
+    planned = plan(sparse)
+    (after,) = apply_trace(sparse, planned, trace(sparse).to_json()).stages
+    assert after.flops == pytest.approx(planned.stages[0].flops, rel=0.05)
+
+
+def test_flops_of_a_program_of_different_layers_are_those_of_the_plan(tmp_path):
+    one, found = profile(tmp_path, *ALONE), traced(*ALONE).to_json()
+    planned = plan(one)
+    block = next(each for each in found["programs"] if each["name"] == "block, training")
+    graphs = [{**graph, "flops": 9 * graph["flops"]} for graph in block["graphs"]]
+    for digest in ("0" * 32, "f" * 32):
+        other = {**block, "digest": digest, "graphs": graphs}
+        programs = sorted([*found["programs"], other], key=lambda each: (each["name"], each["digest"]))
+        after = apply_trace(one, planned, {**found, "programs": programs})
+        assert after.stages[0].flops == planned.stages[0].flops
 
 
 def test_communication_volume_follows_from_the_degrees():
