@@ -156,10 +156,11 @@ class CompileStatistics(RegionBackends):
     def metrics(self, sums: Sequence[float]) -> dict[str, int]:
         """Metrics over all ranks: misses (`cold_compiles`) and hits (`warm_graphs`), in distinct graphs.
 
-        Ranks that run a program have the same graphs, so a program counts the mean over those ranks.
+        Ranks that run a program have the same graphs, so a program counts the mean over those ranks; that of misses is rounded
+        up, so that a miss on a single rank counts.
         """
         rows = [sums[3 * i : 3 * i + 3] for i in range(len(PROGRAMS))]
-        misses = sum(math.ceil(row[0] - 1e-6) for row in rows)
+        misses = sum(math.ceil(missed / ranks - 1e-6) for missed, _, ranks in rows if ranks)
         if self.precompiled and misses > self._reported_misses:
             self._reported_misses = misses
             names = "; ".join(name for name, row in zip(PROGRAMS, rows, strict=True) if row[0])

@@ -1,7 +1,8 @@
 """Profiler trace of a range of steps: `cluster.trace = [first, last]`.
 
 Writes torch.profiler's Chrome trace of the leading rank to RUN/traces/steps_<first>-<last>.json.gz, for Perfetto or
-chrome://tracing. Traced steps are a few percent slower; other steps are not affected.
+chrome://tracing. An attempt that trains only part of the range writes a trace of that part. Traced steps are a few percent
+slower; other steps are not affected.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ class StepTrace:
             self._profiler = profile(activities=supported_activities(), record_shapes=True)
             self._profiler.start()
 
+    @property
+    def active(self) -> bool:
+        """Whether steps are being traced: then call `write` before the process ends."""
+        return self._profiler is not None
+
     def ends_with(self, step: int) -> bool:
         """Whether a trace ends with this step: then call `write` after it."""
-        return self._steps is not None and self._profiler is not None and step >= self._steps[1]
+        return self._steps is not None and self.active and step >= self._steps[1]
 
     def write(self, step: int) -> None:
         """Write the trace after the last step, which takes up to minutes; a failure is a warning."""

@@ -25,7 +25,7 @@ PHASES = {  # seconds
     COMPILE: 1800.0,
     "load": 3600.0,
     "save": 3600.0,
-    "evaluate": 3600.0,
+    "evaluate": 3600.0,  # without a finished pass
     "data": 1800.0,  # a batch that was not prefetched in time
     REPORT: 1800.0,  # metrics, events and log lines: the shared file system may stall
 }

@@ -94,7 +94,7 @@ class Activity:
 
 
 class Watchdog:
-    """Context manager around training; call `beat` after each step.
+    """Context manager around training; call `beat` after each step, and `progress` within long phases.
 
     Args:
         folder: folder of the stacks, shared by all ranks.
@@ -123,6 +123,10 @@ class Watchdog:
         with self._changed:
             self._step_seconds.append(seconds)
         self._begin(STEP)
+
+    def progress(self) -> None:
+        """Restart the timeout of the current phase, which limits the time without progress."""
+        self._begin(self._phase)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

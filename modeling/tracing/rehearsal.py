@@ -183,10 +183,10 @@ def _rehearse_last_stage(
         for gradient in (hidden, weight):
             model.loss_programs.scale(gradient, factor)
     ranks = mesh.tensor.size if model.sequence_parallel else 1
-    rows = generate.rows_of_pass(profile)
     parts = [
         hidden.new_empty(len(hidden) * ranks, hidden.shape[1])  # (b·s/c, h)
-        for _ in range(rows // profile.micro_batch_rows)
+        for _ in range(generate.sampled_microbatches(profile))
     ]
-    states = torch.zeros(min(generate.SAMPLES, rows), dtype=torch.int64, device=hidden.device)
+    count = min(generate.SAMPLES, generate.rows_of_pass(profile))
+    states = torch.zeros(count, dtype=torch.int64, device=hidden.device)
     functions.next_logits(parts, weight, states)

@@ -57,25 +57,19 @@ class Evaluation:
         return {f"validation_loss/{name}": loss for name, loss in self.sources.items()}
 
 
-class EvaluationStopped(Exception):
-    """A rank was asked to stop during an evaluation."""
-
-
 def evaluate_samples(
     trainer: Trainer,
     samples: Samples | RecordSamples,
     batches: int | None = None,
-    stop: Callable[[], bool] | None = None,
+    after_pass: Callable[[], None] | None = None,
 ) -> Evaluation:
     """Evaluate the first `batches` global batches, or the complete split.
 
     Every rank runs the same number of passes of one shape; rows of the last pass beyond the split's end are not counted.
 
     Args:
-        stop: whether this rank was asked to stop; called after each pass.
-
-    Raises:
-        EvaluationStopped: on every rank, if one was asked to stop.
+        after_pass: called after each pass, on every rank, while the pass is still running on the device and the previous one has
+            finished; may raise, alike on all ranks, to stop the evaluation.
     """
     data = trainer.mesh.data
     size = trainer.profile.train.global_batch_size // data.size
@@ -95,8 +89,8 @@ def evaluate_samples(
         previous, queued = queued, Download(trainer.evaluate(batch, rows, pairs_per_token=pairs_per_token))
         if previous is not None:
             local_sums.append(previous.wait())
-        if stop is not None and sum(trainer.sum_on_host(torch.tensor([float(stop())]))):
-            raise EvaluationStopped
+        if after_pass is not None:
+            after_pass()
     if queued is not None:
         local_sums.append(queued.wait())
     # float32 counts the tokens of one pass exactly; their sum needs float64.
@@ -116,14 +110,14 @@ def evaluate_split(
     trainer: Trainer,
     samples: Samples | RecordSamples,
     batches: int | None = None,
-    stop: Callable[[], bool] | None = None,
+    after_pass: Callable[[], None] | None = None,
 ) -> Evaluation:
     """`evaluate_samples`, with `evaluate.by_source` also on each data source separately."""
-    result = evaluate_samples(trainer, samples, batches, stop)
+    result = evaluate_samples(trainer, samples, batches, after_pass)
     if not trainer.profile.evaluate.by_source or not isinstance(samples, Samples):
         return result
     parts = samples.by_source()
-    losses = {name: evaluate_samples(trainer, part, batches, stop).loss for name, part in parts.items()}
+    losses = {name: evaluate_samples(trainer, part, batches, after_pass).loss for name, part in parts.items()}
     return replace(result, sources=losses)
 
 
@@ -177,14 +171,21 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     evaluate_into(options.output, trainer, samples, step)
 
 
-def evaluate_into(output: Path, trainer: Trainer, samples: Samples | RecordSamples, step: int) -> Evaluation:
+def evaluate_into(
+    output: Path,
+    trainer: Trainer,
+    samples: Samples | RecordSamples,
+    step: int,
+    after_pass: Callable[[], None] | None = None,
+) -> Evaluation:
     """Evaluate a complete split, generate samples, and write both as JSON. Called on every rank.
 
     Args:
         step: step of the weights.
+        after_pass: called after each forward pass, as by `evaluate_samples`; if it raises, nothing is written.
     """
-    evaluation = evaluate_split(trainer, samples)
-    generated = generate_samples(trainer, samples)
+    evaluation = evaluate_split(trainer, samples, after_pass=after_pass)
+    generated = generate_samples(trainer, samples, after_pass)
     # The loss of pairs is no cross-entropy of tokens.
     perplexity = evaluation.perplexity if trainer.profile.rows_per_sample == 1 else None
     if trainer.leader:

@@ -7,6 +7,7 @@ from softmax(logits / TEMPERATURE) over the TOP_K most likely tokens, with a fix
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,8 +25,14 @@ SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32  # PROMPT_TOKENS: of texts; a rec
 TEMPERATURE, TOP_K = 0.8, 40
 
 
-def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> list[dict[str, list[int]]]:
-    """Continue SAMPLES prompts, evenly spaced over the validation split; token ids. Called on every rank."""
+def generate_samples(
+    trainer: Trainer, validation: Samples | RecordSamples, after_pass: Callable[[], None] | None = None
+) -> list[dict[str, list[int]]]:
+    """Continue SAMPLES prompts, evenly spaced over the validation split; token ids. Called on every rank.
+
+    Args:
+        after_pass: called after each forward pass, on every rank.
+    """
     profile = trainer.profile
     s = profile.train.sequence_length
     longest = min(PROMPT_TOKENS, s // 2) if profile.objective.kind == "pretrain" else max(1, s - NEW_TOKENS)
@@ -42,6 +49,8 @@ def generate_samples(trainer: Trainer, validation: Samples | RecordSamples) -> l
         positions = (lengths + new).clamp(max=s - 1)
         drawn = _next_tokens(trainer, tokens, positions - 1)
         tokens[every, positions] = drawn.where(lengths + new < ends, tokens[every, positions])
+        if after_pass is not None:
+            after_pass()
     rows = zip(tokens[:count], lengths.tolist(), ends.tolist(), strict=True)
     return [{"prompt": row[:start].tolist(), "text": row[start:end].tolist()} for row, start, end in rows]
 
@@ -51,6 +60,12 @@ def rows_of_pass(profile: Profile) -> int:
     pipelined = profile.parallel.pipeline > 1
     microbatches = profile.accumulation_steps if pipelined else math.ceil(SAMPLES / profile.micro_batch_rows)
     return profile.micro_batch_rows * microbatches
+
+
+def sampled_microbatches(profile: Profile) -> int:
+    """The first microbatches of a pass, which hold SAMPLES rows; only their hidden states are kept."""
+    microbatches = rows_of_pass(profile) // profile.micro_batch_rows
+    return min(microbatches, math.ceil(SAMPLES / profile.micro_batch_rows))
 
 
 @torch.no_grad()
@@ -63,7 +78,7 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, positions: Tensor) -> Tensor:
         None if each is None else page_locked(each, trainer.torch_device) for each in (tokens, documents)
     )
     batch = Batch(samples, documents) if trainer.reads_samples else Batch()
-    hidden_states = trainer.hidden_states(batch)
+    hidden_states = trainer.hidden_states(batch, sampled_microbatches(trainer.profile))
     if trainer.last:
         local = zigzag_positions(tokens.shape[1] - 1, mesh.context.size, mesh.context.rank)
         here = local == positions[:, None]  # (count, s/c): a position is on one context rank

@@ -77,9 +77,8 @@ class MetricsWriter:
         self._inode = os.fstat(self.file.fileno()).st_ino
         self._attempt = state_files.read_text(run / run_files.ATTEMPT)
         self._unwritten: list[bytes] = []
-        self._tensorboard = SummaryWriter(
-            str(run / run_files.TENSORBOARD), purge_step=step + 1 if step else None
-        )
+        # Also after step 0, from which an earlier attempt may have begun.
+        self._tensorboard = SummaryWriter(str(run / run_files.TENSORBOARD), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row, which has a `step`."""
@@ -162,6 +161,11 @@ def truncate(path: Path, step: int) -> tuple[dict[str, Any] | None, dict[str, An
     kept = [line for line in lines if _step(line) <= step]
     state_files.write(path, "".join(f"{line}\n" for line in kept))
     return _last_training_row(kept), _last_training_row(lines)
+
+
+def evaluated(run: Path, step: int) -> bool:
+    """Whether a run's metrics have an evaluation of this step's weights."""
+    return any("validation_loss" in row and row.get("step") == step for row in _rows(run / run_files.METRICS))
 
 
 def checkpoint_completed(run: Path) -> bool:

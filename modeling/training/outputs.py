@@ -6,7 +6,7 @@ of microbatches are added. `Trainer` chooses one for each pass:
     TokenLoss          cross-entropy or the user's loss; in evaluation followed by the user's metrics
     PairLoss           loss of preference pairs; in evaluation with their number and metrics
     LogProbabilities   collects those of the pairs' answers
-    HiddenStates       collects the hidden states
+    HiddenStates       collects the hidden states of the first microbatches
     nothing            computes nothing
 """
 
@@ -116,13 +116,15 @@ class LogProbabilities:
 
 @dataclass
 class HiddenStates:
-    """Collects the hidden states of each microbatch."""
+    """Collects the hidden states of the first `count` microbatches."""
 
     zero: Tensor
+    count: int
     collected: list[Tensor] = field(default_factory=list)
 
     def __call__(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
-        self.collected.append(x.detach())
+        if len(self.collected) < self.count:
+            self.collected.append(x.detach())
         return self.zero
 
 

@@ -138,8 +138,8 @@ def next_logits(hidden: Sequence[Tensor], weight: Tensor, states: Tensor) -> Ten
     """Logits (v/t, n) of the tokens that follow n hidden states.
 
     Args:
-        hidden: hidden states of each microbatch, (b·s/c, h).
-        states: indices (n) of those of all microbatches.
+        hidden: hidden states of each of the first microbatches, (b·s/c, h).
+        states: indices (n) of those of all these microbatches.
     """
     return weight @ torch.cat([*hidden]).index_select(0, states).t()
 

@@ -30,8 +30,9 @@ from modeling.supervision.stragglers import node_names
 from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
 from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
-from modeling.training.evaluate import EvaluationStopped, evaluate_into, evaluate_split
+from modeling.training.evaluate import evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
+from modeling.training.metrics import evaluated
 from modeling.training.recovery.checkpoints import Checkpoints, SaveGivenUp
 from modeling.training.recovery.replicas import Replicas
 from modeling.training.recovery.resume import Rejected
@@ -72,6 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
         return exit_codes.REJECTED
 
 
+class EvaluationStopped(Exception):
+    """A rank was asked to stop during an evaluation."""
+
+
 class TrainingRun:
     """The training loop on this rank, from its resume point to the last step, a stop signal or divergence.
 
@@ -89,7 +94,7 @@ class TrainingRun:
         self._stopping = False  # whether any rank received a stop signal
         self._drifted: int | None = None  # step at which copies of weights were found to differ
         self._compute_seconds = 0.0  # this rank's compute time in the last finished step
-        run = options.run_folder
+        self._run = run = options.run_folder
         # file for the evaluation of the initial weights; None unless the run fine-tunes
         self.initial_evaluation = (
             run / run_files.INITIAL_EVALUATION if self.profile.fine_tunes and options.weights else None
@@ -100,7 +105,8 @@ class TrainingRun:
         begun = time.monotonic()
         with watchdog.phase("load"):
             self.step, state = self.checkpoints.resume(options.weights)
-        self._evaluation_due = bool(state.get("evaluation_due"))  # of this step, which a stop prevented
+        # whether the evaluation after this step was prevented by a stop
+        self._evaluation_due = bool(state.get("evaluation_due")) and self._evaluates
         restore_seconds = time.monotonic() - begun
         self.guard = self._make_guard(state)
         cache = shard_cache.from_arguments(options, self.profile.data.cache_gigabytes)
@@ -128,6 +134,7 @@ class TrainingRun:
         # Not after an error, when other ranks may wait in another collective than that of the save.
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.checkpoints.close()
+        self._write_unfinished_trace()
         if self.reporter:
             with self.watchdog.phase("report"):
                 self.reporter.ended(self.step)
@@ -138,8 +145,8 @@ class TrainingRun:
         """Train until the last step, a stop signal or divergence. Returns the exit code."""
         self._evaluate_initial_weights()
         if self._evaluation_due:
-            self._evaluate_if_due()
-        stopped = self._stopping  # during that evaluation, which remains due
+            self._evaluation_due = not self._is_evaluated() and self._evaluate_if_due() is None
+        stopped = self._stopping  # during one of these evaluations, which remains due
         while self.step < self.settings.steps and not stopped:
             self.step += 1
             self.trace.begin(self.step)
@@ -161,9 +168,10 @@ class TrainingRun:
                     return exit_codes.DIVERGED
                 continue
             validation_loss = None if self._stopping else self._evaluate_if_due()
+            self._evaluation_due = self._evaluates and validation_loss is None
             self._save_if_due(loss, validation_loss)
             stopped = self._stopping
-        if self.step == self.settings.steps:
+        if self.step == self.settings.steps and not self._evaluation_due:
             return 0
         self._report_stop()
         return exit_codes.INTERRUPTED
@@ -172,13 +180,31 @@ class TrainingRun:
         """Evaluate the initial weights of a fine-tuning run as its final ones will be; once per run."""
         if self.initial_evaluation is None or self.step:
             return
-        evaluated = torch.tensor([float(self.trainer.leader and state_files.exists(self.initial_evaluation))])
-        if sum(self.trainer.sum_on_host(evaluated)):
+        if self._on_any_rank(self.trainer.leader and state_files.exists(self.initial_evaluation)):
             return
         with self.watchdog.phase("evaluate"):
-            result = evaluate_into(self.initial_evaluation, self.trainer, self.validation, 0)
+            try:
+                where = self.initial_evaluation, self.trainer, self.validation
+                result = evaluate_into(*where, 0, self._after_evaluated_pass)
+            except EvaluationStopped:  # before anything was written
+                self._stopping = True
+                return
             if self.reporter:
                 self.reporter.evaluation(0, result)
+
+    def _is_evaluated(self) -> bool:
+        """Whether an earlier attempt has made up the evaluation after this step. Collective."""
+        return self._on_any_rank(self.trainer.leader and evaluated(self._run, self.step))
+
+    def _on_any_rank(self, condition: bool) -> bool:
+        """Whether a condition holds on at least one rank. Collective, without the device."""
+        return any(self.trainer.sum_on_host(torch.tensor([float(condition)])))
+
+    def _after_evaluated_pass(self) -> None:
+        """Restart the timeout; raises EvaluationStopped, on every rank, if one was asked to stop. Collective."""
+        self.watchdog.progress()
+        if self._on_any_rank(self.stop.requested):
+            raise EvaluationStopped
 
     def _queue_step(self) -> None:
         """Queue a step's work on the device, and finish the previous step in the meantime."""
@@ -236,11 +262,12 @@ class TrainingRun:
         self._stopping |= bool(found.stop_requests)
         if found.differing:
             self._drifted = queued.step
+        # First, because the seconds of completing a save are part of the next step, if it is queued, not of this one.
+        self.account.step(timings.total, skipped=found.skipped)
         if self.checkpoints.written(found.checkpoint_writers):
             with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds", in_step=in_step):
                 self.checkpoints.complete()
         self.watchdog.beat(queued.step, timings.total)
-        self.account.step(timings.total, skipped=found.skipped)
         if self.reporter:
             with self.watchdog.phase("report"):  # storage may stall for longer than a step may take
                 self.reporter.step(StepRecord(queued.step, queued.learning_rate, found, reason, timings))
@@ -253,7 +280,7 @@ class TrainingRun:
         with self.watchdog.phase("evaluate"), self.account.phase("evaluation_seconds"):
             try:
                 batches = self.profile.evaluate.batches
-                result = evaluate_split(self.trainer, self.validation, batches, lambda: self.stop.requested)
+                result = evaluate_split(self.trainer, self.validation, batches, self._after_evaluated_pass)
             except EvaluationStopped:  # in time for the step to be saved
                 self._stopping = True
                 return None
@@ -268,7 +295,7 @@ class TrainingRun:
             return
         skipping = self.guard.skipped_in_a_row > 0  # a rollback would need the checkpoint from before
         state: dict[str, Any] = {"loss": loss, "left_out": self.data.excluded, "guard": self.guard.state()}
-        state["evaluation_due"] = self._evaluates and validation_loss is None
+        state["evaluation_due"] = self._evaluation_due
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.replicas.synchronize(self.step)
             options = {"last": finished or self._stopping, "prune": not skipping}
@@ -284,8 +311,7 @@ class TrainingRun:
         with self.watchdog.phase("save"):
             for _ in range(seconds):
                 time.sleep(1)
-                requested = torch.tensor([float(self.stop.requested)])
-                if not self._stopping and sum(self.trainer.sum_on_host(requested)):
+                if not self._stopping and self._on_any_rank(self.stop.requested):
                     self._stopping = True
                     break
         return self._stopping
@@ -319,9 +345,19 @@ class TrainingRun:
             self.reporter.rewind(self.step, time.monotonic() - begun)
         return True
 
+    def _write_unfinished_trace(self) -> None:
+        """Write the steps of a trace that this attempt does not finish. Collective if steps are traced."""
+        if self.profile.cluster.trace is None:
+            return
+        with self.watchdog.phase("save"):
+            if self.trace.active:
+                self.trace.write(self.step)
+            # The others wait for it: once a stopped rank has exited, torchrun ends the rest.
+            self._on_any_rank(False)
+
     def _report_stop(self) -> None:
-        on_stop = self.profile.checkpoint.on_stop
-        outcome = f"saved step {self.step}, to be resumed from there" if on_stop else "not saved"
+        saved = self.step == self.settings.steps or (self.step and self.profile.checkpoint.on_stop)
+        outcome = f"saved step {self.step}, to be resumed from there" if saved else "not saved"
         log.info(f"interrupted: {outcome}")
         if self.reporter:
             with self.watchdog.phase("report"):

@@ -360,9 +360,9 @@ class Trainer:
             return devices.upload(torch.zeros(2 + len(self.metrics)), self.torch_device)
         return sums if count is None else self.functions.pack_evaluation(count, sums)
 
-    def hidden_states(self, batch: Batch) -> list[Tensor]:
-        """Final hidden states of each microbatch; empty without the last stage."""
-        output = HiddenStates(self._zero)
+    def hidden_states(self, batch: Batch, microbatches: int) -> list[Tensor]:
+        """Final hidden states of each of the batch's first microbatches; empty without the last stage."""
+        output = HiddenStates(self._zero, microbatches)
         self._run(output, *self._shard(batch))
         return output.collected
 

@@ -42,10 +42,14 @@ def check(profile: Profile) -> None:
 
 
 def check_trace(profile: Profile) -> None:
-    """Raise ProfileError if the traced steps end before they begin."""
-    trace = profile.cluster.trace
+    """Raise ProfileError if the traced steps end before they begin, or begin after the last step."""
+    trace, steps = profile.cluster.trace, profile.train.steps
     if trace and trace[0] > trace[1]:
         raise ProfileError("cluster.trace", list(trace), "ends before it begins", [list(reversed(trace))])
+    if trace and trace[0] > steps:
+        last_steps = [max(1, steps - (trace[1] - trace[0])), steps]
+        reason = f"begins after the last step, train.steps = {steps}"
+        raise ProfileError("cluster.trace", list(trace), reason, [last_steps])
 
 
 def check_trainable(profile: Profile) -> None:

@@ -205,6 +205,10 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         (["tokenizer.vocabulary_size=null"], "tokenizer.vocabulary_size", None, "is missing", (4096,)),
         (["cluster.nodes=2"], "cluster.nodes", 2, "one node", (1,)),
         (["cluster.devices_per_node=18"], "cluster.devices_per_node", 18, "more than 16 processes", (4,)),
+        (
+            ["train.steps=8", "train.warmup_steps=2", "cluster.trace=[20,22]"],
+            *("cluster.trace", [20, 22], "begins after the last step, train.steps = 8", ([6, 8],)),
+        ),
         (["data.sources.0={kind: files}"], "data.sources.0.path", None, "is missing", ()),
         (
             ["data.sources.0.path=x.txt"],
@@ -275,6 +279,26 @@ def test_suggested_choices_for_cluster_and_batch_are_valid(name, overrides, choi
     for choice in error.choices:
         change = choice if isinstance(choice, str) else f"{error.key}={choice}"
         resolve.check(resolve.load(name, [*overrides, change]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.sources.0.path", "s3://key:secret@bucket/texts"),  # a source that also has no use for a path
+        ("data.sources.0.path", "simplecache::https://secret@host/texts"),
+        ("init.from", "s3://key:secret@bucket/weights"),
+        ("tokenizer.source", "https://me:secret@host/tokenizer"),
+    ],
+)
+def test_credentials_in_a_url_are_rejected_without_repeating_them(key, value):
+    error = rejection(f"{key}={value}")
+    assert error.key == key
+    assert "has credentials in a URL" in str(error)
+    assert "secret" not in str(error)
+
+
+def test_user_in_a_url_that_is_no_credential_is_accepted():
+    accepted("init.from=abfs://container@account.dfs.core.windows.net/weights@2")
 
 
 def test_changes_that_need_another_one_are_suggested_together():

@@ -1,4 +1,4 @@
-"""Unpacking compiled graphs from several processes of a node."""
+"""Unpacking compiled graphs from several processes of a node, and counts of graphs over ranks."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from modeling.compilation.graph_cache import CACHE, unpack
+from modeling.compilation.graph_cache import CACHE, CompileStatistics, unpack
 from tests.forkserver import forkserver
 
 FILES = 20
@@ -67,3 +67,16 @@ def test_graphs_are_unpacked_once_and_again_if_the_process_dies(tmp_path, missin
     left = [] if missing is None else [f".key-{platform.node()}-{ranks[0].pid}"]
     assert missing is not None or len(list(run.glob("extracted-*"))) == 2
     assert sorted(path.name for path in (run / "graphs").iterdir() if path.is_dir()) == [*left, "key"]
+
+
+@pytest.mark.parametrize(
+    ("misses", "cold"), [((2, 2, 2, 2), 2), ((0, 0, 1, 0), 1), ((0, 0, 0, 0), 0), ((None, 1, None, 1), 1)]
+)
+def test_misses_are_counted_in_distinct_graphs_of_all_ranks(misses, cold):
+    """Of each rank; None: it does not run the program."""
+    statistics = CompileStatistics(None, precompiled=False)
+    sums = 0
+    for missed in misses:
+        statistics.programs = {} if missed is None else {"block, training": (missed, 3)}
+        sums = sums + statistics.local_counts()
+    assert statistics.metrics(sums.tolist()) == {"cold_compiles": cold, "warm_graphs": 3}

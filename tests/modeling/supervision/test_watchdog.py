@@ -110,6 +110,14 @@ def test_faulthandler_waits_for_a_long_report(tmp_path, monkeypatch):
         assert waits[-1] < 60
 
 
+def test_progress_restarts_the_timeout_of_the_phase(tmp_path):
+    with watchdog.Watchdog(tmp_path, 0, Timeouts(1.0, 1.0)) as watching, watching.phase("evaluate"):
+        deadline = watching._deadline
+        watching.progress()
+        assert watching._deadline > deadline
+        assert watching._phase == "evaluate"
+
+
 def wait_for_storage_then_hang(folder: Path, phase: str) -> None:
     """Two ranks: one reads data or writes metrics for longer than a step may take, then both hang."""
     store, timeouts = dist.HashStore(), Timeouts(1.0, 1.0)

@@ -51,9 +51,35 @@ def test_greedy_samples_equal_transformers(monkeypatch, family):
 def test_samples_of_preference_runs_continue_the_prompts_of_records():
     trainer = Trainer(Case(objective="dpo").profile())
     initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, 0)
+    passes = []
     try:
-        samples = generate.generate_samples(trainer, Prompts)
+        samples = generate.generate_samples(trainer, Prompts, lambda: passes.append(None))
     finally:
         trainer.mesh.close()
     assert [sample["prompt"] for sample in samples] == batch(0)[:3, :1].tolist()
     assert [len(sample["text"]) for sample in samples] == [31, 31, 31]
+    assert len(passes) == 31
+
+
+def test_passes_of_all_microbatches_of_a_step_keep_only_the_sampled_ones(monkeypatch):
+    """As on a pipeline; the samples are those of passes without the other microbatches."""
+    pipelined = Case(pipeline=2).profile()
+    assert generate.rows_of_pass(pipelined) == 4 * pipelined.micro_batch_rows
+    assert generate.sampled_microbatches(pipelined) == 2
+    trainer = Trainer(Case(microbatches=4).profile())
+    initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, 0)
+    next_logits, kept = trainer.functions.next_logits, []
+
+    def spy(hidden, *arguments):
+        kept.append(len(hidden))
+        return next_logits(hidden, *arguments)
+
+    monkeypatch.setattr(trainer.functions, "next_logits", spy)
+    try:
+        expected = generate.generate_samples(trainer, Prompts)
+        monkeypatch.setattr(generate, "rows_of_pass", lambda profile: 8)
+        samples = generate.generate_samples(trainer, Prompts)
+    finally:
+        trainer.mesh.close()
+    assert samples == expected
+    assert set(kept) == {2}

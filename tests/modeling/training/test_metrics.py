@@ -23,6 +23,19 @@ def test_resume_drops_corrupted_and_later_rows(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+def test_restart_from_the_beginning_hides_earlier_points_from_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for last in (3, 1):
+        metrics = MetricsWriter(tmp_path, step=0, total_steps=9)
+        for step in range(1, last + 1):
+            metrics.write({"step": step, "loss": 5.0})
+        metrics.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("loss/loss")] == [1]
+
+
 class Failing:
     """A file whose writes fail."""
 

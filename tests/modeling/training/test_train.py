@@ -8,9 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
+from modeling import exit_codes
+from modeling.supervision import time_account
+from modeling.training import train
 from tests.modeling import micro
 from tests.modeling.training.test_user_functions import shadow_packages
 
@@ -101,7 +106,7 @@ def _ranks(process: subprocess.Popen, run: Path) -> list[int]:
 
 
 def test_sigterm_saves_and_resume_is_bit_identical(undisturbed, dataset, tmp_path):
-    run = micro.run_folder(tmp_path / "stopped")
+    run = micro.run_folder(tmp_path / "stopped", "cluster.trace=[2,12]")
     process = micro.start("training.train", "--run-folder", run, "--dataset", dataset)
     for line in process.stdout:
         if line.startswith("step 5/"):
@@ -114,6 +119,69 @@ def test_sigterm_saves_and_resume_is_bit_identical(undisturbed, dataset, tmp_pat
     log = micro.run("training.train", "--run-folder", run, "--dataset", dataset)
     assert f"resumed from step {done}" in log
     assert micro.losses(run) == micro.losses(undisturbed)
+    # Each attempt traces its part of the range.
+    traced = {path.name for path in (run / "traces").iterdir()}
+    assert traced == {f"steps_2-{done}.json.gz", f"steps_{done + 1}-12.json.gz"}
+
+
+def training_run(**attributes: object) -> train.TrainingRun:
+    """A run without a model, with the attributes that a test needs."""
+    run = object.__new__(train.TrainingRun)
+    vars(run).update(
+        {"_stopping": False, "_evaluation_due": False, "_drifted": None, "step": 0, **attributes}
+    )
+    return run
+
+
+def test_time_of_completing_a_save_belongs_to_the_step_during_which_it_happened(monkeypatch):
+    """The step that is queued when the previous one is finished, even if the save takes longer."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time_account, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    account = time_account.TimeAccount()
+    run = training_run(trainer=None, guard=MagicMock(), watchdog=MagicMock(), reporter=None, account=account)
+    run.checkpoints = SimpleNamespace(written=lambda writers: writers == 0)
+    run.checkpoints.complete = lambda: setattr(clock, "now", clock.now + 5.0)
+    for step, seconds, writers in ((1, 1.0, 1), (2, 1.0, 0), (3, 6.0, 1), (4, 1.0, 0)):
+        found = SimpleNamespace(
+            loss=1.0,
+            gradient_norm=1.0,
+            skipped=False,
+            stop_requests=0,
+            differing=0,
+            checkpoint_writers=writers,
+        )
+        timings = SimpleNamespace(total=seconds, compute=seconds)
+        run._queued = SimpleNamespace(step=step, read=lambda trainer, result=(found, timings): result)
+        run._finish_step(in_step=step < 4)
+    assert account.totals == {
+        "trained_seconds": 4.0,
+        "skipped_seconds": 0.0,
+        "compile_seconds": 0.0,
+        "evaluation_seconds": 0.0,
+        "checkpoint_seconds": 10.0,
+    }
+
+
+def test_stop_during_the_evaluation_of_initial_weights_ends_the_attempt(tmp_path, monkeypatch):
+    def evaluate_into(output, trainer, samples, step, after_pass):
+        for _ in range(2):
+            after_pass()
+            run.stop.requested = True
+        raise AssertionError("not stopped")
+
+    monkeypatch.setattr(train, "evaluate_into", evaluate_into)
+    run = training_run(
+        trainer=SimpleNamespace(leader=True, sum_on_host=lambda numbers: numbers.tolist()),
+        initial_evaluation=tmp_path / "before.json",
+        validation=None,
+        settings=SimpleNamespace(steps=12),
+        profile=SimpleNamespace(checkpoint=SimpleNamespace(on_stop=True)),
+        **{name: MagicMock() for name in ("watchdog", "reporter")},
+        stop=SimpleNamespace(requested=False),
+    )
+    assert run._train_steps() == exit_codes.INTERRUPTED
+    assert run.watchdog.progress.call_count == 2
+    run.reporter.event.assert_called_once_with("interrupted", 0, "not saved")
 
 
 def test_resume_before_a_change_of_the_mixture_is_bit_identical(dataset, tmp_path):

@@ -293,16 +293,18 @@ def stopping(logits, targets):
 """
 
 
-def test_stop_during_an_evaluation_saves_the_step_and_resume_evaluates_it(dataset, tmp_path, monkeypatch):
+def test_evaluation_of_the_last_step_that_a_stop_prevents_is_made_up_once(dataset, tmp_path, monkeypatch):
+    """Also if more steps are trained later, from the same checkpoint."""
     (tmp_path / "own.py").write_text(STOPPING)
     monkeypatch.chdir(tmp_path)
     settings = ("evaluate.metrics=[own:stopping]", "evaluate.batches=10", "checkpoint.every=0")
     run = tmp_path / "run"
-    train(run, dataset, *settings, code=exit_codes.INTERRUPTED)
+    train(run, dataset, *settings, "train.steps=6", code=exit_codes.INTERRUPTED)
     assert steps(run) == [6]
     assert not any("validation_loss" in row for row in micro.metrics(run))
     # Of another size: bytecode of a file with the same size and second would be used again.
     (tmp_path / "own.py").write_text(STOPPING.replace("calls == 1", "False"))
-    train(run, dataset, *settings)
-    evaluated = [row["step"] for row in micro.metrics(run) if "validation_loss" in row]
-    assert evaluated == [6, 12]
+    for last in (6, 12):
+        train(run, dataset, *settings, f"train.steps={last}")
+        evaluated = [row["step"] for row in micro.metrics(run) if "validation_loss" in row]
+        assert evaluated == [*range(6, last + 1, 6)]
