@@ -14,6 +14,7 @@ from profiles.errors import ProfileError
 from profiles.rules import (
     cluster,
     compilation,
+    credentials,
     data_sources,
     experts,
     hyperparameters,
@@ -36,6 +37,7 @@ def check(profile: Profile) -> None:
     Raises:
         ProfileError: the first broken topology rule, as later ones depend on it, and every other broken rule.
     """
+    credentials.check(profile)  # alone, because errors of other rules repeat values
     errors = []
     if broken := _broken(profile, TOPOLOGY):
         rule, error = broken

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from profiles import retries
 from profiles.errors import ProfileError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+TIMEOUT = 30.0  # seconds without an answer, after which a request fails and is retried
 T = TypeVar("T")
+_client_lock = threading.Lock()
 
 
 def ask(
@@ -29,8 +33,32 @@ def ask(
         ProfileError: for the profile key `key`: no such repository or revision, or no access; never retried.
         ConnectionError: the hub did not answer during all `delays`.
     """
+    set_timeout()
     with hub_errors(key, repository, revision):
         return retries.call(call, f"{repository}: the hub is unreachable", delays)
+
+
+def set_timeout() -> None:
+    """Apply TIMEOUT to all requests of this process's hub client that have no timeout."""
+    with _client_lock:  # another thread may already be using the client, which replacing it closes
+        _replace_client()
+
+
+@cache
+def _replace_client() -> None:
+    from huggingface_hub import get_session, set_client_factory
+
+    default = get_session()
+    make, hooks = type(default), {"request": [*default.event_hooks["request"], _limit]}
+    set_client_factory(lambda: make(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT))
+
+
+def _limit(request: Any) -> None:
+    """Set a request's missing timeouts: `HfApi` disables the client's own, by default or always."""
+    timeouts = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {
+        name: TIMEOUT if seconds is None else seconds for name, seconds in timeouts.items()
+    }
 
 
 def config_json(repository: str, key: str) -> Path:

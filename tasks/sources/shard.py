@@ -92,6 +92,8 @@ def resolve_filesystem(path: str, *, anonymous: bool = False, token: str | None 
     from fsspec.core import url_to_fs
 
     options: dict[str, Any] = {}
+    if path.startswith("hf://"):
+        hub.set_timeout()
     if path.startswith("s3://"):
         options["anon"] = anonymous
     elif path.startswith(HUB_PREFIX) and token:

@@ -15,6 +15,7 @@ from profiles import retries
 from profiles.errors import ProfileError
 from profiles.huggingface import hub
 from profiles.huggingface.hub import REPOSITORY, resolve_commit
+from profiles.rules import credentials
 from tasks import keys
 from tasks.sources import remote
 from tasks.sources.digest_cache import DigestCache
@@ -156,10 +157,11 @@ def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, 
 def _find_remote(source: str, key: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
     """File system and root of a remote folder, and fsspec's info on each of its files, by path.
 
-    Raises ProfileError if there is no such folder.
+    Raises ProfileError if there is no such folder, or the URL has credentials.
     """
     from fsspec.core import url_to_fs
 
+    credentials.require_none(key, source)
     filesystem, root = url_to_fs(source)
     filesystem.invalidate_cache(root)
     found = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))

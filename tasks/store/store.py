@@ -22,6 +22,7 @@ from pathlib import Path
 
 from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.rules import credentials
 from tasks.store import locks
 from tasks.store.artifacts import ArtifactStore
 from tasks.store.backends.backend import Backend, checked_name
@@ -68,6 +69,7 @@ class Store:
     """
 
     def __init__(self, uri: str, work_dir: str | Path = "store") -> None:
+        credentials.require_none("store", uri)
         if not uri.strip():
             raise ProfileError("store", uri, "is empty; give a folder or an s3:// prefix", ["./store"])
         if "::" in uri:

@@ -4,11 +4,13 @@ import io
 import signal
 import threading
 
+import httpx2
 import pyarrow.parquet as parquet
 import pytest
 
 from profiles import retries
 from profiles.errors import ProfileError
+from tasks.sources import weights
 from tests.hub import TOKEN, Hub
 from tests.tasks.source_files import DOCUMENTS, joined, lines, list_shards, profile, table, texts
 
@@ -122,6 +124,27 @@ def test_a_loading_script_is_rejected_with_the_converted_revision(hub):
         texts(profile(source))
     assert texts(profile({**source, "revision": "refs/convert/parquet"})) == [DOCUMENTS]
     assert texts(profile({**source, "revision": "refs/convert/parquet", "config": "other"})) == [["x"]]
+
+
+def test_every_request_has_a_timeout(hub, tmp_path, monkeypatch):
+    timeouts, send = [], httpx2.HTTPTransport.handle_request
+
+    def record(transport, request):
+        timeouts.append(request.extensions["timeout"]["read"])
+        return send(transport, request)
+
+    monkeypatch.setattr(httpx2.HTTPTransport, "handle_request", record)
+    tables = {"default/train/0000.parquet": as_parquet(DOCUMENTS)}
+    hub.commit("org/script", tables, kind="datasets", ref="refs/convert/parquet")
+    hub.commit("org/name", {"config.json": b"{}", "model.safetensors": b""})
+    source = {"kind": "hub", "repository": "org/script"}
+    with pytest.raises(ProfileError, match="loading script"):
+        texts(profile(source))
+    assert texts(profile({**source, "revision": "refs/convert/parquet", "streaming": True})) == [DOCUMENTS]
+    with weights.fetch("org/name", None, tmp_path / "out"):
+        pass
+    assert timeouts
+    assert None not in timeouts
 
 
 def test_a_gated_data_set_is_read_with_a_token(hub):

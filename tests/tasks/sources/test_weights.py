@@ -60,6 +60,12 @@ def test_an_unreachable_hub_is_a_connection_error(monkeypatch, tmp_path, waits):
         pass
 
 
+def test_credentials_in_a_url_are_rejected_before_it_is_opened(tmp_path):
+    source = weights.fetch("s3://key:secret@bucket/weights", None, tmp_path / "out")
+    with pytest.raises(ProfileError, match=r"^SOURCE: has credentials in a URL"), source:
+        pass
+
+
 def test_an_interrupted_download_resumes_with_the_missing_files(files, tmp_path, monkeypatch):
     import s3fs
 

@@ -34,3 +34,8 @@ def test_local_folder_of_a_remote_store_belongs_to_the_first_one_that_wrote_to_i
     for other in ("memory://local-folders/other", str(folder)):
         with pytest.raises(ProfileError, match="is the local folder of memory://local-folders/right"):
             open_store(other, folder)
+
+
+def test_credentials_in_the_location_of_a_store_are_rejected(tmp_path):
+    with pytest.raises(ProfileError, match=r"^store: has credentials in a URL"):
+        open_store("memory://key:secret@local-folders/store", tmp_path)
