@@ -79,7 +79,7 @@ class Evaluator:
             )
             return {}
         finally:
-            self.store.remove_scratch_folder(scratch_name(checkpoint))
+            self.store.remove_scratch_folder(scratch_name(self.run, checkpoint))
         if CheckpointId.of(run, step) not in (checkpoint, None):
             log.warning("step %s: its checkpoint was replaced while it was evaluated; skipped", step)
             return {}

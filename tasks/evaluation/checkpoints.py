@@ -28,6 +28,7 @@ from tasks.evaluation.harness import PACKAGE
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.failures import FatalError
 from tasks.launchers import Job
+from tasks.launchers.base import Unavailable
 from tasks.reporting.format import format_value
 from tasks.step import Context, Step
 from tasks.steps.export import write_model
@@ -41,9 +42,12 @@ COMPLETE = ".complete"  # in the exported model, written last
 TASK_FILES = (".yaml", ".yml", ".json", ".jsonl", ".py", ".csv", ".txt", ".parquet")
 
 
-def scratch_name(checkpoint: CheckpointId) -> str:
-    """Name of the store's scratch folder with the export of a checkpoint."""
-    return f"evaluate-{checkpoint.digest[:16]}"
+def scratch_name(run: str, checkpoint: CheckpointId) -> str:
+    """Name of the store's scratch folder with the export of a run's checkpoint.
+
+    A fork has a copy of the checkpoint with the same digest, and the evaluation of either run removes its own folder.
+    """
+    return f"evaluate-{keys.digest([run, checkpoint.digest])[:16]}"
 
 
 @dataclass
@@ -92,6 +96,7 @@ class TaskStep(Step):
 
         Raises:
             JobFailed, FatalError, TimeoutError: as `EvaluationStep.make`; a task that lm-eval does not have is fatal.
+            Unavailable: the task's data could not be read, and a retry may succeed.
         """
         model = self._export(context)
         output = context.run_folder / run_files.LOGS / f"task-{key[:16]}.json"
@@ -116,6 +121,8 @@ class TaskStep(Step):
         output.unlink()
         if "rejected" in result:
             raise FatalError(result["rejected"])
+        if "unavailable" in result:
+            raise Unavailable(result["unavailable"])
         with context.store.artifacts.publish(self.kind, key, result) as staging:
             state_files.write(staging / RESULT, json.dumps(result, indent=1))
         return context.store.artifacts.expect(self.kind, key)
@@ -127,7 +134,8 @@ class TaskStep(Step):
 
     def _export(self, context: Context) -> Path:
         """The checkpoint as a Hugging Face model in a scratch folder."""
-        folder = context.store.scratch_folder(scratch_name(self.checkpoint)) / "model"
+        name = scratch_name(context.run_folder.name, self.checkpoint)
+        folder = context.store.scratch_folder(name) / "model"
         if not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
             write_model(

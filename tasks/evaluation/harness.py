@@ -2,8 +2,8 @@
 
 Usage: `python -m tasks.evaluation.harness --model FOLDER --task NAME --output FILE`. Runs as a separate job, to keep its imports
 and memory out of the flow's process. Writes one JSON file atomically: {results, versions, harness}, metrics and version of each
-task and the version of lm-eval; or {rejected}, the reason why it cannot run. Without `--model`, it only checks the tasks' names
-and writes {unknown}: null, or [name, reason, nearest names]. Needs the extra `lm-eval`.
+task and the version of lm-eval; or the reason why it cannot run, {unavailable} if that may be temporary, else {rejected}. Without
+`--model`, it only checks the tasks' names and writes {unknown}: null, or [name, reason, nearest names]. Needs the extra lm-eval.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.retries import seconds_to_wait
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -60,7 +61,6 @@ def unknown_task(names: list[str], known: list[str]) -> tuple[str, str, list[str
 
 def evaluate(options: argparse.Namespace, manager: TaskManager) -> dict[str, Any]:
     """Run the tasks; returns the contents of the output file."""
-    import httpx
     from lm_eval import simple_evaluate
 
     try:
@@ -74,12 +74,28 @@ def evaluate(options: argparse.Namespace, manager: TaskManager) -> dict[str, Any
             device=options.device,
             log_samples=False,
         )
-    except (OSError, httpx.TransportError) as error:  # after the retries of the hub's own client
+    except Exception as error:  # after the retries of the hub's own client
+        # By name: httpx, or whatever the hub client uses instead.
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if not names & {"OSError", "TransportError"}:
+            raise
         reason = f"the data of {', '.join(options.task)} cannot be read ({type(error).__name__}: {error})"
         advice = "without a network, use tasks whose data is in local files, or fill HF_HOME beforehand"
-        return {"rejected": f"{reason}; {advice}"}
+        return {"unavailable" if is_temporary(error) else "rejected": f"{reason}; {advice}"}
     results = {task: metrics_of(values) for task, values in found["results"].items()}
     return {"results": results, "versions": found["versions"], "harness": version(PACKAGE)}
+
+
+def is_temporary(error: BaseException | None) -> bool:
+    """Whether reading the data again may succeed, judging by the error and those that it follows from."""
+    from huggingface_hub import is_offline_mode
+
+    offline = is_offline_mode()  # `datasets` reports it as the same ConnectionError as an outage of the hub
+    while error is not None:
+        if seconds_to_wait(error) is not None and not (offline and isinstance(error, ConnectionError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:

@@ -13,12 +13,12 @@ from tasks.tracking.protocol import State, TrackedRun
 MAX_METRICS = 1000
 MAX_PARAMETERS = 100
 MAX_LENGTH = 5000  # of a parameter's value
+IDENTIFIER = "trainshed.identifier"  # tag by which a run is found whose creation was not answered
 STATES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 class MlflowTracker:
     def start(self, run: TrackedRun) -> str:
-        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient()
@@ -29,13 +29,27 @@ class MlflowTracker:
             return self._run
         experiment = self._client.get_experiment_by_name(run.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
-        tags = {**run.labels, **dict.fromkeys(run.tags, "true")}
-        self._run = self._client.create_run(number, run_name=run.name, tags=tags).info.run_id
-        # Parameters cannot be changed later: a run that is extended has its latest values in the artifact profile.yaml.
-        parameters = [Param(key, str(value)[:MAX_LENGTH]) for key, value in run.config.items()]
-        for start in range(0, len(parameters), MAX_PARAMETERS):
-            self._client.log_batch(self._run, params=parameters[start : start + MAX_PARAMETERS])
+        found = self._client.search_runs([number], f"tags.`{IDENTIFIER}` = '{run.identifier}'", max_results=1)
+        if not found:
+            tags = {**run.labels, **dict.fromkeys(run.tags, "true"), IDENTIFIER: run.identifier}
+            found = [self._client.create_run(number, run_name=run.name, tags=tags)]
+        self._run = found[0].info.run_id
+        self._send_parameters(run)
         return self._run
+
+    def _send_parameters(self, run: TrackedRun) -> None:
+        """Send the config; an error is reported and not raised, because metrics do not depend on it.
+
+        Parameters cannot be changed later: a run that is extended has its latest values in the artifact profile.yaml.
+        """
+        from mlflow.entities import Param
+
+        parameters = [Param(key, str(value)[:MAX_LENGTH]) for key, value in run.config.items()]
+        try:
+            for start in range(0, len(parameters), MAX_PARAMETERS):
+                self._client.log_batch(self._run, params=parameters[start : start + MAX_PARAMETERS])
+        except Exception as error:  # after the retries of MLflow's client
+            run.report(error)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

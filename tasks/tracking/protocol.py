@@ -6,7 +6,7 @@ block or fail: training does not wait for it. A call that raises is retried with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -26,6 +26,7 @@ class TrackedRun:
     tags: tuple[str, ...]  # the user's own
     identifier: str  # what `start` returned if `resumes`, else a new unique one that the tracker may use
     resumes: bool  # whether an earlier process has opened this run
+    report: Callable[[Exception], None]  # logs an error that a retry would not help, in place of raising it
 
 
 class Tracker(Protocol):

@@ -26,6 +26,7 @@ from typing import IO, Any
 from modeling import run_files
 from modeling.training.metrics import scalars
 from profiles import state_files
+from profiles.rules.credentials import redacted
 from profiles.user_functions import search_path
 from tasks.jsonl import LogFollower, is_metrics
 from tasks.tracking.protocol import TrackedRun, Tracker
@@ -98,8 +99,8 @@ class NewRows:
 class Sender:
     """Calls a tracker, with retries; `report` is called with each error."""
 
-    def __init__(self, tracker: Tracker, end: EndMessage, report: Callable[[BaseException], None]) -> None:
-        self._tracker, self._end, self._report = tracker, end, report
+    def __init__(self, tracker: Tracker, end: EndMessage, report: Callable[[Exception], None]) -> None:
+        self._tracker, self._end, self.report = tracker, end, report
 
     def start(self, run: TrackedRun) -> str | None:
         """Open the run; returns its identifier, None if the run ended before that was possible."""
@@ -128,7 +129,7 @@ class Sender:
             try:
                 return call()
             except Exception as error:
-                self._report(error)
+                self.report(error)
                 if last:
                     return None
             delay = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)]
@@ -142,11 +143,12 @@ def main() -> int:
     request = json.loads(sys.stdin.readline())
     failed = False
 
-    def report(error: BaseException) -> None:
+    def report(error: Exception) -> None:
         nonlocal failed
         failed = True
         with contextlib.suppress(OSError):
-            print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=answers, flush=True)
+            reason = redacted(" ".join(str(error).split()))
+            print(f"{type(error).__name__}: {reason}", file=answers, flush=True)
 
     end = EndMessage()
     threading.Thread(target=end.read, args=(sys.stdin,), daemon=True).start()
@@ -168,7 +170,9 @@ def follow(run: Path, request: dict[str, Any], sender: Sender, end: EndMessage) 
     known = state_files.read_json(path) or {}
     facts = {**request["run"], "tags": tuple(request["run"]["tags"]), "folder": folder}
     earlier = known.get("identifier")
-    tracked = TrackedRun(**facts, identifier=earlier or uuid.uuid4().hex, resumes=bool(earlier))
+    tracked = TrackedRun(
+        **facts, identifier=earlier or uuid.uuid4().hex, resumes=bool(earlier), report=sender.report
+    )
     if (identifier := sender.start(tracked)) is None:
         return
     state = {name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")}

@@ -1,8 +1,22 @@
-"""Results of evaluations by step, and metrics of language-model tasks."""
+"""Results of evaluations by step, and of language-model tasks: metrics, and data that cannot be read."""
 
-from tasks.evaluation import results
-from tasks.evaluation.checkpoints import digest_of_tasks, metrics_of
+import errno
+import json
+import sys
+from types import SimpleNamespace
+
+import httpx2
+import pytest
+
+from modeling import run_files
+from profiles.resolve import load
+from tasks.evaluation import checkpoints, harness, results
+from tasks.evaluation.checkpoints import TaskStep, digest_of_tasks, metrics_of
 from tasks.evaluation.harness import metrics_of as numbers_of
+from tasks.failures import FatalError
+from tasks.launchers.base import Unavailable
+from tasks.step import Context
+from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store
 
 
@@ -43,3 +57,48 @@ def test_an_edited_task_file_changes_the_digest_of_tasks(tmp_path):
     assert digest_of_tasks(tmp_path) == before
     task.write_text("task: colours\nmetadata: {version: 2}")
     assert digest_of_tasks(tmp_path) != before
+
+
+UNREACHABLE = ConnectionError("Couldn't reach 'org/name' on the Hub")
+STALE = OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize(
+    ("error", "offline", "kind"),
+    [
+        (STALE, False, Unavailable),
+        (STALE, True, Unavailable),
+        (httpx2.ReadTimeout("the read timed out"), False, Unavailable),
+        (UNREACHABLE, False, Unavailable),
+        (UNREACHABLE, True, FatalError),
+        (FileNotFoundError("no such data"), False, FatalError),
+    ],
+)
+def test_task_is_retried_if_reading_its_data_again_may_succeed(tmp_path, monkeypatch, error, offline, kind):
+    """The job runs in this process, with an lm-eval that raises the error."""
+
+    def simple_evaluate(**options):
+        raise error
+
+    def run_job(profile, job, output):
+        options = SimpleNamespace(model="", task=["colours"], limit=None, batch_size="1", device="cpu")
+        output.write_text(json.dumps(harness.evaluate(options, None)))
+
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(checkpoints, "run_job", run_job)
+    monkeypatch.setattr(checkpoints, "write_model", lambda *arguments: arguments[-1].mkdir())
+    store = Store(str(tmp_path))
+    folder = store.run_folder("run").prepare("identity")
+    (folder / run_files.LOGS).mkdir()
+    step = TaskStep("colours", CheckpointId(10, "digest"), None)
+    with pytest.raises(
+        kind, match=r"the data of colours cannot be read .*; without a network, use tasks"
+    ) as caught:
+        step.make(Context(load("tiny"), store, folder), "key")
+    assert isinstance(caught.value, FatalError) == (kind is FatalError)
+
+
+def test_evaluations_of_a_fork_and_of_its_parent_export_to_separate_folders():
+    copied = CheckpointId(10, "digest of the marker, which a fork copies")
+    assert checkpoints.scratch_name("parent", copied) != checkpoints.scratch_name("fork", copied)

@@ -14,8 +14,10 @@ import pytest
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.launchers.conformance import wait
-from tasks.tracking import process
+from tasks.tracking import process, worker
+from tasks.tracking.mlflow_tracker import MlflowTracker
 from tasks.tracking.process import labels_of, tracking
+from tasks.tracking.protocol import TrackedRun
 from tests.tasks.tracking import wandb_files
 
 pytestmark = pytest.mark.slow
@@ -117,6 +119,42 @@ def test_resumed_run_is_one_tracker_run_with_every_step_once(tmp_path, monkeypat
     assert {"profile", "report"} <= artifacts
 
 
+def test_mlflow_run_is_created_once_though_its_creation_is_not_answered_and_its_parameters_are_rejected(
+    tmp_path, monkeypatch
+):
+    from mlflow.tracking import MlflowClient
+
+    class Client(MlflowClient):
+        def create_run(self, *arguments, **options):
+            super().create_run(*arguments, **options)
+            raise ConnectionError("no answer")
+
+        def log_batch(self, run, metrics=(), params=()):
+            if params:
+                raise ValueError("too long")
+            super().log_batch(run, metrics=metrics)
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", Client)
+    monkeypatch.setattr(worker, "RETRY_SECONDS", (0.0,))
+    errors, end = [], worker.EndMessage()
+
+    def report(error):
+        errors.append(str(error))
+        if len(errors) > 2:
+            end.received.set()  # ends the retries
+
+    sender = worker.Sender(MlflowTracker(), end, report)
+    of_run = {"name": "tiny", "project": "shared", "folder": tmp_path, "config": {"train.steps": 300}}
+    run = TrackedRun(**of_run, labels={}, tags=(), identifier="new", resumes=False, report=sender.report)
+    opened = sender.start(run)
+    assert sender.send([{"step": 1, "loss": 2.0}])
+    assert errors == ["no answer", "too long"]
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        assert database.execute("select run_uuid from metrics").fetchall() == [(opened,)]
+        assert database.execute("select run_uuid from runs").fetchall() == [(opened,)]
+
+
 RECORDING = """
 import json, os, pathlib, time
 
@@ -143,7 +181,7 @@ class Evaluations(Recording):
 
 class Failing(Recording):
     def log(self, step, metrics):
-        raise ConnectionError("no route to the tracker")
+        raise ConnectionError("no route to http://me:p@ss/word@tracker/api")
 
 class Hanging(Recording):
     def flush(self):
@@ -205,7 +243,10 @@ def test_failing_or_hanging_tracker_is_one_warning(tracker_calls, tmp_path, monk
         run.write(*range(1, 400))
         wait(lambda: tracker_calls("start"), 120)
     (warning,) = [record.message for record in caplog.records]
-    reason = {"Failing": "ConnectionError: no route to the tracker", "Hanging": "did not finish within 3 s"}
+    reason = {
+        "Failing": "ConnectionError: no route to http://…@tracker/api",
+        "Hanging": "did not finish within 3 s",
+    }
     assert warning.startswith(f"tracker my_trackers:{kind}: {reason[kind]}; the run continues")
 
 
