@@ -166,8 +166,16 @@ def redirect_to_devnull(output: IO[str]) -> None:
 
 
 def print_json(document: object) -> None:
-    """Print one JSON document on standard output."""
-    print(json.dumps(document, indent=1))
+    """Print one JSON document on standard output; numbers that are not finite, which JSON lacks, are null."""
+    print(json.dumps(_finite(document), indent=1, allow_nan=False))
+
+
+def _finite(document: object) -> object:
+    if isinstance(document, Mapping):
+        return {key: _finite(value) for key, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [_finite(value) for value in document]
+    return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
 def print_facts(console: Console, facts: Mapping[str, object]) -> None:

@@ -121,11 +121,12 @@ def _add_metrics(summary: RunSummary, reader: _Reader) -> None:
     trained = [row for row in _rows(lines[-LATEST:]) if "loss" in row]
     if trained:
         last = trained[-1].items()
-        summary.last = {key: value for key, value in last if key in LAST_KEYS or key.endswith("_seconds")}
+        kept = {key: value for key, value in last if key in LAST_KEYS or key.endswith("_seconds")}
+        summary.last = {key: _finite(value) for key, value in kept.items()}
         summary.step_seconds = _median(trained, "step_seconds")
         summary.tokens_per_second = _median(trained, "tokens_per_second")
     evaluated = _rows(line for line in reversed(lines) if b'"validation_loss"' in line)
-    summary.validation_loss = next((row["validation_loss"] for row in evaluated), None)
+    summary.validation_loss = next((_finite(row["validation_loss"]) for row in evaluated), None)
     summary.curve = curve(rows)
 
 
@@ -134,6 +135,11 @@ def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
     losses = {row["step"]: row["loss"] for row in rows if isinstance(row.get("loss"), int | float)}
     points = sorted((step, loss) for step, loss in losses.items() if isfinite(loss))
     return downsample(points, POINTS)
+
+
+def _finite(value: Any) -> Any:
+    """The value; None for a number that is not finite, as a summary that is read from the cache has it."""
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:

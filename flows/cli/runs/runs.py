@@ -59,11 +59,12 @@ def _print(rows: Sequence[tuple[RunView, _Files]]) -> None:
     table.add_column("parent", no_wrap=True)
     for index, (run, files) in enumerate(rows):
         summary = run.summary
+        loss = summary.last["loss"] if summary.last else None
         table.add_row(
             run.name,
             _state(run, files),
             _step(run, files),
-            f"{summary.last['loss']:.4f}" if summary.last else "",
+            f"{loss:.4f}" if loss is not None else "",
             *(values[index] for values in optional.values()),
             format_age(time.time() - summary.changed) if summary.changed else "",
             format_bytes(files.bytes),

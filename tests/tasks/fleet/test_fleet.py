@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from flows.cli.main import main
 from tasks.fleet import run_summary
 from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import render, warning_texts
@@ -82,7 +83,7 @@ def test_cost_covers_the_time_in_which_jobs_held_nodes(store):
     assert run.final_cost > run.cost
 
 
-def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
+def test_only_runs_with_changed_files_are_read_again(store, tmp_path, monkeypatch, capsys):
     first = read_fleet(store)
     read = []
 
@@ -96,8 +97,16 @@ def test_only_runs_with_changed_files_are_read_again(store, monkeypatch):
     assert [run.to_json() for run in second.runs] == [run.to_json() for run in first.runs]
     with (store.work_dir / "runs/waiting/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": NaN, "time": 1.9e9}\n{"step": 6, "lo')
-    assert by_name(read_fleet(store))["waiting"].step == 5
+    diverged = by_name(read_fleet(store))["waiting"]
+    assert (diverged.step, diverged.summary.last["loss"]) == (5, None)
+    assert by_name(read_fleet(store))["waiting"].summary.last == diverged.summary.last
     assert read == ["waiting"]
+    monkeypatch.chdir(tmp_path)  # where `fleet` writes its page
+    for command in ("runs", "fleet"):  # from the cache
+        assert main([command, "--store", str(store.work_dir)]) == 0
+        capsys.readouterr()
+        assert main([command, "--store", str(store.work_dir), "--json"]) == 0
+        json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     (store.local_cache / "fleet.json").write_text("{corrupted")
     assert len(read_fleet(store).runs) == 6
 
