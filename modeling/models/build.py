@@ -133,7 +133,7 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
         train.balance,
         train.expert_loss_coefficient,
         train.router_z_coefficient,
-        samples=train.global_batch_size,
+        samples=train.global_batch_size * profile.rows_per_sample,
         layers=profile.model.num_expert_layers,
     )
     return ExpertOptions(balance, train.capacity_factor, keep_received=not profile.compile.enabled)

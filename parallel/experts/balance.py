@@ -84,7 +84,8 @@ def losses(
     z = logits.logsumexp(-1).square().sum() / sequence
     if balance.kind == "none":
         return torch.stack((torch.zeros_like(z), z))
-    normalized = scores / scores.sum(-1, keepdim=True)
+    # Sigmoids of very negative logits may all be 0.
+    normalized = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
     if balance.kind == "batch":
         counted, tokens, share = counts.sum(0, keepdim=True), len(logits), k / balance.layers
     elif balance.kind in ("sequence", "bias"):

@@ -9,7 +9,7 @@ from parallel.device import Download
 from parallel.experts import grouped, lora
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
-from parallel.experts.balance import EXTRA, Balance, record
+from parallel.experts.balance import EXTRA, Balance, losses, record
 from parallel.experts.dropless import routed_experts
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.experts.router import Routing
@@ -211,6 +211,16 @@ def test_selection_bias_of_a_balanced_load_does_not_change():
         record(Balance("bias"), weights, *rest, tensor=1).sum().backward()
     assert bias.grad.tolist() == [0.0] * E
     assert tally.grad[:E].tolist() == [2.0] * E
+
+
+def test_balance_loss_of_scores_that_underflow_is_finite():
+    logits = torch.full((2, E), -160.0, requires_grad=True)
+    terms = losses(
+        Balance("bias"), logits, logits.sigmoid(), torch.ones(1, E), torch.zeros(E), 1, Mesh().context
+    )
+    terms[0].backward()
+    assert terms[0] == 0
+    assert torch.equal(logits.grad, torch.zeros(2, E))
 
 
 def test_groups_limit_the_choice_to_the_best_group():
