@@ -11,6 +11,7 @@ from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.ui.console import print_facts, relative
+from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
 from modeling.scaling.planned_run import target_of
 from modeling.scaling.rungs import warnings_of
@@ -39,7 +40,7 @@ def _plan(options: argparse.Namespace) -> int:
     ladder, target, rungs, plans = load(options.file)
     rows = [row_of(rung, planned) for rung, planned in zip(rungs, plans, strict=True)]
     total = total_of(rows, "all rungs")
-    goal = row_of(target, plan(target.profile))
+    goal = row_of(target, plan(resolve_auto(target.profile)))
     warnings = warnings_of(target, rungs)
     found = {"ladder": ladder.name, "rungs": rows, "total": total, "target": goal, "warnings": warnings}
     print_plan(options, found, [*rows, total, goal], ladder.name, warnings=warnings)

@@ -153,5 +153,7 @@ def test_the_plan_lists_every_rung_and_the_total(profile, tmp_path, capsys):
     assert found["total"]["flops"] == sum(rung["flops"] for rung in found["rungs"])
     assert found["target"]["run"] == "micro"
     assert {rung["learning_rate"] for rung in found["rungs"]} == {found["target"]["learning_rate"]}
-    assert main(["ladder", "plan", str(write_ladder(tmp_path, profile, batch_exponent=0.5))]) == 0
+    automatic = ["train.recompute=auto"]
+    changed = write_ladder(tmp_path, profile, batch_exponent=0.5, overrides=automatic)
+    assert main(["ladder", "plan", str(changed)]) == 0
     assert "\nh24-l1-t0.08 " in capsys.readouterr().out
