@@ -281,26 +281,6 @@ def test_suggested_choices_for_cluster_and_batch_are_valid(name, overrides, choi
         resolve.check(resolve.load(name, [*overrides, change]))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("data.sources.0.path", "s3://key:secret@bucket/texts"),  # a source that also has no use for a path
-        ("data.sources.0.path", "simplecache::https://secret@host/texts"),
-        ("init.from", "s3://key:secret@bucket/weights"),
-        ("tokenizer.source", "https://me:secret@host/tokenizer"),
-    ],
-)
-def test_credentials_in_a_url_are_rejected_without_repeating_them(key, value):
-    error = rejection(f"{key}={value}")
-    assert error.key == key
-    assert "has credentials in a URL" in str(error)
-    assert "secret" not in str(error)
-
-
-def test_user_in_a_url_that_is_no_credential_is_accepted():
-    accepted("init.from=abfs://container@account.dfs.core.windows.net/weights@2")
-
-
 def test_changes_that_need_another_one_are_suggested_together():
     overrides = ("parallel.tensor=3", "cluster.devices_per_node=6")
     first, *_ = rejection(*overrides).choices
