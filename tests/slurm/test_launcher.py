@@ -185,7 +185,7 @@ def test_another_job_of_the_same_name_replaces_the_running_one_after_it_saved(pl
     second = launcher_of()
     other = second.submit(job(place, nodes=2))
     assert (place / "saved-0").exists()
-    assert not launcher.poll(first).running
+    until(lambda: not launcher.poll(first).running)
     until(lambda: [number for number, *_ in cluster.jobs()] == [other.identifier])
     second.cancel(other, grace=0)
     until(lambda: not cluster.jobs())
