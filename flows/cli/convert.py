@@ -36,6 +36,9 @@ def run(options: argparse.Namespace) -> int:
     if options.to == "peft" and (options.verify or options.adapters):
         reason = "writes only the adapters in SOURCE; it cannot be combined with --verify or --adapters"
         raise ProfileError("--to", "peft", reason, ["hf"])
+    if options.adapters and options.verify:
+        reason = "compares with SOURCE, without the adapters; it cannot be combined with --adapters"
+        raise ProfileError("--verify", None, reason)
     if options.average and (options.verify or options.adapters or options.to == "peft"):
         reason = "writes averaged weights; it cannot be combined with --verify, --adapters or --to peft"
         raise ProfileError("--average", None, reason)

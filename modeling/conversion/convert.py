@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -44,6 +45,7 @@ BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written
 M_MMAP_THRESHOLD = -3  # from malloc.h
+NUMBER = re.compile(r"-?\d+")  # of checkpoints; any other value is a path
 log = logging.getLogger(__name__)
 
 
@@ -65,23 +67,28 @@ class Options:
     # LoRA adapters to merge into the weights, in any format that `read_adapters` supports
     adapters: Path | None = None
     average: tuple[Path, ...] = ()  # further checkpoints, whose weights are averaged with the source's
-    # number of latest checkpoints to average, if the source is a run; None: only the latest
+    # number of checkpoints to average: a run's latest, or those up to the source; None: only one
     last: int | None = None
 
     @property
     def slice_bytes(self) -> int:
         return max(1 << 20, self.budget * 10**6 // (WORKERS * COPIES))
 
-    def inputs(self, source: Path) -> dict[str, Any]:
-        """What determines the result, as JSON: the source files' names, sizes and times, and the options."""
+    def inputs(self, members: Sequence[Path], adapters: Path | None) -> dict[str, Any]:
+        """What determines the result, as JSON: the options, and all read files' names, sizes and times.
+
+        Args:
+            members: the checkpoints to read, the source's first.
+            adapters: the checkpoint or folder with the adapters, without other files of its run.
+        """
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
         if self.config is not None:
             path = self.config / "config.json" if self.config.is_dir() else self.config
             options["config"] = hashlib.sha256(path.read_bytes()).hexdigest()
         options["cuts"] = self.cuts and list(self.cuts)
-        options["adapters"] = self.adapters and _stats(self.adapters)
-        options["average"] = [_stats(path) for path in self.average]
-        return {"source": _stats(source), **options}
+        options["adapters"] = adapters and _stats(adapters)
+        source, *options["average"] = map(_stats, members)
+        return {"source": source, **options}
 
 
 def _stats(source: Path) -> list[list[Any]]:
@@ -125,12 +132,13 @@ def convert(
     weights = read(source, training_dtype=training_dtype, adapters=options.adapters is not None)
     if len(members) > 1:  # float32 master weights are averaged if the checkpoints contain them
         weights = AveragedWeights([read(member, training_dtype=False) for member in members], weights.dtype)
-    if options.adapters:
+    adapters = options.adapters and formats.locate(options.adapters)
+    if adapters:
         config = options.config or source
-        weights = read_adapters(options.adapters, config, options.nxd_layout).merged(weights)
+        weights = read_adapters(adapters, config, options.nxd_layout).merged(weights)
     files = destination_files(weights, options)
     size = sum(file.nbytes for file in files)
-    with open_journal(destination, options.inputs(source), size, replace) as journal:
+    with open_journal(destination, options.inputs(members, adapters), size, replace) as journal:
         if journal.finished:
             return journal.finished
         notes = write_files(files, destination, options.slice_bytes, journal)
@@ -143,13 +151,17 @@ def convert(
 
 
 def _members(source: Path, options: Options) -> list[Path]:
-    """Checkpoints to read: the source's latest, then those to average with it. Raises ProfileError."""
+    """Checkpoints to read: the source's, then those to average with it. Raises ProfileError."""
     found = [formats.locate(source)]
-    if options.last:
-        folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source.parent
+    if options.last is not None:
+        is_run = (source / "checkpoints").is_dir()
+        folder = source / "checkpoints" if is_run else source.parent
         saved = [path for _, path in locations.complete_checkpoints(folder)]
+        if not is_run:
+            saved = saved[: saved.index(source) + 1] if source in saved else []
         if not 1 < options.last <= len(saved):
             reason = f"{folder} has {len(saved)} complete checkpoints"
+            reason += "" if is_run else f" up to {source.name}"
             raise ProfileError("--average", options.last, reason, [len(saved)] if len(saved) > 1 else [])
         found = saved[: -options.last - 1 : -1]
     return [*found, *map(formats.locate, options.average)]
@@ -217,8 +229,11 @@ def _release_freed_memory() -> None:
 
 
 def options_from(arguments: argparse.Namespace) -> Options:
-    """Options from parsed command line arguments."""
+    """Options from parsed command line arguments. Raises ProfileError for an average of fewer than two."""
     cuts = getattr(arguments, "cuts", None)
+    numbers = [int(value) for value in arguments.average if NUMBER.fullmatch(value)]
+    if numbers and min(numbers) < 2:
+        raise ProfileError("--average", min(numbers), "is fewer than two checkpoints", [2])
     return Options(
         to=arguments.to,
         config=Path(arguments.config).expanduser() if arguments.config else None,
@@ -229,8 +244,8 @@ def options_from(arguments: argparse.Namespace) -> Options:
         nxd_qkv=arguments.nxd_qkv,
         budget=arguments.budget,
         adapters=Path(arguments.adapters).expanduser() if arguments.adapters else None,
-        average=tuple(Path(path).expanduser() for path in arguments.average if not path.isdecimal()),
-        last=max((int(number) for number in arguments.average if number.isdecimal()), default=None),
+        average=tuple(Path(path).expanduser() for path in arguments.average if not NUMBER.fullmatch(path)),
+        last=max(numbers, default=None),
     )
 
 

@@ -47,7 +47,7 @@ class CheckpointFiles:
         self._tables: dict[str, BlockTable] = {}  # by file
 
     def open(self, file: str) -> None:
-        """Map a local file, and read its block checksums, if any, by which all later reads of it are verified."""
+        """Map a local file and read its block checksums, if any; reads do so for files not opened yet."""
         if self.local:
             self.map(file)
         if described := self._described.get(file):
@@ -80,7 +80,7 @@ class CheckpointFiles:
         if self.local:
             self.verify_mapped(file, start, end)
             return _bytes(self.map(file)[start:end])
-        path, table = f"{self.root}/{file}", self._tables.get(file)
+        path, table = f"{self.root}/{file}", self._table(file)
         if table is None:
             return self._read(file, end, lambda: self._files.cat_file(path, start=start, end=end))
         blocks = table.blocks(start, end)
@@ -91,10 +91,16 @@ class CheckpointFiles:
 
     def verify_mapped(self, file: str, start: int, end: int) -> None:
         """Verify a mapped file's blocks that contain bytes [start, end), once each, if it has checksums."""
-        storage, table = self.map(file), self._tables.get(file)
+        storage, table = self.map(file), self._table(file)
         if table and (blocks := table.unverified(table.blocks(start, end))):
             data = storage[blocks.start * BLOCK : min(blocks.stop * BLOCK, table.size)]
             self._verify(file, table, blocks.start, _bytes(data))
+
+    def _table(self, file: str) -> BlockTable | None:
+        """A file's block checksums; None if it was written without them."""
+        if file in self._described and file not in self._tables:
+            self.open(file)
+        return self._tables.get(file)
 
     def _verify(self, file: str, table: BlockTable, first: int, data: bytes | memoryview) -> None:
         wrong = table.corrupted(first, data)

@@ -36,7 +36,7 @@ class Adapters(ABC):
         model: the model that they update.
         rank, dropout: rank and dropout rate of all updates.
         base: source of the weights that they update; None if unknown.
-        dtype: dtype of merged weights; None: that of the weights.
+        dtype: dtype of merged weights; None: that in which the weights are read.
     """
 
     model: Model
@@ -62,7 +62,7 @@ class Adapters(ABC):
                 Part(part.offsets, part.sizes, torch.float32, partial(_add, part, factors))
                 for part in parts[factors.tensor]
             ]
-        dtype = self.dtype or next(iter(weights.parts.values()))[0].dtype
+        dtype = self.dtype or weights.dtype or next(iter(weights.parts.values()))[0].dtype
         return Weights(weights.model, parts, dtype)
 
 

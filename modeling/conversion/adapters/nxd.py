@@ -42,7 +42,7 @@ class NxDAdapters(Adapters):
 
     Raises:
         ProfileError: the layout is required.
-        ValueError: there are no adapters, or their configuration is missing.
+        ValueError: there are no adapters, other weights were trained too, or the configuration is missing.
     """
 
     def __init__(
@@ -54,6 +54,11 @@ class NxDAdapters(Adapters):
         self._scale = scale_of(configuration, self.rank)
         if configuration.get("bias", "none") != "none":
             raise ValueError(f"{folder}: trained biases (bias: {configuration['bias']}) are not supported")
+        if modules := configuration.get("modules_to_save"):
+            raise ValueError(
+                f"{folder}: fully trained modules (modules_to_save: {modules}) are not supported, because only the "
+                "adapters are read; save merged weights in NxD (save_lora_base and merge_lora), and convert those"
+            )
         tensor = 1 + max(t for t, _ in files)
         self._shards = {ranks: _factors(path) for ranks, path in files.items()}
         if not any(self._shards.values()):

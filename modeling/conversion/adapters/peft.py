@@ -21,6 +21,8 @@ from profiles.sections.model import Model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODULE = "base_model.model."  # prefix of the names of PEFT's tensors
+# prefixes of init_lora_weights with which PEFT subtracts the initial update from the weights, or quantizes them
+CHANGE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 class PeftAdapters(Adapters):
@@ -36,10 +38,18 @@ class PeftAdapters(Adapters):
             "bias": "none",
             "rank_pattern": {},
             "alpha_pattern": {},
+            "alora_invocation_tokens": None,  # the updates apply to some tokens only
         }
         for name, value in plain.items():
             if (configuration.get(name) or value) != value:
                 raise ValueError(f"{folder / CONFIG}: {name} = {configuration[name]} is not supported")
+        initialization = str(configuration.get("init_lora_weights", True))
+        if initialization.lower().startswith(CHANGE_BASE):
+            raise ValueError(
+                f"{folder / CONFIG}: init_lora_weights = {initialization} is not supported: it changed the weights that the "
+                "adapters update, so that merging into the original weights would be wrong; save the adapters in PEFT with "
+                "path_initial_model_for_weight_conversion, or merge them in PEFT and convert the merged model"
+            )
         self.rank, self.dropout = configuration["r"], configuration.get("lora_dropout", 0.0)
         self.base = configuration.get("base_model_name_or_path")
         self._scale = scale_of(configuration, self.rank)

@@ -80,6 +80,18 @@ def test_a_single_file_is_a_source(capsys, tmp_path):
         ([str(CASE / "hf"), "--to", "nxd", "--tensor", "3"], "--tensor = 3"),
         ([str(CASE / "hf"), "--to", "hf", "--pipeline", "2"], "--pipeline = 2: is used only with --to nxd"),
         ([str(CASE / "hf"), "--verify"], "out: does not exist"),
+        (
+            [str(CASE / "hf"), "--to", "hf", "--average", "0"],
+            "--average = 0: is fewer than two checkpoints; nearest valid: 2\n",
+        ),
+        (
+            [str(CASE / "hf"), "--to", "hf", "--average", "-1"],
+            "--average = -1: is fewer than two checkpoints",
+        ),
+        (
+            [str(CASE / "hf"), "--to", "hf", "--verify", "--adapters", "/no/where"],
+            "--verify: compares with SOURCE, without the adapters; it cannot be combined with --adapters",
+        ),
         ([str(CASE / "hf"), "--to", "peft"], f"SOURCE = {CASE / 'hf'}: has no adapters"),
         (
             ["run:tiny", "--to", "hf"],

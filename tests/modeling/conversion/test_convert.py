@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DbrxConfig,
     DbrxForCausalLM,
@@ -43,6 +45,7 @@ from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
+from profiles.huggingface.config import GENERATION_CONFIG, TOKEN_IDS
 from tests.modeling.conversion.nxd import nxd_shards
 from tests.modeling.conversion.trained import save_trained
 from tests.parity.harness import Case
@@ -362,6 +365,62 @@ def test_interrupted_conversion_resumes_with_the_missing_files(llama, tmp_path, 
         assert journal.file_sha256(target / name) == entry["sha256"]
     assert not list(target.rglob("*.partial"))
     assert convert(llama, target, options) == record  # already converted
+
+
+@pytest.fixture
+def run(llama, tmp_path) -> Path:
+    """A run's folder with checkpoints of steps 1 to 3, whose weights all equal the step."""
+    state = load_file(llama / "model.safetensors")
+    for step in (1, 2, 3):
+        save_file(
+            {name: torch.full_like(tensor, step) for name, tensor in state.items()},
+            llama / "model.safetensors",
+        )
+        convert(llama, tmp_path / f"run/checkpoints/step_{step}", Options("trainshed"))
+    return tmp_path / "run"
+
+
+def test_average_ends_at_the_named_checkpoint(run, tmp_path):
+    for source, mean in ((run, 2.5), (run / "checkpoints/step_2", 1.5)):
+        convert(source, tmp_path / str(mean), Options("hf", last=2))
+        found = load_file(tmp_path / str(mean) / "model.safetensors")
+        assert all(tensor.eq(mean).all() for tensor in found.values())
+    with pytest.raises(ProfileError, match=r"--average = 2: .* has 1 complete checkpoints up to step_1"):
+        convert(run / "checkpoints/step_1", tmp_path / "one", Options("hf", last=2))
+
+
+def test_average_of_other_checkpoints_is_another_conversion(run, tmp_path):
+    convert(run, tmp_path / "mean", Options("hf", last=2))
+    shutil.rmtree(run / "checkpoints/step_2")
+    with pytest.raises(ProfileError, match=r"DESTINATION = .*holds something else"):
+        convert(run, tmp_path / "mean", Options("hf", last=2))
+
+
+def test_average_with_a_run_is_the_same_conversion_while_the_run_continues(llama, run, tmp_path):
+    record = convert(llama, tmp_path / "mean", Options("hf", average=(run,)))
+    (run / "metrics.jsonl").write_text("{}")
+    assert convert(llama, tmp_path / "mean", Options("hf", average=(run,))) == record
+
+
+def test_special_tokens_of_a_hugging_face_source_are_kept(llama, tmp_path):
+    """Read by transformers: the source's ids and generation_config.json; none if the source has neither."""
+    (llama / GENERATION_CONFIG).write_text('{"eos_token_id": [7, 8], "temperature": 0.5}')
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "eos_token_id": 7, "pad_token_id": 9}))
+    sources = {"folder": llama, "file": llama / "model.safetensors"}
+    for name, source in sources.items():
+        convert(source, tmp_path / name, Options("hf"))
+    convert(llama, tmp_path / "trainshed", Options("trainshed"))
+    convert(tmp_path / "trainshed", tmp_path / "named", Options("hf", config=llama))
+    for name in (*sources, "named"):
+        found = AutoConfig.from_pretrained(tmp_path / name)
+        assert [getattr(found, key) for key in TOKEN_IDS] == [1, 7, 9]
+        copied = (tmp_path / name / GENERATION_CONFIG).read_bytes()
+        assert copied == (llama / GENERATION_CONFIG).read_bytes()
+    convert(tmp_path / "trainshed", tmp_path / "unknown", Options("hf"))
+    found = AutoConfig.from_pretrained(tmp_path / "unknown")
+    assert [getattr(found, key) for key in TOKEN_IDS] == [None, None, None]
+    assert not (tmp_path / "unknown" / GENERATION_CONFIG).exists()
 
 
 def test_destination_with_other_files_is_rejected_unchanged(llama, tmp_path):

@@ -1,18 +1,27 @@
 """LoRA adapters in NxD shards: assembled, merged, written for PEFT, and rejected if ranks disagree."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from flows.cli.main import main
+from modeling.conversion import formats, native
 from modeling.conversion.adapters.peft import PeftAdapters
+from modeling.conversion.adapters.peft import write as write_peft
 from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.convert import Options, convert
+from modeling.conversion.weights import Weights
+from parallel.checkpoint import checkpoint
+from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
 from tests.modeling.conversion.nxd import nxd_shards
 from tests.modeling.conversion.nxd.nxd_shards import LAYERS
+from tests.modeling.conversion.trained import save_trained
+from tests.parallel.checkpoint.test_integrity import flip
+from tests.parity.harness import Case
 
 RANK, ALPHA = 3, 6
 FILE = "step_9/model/dp_rank_00_tp_rank_{t:02}_pp_rank_{p:02}.pt"
@@ -120,6 +129,11 @@ def test_adapters_that_cannot_be_merged_are_rejected(folder, capsys):
     with pytest.raises(ValueError, match="lora_A should be the same on all tensor ranks, but differs"):
         [*read_adapters(folder / "step_9", config)]
     for state in found.values():
+        state["lora_config"] = {**CONFIGURATION, "modules_to_save": ["lm_head"]}
+    nxd_shards.save(found, FILE, folder)
+    with pytest.raises(ValueError, match=r"fully trained modules \(modules_to_save: \['lm_head'\]\)"):
+        read_adapters(folder / "step_9", config)
+    for state in found.values():
         del state["lora_config"]
     nxd_shards.save(found, FILE, folder)
     with pytest.raises(ValueError, match=r"no lora_config in the shards and no adapter_config\.json"):
@@ -129,3 +143,58 @@ def test_adapters_that_cannot_be_merged_are_rejected(folder, capsys):
         read_adapters(folder / "step_9", config)
     with pytest.raises(ProfileError, match="does not exist"):
         read_adapters(config.parent / "nothing", config)
+
+
+def test_merged_weights_have_the_dtype_in_which_the_weights_are_read(folder):
+    """As a bf16 run's float32 master weights."""
+    nxd, config = write(folder / "nxd", 2, base=True), folder / "config.json"
+    weights = formats.read(nxd, config, None, adapters=True)
+    merged = read_adapters(nxd, config).merged(Weights(weights.model, weights.parts, torch.float32))
+    assert {merged.dtype_of(name) for name in merged.shapes} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"init_lora_weights": "pissa_niter_16"},
+        {"init_lora_weights": "loftq"},
+        {"alora_invocation_tokens": [5]},
+    ],
+    ids=str,
+)
+def test_peft_adapters_that_are_more_than_an_update_of_the_weights_are_rejected(setting, folder):
+    peft = folder / "peft"
+    write_peft(read_adapters(write(folder / "nxd", 2, base=False), folder / "config.json"), peft)
+    about = json.loads((peft / "adapter_config.json").read_text())
+    for plain in (True, "gaussian"):
+        (peft / "adapter_config.json").write_text(json.dumps({**about, "init_lora_weights": plain}))
+        read_adapters(peft, folder / "config.json")
+    (peft / "adapter_config.json").write_text(json.dumps({**about, **setting}))
+    ((name, value),) = setting.items()
+    expected = rf"adapter_config\.json: {name} = {re.escape(str(value))} is not supported"
+    with pytest.raises(ValueError, match=expected):
+        read_adapters(peft, folder / "config.json")
+
+
+@pytest.fixture
+def lora_run(tmp_path):
+    """The folder of a LoRA run with a checkpoint; the weights that it updates are in `base`."""
+    save_trained(tmp_path / "base", Case())
+    save_trained(tmp_path / "run/checkpoints/step_1", Case(lora=("qkv",)))
+    return tmp_path / "run"
+
+
+def test_corrupted_adapters_of_a_run_are_rejected(lora_run):
+    saved = lora_run / "checkpoints/step_1"
+    [*read_adapters(lora_run)]
+    box = Reader(saved).tensors[f"{native.PREFIX}.layers.0.attention.qkv.lora.b.q.weight"].boxes[0]
+    flip(saved / box.file, box.start + box.length // 2)
+    with pytest.raises(checkpoint.CorruptCheckpoint, match=f"{box.file}: corrupted"):
+        [*read_adapters(lora_run)]
+
+
+def test_merge_of_a_run_is_the_same_conversion_while_the_run_continues(lora_run, tmp_path):
+    options = Options("hf", adapters=lora_run)
+    record = convert(tmp_path / "base", tmp_path / "merged", options)
+    (lora_run / "metrics.jsonl").write_text("{}")
+    assert convert(tmp_path / "base", tmp_path / "merged", options) == record
