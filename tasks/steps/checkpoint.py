@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from modeling.conversion import formats
 from modeling.models.build import partition_layers
+from parallel.checkpoint import locations
 from profiles.errors import ProfileError
 from profiles.huggingface.config import to_config_json
 from profiles.schema import Profile
@@ -26,8 +27,16 @@ from tasks.sources.shard import SourceChanged
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 
-# Settings of a model that cannot be inferred from its weights.
-NOT_IN_WEIGHTS = ("hidden_act", "norm_eps", "rope_theta", "rope_scaling")
+# Settings with which weights of the same shapes belong to another model: a difference is an error.
+STRUCTURE = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "tie_word_embeddings"),
+)
+# Other settings that cannot be inferred from weights. A run may change them, for example for a longer context: a warning.
+NOT_IN_WEIGHTS = (
+    *("hidden_act", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "full_attention_every"),
+    *("clip_qkv", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
+)
 log = logging.getLogger(__name__)
 
 
@@ -72,7 +81,7 @@ class CheckpointStep(Step):
             if found["digest"] != context.inputs.weights["digest"]:
                 raise SourceChanged(init.from_, pinned=True)
             try:
-                _warn_of_differences(formats.locate(source), profile.model)
+                _compare_settings(formats.locate(source), profile.model)
                 record = convert(source, converted, options, name=init.from_, replace=True)
             except ProfileError as error:  # about an option of `trainshed convert`
                 if error.key == "--nxd-layout":
@@ -93,13 +102,28 @@ class CheckpointStep(Step):
         return f"{format_bytes(summary['bytes'])} of weights, from {summary['source']}"
 
 
-def _warn_of_differences(source: Path, model: Model) -> None:
-    """Warn if a Hugging Face config differs from the profile in NOT_IN_WEIGHTS."""
-    path = source / "config.json"
-    if not path.is_file():
+def _compare_settings(source: Path, model: Model) -> None:
+    """Compare the profile's model with the description next to the weights, if they have one.
+
+    Raises ValueError for differences in STRUCTURE; those in NOT_IN_WEIGHTS are warnings.
+    """
+    from modeling.conversion import native
+
+    if (source / locations.MARKER).is_file():
+        (theirs, _), file = native.describe(source), locations.MARKER
+    elif (source / "config.json").is_file():
+        theirs, file = formats.read_config(source), "config.json"
+    else:
         return
-    theirs = formats.read_config(path)
-    for name in NOT_IN_WEIGHTS:
-        ours, other = getattr(model, name), getattr(theirs, name)
-        if ours != other:
-            log.warning("model.%s is %s here, %s in the weights' config.json", name, ours, other)
+
+    def differences(names: Sequence[str]) -> list[str]:
+        pairs = [(name, getattr(model, name), getattr(theirs, name)) for name in names]
+        found = "model.{} is {} here, {} in the weights' {}"
+        return [found.format(name, ours, other, file) for name, ours, other in pairs if ours != other]
+
+    if rejected := differences(STRUCTURE):
+        raise ValueError(
+            f"holds weights of another model: {'; '.join(rejected)}; set the values of the weights"
+        )
+    for difference in differences(NOT_IN_WEIGHTS):
+        log.warning("%s", difference)

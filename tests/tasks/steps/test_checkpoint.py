@@ -83,9 +83,21 @@ def test_weights_of_another_model_are_rejected_and_leave_no_artifact(weights, st
 
 def test_settings_not_in_the_weights_are_compared_with_their_config(weights, store, caplog):
     caplog.set_level(logging.WARNING)
-    run = profile(weights, "model.rope_theta=500000.0")
+    run = profile(weights, "model.rope_theta=500000.0", "model.norm_eps=1e-6")
     CheckpointStep().run(Context(run, store))
     assert "model.rope_theta is 500000.0 here, 10000.0 in the weights' config.json" in caplog.text
+    assert "model.norm_eps is 1e-06 here, 1e-05 in the weights' config.json" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["config.json", "complete.json"])
+def test_weights_that_fit_a_model_of_other_heads_in_shape_are_rejected(weights, store, file):
+    if file == "complete.json":
+        weights = store.artifacts.path(CheckpointStep().run(Context(profile(weights), store)))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
+    run = profile(weights, *(f"model.{name}={value}" for name, value in heads.items()))
+    found = f"model.num_attention_heads is 4 here, 8 in the weights' {file}; model.num_key_value_heads is 1 here, 2 in .*head_dim"
+    with pytest.raises(ProfileError, match=rf"init\.from = .*{found}"):
+        CheckpointStep().run(Context(run, store))
 
 
 def test_weights_replaced_after_their_key_was_computed_are_an_error(weights, store):
