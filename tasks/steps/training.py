@@ -15,7 +15,7 @@ from typing import Any
 
 from modeling import run_files
 from modeling.supervision.time_account import record_attempt
-from modeling.training.metrics import record_event
+from modeling.training.metrics import evaluated, record_event
 from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from profiles.schema import Profile
@@ -83,7 +83,8 @@ class TrainingStep(Step):
             context.watch()
 
         steps = profile.train.steps
-        if steps not in run.checkpoint_steps():  # else the job ended while no flow followed it
+        # Otherwise the job ended while no flow followed it.
+        if steps not in run.checkpoint_steps() or _lacks_evaluation(profile, run):
             try:
                 with run.sync():
                     launcher = create(profile.cluster.launcher, profile.cluster)
@@ -94,8 +95,7 @@ class TrainingStep(Step):
                 raise failures.explain(profile, failure) from failure
         if steps not in run.checkpoint_steps():
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
-        part = run_files.checkpoint(steps)
-        marker = state_files.parse((run.read(f"{part}/{MARKER}") or b"").decode(errors="replace")) or {}
+        part, marker = run_files.checkpoint(steps), _marker(run, steps)
         tokens = steps * profile.step_tokens
         # Markers of earlier versions have no loss.
         last = marker if "loss" in marker else runs.last_training_row(folder)
@@ -119,6 +119,23 @@ class TrainingStep(Step):
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"loss {summary['loss']:.4f} after {summary['steps']:,} steps"
+
+
+def _marker(run: RunFolder, step: int) -> dict[str, Any]:
+    """Contents of the marker of a run's checkpoint; empty if it is missing or corrupted."""
+    data = run.read(f"{run_files.checkpoint(step)}/{MARKER}") or b""
+    return state_files.parse(data.decode(errors="replace")) or {}
+
+
+def _lacks_evaluation(profile: Profile, run: RunFolder) -> bool:
+    """Whether a stop prevented the evaluation of the last step, which is saved, and it is still missing.
+
+    The next attempt makes it up. Markers of earlier versions do not say, and their runs are complete without it.
+    """
+    every, steps = profile.evaluate.every, profile.train.steps
+    if not every or steps % every or not _marker(run, steps).get("evaluation_due"):
+        return False
+    return not evaluated(run.path, steps)
 
 
 class QueueRecorder:

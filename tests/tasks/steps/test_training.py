@@ -1,6 +1,7 @@
-"""Training step: the grace period of a stopped job, log forwarding, moved and replaced run folders."""
+"""Training step: a stopped job's grace period, log forwarding, missing evaluations, moved run folders."""
 
 import contextlib
+import json
 import logging
 import time
 
@@ -8,9 +9,12 @@ import fsspec
 import psutil
 import pytest
 
-from profiles import resolve
+from modeling import exit_codes
+from profiles import resolve, state_files
 from tasks.failures import FatalError
+from tasks.launchers import JobFailed
 from tasks.step import Context
+from tasks.steps import training
 from tasks.steps.training import LogForwarder, TrainingStep
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
@@ -85,3 +89,43 @@ def test_run_that_replaced_this_one_is_not_trained(tmp_path, remote):
     with pytest.raises(FatalError, match=rf"{uri}/runs/run: now belongs to another run"):
         TrainingStep(Artifact("dataset", "key", "", {}), "identity").run(Context(profile, here, folder))
     assert sorted(path.name for path in replacement.iterdir()) == ["profile.yaml", "run.json"]
+
+
+@pytest.mark.parametrize(
+    ("every", "due", "evaluated", "jobs"),
+    [
+        (3, True, None, 2),
+        (3, True, 6, 0),  # made up by an attempt that no flow followed
+        (3, None, None, 0),  # saved by an earlier version
+        (0, True, None, 0),  # evaluations were turned off since
+    ],
+)
+def test_step_is_complete_once_the_evaluation_that_a_stop_prevented_is_made_up(
+    tmp_path, monkeypatch, every, due, evaluated, jobs
+):
+    """The first job that is started is stopped again, the second evaluates."""
+    profile = resolve.load("tiny", ["train.steps=6", "train.warmup_steps=2", f"evaluate.every={every}"])
+    store, started = Store(str(tmp_path / "store")), []
+    folder = run_folder(profile, store, "run")
+    checkpoint = folder / "checkpoints/step_6"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "complete.json").write_text(json.dumps({"loss": 2.0, "evaluation_due": due}))
+    state_files.append_line(folder / "metrics.jsonl", json.dumps({"step": evaluated, "validation_loss": 3.0}))
+
+    def execute(launcher, job, *arguments, **options):
+        started.append(job.name)
+        if len(started) == 1:
+            raise JobFailed("stopped", exit_code=exit_codes.INTERRUPTED)
+        state_files.append_line(folder / "metrics.jsonl", json.dumps({"step": 6, "validation_loss": 3.0}))
+
+    monkeypatch.setattr(training, "execute", execute)
+    with store.artifacts.publish("dataset", "key", {}):
+        pass
+    step = TrainingStep(store.artifacts.expect("dataset", "key"), "identity")
+    context = Context(profile, store, folder)
+    if jobs:
+        with pytest.raises(JobFailed, match="stopped"):
+            step.run(context)
+    for _ in range(2):  # the second time, from the store
+        assert step.run(context).summary["loss"] == 2.0
+    assert len(started) == jobs
