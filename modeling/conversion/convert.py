@@ -143,7 +143,8 @@ def convert(
             return journal.finished
         notes = write_files(files, destination, options.slice_bytes, journal)
         if options.to == "hf":
-            huggingface.finish(destination, files, weights)
+            folder = source if source.is_dir() else source.parent
+            huggingface.finish(destination, files, weights, options.config or folder)
         elif options.to == "trainshed":
             native.finish(destination, notes, weights.model, name or source.name)
         facts = {"to": options.to, "tensors": len(weights.shapes), "bytes": weights.nbytes()}

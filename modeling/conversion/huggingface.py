@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from modeling.conversion.torch_files import LazyTensor, stamp
 from modeling.conversion.weights import Part, Weights, global_shapes, read_mapped
 from modeling.models import families
 from modeling.models.weight_names import HuggingFaceTensor
-from profiles.huggingface.config import to_config_json
+from profiles.huggingface.config import GENERATION_CONFIG, TOKEN_IDS, to_config_json
 from profiles.sections.model import Model
 
 SHARD_BYTES = 5 * 10**9
@@ -233,8 +235,14 @@ class SafetensorsFile(PreallocatedFile):
         return {name: begin + start for name, start in starts.items()}
 
 
-def finish(folder: Path, written: list[SafetensorsFile], weights: Weights) -> None:
-    """Write config.json and, for several files, the index."""
+def finish(
+    folder: Path, written: list[SafetensorsFile], weights: Weights, source: Path | None = None
+) -> None:
+    """Write config.json, generation_config.json if the source has one and, for several files, the index.
+
+    Args:
+        source: config.json or folder of the Hugging Face model whose special tokens it has; None: they are unknown.
+    """
     if len(written) > 1:
         index = {entry.name: file.name for file in written for entry in file.entries}
         size = sum(entry.nbytes for file in written for entry in file.entries)
@@ -242,5 +250,19 @@ def finish(folder: Path, written: list[SafetensorsFile], weights: Weights) -> No
         (folder / "model.safetensors.index.json").write_text(text)
     dtypes = [weights.dtype_of(name) for name in weights.shapes]
     dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
-    config = {**to_config_json(weights.model), "dtype": dtype}
+    config = {**to_config_json(weights.model), **_token_ids(source), "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    if source and (path := _config(source).with_name(GENERATION_CONFIG)).is_file():
+        shutil.copyfile(path, folder / GENERATION_CONFIG)
+
+
+def _token_ids(source: Path | None) -> dict[str, Any]:
+    """The token ids of the source's config.json; None if they are unknown."""
+    if source is None or not (path := _config(source)).is_file():
+        return dict.fromkeys(TOKEN_IDS)  # if omitted, transformers' defaults would apply
+    config = json.loads(path.read_text())
+    return {name: config[name] for name in TOKEN_IDS if name in config}
+
+
+def _config(source: Path) -> Path:
+    return source / "config.json" if source.is_dir() else source

@@ -34,7 +34,12 @@ GPT_FIELDS = {  # our name: name in GPT-2's config.json
     "vocab_size": "vocab_size",
     "initializer_range": "initializer_range",
     "tie_word_embeddings": "tie_word_embeddings",
+    # Not keys of transformers, whose GPT-2 always has biases: it ignores them and sets missing biases to zero.
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
 }
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys that belong to the tokenizer
+GENERATION_CONFIG = "generation_config.json"  # its token ids take precedence in transformers and vLLM
 WINDOWS = {"sliding_window", "full_attention_every"}  # fields that follow from layer_types
 GPT_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 # Defaults of transformers for fields that a config.json omits.
@@ -156,7 +161,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config_json(model: Model) -> dict[str, Any]:
-    """The config.json of a model, readable by transformers 4 and 5."""
+    """The config.json of a model, without TOKEN_IDS, readable by transformers 4 and 5."""
     kind, family = model.architecture, model.family
     if family.rotary:
         fields = {name: getattr(model, name) for name in LLAMA_FIELDS}

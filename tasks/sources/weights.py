@@ -14,6 +14,7 @@ from modeling.conversion import formats
 from profiles import retries
 from profiles.errors import ProfileError
 from profiles.huggingface import hub
+from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.huggingface.hub import REPOSITORY, resolve_commit
 from profiles.rules import credentials
 from tasks import keys
@@ -191,11 +192,11 @@ def _download_folder(
 
 
 def select_files(names: list[str], key: str, source: str) -> list[str]:
-    """Config, index, weights (safetensors if any) of a Hugging Face folder. Raises ProfileError if none."""
+    """Configs, index, weights (safetensors if any) of a Hugging Face folder. Raises ProfileError if none."""
     top = [name for name in names if PurePosixPath(name).name == name and name.endswith(EXTENSIONS)]
     for stem, extension in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         if files := [name for name in top if name.startswith(stem) and name.endswith(extension)]:
-            index = f"{stem}{extension}.index.json"
-            return [*files, *(name for name in top if name in ("config.json", index))]
+            others = ("config.json", GENERATION_CONFIG, f"{stem}{extension}.index.json")
+            return [*files, *(name for name in top if name in others)]
     reason = "has neither model.safetensors nor pytorch_model.bin, in one file or sharded"
     raise ProfileError(key, source, reason)

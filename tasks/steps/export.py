@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling import run_files
+from profiles.huggingface.config import GENERATION_CONFIG, TOKEN_IDS
 from tasks import keys
 from tasks.failures import FatalError
 from tasks.inputs import EXPORT
@@ -19,6 +21,7 @@ from tasks.store.artifacts import Artifact
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store
+from tasks.tokenization.tokenizer_files import load, special_token_id
 
 ADAPTER = "adapter"  # folder of the export
 
@@ -27,7 +30,7 @@ ADAPTER = "adapter"  # folder of the export
 class ExportStep(Step):
     """Writes a folder, complete or not at all, in place of an earlier export.
 
-    It has the weights in the training precision, config.json and the tokenizer.
+    It has the weights in the training precision, config.json, generation_config.json and the tokenizer.
 
     A LoRA run exports merged weights, and its adapters in PEFT's format in `adapter/`.
 
@@ -95,7 +98,14 @@ def write_model(
 
 
 def copy_tokenizer(store: Store, tokenizer: Artifact, folder: Path) -> None:
-    """Copy the files of a tokenizer into the folder of a model."""
-    for file in store.artifacts.path(tokenizer).iterdir():
+    """Copy a tokenizer's files into the folder of a model, and write its token ids to the model's configs."""
+    source = store.artifacts.path(tokenizer)
+    for file in source.iterdir():
         if file.name != MANIFEST:
             shutil.copy2(file, folder / file.name)
+    loaded = load(source)
+    # Null for a token that the tokenizer lacks; if omitted, transformers' defaults for the architecture would apply.
+    ids = {name: special_token_id(source, loaded, name.removesuffix("_id")) for name in TOKEN_IDS}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **ids}, indent=1))
+    (folder / GENERATION_CONFIG).write_text(json.dumps(ids, indent=1))

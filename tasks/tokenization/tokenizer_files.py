@@ -77,7 +77,7 @@ def load(folder: Path) -> Tokenizer:
 
 
 def special_token_id(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
-    """Id of the folder's "eos_token" or "bos_token"; None if it names none."""
+    """Id of the folder's "eos_token", "bos_token" or "pad_token"; None if it names none."""
     token = json.loads((folder / "tokenizer_config.json").read_text()).get(name)
     content = token["content"] if isinstance(token, dict) else token
     return tokenizer.token_to_id(content) if content else None

@@ -145,7 +145,16 @@ def test_impossible_models_are_rejected(base, changes, message):
     assert message in rejection(base, **changes)
 
 
-@pytest.mark.parametrize("values", MODELS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        *MODELS,
+        # not in MODELS: transformers' GPT-2 always has biases
+        {**GPT, "attention_bias": False},
+        {**GPT, "mlp_bias": False},
+        {**GPT, "attention_bias": False, "mlp_bias": False},
+    ],
+)
 def test_config_json_round_trip(values):
     model = Model(**values)
     assert Model(**from_config_json(json.loads(json.dumps(to_config_json(model))))) == model

@@ -40,12 +40,13 @@ def test_only_the_needed_files_of_a_repository_are_downloaded(files, hub, tmp_pa
         "pytorch_model.bin": b"the same again",
         "original/model.safetensors": b"",
         "tokenizer.json": b"{}",
+        "generation_config.json": b"{}",
     }
     commit = hub.commit("org/name", files | extra)
     with weights.fetch("org/name", None, tmp_path / "out") as folder:
         assert torch.equal(embedding(folder), nxd_shards.model()["model.embed_tokens.weight"])
     read = {path.rpartition("/")[2] for _, path, _ in hub.requests if "/resolve/" in path}
-    assert read == {"config.json", "model.safetensors"}
+    assert read == {"config.json", "generation_config.json", "model.safetensors"}
     one = weights.pin("org/name", None, None, "init.from", DigestCache())["digest"]
     assert one == weights.pin("org/name", commit, None, "init.from", DigestCache())["digest"]
     hub.commit("org/name", files)

@@ -1,13 +1,19 @@
 """Export of a run that continues to train."""
 
-import pytest
+import json
 
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, GenerationConfig
+
+from profiles.huggingface.config import TOKEN_IDS, to_config_json
 from profiles.resolve import load
 from tasks.failures import FatalError
 from tasks.step import Context
 from tasks.steps import export
 from tasks.steps.export import ExportStep
 from tasks.store.run_folder import CheckpointId
+from tasks.tokenization import tokenizer_files
 
 
 def test_only_the_checkpoint_of_the_key_is_exported(store, monkeypatch):
@@ -34,3 +40,24 @@ def test_only_the_checkpoint_of_the_key_is_exported(store, monkeypatch):
     assert (folder / made.summary["part"] / "source.txt").read_text() == "checkpoints/step_8"
     with pytest.raises(FatalError, match="run run: the checkpoint of step 2 was removed; export again"):
         ExportStep(None, "one 2", checkpoint=CheckpointId(2, "")).run(context)
+
+
+@pytest.mark.parametrize(
+    ("special", "expected"),
+    [
+        ({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<pad>"}, [4, 3, 0]),
+        ({"eos_token": "</s>"}, [None, 3, None]),
+        ({}, [None, None, None]),
+    ],
+)
+def test_transformers_reads_the_special_tokens_of_the_tokenizer_from_an_export(
+    store, tmp_path, special, expected
+):
+    with store.artifacts.publish("tokenizer", "key", {}) as folder:
+        vocabulary = {token: i for i, token in enumerate(("<pad>", "a", "b", "</s>", "<s>"))}
+        tokenizer_files.write(folder, Tokenizer(models.WordLevel(vocabulary, unk_token="a")), special)
+    (tmp_path / "config.json").write_text(json.dumps(to_config_json(load("tiny").model)))
+    export.copy_tokenizer(store, store.artifacts.expect("tokenizer", "key"), tmp_path)
+    for kind in (AutoConfig, GenerationConfig):
+        found = kind.from_pretrained(tmp_path)
+        assert [getattr(found, name) for name in TOKEN_IDS] == expected
