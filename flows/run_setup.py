@@ -20,13 +20,14 @@ from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
 from modeling import run_files
 from modeling.planning import planner
+from profiles import state_files
 from profiles.schema import Profile
 from tasks.inputs import Inputs, Lockfile, resolve
 from tasks.reporting.advice import data_warnings
 from tasks.step import Context
 from tasks.store import runs
 from tasks.store.artifacts import Artifact
-from tasks.store.run_folder import Parent
+from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 from tasks.tracking.process import labels_of, results, tracking
 
@@ -168,14 +169,29 @@ def open_run(
     overview.begin(plan, warnings)
     source = command.profile if command else profile.name
     origin = f"{parent.run}@{parent.step}" if parent else None
+    run = context.store.run_folder(profile.name)
     with (
-        alerts(profile, context.store.run_folder(profile.name)) as alerting,
+        alerts(profile, run) as alerting,
         tracking(profile, folder, labels_of(profile, source, origin)) as final_state,
     ):
         runner.context = replace_fields(runner.context, watch=alerting.update)
         yield overview
         if profile.tracking.trackers:
             final_state.files += results(context.store, folder, parent)
+    if context.store.is_remote:
+        _store_alerts(run)
+
+
+def _store_alerts(run: RunFolder) -> None:
+    """Record emitted alerts in a remote store, so that another machine does not repeat "finished".
+
+    The report step has uploaded the run folder before that alert. An interruption in between may repeat it, but not lose it.
+    """
+    try:
+        if (emitted := state_files.read(run.path / run_files.ALERTS)) is not None:
+            run.write(run_files.ALERTS, emitted)
+    except Exception as error:  # of any object store
+        log.warning("alerts of %s: not recorded in the store: %s; some may be repeated", run.name, error)
 
 
 def with_training_progress(context: Context) -> Context:

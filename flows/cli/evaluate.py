@@ -11,6 +11,7 @@ from rich.table import Table
 from flows.cli.run import run_flow
 from modeling import run_files
 from profiles import resolve
+from profiles.check import with_value
 from tasks.reporting.format import format_value
 from tasks.store import runs
 from tasks.store.store import open_store
@@ -21,6 +22,7 @@ def run(options: argparse.Namespace) -> int:
     name = options.run.partition("@")[0]
     folder = runs.fetch(open_store(options.store, options.work_dir), name)
     profile = resolve.load(str(folder / run_files.PROFILE), options.overrides, name)
+    profile = with_value(profile, "cluster.work_dir", options.work_dir)  # as the flow, instead of the run's
 
     def start() -> list[dict[str, Any]]:
         from flows.evaluate import evaluate

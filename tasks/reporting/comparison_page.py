@@ -1,11 +1,12 @@
 """Comparison of runs: results, profile keys that differ, and loss curves in one chart.
 
-Reads only the run folders, so runs that are still training or have failed can be compared too.
+Reads only files of the run folders, so runs that are still training or have failed can be compared too.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from tasks.reporting.format import (
     format_step_time,
 )
 from tasks.reporting.history import History
-from tasks.store.runs import unknown_local_run
+from tasks.store.backends.backend import Backend
+from tasks.store.runs import existing_run, unknown_local_run, unknown_run
 from tasks.store.store import Store
 
 UNKNOWN = "–"
+FILES = (run_files.PROFILE, run_files.METRICS, run_files.REPORT_JSON)  # that are read
 RESULTS = {  # row: (key of `load_runs`, formatter)
     "state": ("state", str),
     "parameters": ("parameters", format_count),
@@ -51,9 +54,11 @@ def load_runs(store: Store, names: Sequence[str]) -> tuple[list[dict[str, Any]],
 
     Raises ProfileError for an unknown name or folder.
     """
-    folders = [_find_folder(store, name) for name in names]
-    histories = [History.read(folder) for folder in folders]
-    return [_load_run(*run) for run in zip(folders, histories, strict=True)], histories
+    with tempfile.TemporaryDirectory() as copies:
+        found = [_find_folder(store, name, Path(copies)) for name in names]
+        histories = [History.read(folder) for folder, _ in found]
+        runs = [_load_run(*run, history) for run, history in zip(found, histories, strict=True)]
+    return runs, histories
 
 
 def profile_differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -115,29 +120,53 @@ def write_page(
     return path
 
 
-def _find_folder(store: Store, name: str) -> Path:
+def _find_folder(store: Store, name: str, copies: Path) -> tuple[Path, str]:
+    """Folder with a run's files, copied to `copies` from a remote store, and the run's path or URI."""
+    if store.is_remote and "/" not in name:
+        return _copy(store, existing_run(store, "run", name).name, copies / name)
     folder = Path(name) if "/" in name else store.work_dir / "runs" / name
     if (folder / run_files.PROFILE).is_file():
-        return folder
+        return folder, str(folder)
     raise unknown_local_run("run", name, folder.parent)
 
 
-def _load_run(folder: Path, history: History) -> dict[str, Any]:
+def _copy(store: Store, name: str, folder: Path) -> tuple[Path, str]:
+    """Copy the files of a run of a remote store; returns the folder and where they come from."""
+    run = f"runs/{name}"
+
+    def changed(backend: Backend) -> float:
+        entries = backend.entries(run)
+        return max((entries[file].modified for file in FILES if file in entries), default=0.0)
+
+    latest = max(store.backends, key=changed)  # a run that trains on this machine is uploaded once a minute
+    folder.mkdir(exist_ok=True)
+    for file in FILES:
+        if (data := latest.read(f"{run}/{file}")) is not None:
+            (folder / file).write_bytes(data)
+    if not (folder / run_files.PROFILE).is_file():
+        raise unknown_run(store, "run", name)
+    return folder, latest.location(run)
+
+
+def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
     profile = resolve.load(str(folder / run_files.PROFILE))
-    run: dict[str, Any] = {"run": folder.name, "folder": str(folder), "profile": flat_profile(profile)}
+    run: dict[str, Any] = {"run": folder.name, "folder": location, "profile": flat_profile(profile)}
     run |= history.measurements(profile)
     if history.last_evaluation:
         run["last_validation_loss"] = history.last_evaluation["validation_loss"]
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
     if (folder / run_files.REPORT_JSON).is_file():
-        run |= {"state": "finished", **_read_report(folder / run_files.REPORT_JSON)}
+        step, results = _read_report(folder, location)
+        if step == profile.train.steps:  # otherwise the run has been extended since
+            run |= {"state": "finished", **results}
     return run
 
 
-def _read_report(path: Path) -> dict[str, Any]:
-    """Results that are only in the report: parameters, final validation loss and perplexity."""
+def _read_report(folder: Path, location: str) -> tuple[int, dict[str, Any]]:
+    """Last step, and results that only the report has: parameters, validation loss and perplexity."""
     try:
-        report = json.loads(path.read_text())
+        report = json.loads((folder / run_files.REPORT_JSON).read_text())
+        step = report["evaluation"]["step"]
         results = {"parameters": report["plan"]["parameters"]}
         results["validation_loss"] = report["evaluation"]["validation_loss"]
         if (perplexity := report["evaluation"]["perplexity"]) is not None:
@@ -145,9 +174,9 @@ def _read_report(path: Path) -> dict[str, Any]:
         if not all(isinstance(value, int | float) for value in results.values()):
             raise ValueError("not a number")
     except (ValueError, LookupError, TypeError) as error:
-        reason = f"{path} is corrupted; start the run again to rewrite it"
-        raise ProfileError("run", path.parent.name, reason) from error
-    return results
+        reason = f"{location}/{run_files.REPORT_JSON} is corrupted; start the run again to rewrite it"
+        raise ProfileError("run", folder.name, reason) from error
+    return step, results
 
 
 def flat_profile(profile: Profile) -> dict[str, Any]:

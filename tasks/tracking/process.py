@@ -171,9 +171,18 @@ def results(store: Store, folder: Path, parent: Parent | None) -> list[tuple[Pat
 
 
 def labels_of(profile: Profile, source: str, parent: str | None) -> dict[str, str]:
-    """Tags that every run gets: its profile, its parent if it is a fork, and the cluster."""
+    """Tags that every run gets: its profile, its parent if it is a fork, and the cluster.
+
+    Args:
+        source: name or path of the profile.
+        parent: RUN@STEP; None if the run is not a fork.
+    """
     cluster = profile.cluster
     devices = f"{cluster.nodes} x {cluster.devices_per_node} {cluster.accelerator or cluster.device}"
-    name = Path(source).stem if source.endswith((".yaml", ".yml")) else source
+    path = Path(source)
+    if path.match(f"runs/*/{run_files.PROFILE}"):  # the parent's, of a fork: its profile has its name
+        name = path.parent.name
+    else:
+        name = path.stem if path.suffix in (".yaml", ".yml") else source
     labels = {"profile": name, "cluster": f"{cluster.launcher} {devices}"}
     return {**labels, "parent": parent} if parent else labels

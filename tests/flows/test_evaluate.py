@@ -5,10 +5,12 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import copy_context
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 import yaml
 
@@ -244,6 +246,23 @@ def test_loss_under_settings_that_change_it_is_cached_separately_and_not_recorde
     assert losses("cluster.threads=3") == [0]
     (row,) = (folder / "evaluations.jsonl").read_text().splitlines()
     assert json.loads(row)["validation_loss"] == 0
+
+
+def test_command_uses_its_work_dir_instead_of_the_run_s(tmp_path, monkeypatch, capsys):
+    """The flow is made up."""
+    import flows.evaluate as evaluation
+
+    monkeypatch.chdir(tmp_path)
+    fsspec.filesystem("memory").store.clear()
+    uri, used = "memory://bucket/store", []
+    inputs = {"tokenizer": "t", "dataset": "d", "checkpoint": None}
+    run = load("tiny", ("cluster.work_dir=fast",), "run")
+    runs.open_run(Store(uri, tmp_path / "elsewhere"), run, "identity", "flow", inputs)
+    monkeypatch.setattr("flows.cli.run.prefect_api", lambda folder: used.append(folder) or nullcontext())
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: [])
+    assert main(["evaluate", "run", "--store", uri, "--work-dir", "work", "--json"]) == 0
+    assert [folder.resolve() for folder in used] == [tmp_path / "work"]
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "work"}
 
 
 def test_evaluation_is_rejected_if_its_checkpoint_is_removed_while_it_waits(tmp_path, monkeypatch):

@@ -1,25 +1,29 @@
 """`trainshed compare`: results, profile differences and curves of several runs."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 
+import fsspec
 import pytest
 
 from flows.cli.main import main
+from profiles import resolve
 from tests.tasks.reporting.run_folders import WellFormed, write_report, write_run
 
 
 def test_compare_shows_results_curves_and_profile_differences(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "store/runs/first")
+    write_run(tmp_path / "store/runs/first", "train.steps=100")
     write_report(tmp_path / "store/runs/first")
-    write_run(tmp_path / "store/runs/second", "train.learning_rate=1e-3", losses=50)
+    write_run(tmp_path / "store/runs/second", "train.steps=100", "train.learning_rate=1e-3", losses=50)
     (tmp_path / "store/runs/second").rename(tmp_path / "store/runs/first~1")
     assert main(["compare", "first", "first~1", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["differences"] == {"train.learning_rate": [0.003, 0.001]}
-    assert [run["state"] for run in output["runs"]] == ["finished", "at step 50 of 300"]
+    assert [run["state"] for run in output["runs"]] == ["finished", "at step 50 of 100"]
     assert [run["loss"] for run in output["runs"]] == pytest.approx([7.3, 7.8])
     page = (tmp_path / "compare.html").read_text()
     parser = WellFormed()
@@ -31,6 +35,41 @@ def test_compare_shows_results_curves_and_profile_differences(capsys, tmp_path, 
     assert "train.learning_rate  0.003" in capsys.readouterr().out
     assert main(["compare", "first", "first-1"]) == 2
     assert "nearest valid: first~1" in capsys.readouterr().err
+
+
+def test_compare_shows_an_extended_run_as_unfinished(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "store/runs/first"
+    write_run(folder, "train.steps=100")
+    write_report(folder)
+    (folder / "profile.yaml").write_text(resolve.dump(resolve.load("tiny", ("train.steps=200",), "first")))
+    assert main(["compare", "first", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run["state"] == "at step 100 of 200"
+    assert "validation_loss" not in run  # of step 100
+
+
+def test_compare_reads_the_latest_copy_of_a_run_in_a_remote_store(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "store/runs/first", losses=10)  # of another store
+    write_run(tmp_path / "elsewhere/runs/first", losses=50)
+    remote = fsspec.filesystem("memory")
+    remote.store.clear()
+    remote.put(f"{tmp_path}/elsewhere/runs", "/bucket/store/runs", recursive=True)
+    command = ["compare", "--store", "memory://bucket/store", "--json"]
+
+    def compared() -> tuple[int, str]:
+        assert main([*command, "first"]) == 0
+        (run,) = json.loads(capsys.readouterr().out)["runs"]
+        return run["steps"], run["folder"]
+
+    assert compared() == (50, "memory://bucket/store/runs/first")
+    (tmp_path / "store/belongs-to").write_text("memory://bucket/store\n")
+    metrics = tmp_path / "store/runs/first/metrics.jsonl"
+    os.utime(metrics, (later := time.time() + 60, later))  # as it is training here
+    assert compared() == (10, f"{tmp_path}/store/runs/first")
+    assert main([*command, "frist"]) == 2
+    assert "nearest valid: first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

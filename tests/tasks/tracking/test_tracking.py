@@ -56,6 +56,14 @@ class Run:
         return tracking(self.profile, self.folder, labels_of(self.profile, "tiny", "first@20"))
 
 
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("tiny", "tiny"), ("profiles/mine.yaml", "mine"), ("/work/runs/first/profile.yaml", "first")],
+)
+def test_label_is_the_name_of_the_profile_also_of_a_forks_parent(source, name):
+    assert labels_of(resolve.load("tiny"), source, None)["profile"] == name
+
+
 def interrupted(run: Run) -> None:
     with run.track():
         run.write(1, 2, 3)
