@@ -10,15 +10,16 @@ A compiler takes a graph as Dynamo captured it and compiles forward and backward
 
 from __future__ import annotations
 
-import atexit
+import hashlib
 import os
 import re
 import shutil
+import stat
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -178,17 +179,34 @@ def cpp_compiler() -> str | None:
 
 
 def _without_spaces(folder: Path) -> Path:
-    """The folder, or a link to it if its path has a space, removed when this process exits.
+    """The folder, or a link to it if its path has a space: inductor splits g++'s command at spaces.
 
-    inductor splits g++'s command at spaces.
+    All processes share one link per folder, because a rank may end without removing its own. A new link replaces those to folders
+    that have been removed.
     """
     if not re.search(r"\s", str(folder)):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    link = Path(tempfile.mkdtemp(prefix="trainshed-")) / "cache"
-    atexit.register(shutil.rmtree, link.parent, ignore_errors=True)
-    link.symlink_to(folder.absolute(), target_is_directory=True)
+    folder = folder.absolute()
+    link = _private_temp_folder() / hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    with suppress(FileExistsError):  # of another process
+        link.symlink_to(folder, target_is_directory=True)
+        for each in link.parent.iterdir():
+            with suppress(OSError):  # removed meanwhile, or its folder cannot be reached now
+                if not each.exists():
+                    each.unlink()
     return link
+
+
+def _private_temp_folder() -> Path:
+    """A temporary folder that only this user can read and write, the same one in each process."""
+    folder = Path(tempfile.gettempdir()) / f"trainshed-{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="trainshed-"))  # another user could redirect links in that folder
 
 
 class Neuron(Compiler):

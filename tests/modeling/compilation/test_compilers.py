@@ -3,7 +3,10 @@
 Without a GPU, torch's merged operators run the collective and the product one after the other.
 """
 
+import os
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +65,27 @@ def compare() -> Counter[str]:
 def test_merged_collectives_and_products_give_the_same_numbers(pool):
     for called in pool.run(compare, 2):
         assert called == dict.fromkeys(OPERATORS, 2)  # one of each in forward and in backward
+
+
+def test_link_to_a_cache_with_a_space_in_its_path_is_shared_and_private(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+
+    def link(name: str = "a cache") -> Path:
+        Inductor("cpu").use_cache(tmp_path / name)
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+    first = link()
+    assert first.resolve() == tmp_path / "a cache"
+    assert " " not in str(first)
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    assert link() == first  # of another process, for example
+    (tmp_path / "a cache").rmdir()
+    second = link("another cache")
+    assert [*first.parent.iterdir()] == [second]
+    first.parent.chmod(0o777)  # another user could redirect its links
+    assert link().parent != first.parent
+    assert link().resolve() == tmp_path / "a cache"
 
 
 def test_gpu_graphs_are_found_wherever_weights_are_stored(tmp_path, monkeypatch):
