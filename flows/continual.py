@@ -9,9 +9,11 @@ new data the flow run ends at once, in a state named after the reason.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefect import flow
@@ -33,13 +35,16 @@ from flows.run_setup import (
 )
 from flows.runner import THREADS, Runner
 from modeling import run_files
-from profiles import resolve
+from profiles import resolve, state_files
 from profiles.errors import ProfileError
+from profiles.schema import Profile
 from tasks import continual as series
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep, NotFinite
 from tasks.inputs import locate_runs
+from tasks.launchers import Job
 from tasks.report import ReportStep
+from tasks.reporting.outcome import Outcome
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.export import ExportStep
@@ -49,7 +54,11 @@ from tasks.steps.training import TrainingStep
 from tasks.store import activities, ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.locks import Lock
-from tasks.store.store import open_store
+from tasks.store.store import Store, open_store
+
+# Keys of `train` that fit a cluster: the promoted model is evaluated with those of the round.
+PER_CLUSTER = {*keys.NOT_MATHEMATICS, "global_batch_size"}
+log = logging.getLogger(__name__)
 
 
 @flow(name="continual", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
@@ -87,8 +96,9 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
     profile, store = context.profile, context.store
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
     name = f"{profile.name}-round-{current.round + 1}"
-    # An interrupted round resumes with its data; one that was judged and not promoted looks for new data.
-    over = series.was_not_promoted(store, name)
+    # An interrupted round resumes with its data. One that was evaluated and not promoted, or whose weights are not those of the
+    # promoted model any more, looks for new data.
+    over = series.was_not_promoted(store, name) or _is_outdated(store, name, current)
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
@@ -107,6 +117,38 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         message = f"{name} replaces {current.run}: {losses}"
         emit("promoted", name, message)
         return Completed(name="Promoted", message=message)
+
+
+def _start(current: series.Promoted, checkpoint: str) -> str:
+    """Digest of what a round starts from: the promoted run, and the name of its checkpoint."""
+    return keys.digest([current.identity, checkpoint])
+
+
+def _is_outdated(store: Store, name: str, current: series.Promoted) -> bool:
+    """Whether a round started from other weights: its base run was replaced or trained further."""
+    if store.run_folder(name).read(run_files.INPUTS) is None:  # no round, or interrupted before it trained
+        return False
+    folder = runs.fetch(store, name)
+    try:
+        profile = resolve.load(str(folder / run_files.PROFILE))
+    except ProfileError:  # opening the run reports it
+        return False
+    inputs, steps = runs.read_inputs(folder), store.run_folder(current.run).checkpoint_steps()
+    start = _start(current, Path(run_files.checkpoint(steps[-1])).name)
+    if keys.run_identity(profile, inputs["tokenizer"], inputs["dataset"], start) == inputs["identity"]:
+        return False
+    log.warning("%s started from other weights than the latest ones of %s: it starts over", name, current.run)
+    return True
+
+
+@dataclass
+class _PromotedEvaluationStep(EvaluationStep):
+    """Evaluates the promoted model with the profile in a file, not that of its run folder."""
+
+    profile_file: Path = Path()
+
+    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
+        return job.with_arguments("--profile", str(self.profile_file))
 
 
 class _Result(NamedTuple):
@@ -138,19 +180,14 @@ def _train(
     with series.latest_checkpoint(store, current) as weights:
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
-        start = keys.digest([current.identity, weights.name])
-        identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
+        identity = keys.run_identity(run, tokenizer.key, dataset.key, _start(current, weights.name))
         runs.record_flow_run(base, context.flow_run)
         inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
         lock.check()  # another process may have taken over the round while this one was suspended
         with open_run(runner, run, identity, inputs, planned, replace=start_over) as overview:
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
-            of_promoted = replace(
-                runner.context, profile=resolve.load(str(base / run_files.PROFILE)), folder=base
-            )
-            what = keys.digest([current.identity, weights.name, held_out.key])
-            before = runner.run(EvaluationStep(held_out, what), of_promoted).summary["validation_loss"]
+            before = _evaluate_promoted(runner, base, held_out, current, weights.name)
             graphs = compiling.result()
             training = TrainingStep(dataset, identity, graphs, weights)
             runner.run(training, with_training_progress(runner.context))
@@ -165,6 +202,40 @@ def _train(
             if result.better:
                 with activities.begin(store, "exporting", run.name):
                     runner.run(ExportStep(tokenizer, identity))
-            runner.run(ReportStep(planned, evaluated, runner.outcomes))
+            runner.run(ReportStep(planned, evaluated, _with_new_data(runner.outcomes, tokenizer, dataset)))
             overview.update(now=True)
         return result
+
+
+def _evaluate_promoted(
+    runner: Runner, base: Path, held_out: Artifact, current: series.Promoted, checkpoint: str
+) -> float:
+    """Held-out loss of the promoted model, in the run folder `base`, on the round's cluster."""
+    profile = _on_cluster_of(runner.context.profile, resolve.load(str(base / run_files.PROFILE)))
+    text = resolve.dump(profile)
+    # Named by its contents: the job of an earlier round may still load its own.
+    file = base / run_files.LOGS / f"evaluate-{keys.digest(text)[:8]}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    state_files.write(file, text)
+    what = keys.digest([current.identity, checkpoint, held_out.key])
+    step = _PromotedEvaluationStep(held_out, what, profile_file=file)
+    return runner.run(step, replace(runner.context, profile=profile, folder=base)).summary["validation_loss"]
+
+
+def _on_cluster_of(run: Profile, promoted: Profile) -> Profile:
+    """The promoted model's profile, with the round's cluster, topology and batch.
+
+    Raises ProfileError if they do not fit its other settings.
+    """
+    train = promoted.train.model_copy(update={name: getattr(run.train, name) for name in PER_CLUSTER})
+    sections = {name: getattr(run, name) for name in ("cluster", "parallel", "compile")}
+    profile = promoted.model_copy(update={**sections, "train": train})
+    resolve.check(profile)
+    return profile
+
+
+def _with_new_data(outcomes: Sequence[Outcome], tokenizer: Artifact, dataset: Artifact) -> list[Outcome]:
+    """The outcomes, with the data that the round trains on in place of all data of the series."""
+    step = DatasetStep(tokenizer)
+    new = {"note": step.describe(dataset.summary), "summary": dataset.summary}
+    return [replace(outcome, **new) if outcome.step == step.name else outcome for outcome in outcomes]

@@ -307,10 +307,11 @@ def _data(profile: Profile, summaries: Mapping[str, Mapping[str, Any]]) -> str:
         source = "trained on the dataset" if trained else f"from {tokenizer.get('source')}"
         shown["tokenizer"] = f"{tokenizer['vocabulary_size']:,} tokens, {source}"
     if "tokens" in dataset:
-        shown["training split"] = f"{dataset['tokens']:,} tokens in {dataset['documents']:,} documents"
-        shown["validation split"] = (
-            f"{dataset['validation_tokens']:,} tokens in {dataset['validation_documents']:,} documents"
-        )
+        for split, prefix in (("training split", ""), ("validation split", "validation_")):
+            shown[split] = f"{dataset[f'{prefix}tokens']:,} tokens"
+            # The new data of a continual round has only tokens and shards.
+            if f"{prefix}documents" in dataset:
+                shown[split] += f" in {dataset[f'{prefix}documents']:,} documents"
         passes = training_tokens(profile) / max(1, tokens_of_pass(profile, dataset))
         shown["passes over the training split"] = format_number(passes)
     for change in profile.data.schedule:

@@ -19,6 +19,7 @@ from tests import s3
 from tests.flows.micro import PROFILE, losses
 from tests.forked_jobs import forked_jobs
 
+EPOCH = ("train.steps=null", "train.epochs=1")
 ROUND = ("train.steps=8", "train.warmup_steps=3", "evaluate.every=0")
 
 SPOILT = """
@@ -82,13 +83,15 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     assert night().name == "NoNewData"
 
     write_texts(texts / "1.jsonl", 2)
-    state = night("train.steps=null", "train.epochs=1")
+    state = night(*EPOCH)
     assert state.name == "Promoted", state.message
     assert "nightly-round-1 replaces nightly" in state.message
     first, new = corpus_of(store, "nightly"), corpus_of(store, "nightly-round-1")
     assert len(new["train"]) == 1
     assert new["train"][0]["path"] not in {entry["path"] for entry in first["train"]}
     assert new["validation"] == first["validation"]
+    report = (store / "runs/nightly-round-1/report.html").read_text()
+    assert f"{sum(entry['tokens'] for entry in new['train']):,} tokens<" in report
     rows = [
         json.loads(line) for line in (store / "runs/nightly-round-1/metrics.jsonl").read_text().splitlines()
     ]
@@ -131,8 +134,14 @@ def test_warm_up_is_shortened_to_the_steps_of_little_new_data(series, caplog):
     (texts / "3.jsonl").write_text(
         "".join((texts / "2.jsonl").read_text().splitlines(keepends=True)[:4])[:-1]
     )
-    state = night("train.steps=null", "train.epochs=1", "train.warmup_steps=6", "evaluate.tolerance=1")
+    base = store / "runs" / json.loads((store / "runs/nightly/standing.json").read_text())["run"]
+    two_ranks = ("cluster.devices_per_node=2", "train.micro_batch_size=2")
+    state = night(*EPOCH, *two_ranks, "train.warmup_steps=6", "evaluate.tolerance=1")
     assert state.name == "Promoted", state.message
+    # The round's cluster evaluates the promoted model too.
+    _, arguments, _, processes, _ = json.loads((base / "logs/evaluate.job.json").read_text())["job"]
+    evaluated = load(arguments[arguments.index("--profile") + 1])
+    assert (processes, evaluated.world_size, evaluated.train.steps) == (2, 2, 8)
     assert "train.warmup_steps: reduced from 6 to 4: the new data has 4 steps" in caplog.text
     run = json.loads((store / "runs/nightly/standing.json").read_text())["run"]
     assert len(losses(store / "runs" / run)) == 4
@@ -153,6 +162,23 @@ def test_round_with_nan_held_out_loss_fails_without_retry(series, tmp_path, monk
     assert "evaluate failed" in events
     assert "retried" not in events
     assert (store / "runs/nightly/standing.json").read_text() == standing
+
+
+def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
+    from flows.pretrain import pretrain
+
+    texts, store, night = series
+    copy = shutil.copytree(store, tmp_path / "store")
+    (copy / "runs/nightly/standing.json").unlink()  # as if the first round had not been promoted yet
+    state = night(*EPOCH, store=copy)
+    assert state.message.startswith("nightly-round-1 replaces nightly:")
+    assert not (copy / "runs/nightly-round-1~1").exists()
+
+    pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1"], None, str(copy), replace=True)
+    state = night("evaluate.tolerance=9", store=copy)
+    assert state.message.startswith("nightly-round-1 replaces nightly:"), state.message
+    assert len(losses(copy / "runs/nightly-round-1")) == 8
+    assert len(losses(copy / "runs/nightly-round-1~1")) > 8
 
 
 def test_run_exported_before_its_end_is_not_continued(series, tmp_path):
