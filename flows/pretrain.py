@@ -133,7 +133,7 @@ def train_profile(
         command: the command line that it was resolved from.
     """
     opened = open_store(command.store, run.cluster.work_dir or "store")
-    run = locate_runs(run, opened)
+    named, run = run, locate_runs(run, opened)
     if not replace and activities.holder(opened, "run", run.name) is not None:
         with suggest_commands(command, run.name):
             runs.check_name(opened, run)  # rather than wait for a run that this one cannot continue
@@ -165,7 +165,8 @@ def train_profile(
             if parent:
                 record_data(opened, parent)
                 copy_checkpoint(opened, parent, run.name)
-            _take_forecast(opened, run)
+            # A ladder does not locate its target's tokenizer, whose location depends on the machine.
+            _take_forecast(opened, run.model_copy(update={"tokenizer": named.tokenizer}))
             evaluated, exported = _train(runner, identity, tokenizer, dataset, weights, compiling.result())
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)

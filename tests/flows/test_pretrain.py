@@ -403,6 +403,8 @@ def test_s3_store_keeps_artifacts_and_records(pretrain, tmp_path, monkeypatch):
         assert Path(first["export"]) == tmp_path / "work/runs/micro/export"
         kept = s3fs.S3FileSystem().find(f"{address}/store")
         assert any(path.endswith("tokenizer.json") for path in kept)
+        alerts = json.loads(s3fs.S3FileSystem().cat_file(f"{address}/store/runs/micro/alerts.json"))
+        assert alerts["steps"] == 6  # another machine does not repeat "finished"
         assert done(pretrain(f"{address}/store", work)) == []
         run = f"{address}/store/runs/micro".removeprefix("s3://")
         assert f"{run}/checkpoints/step_6/complete.json" in kept

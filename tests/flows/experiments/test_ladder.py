@@ -1,12 +1,17 @@
 """Ladders: micro rungs through the real flow, caching, forecasts in the store and the target's report."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
 from flows.cli.main import main
+from profiles.resolve import load
+from tasks.step import Context
+from tasks.steps.tokenizer import TokenizerStep
+from tasks.store.store import Store
 from tests.flows.micro import exported
 from tests.forked_jobs import forked_jobs
 
@@ -50,7 +55,11 @@ def ladder(prefect_server):
 
 def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_path):
     store = tmp_path / "store"
-    first = ladder(write_ladder(tmp_path, profile), store)
+    made = TokenizerStep().run(Context(load(str(profile)), Store(str(tmp_path / "other"))))
+    shutil.copytree(Store(str(tmp_path / "other")).artifacts.path(made), store / "runs/base/export")
+    # A run reads this tokenizer in the store; its forecast is found nevertheless.
+    overrides = [*OVERRIDES, "tokenizer.source=run:base", "tokenizer.vocabulary_size=null"]
+    first = ladder(write_ladder(tmp_path, profile, overrides=overrides), store)
     names = [rung["name"] for rung in first["rungs"]]
     assert names == [
         "steps-h8-l1-t0.04", "steps-h8-l1-t0.08", "steps-h16-l1-t0.04", "steps-h16-l1-t0.08", "steps-h24-l1-t0.08",
@@ -64,7 +73,7 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
 
     # An additional rung is trained alone, and makes another forecast beside the first.
     more = [*RUNGS, {"hidden_size": 24, "num_hidden_layers": 2, "tokens_per_parameter": [0.08]}]
-    second = ladder(write_ladder(tmp_path, profile, rungs=more), store, target=True)
+    second = ladder(write_ladder(tmp_path, profile, rungs=more, overrides=overrides), store, target=True)
     added = trained(store)
     assert {name: added[name] for name in names} == begun
     assert added.keys() - begun.keys() == {"steps-h24-l2-t0.08", "micro"}
