@@ -1,9 +1,10 @@
 """Activation checkpointing (arXiv 1604.06174): recompute activations in backward to save memory.
 
     none        saves all activations
-    selective   saves a block's input, its projections' outputs, after their reduction if they have one, and attention's output
-                with its log-sum-exp; recomputes what is cheap: norms, rotary embedding, activation × gate. No matrix product,
-                attention or ring communication runs twice
+    selective   saves a block's input, its projections' outputs, after their reduction or exchange if they have one, and
+                attention's output with its log-sum-exp; recomputes what is cheap: norms, rotary embedding, activation × gate. No
+                matrix product, attention, ring communication or exchange of experts with a capacity runs twice, except in eager
+                mode products whose reduced or exchanged output is saved
     full        saves a block's input only and recomputes its forward pass: a third more compute
 
 Operators whose outputs `selective` saves are registered where they are defined (`always_save`) or annotated where they are called

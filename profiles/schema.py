@@ -421,6 +421,11 @@ class Profile(Section):
         return self.train.document_masks or self.packs
 
     @property
+    def padding_masks(self) -> bool:
+        """Whether layers are given which tokens are padding, which experts do not count."""
+        return self.objective.kind != "pretrain" and self.model.num_experts is not None
+
+    @property
     def packs(self) -> bool:
         """Whether a sample may contain several records."""
         kind, packing = self.objective.kind, self.objective.packing

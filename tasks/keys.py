@@ -376,9 +376,9 @@ def _without(names: Set[str], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(profile: Profile) -> list[Any]:
-    """What graphs of expert blocks depend on: placement, capacity and the coefficients of their losses."""
+    """What graphs of expert blocks depend on: placement, capacity, padding, coefficients of their losses."""
     train = profile.train
     factors = [train.expert_loss_coefficient, train.router_z_coefficient, train.expert_bias_step]
     rows = train.global_batch_size * profile.rows_per_sample
     placement = [profile.parallel.expert, train.capacity_factor, rows]
-    return [train.balance, *factors, *placement]
+    return [train.balance, *factors, *placement, profile.padding_masks]

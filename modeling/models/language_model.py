@@ -95,7 +95,12 @@ class LanguageModel(nn.Module):
         """Add learned positions, in architectures that have them."""
 
     def forward(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, samples: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Token ids (b, s/c), or the previous stage's hidden states, to hidden states.
 
@@ -104,13 +109,15 @@ class LanguageModel(nn.Module):
             documents: (b, s/c), the position where each token's document starts: attention stays within a document, and
                 positions restart with it. None: attention crosses documents.
             samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout, of LoRA's updates too.
+            padding: (b, s/c), true for padding, which experts do not count; only for architectures with experts.
         """
         keys, layer_keys = self.dropout_keys(samples, positions)
         shared = self.block_arguments(positions, documents)
         if self.first:
             x = self.embed_tokens(x, positions, documents, keys)  # (b·s/c, h)
+        uncounted = () if padding is None else (padding,)
         for layer, own in zip(self.layers.values(), layer_keys, strict=True):
-            x = layer(x, *shared, documents, own)
+            x = layer(x, *shared, documents, own, *uncounted)
         return self.norm(x) if self.last else x
 
     def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:

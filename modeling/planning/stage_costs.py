@@ -136,7 +136,7 @@ class StageCosts:
         accelerator = self.profile.cluster.accelerator if last else None
         key = (*self._setting, *shape, layer == 0, last, accelerator, *kind, mode)
         key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled, self.profile.document_masks)
-        key += (counts_choices(self.profile), last and train.loss is not None)
+        key += (counts_choices(self.profile), last and train.loss is not None, self.profile.padding_masks)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             self._cache[key] = self._measure(stage, mode)
@@ -152,19 +152,20 @@ class StageCosts:
         positions, keys = tokens[0], sample_keys(0, tokens[:, 0])
         x = tokens if stage.first else self._hidden_states()
         documents = torch.empty_like(tokens) if self.profile.document_masks else None
+        padding = torch.empty_like(tokens, dtype=torch.bool) if self.profile.padding_masks else None
         existing = [*stage.parameters(), *stage.buffers(), tokens, x]
         name = kernels.load(device_of(self.profile).attention_kernel)
         kernel = kernels.get_kernel(self.mesh.context.graph_kernel or name)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
             if self.profile.scores_pairs_in_step:
                 with torch.no_grad(), without_updates(stage):
-                    y = stage(x, positions, documents)
+                    y = stage(x, positions, documents, padding=padding)
                     if stage.last:
                         stage.loss(y, tokens)
             if counts_choices(self.profile):
                 with torch.no_grad(), counting_choices(expert_layers(stage)):
-                    stage(x, positions, documents)
-            y = stage(x, positions, documents, samples=keys)
+                    stage(x, positions, documents, padding=padding)
+            y = stage(x, positions, documents, keys, padding)
             if stage.last:
                 y = self._loss(stage, y, tokens)
             saved, forward_peak, meter.peak = meter.live, meter.peak, meter.live

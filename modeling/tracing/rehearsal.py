@@ -72,6 +72,8 @@ def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, de
         documents = torch.zeros_like(samples[:, 1:]) if profile.document_masks else None
         answers = torch.zeros_like(samples[:, 1:]) if answered else None
         _, targets, _ = functions.shard(samples, positions, documents, answers, kind)
+        if profile.padding_masks:
+            functions.find_padding(samples, positions)
         if (rows, answered) == (step, profile.answers_per_row > 1):
             _, count = functions.count_targets(targets, number.int(), kind)
             if count is not None and not (profile.train.loss or profile.evaluate.metrics):
@@ -133,7 +135,8 @@ def _rehearse_statistics(
         loads = [experts.load for experts in found.values()]
         functions.clear(loads)
         shares = functions.to_table(loads, tuple(found), layers, mesh.tensor.size)
-        functions.set_shares(loads, shares, tuple(found))
+        samples = profile.train.global_batch_size * profile.rows_per_sample
+        functions.set_loads(loads, shares, tuple(found), samples)
 
 
 def _rehearse_user_functions(

@@ -208,7 +208,7 @@ def run_stage(
         if profile.parallel.data_sharding == "fsdp":
             build_optimizer(profile, [model], mesh)
         batch = _batch(profile, number, mesh, device)
-        y = model(batch.x, batch.positions, batch.documents, samples=batch.samples)
+        y = model(batch.x, batch.positions, batch.documents, batch.samples, batch.padding)
         compiles_loss = model.last and settings.loss is None  # a user-defined loss runs in eager mode
         # For preference pairs, a step computes the losses of tokens, then their weighted sum.
         pairs = profile.rows_per_sample > 1
@@ -232,6 +232,7 @@ class _Batch(NamedTuple):
     positions: Tensor  # (s/c)
     samples: Tensor  # (b), keys of dropout
     documents: Tensor | None  # (b, s/c)
+    padding: Tensor | None  # (b, s/c)
     x: Tensor  # the tokens on the first stage, hidden states (b·s/(c·t), h) on the others
 
 
@@ -246,7 +247,9 @@ def _batch(profile: Profile, number: int, mesh: Mesh, device: torch.device) -> _
         shape = (tokens.numel() // t, profile.model.hidden_size)
         x = torch.empty(shape, dtype=DTYPES[settings.precision], device=device, requires_grad=True)
     documents = torch.zeros_like(tokens) if profile.document_masks else None
-    return _Batch(tokens, positions, sample_keys(settings.seed, torch.arange(b, device=device)), documents, x)
+    padding = torch.zeros_like(tokens, dtype=torch.bool) if profile.padding_masks else None
+    keys = sample_keys(settings.seed, torch.arange(b, device=device))
+    return _Batch(tokens, positions, keys, documents, padding, x)
 
 
 def _run_without_gradients(
@@ -255,7 +258,7 @@ def _run_without_gradients(
     """Run all passes of a stage without gradients; returns the hidden states of evaluation."""
 
     def forward() -> Tensor:
-        return model(batch.x.detach(), batch.positions, batch.documents)
+        return model(batch.x.detach(), batch.positions, batch.documents, padding=batch.padding)
 
     y = forward()
     if compiles_loss:

@@ -28,6 +28,7 @@ class StepFunctions:
     """Functions of this module, preference pairs and the anomaly guard, compiled if `compile` is given."""
 
     shard: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    find_padding: Callable[[Tensor, Tensor], Tensor]
     count_targets: Callable[..., tuple[Tensor, Tensor | None]]
     pack_evaluation: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +37,7 @@ class StepFunctions:
     join: Callable[..., Tensor]
     to_table: Callable[..., Tensor]
     clear: Callable[[Sequence[Tensor]], None]
-    set_shares: Callable[[Sequence[Tensor], Tensor, tuple[int, ...]], None]
+    set_loads: Callable[[Sequence[Tensor], Tensor, tuple[int, ...], int], None]
     next_logits: Callable[..., Tensor]
     user_sums: Callable[..., list[Tensor]]
     stack: Callable[[Sequence[Tensor]], Tensor]
@@ -77,6 +78,11 @@ def shard(
         return tokens, targets.where(targets >= 0, IGNORE_INDEX), documents
     rows = torch.arange(len(samples), device=samples.device)[:, None]
     return tokens, torch.cat((targets, *(() if answers is None else (answers,)), rows), 1), documents
+
+
+def find_padding(samples: Tensor, positions: Tensor) -> Tensor:
+    """Whether each of a context rank's tokens is padding, (m·b, s/c), of records' samples (m·b, s + 1)."""
+    return samples[:, positions] == PADDING
 
 
 def count_targets(targets: Tensor, rows: Tensor, kind: str = "pretrain") -> tuple[Tensor, Tensor | None]:
@@ -127,11 +133,11 @@ def clear(loads: Sequence[Tensor]) -> None:
         load.zero_()
 
 
-def set_shares(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...]) -> None:
-    """Write each layer's share of choices per expert into its load (E), from a flat layer-expert table."""
+def set_loads(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...], samples: int) -> None:
+    """Write each layer's choices per expert and sample into its load (E), from a flat layer-expert table."""
     rows = counts.view(-1, len(loads[0]))
     for number, load in zip(numbers, loads, strict=True):
-        load.copy_(rows[number] / rows[number].sum())
+        load.copy_(rows[number] / samples)
 
 
 def next_logits(hidden: Sequence[Tensor], weight: Tensor, states: Tensor) -> Tensor:
@@ -168,8 +174,8 @@ def stack(sums: Sequence[Tensor]) -> Tensor:
 
 
 FUNCTIONS = (
-    *(shard, count_targets, pack_evaluation, add, multiply, pack, join, to_table, clear, set_shares),
-    *(next_logits, user_sums, stack),
+    *(shard, find_padding, count_targets, pack_evaluation, add, multiply, pack, join, to_table, clear),
+    *(set_loads, next_logits, user_sums, stack),
     *(preference.split_targets, preference.log_probabilities, preference.score_pairs),
     *(preference.with_value, preference.concatenate),
     *(decide, record),

@@ -204,8 +204,9 @@ class Trainer:
 
     @property
     def reads_samples(self) -> bool:
-        """Whether this rank needs samples: for tokens (first stage), targets (last) or document masks (all)."""
-        return self.first or self.last or self.profile.document_masks
+        """Whether this rank needs samples: for tokens (first stage), targets (last) or masks (all)."""
+        masks = self.profile.document_masks or self.profile.padding_masks
+        return self.first or self.last or masks
 
     def read_batch(self, samples: Samples | RecordSamples, first: int, count: int) -> Batch:
         """The samples [first, first + count), ready to be copied to the device; empty if this rank reads none."""
@@ -214,7 +215,7 @@ class Trainer:
         return read_batch(samples, first, count, self.torch_device, documents=self.profile.document_masks)
 
     def _shard(self, batch: Batch) -> Local:
-        """This context rank's tokens and targets (`step_functions.shard`) of m·b rows, and its documents."""
+        """This context rank's tokens and targets (`step_functions.shard`) of m·b rows, and its masks."""
         if batch.tokens is None:
             return None, None, {}
         samples, documents, answers = (
@@ -223,7 +224,10 @@ class Trainer:
         )
         kind = kind_of_samples(self.profile)
         tokens, targets, documents = self.functions.shard(samples, self.positions, documents, answers, kind)
-        return tokens, targets, {} if documents is None else {"documents": documents}
+        masks = {} if documents is None else {"documents": documents}
+        if self.profile.padding_masks:
+            masks["padding"] = self.functions.find_padding(samples, self.positions)
+        return tokens, targets, masks
 
     def forward_backward(
         self, batch: Batch, scale: float, first: int = 0, *, pairs_per_token: float = 0.0
@@ -268,7 +272,7 @@ class Trainer:
 
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
-        """Set each layer's share of choices per expert, for a balance loss over all microbatches of the step.
+        """Set each layer's choices per expert and sample, for a balance loss over all microbatches of the step.
 
         Collective over all ranks, including pipeline stages without experts.
         """
@@ -285,7 +289,8 @@ class Trainer:
             counts = devices.upload(zeros, self.torch_device)
         counts = all_reduce(counts, self.mesh.world)
         if loads:
-            self.functions.set_shares(loads, counts, numbers)
+            samples = self.profile.train.global_batch_size * self.profile.rows_per_sample
+            self.functions.set_loads(loads, counts, numbers, samples)
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:

@@ -162,21 +162,22 @@ class MixtureOfExperts(nn.Module):
         found, tally.grad = tally.grad, None
         self.statistics = found if self.statistics is None else self.add(self.statistics, found)
 
-    def forward(self, x: Tensor, length: int) -> Tensor:
+    def forward(self, x: Tensor, length: int, padding: Tensor | None = None) -> Tensor:
         """x (b·s/c, h), or (b·s/(c·t), h) with sequence parallelism, to the same shape.
 
         Args:
             length: tokens of each sample on this context rank, s/c.
+            padding: (b, s/c), true for padding, which no loss or statistic counts; None: there is none.
         """
         axis = self.mesh.tensor
         x = (collectives.gather if self.sequence_parallel else collectives.copy)(x, axis)  # (b·s/c, h)
-        y = self._experts(x, length)  # (b·s/c, h), a partial sum over the tensor axis
+        y = self._experts(x, length, padding)  # (b·s/c, h), a partial sum over the tensor axis
         return (collectives.scatter_reduce if self.sequence_parallel else collectives.reduce)(y, axis)
 
-    def _experts(self, x: Tensor, length: int) -> Tensor:
+    def _experts(self, x: Tensor, length: int, padding: Tensor | None) -> Tensor:
         experts, k = self.routing.experts, self.routing.top_k
         weights, indices, logits, scores = self.router(x)
-        counts = balancing.count_choices(indices, experts, length)  # (b, E)
+        counts = balancing.count_choices(indices, experts, length, padding)  # (b, E)
         kept = None
         if self.options.capacity_factor is not None:
             limit = capacity(self.options.capacity_factor, length, k, experts)
@@ -184,7 +185,7 @@ class MixtureOfExperts(nn.Module):
         if self.counting:
             self.load.add_(counts.sum(0))
         elif torch.is_grad_enabled():
-            weights = self._record(weights, logits, scores, counts, kept)
+            weights = self._record(weights, logits, scores, counts, kept, padding)
         # (E/n, 2f/t, h) and (E/n, h, f/t)
         gate_up = self.gate_up.weight.view(-1, 2 * self.down.weight.shape[1], x.shape[1])
         down = self.down.weight.view(len(gate_up), x.shape[1], -1)
@@ -201,11 +202,22 @@ class MixtureOfExperts(nn.Module):
         return slotted_experts(x, weights, slot, kept, slots, gate_up, down, self.mesh.expert, **options)
 
     def _record(
-        self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor, kept: Tensor | None
+        self,
+        weights: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        counts: Tensor,
+        kept: Tensor | None,
+        padding: Tensor | None,
     ) -> Tensor:
         balance, mesh = self.options.balance, self.mesh
-        found = balancing.losses(balance, logits, scores, counts, self.load, self.routing.top_k, mesh.context)
+        router = logits, scores, counts, self.load, self.routing.top_k
+        found = balancing.losses(balance, *router, mesh.context, padding)
         loads = counts.sum(0)
-        dropped = loads.new_zeros(()) if kept is None else kept.logical_not().sum()
-        bias = self.router.selection_bias
-        return balancing.record(balance, weights, found, self.tally, bias, loads, dropped, mesh.tensor.size)
+        dropped = loads.new_zeros(())
+        if kept is not None:
+            lost = kept.logical_not()  # (b·s/c, k)
+            dropped = (lost if padding is None else lost.masked_fill(padding.view(-1, 1), False)).sum()
+        bias, padded = self.router.selection_bias, padding is not None
+        statistics = self.tally, bias, loads, dropped
+        return balancing.record(balance, weights, found, *statistics, mesh.tensor.size, padded)

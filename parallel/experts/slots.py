@@ -1,8 +1,8 @@
 """Experts with a capacity: each takes at most C tokens per sample and drops the rest; static shapes.
 
 With s tokens in a sample, C = ⌈factor · s·k / E⌉. Earlier tokens take precedence, so the dropped choices depend on the sample
-only, not on the microbatch size or the data and expert degrees. A dropped choice adds nothing to its token's sum; its weight is
-not redistributed to the others.
+only, not on the microbatch size or the data and expert degrees; padding, at the end of a sample, takes no slot from a token. A
+dropped choice adds nothing to its token's sum; its weight is not redistributed to the others.
 
 A table of E·b·C slots holds the tokens; an all-to-all sends its shards to the ranks that hold the experts, another returns the
 results. Unused slots are zeros. Elements that a rank sends: E·b·C·h(n-1)/n, twice in forward and twice in backward.
@@ -11,6 +11,7 @@ results. Unused slots are zeros. Elements that a rank sends: E·b·C·h(n-1)/n, 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel import collectives
+from parallel.activation_checkpointing import saving_outputs
 from parallel.backward import needs_gradient
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.dropless import Update
@@ -74,24 +76,38 @@ def slotted_experts(
     numbers = torch.arange(tokens, device=x.device).repeat_interleave(k)
     source = numbers.new_full((slots + 1,), tokens).scatter(0, flat, numbers)[:-1]  # token in each slot
     padded = torch.cat((x, x.new_zeros(1, x.shape[1])))
-    table = collectives.exchange(padded[source], axis)  # (n·E/n·b·C, h), by rank
+    table = _exchange(padded[source], axis)  # (n·E/n·b·C, h), by rank
     local = len(gate_up)
     rows = table.view(axis.size, local, -1, x.shape[1]).transpose(0, 1).flatten(1, 2)  # (E/n, n·b·C, h)
     hidden = _product(rows, gate_up, gate_up_bias, gate_up_update)  # (E/n, n·b·C, 2f)
     hidden = ACTIVATIONS[activation].forward(hidden)  # (E/n, n·b·C, f)
-    out = _product(hidden, down, down_bias, down_update)  # (E/n, n·b·C, h)
+    # The exchange's output is saved, so the product's need not be.
+    out = _product(hidden, down, down_bias, down_update, saved=axis.size == 1)  # (E/n, n·b·C, h)
     back = out.unflatten(1, (axis.size, -1)).transpose(0, 1).reshape(table.shape)
-    results = torch.cat((collectives.exchange(back, axis), x.new_zeros(1, x.shape[1])))  # (E·b·C + 1, h)
+    results = torch.cat((_exchange(back, axis), x.new_zeros(1, x.shape[1])))  # (E·b·C + 1, h)
     scaled = results[flat].view(tokens, k, -1) * weights[..., None]
     return scaled.sum(1).to(x.dtype)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, update: Update | None) -> Tensor:
-    """Rows (experts, m, i) times weights (experts, o, i), their biases and updates: -> (experts, m, o)."""
-    result = _Product.apply(rows, weight)
+def _exchange(x: Tensor, axis: Axis) -> Tensor:
+    """`collectives.exchange`, which selective activation checkpointing does not repeat."""
+    x = x.contiguous()
+    with saving_outputs() if axis.size > 1 else nullcontext():
+        return collectives.exchange(x, axis)
+
+
+def _product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, update: Update | None, saved: bool = True
+) -> Tensor:
+    """Rows (experts, m, i) times weights (experts, o, i), their biases and updates: -> (experts, m, o).
+
+    Args:
+        saved: whether selective activation checkpointing saves the products.
+    """
+    result = _Product.apply(rows, weight, saved)
     if update is not None:
         a, b = update
-        result = result + _Product.apply(_Product.apply(rows, a), b)
+        result = result + _Product.apply(_Product.apply(rows, a, saved), b, saved)
     return result if bias is None else result + bias[:, None]
 
 
@@ -103,12 +119,15 @@ class _Product(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, saved: bool) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        return torch.bmm(rows, weight.transpose(1, 2))
+        transposed = weight.transpose(1, 2)
+        with saving_outputs() if saved else nullcontext():
+            return torch.bmm(rows, transposed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
         grad_rows = torch.bmm(grad, weight) if needs_gradient(ctx, 0) else None
-        return grad_rows, torch.bmm(grad.transpose(1, 2), rows) if needs_gradient(ctx, 1) else None
+        grad_weight = torch.bmm(grad.transpose(1, 2), rows) if needs_gradient(ctx, 1) else None
+        return grad_rows, grad_weight, None

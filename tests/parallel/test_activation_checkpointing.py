@@ -16,8 +16,11 @@ from modeling.models.families import model_class
 from parallel import Mesh, RowParallelLinear, initialize
 from parallel.activation_checkpointing import MODES, apply_activation_checkpointing
 from parallel.attention.zigzag import zigzag_positions
+from parallel.experts.layer import ExpertOptions, MixtureOfExperts
+from parallel.experts.router import Routing
 from parallel.host_products import ONEDNN_PRODUCTS
 from parallel.random import sample_keys
+from parallel.torch_internals import all_to_all_single
 from profiles.sections.model import Model
 from tests.pool import mesh
 
@@ -198,3 +201,23 @@ def backward_products(native: bool) -> int:
 def test_selective_saves_reduced_outputs_instead_of_products(pool):
     assert set(pool.run(backward_products, 2, native=True)) == {3}  # dX, dW and the recomputed product
     assert set(pool.run(backward_products, 2, native=False)) == {2}
+
+
+def experts_in_backward(mode: str, expert: int) -> tuple[int, int]:
+    """Numbers of batched products and of exchanges in backward of experts with a capacity."""
+    with mesh(data=expert, expert=expert) as m:
+        layer = MixtureOfExperts(8, 8, Routing(4, 2), m)
+        layer.options = ExpertOptions(capacity_factor=1.0)
+        initialize(layer.named_parameters(), m.tensor, 1)
+        apply_activation_checkpointing([layer], mode)
+        y = layer(torch.randn(12, 8, requires_grad=True), 12)
+        with CallCount() as count:
+            y.sum().backward()
+    return count.calls[torch.ops.aten.bmm.default], count.calls[all_to_all_single.default]
+
+
+def test_selective_saves_products_and_exchanges_of_experts_with_a_capacity(pool):
+    assert [experts_in_backward(mode, 1) for mode in MODES] == [(4, 0), (4, 0), (6, 0)]
+    # Of several ranks, the output of the second exchange is saved instead of that of the second product.
+    found = [pool.run(experts_in_backward, 2, mode=mode, expert=2)[0] for mode in MODES]
+    assert found == [(4, 2), (5, 2), (6, 4)]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modeling.data.prefetch import Batch
+from modeling.data.records import PADDING
 from modeling.training import expert_load
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
@@ -194,10 +195,11 @@ class Results:
     boxes: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)  # of this rank
 
 
-def batch(step: int, objective: str = "pretrain") -> Tensor:
+def batch(step: int, objective: str = "pretrain", padded: bool = False) -> Tensor:
     """Token ids (batch, s + 1) of a step: the same for all topologies, and partly learnable.
 
-    Except for pretraining, the first tokens of each sample are its prompt, whose length differs between samples.
+    Except for pretraining, the first tokens of each sample are its prompt, whose length differs between samples. In pairs that
+    are not packed, up to 9 tokens after it are padding, at the end.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 100, (BATCH, SEQUENCE + 1), generator=generator)
@@ -205,8 +207,11 @@ def batch(step: int, objective: str = "pretrain") -> Tensor:
     tokens = tokens.where(~repeated, torch.arange(SEQUENCE + 1) % 7)
     if objective == "pretrain":
         return tokens
-    prompts = torch.arange(SEQUENCE + 1) < (3 * torch.arange(BATCH)[:, None] + step) % SEQUENCE
-    return tokens.where(~prompts, ~tokens)
+    numbers = torch.arange(BATCH)[:, None]
+    prompts = torch.arange(SEQUENCE + 1) < (3 * numbers + step) % SEQUENCE
+    tokens = tokens.where(~prompts, ~tokens)
+    ends = SEQUENCE + 1 - (2 * numbers + step) % 10
+    return tokens.where(prompts | (torch.arange(SEQUENCE + 1) < ends), PADDING) if padded else tokens
 
 
 def train(
@@ -267,7 +272,7 @@ def _train(
         first = trainer.mesh.data.rank * samples
         for step in steps:
             optimizer.begin_step(trainer.profile.accumulation_steps)
-            tokens = batch(step, case.objective)
+            tokens = batch(step, case.objective, case.rows == 2 and not case.packs)
             local = tokens[first : first + samples] if trainer.reads_samples else None
             counted = int((tokens[:, 1:] >= 0).sum()) if case.rows == 1 else BATCH // 2
             reference = None

@@ -1,8 +1,11 @@
 """Every topology trains like one process, within the tolerances."""
 
 import pytest
+import torch
 
-from tests.parity.harness import MANY_STEPS, STEPS, Case, differences, one_process, run
+from modeling.data.records import PADDING
+from parallel.experts.balance import EXTRA
+from tests.parity.harness import MANY_STEPS, STEPS, Case, batch, differences, one_process, run
 
 CASES = {
     "tensor 4, KV replicated": Case(tensor=4),
@@ -127,8 +130,8 @@ CASES = {
     "expert 2, pipeline 2, full activation checkpointing": Case(
         "mixtral", data=2, pipeline=2, expert=2, balance="global", recompute="full"
     ),
-    "pipeline 3, whose first stage has no experts, deepseek_v3, balance over the step": Case(
-        "deepseek_v3", pipeline=3, balance="global"
+    "pipeline 3, whose first stage has no experts, deepseek_v3, balance over the step, orpo": Case(
+        "deepseek_v3", pipeline=3, balance="global", objective="orpo"
     ),
     "tensor 4, KV replicated, dbrx": Case("dbrx", tensor=4),
     "expert 2, tensor 2, context 2, documents, gpt_oss": Case(
@@ -142,8 +145,8 @@ CASES = {
     "experts, tensor 2, no sequence parallelism, no sharding": Case(
         "mixtral", data=2, tensor=2, sequence_parallel=False, sharding="none", expert=2
     ),
-    "expert 2, tensor 2, data 2, deepseek_v3, bias": Case(
-        "deepseek_v3", tensor=2, data=2, expert=2, balance="bias", microbatches=4
+    "expert 2, tensor 2, data 2, deepseek_v3, bias, orpo": Case(
+        "deepseek_v3", tensor=2, data=2, expert=2, balance="bias", objective="orpo"
     ),
     "expert 2, context 2, pipeline 2, documents, full activation checkpointing, deepseek_v3, bias": Case(
         "deepseek_v3", context=2, pipeline=2, expert=2, documents=True, recompute="full", balance="bias"
@@ -183,6 +186,14 @@ LONGER = (
 def test_matches_one_process(name, pool):
     case, steps = CASES[name], MANY_STEPS if name in LONGER else STEPS
     assert differences(run(case, pool, steps=steps), one_process(case.reference, steps)) == []
+
+
+def test_load_of_experts_does_not_count_the_padding_of_pairs():
+    case = Case("deepseek_v3", balance="global", objective="orpo")
+    model = case.profile().model
+    loads = torch.tensor(one_process(case).router).view(-1, model.num_experts + EXTRA)[:, : model.num_experts]
+    tokens = sum(int((batch(step, "orpo", padded=True)[:, :-1] != PADDING).sum()) for step in range(STEPS))
+    assert loads.sum() == tokens * model.num_experts_per_tok * model.num_expert_layers
 
 
 @pytest.mark.parametrize(

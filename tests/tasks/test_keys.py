@@ -137,6 +137,11 @@ def test_graphs_key_depends_on_balance_capacity_and_placement_of_experts():
     assert keys.graphs(resolve.load("tiny-moe")) in found
 
 
+def test_graphs_key_of_experts_depends_on_whether_samples_have_padding():
+    found = {keys.graphs(resolve.load("tiny-moe", each)) for each in (["train.document_masks=true"], SFT)}
+    assert len(found) == 2
+
+
 def test_name_and_schedule_change_training_keys_but_not_the_identity():
     assert identity(name="other") == identity()
     train, longer = resolve.load("tiny").train, resolve.load("tiny", ["train.steps=301"]).train

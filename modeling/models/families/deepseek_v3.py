@@ -110,13 +110,19 @@ class Block(mixtral.Block):
         )
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Tensor | None = None,
+        keys: Keys | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, documents, keys)
         y = self.mlp_norm(x)
         if self.shared is None:
             return x + self.mlp(y, keys)
-        return x + self.shared(y, keys) + self.mlp(y, cos.shape[1])  # s/c tokens of a sample
+        return x + self.shared(y, keys) + self.mlp(y, cos.shape[1], padding)  # s/c tokens of a sample
 
 
 _LATENTS = {  # our layer: theirs

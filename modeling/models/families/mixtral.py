@@ -36,10 +36,16 @@ class Block(llama.Block):
         return Routing(model.num_experts, model.num_experts_per_tok, normalize=model.norm_topk_prob)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Tensor | None = None,
+        keys: Keys | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, documents, keys)
-        return x + self.mlp(self.mlp_norm(x), cos.shape[1])  # s/c tokens of a sample
+        return x + self.mlp(self.mlp_norm(x), cos.shape[1], padding)  # s/c tokens of a sample
 
 
 def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, HuggingFaceTensor]:

@@ -11,7 +11,7 @@ from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.balance import EXTRA, Balance, losses, record
 from parallel.experts.dropless import routed_experts
-from parallel.experts.layer import ExpertOptions, MixtureOfExperts
+from parallel.experts.layer import ExpertOptions, MixtureOfExperts, counting_choices
 from parallel.experts.router import Routing
 from parallel.experts.slots import assign_slots, slotted_experts
 from parallel.layers.lora import without_updates
@@ -167,15 +167,53 @@ def test_low_rank_updates_can_be_switched_off():
         assert torch.equal(layer(x, T), plain)
 
 
-def test_batch_balance_of_one_layer_matches_hugging_face():
+PADDING = torch.tensor([[False] * (T // 2), [False, False] + [True] * (T // 2 - 2)])  # of two samples
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["complete", "padded"])
+def test_batch_balance_of_one_layer_matches_hugging_face(padding):
     layer = make_layer(Mesh(), Balance("batch", coefficient=0.1, samples=2))
     x = torch.randn(T, H)
-    (layer(x, T // 2) * 0).sum().backward()
+    (layer(x, T // 2, padding) * 0).sum().backward()
     logits = (x @ layer.router.weight.t()).detach().requires_grad_()
-    expected = load_balancing_loss_func((logits,), 4, K)
+    expected = load_balancing_loss_func((logits,), 4, K, None if padding is None else (~padding).long())
     assert layer.statistics[-2].item() == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
     torch.testing.assert_close(layer.router.weight.grad, 0.1 * logits.grad.t() @ x, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "global", "bias", "none"])
+def test_padding_has_no_part_in_losses_and_statistics(kind):
+    """A padded sample equals one without padding; for balance over the step, all tokens equal those of one sample."""
+    x = torch.randn(2, T // 2, H)
+    apart = [x[~PADDING]] if kind == "global" else [x[0], x[1][~PADDING[1]]]
+
+    def gradients(samples: int, *inputs: tuple) -> list[torch.Tensor]:
+        balance = Balance(kind, 0.1, 0.0 if kind == "global" else 0.01, samples)
+        layer = make_layer(Mesh(), balance, score="sigmoid", selection_bias=True)
+        with torch.no_grad(), counting_choices([layer]):
+            for given in inputs:
+                layer(*given)
+        layer.load /= samples
+        for given in inputs:
+            (layer(*given) * 0).sum().backward()
+        loads, z = layer.statistics[:4], layer.statistics[-1]
+        signs = (loads - loads.mean()).sign(), layer.router.selection_bias.grad.sign()
+        assert len(inputs) > 1 or torch.equal(*signs)  # inputs of different lengths have no common scale
+        return [layer.statistics[:-1], layer.router.weight.grad, z * (kind != "global")]
+
+    found = gradients(2, (x.flatten(0, 1), T // 2, PADDING))
+    expected = gradients(len(apart), *((tokens, len(tokens)) for tokens in apart))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropped_choices_of_padding_are_not_counted():
+    layer = make_layer(Mesh(), Balance())
+    # An expert takes two tokens of each sample, and all tokens choose the same experts.
+    layer.options = ExpertOptions(capacity_factor=0.5)
+    (layer(torch.ones(T, H), T // 2, PADDING) * 0).sum().backward()
+    assert layer.statistics[-EXTRA] == (T // 2 - 2) * K  # of the first sample; the second has two tokens
 
 
 def train_with_selection_bias(**degrees: int) -> torch.Tensor:
