@@ -3,6 +3,9 @@
 A hung rank dumps its own stacks and exits (watchdog.py), unless its process is stopped or blocked in native code that never
 releases the GIL. For such a rank, GRACE seconds after its deadline, py-spy captures the stacks into the rank's file in
 RUN/logs/stacks, and the process is ended by SIGALRM or, if necessary, SIGKILL, so that the attempt ends.
+
+It forwards SIGUSR1, on which ranks save and exit: Slurm with proctrack/cgroup signals only the task, which is torchrun, and not
+the task's descendants.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 
 import psutil
 from torch.distributed import TCPStore, run
+from torch.distributed.elastic import multiprocessing
 
 from modeling.exit_codes import HANG_MESSAGE
 from modeling.supervision import heartbeat
@@ -33,9 +37,26 @@ GRACE = 1.5  # seconds after the deadline in which a rank can dump its own stack
 POLL = 0.5  # seconds
 PY_SPY_TIMEOUT = 10.0  # seconds
 MAX_FILES = 65_535  # open files of a process
+STOP = signal.SIGUSR1
+
+
+class Ranks(multiprocessing.SubprocessContext):
+    """The ranks of this node, which get each STOP signal that arrives while they run."""
+
+    def start(self) -> None:
+        # Inherited: a rank that is starting up must miss the signal, not be killed by it.
+        signal.signal(STOP, signal.SIG_IGN)
+        super().start()
+        signal.signal(STOP, self._forward)
+
+    def _forward(self, *_: object) -> None:
+        for rank in self.subprocess_handlers.values():
+            rank.proc.send_signal(STOP)  # not if the rank has ended
 
 
 def main(arguments: list[str] | None = None) -> int:
+    signal.signal(STOP, signal.SIG_IGN)
+    multiprocessing.SubprocessContext = Ranks
     arguments, store = with_free_port(sys.argv[1:] if arguments is None else arguments)
     raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
@@ -43,7 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ[BEGUN] = str(psutil.Process().create_time())
         thread = threading.Thread(target=watch, args=(Path(folder),), daemon=True, name="external-watchdog")
         thread.start()
-        run.main(arguments)
+        try:
+            run.main(arguments)
+        finally:  # at its exit, Python would restore the default, and the signal would end it with another exit code
+            signal.signal(STOP, signal.SIG_IGN)
     del store
     return 0
 

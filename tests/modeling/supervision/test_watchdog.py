@@ -21,6 +21,26 @@ from tests.slurm.conftest import until
 pytestmark = pytest.mark.slow
 
 HOME = Path(__file__).parents[3]
+# Ends with 143 on SIGUSR1, for which it has no handler until FOLDER/handle exists.
+STOPPABLE = """
+import os, pathlib, signal, sys, time
+
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+
+def stop(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    (folder / f"{rank}.stopped").touch()
+    while not (folder / "0.stopped").exists() or not (folder / "1.stopped").exists():
+        time.sleep(0.05)
+    sys.exit(143)
+
+(folder / f"{rank}.started").touch()
+while not (folder / "handle").exists():
+    time.sleep(0.05)
+signal.signal(signal.SIGUSR1, stop)
+(folder / f"{rank}.handles").touch()
+time.sleep(20)
+"""
 # Three steps, which set the hang timeout; then rank 1 hangs and rank 0 waits for it.
 PROGRAM = """
 import ctypes, os, pathlib, signal, sys, time
@@ -32,6 +52,7 @@ rank = int(os.environ["RANK"])
 signal.signal(signal.SIGTERM, lambda *_: None)  # as training does
 
 def wait_for_the_other():
+    ready.touch()  # only now, so that a rank that is stopped at once has this frame
     time.sleep(300)
 
 def hold_the_gil():
@@ -45,19 +66,17 @@ if how == "holds":
 with Watchdog(folder / "stacks", rank, Timeouts(1.0, 4.0)) as watchdog:
     for step in 1, 2, 3:
         watchdog.beat(step, 0.1)
-    if how != "holds":
-        ready.touch()
     hold_the_gil() if rank == 1 and how == "holds" else wait_for_the_other()
 """
 
 
-@pytest.mark.parametrize("how", ["waits", "holds", "stopped"])
-def test_hung_ranks_leave_their_stacks(how, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
+def start_torchrun(folder, program, *arguments):
+    """Start two ranks of a program, whose first argument is the folder."""
+    (folder / "program.py").write_text(program)
     torchrun = ["modeling.supervision.torchrun", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", *torchrun, "program.py", str(tmp_path), how],
-        cwd=tmp_path,
+    return subprocess.Popen(
+        [sys.executable, "-m", *torchrun, "program.py", str(folder), *arguments],
+        cwd=folder,
         env={
             **os.environ,
             "PYTHONPATH": str(HOME),
@@ -67,6 +86,11 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+@pytest.mark.parametrize("how", ["waits", "holds", "stopped"])
+def test_hung_ranks_leave_their_stacks(how, tmp_path):
+    process = start_torchrun(tmp_path, PROGRAM, how)
     until(lambda: (tmp_path / "1.ready").exists())
     children = [
         each for each in psutil.Process(process.pid).children() if each.status() != psutil.STATUS_ZOMBIE
@@ -84,6 +108,23 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
     assert how == "waits" or "captured externally" in second
     code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)[1])
     assert code in (exit_codes.HUNG, -signal.SIGALRM), output
+
+
+def test_stop_signal_that_only_torchrun_gets_stops_the_ranks(tmp_path):
+    """As from Slurm with proctrack/cgroup; a rank without its handler misses the signal."""
+    process = start_torchrun(tmp_path, STOPPABLE)
+    until(lambda: len([*tmp_path.glob("?.started")]) == 2)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    (tmp_path / "handle").touch()
+    until(lambda: len([*tmp_path.glob("?.handles")]) == 2)
+    for _ in range(3):
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+    output, _ = process.communicate(timeout=120)
+    assert len([*tmp_path.glob("?.stopped")]) == 2, output
+    assert re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)[1] == "143"
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize("phase", ["data", REPORT])
