@@ -88,7 +88,7 @@ interrupted() { # whether every rank ended on the stop signal
     esac
   done
 }
-# On preemption with a grace time, Slurm itself signals the ranks, and torchrun reports no failed rank.
+# On preemption with a grace time, Slurm itself sends TERM, which ends torchrun and its ranks without a report of a failed rank.
 if [ "$$stopping" = requeue ]; then
   interrupted || stopping= # it finished or failed by itself in its last seconds
 elif [ -z "$$stopping" ] && [ "$$code" != 0 ] && { [ -z "$$first" ] || interrupted; } &&
@@ -123,7 +123,8 @@ exit "$$code"
 """)
 
 RUN_SAVING = r"""
-# Every process between srun and the ranks ignores USR1; the ranks save and exit on it.
+# The ranks save and exit on USR1. Slurm signals torchrun, which forwards it, and depending on ProctrackType also the ranks. Each
+# ignores it until it can handle it.
 srun --kill-on-bad-exit=1 --export=ALL bash -c 'trap "" USR1; exec env PET_NODE_RANK="$SLURM_NODEID" "$@"' - "${command[@]}" &
 ranks=$!
 

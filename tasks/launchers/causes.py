@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from modeling import exit_codes
 from tasks.launchers.base import Handle, JobFailed, Status
 
 LOG_TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause
@@ -19,6 +20,8 @@ STEP_LINE = re.compile(r"\[rank \d+\] step +\d+/\d+ ")
 ROOT_CAUSE = re.compile(r"(?s)Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)")
 # The batch script (batch.py) writes this line at each start: a requeued job continues in the same log.
 START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
+# Exit codes with which a rank may also end because another one has ended.
+CONSEQUENCES = (1, exit_codes.INTERRUPTED, -signal.SIGABRT, -signal.SIGTERM)
 OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|oom[-_ ]kill|can(no|')t allocate memory|NRT_RESOURCE")
 
 
@@ -67,17 +70,17 @@ def _latest_log(handle: Handle) -> str:
 
 
 def _root_cause(log: str) -> Cause | None:
-    """The earliest of the root causes that each node's torchrun reports.
+    """The earliest of the root causes that each node's torchrun reports, if possible none of CONSEQUENCES.
 
-    A killed rank makes ranks of other nodes fail within the same second, which is the resolution of torchrun's timestamps; among
-    equal times the killed rank is the cause.
+    The failure of a rank makes ranks of other nodes fail within a second or two, while the clocks of nodes may differ by more.
+    torchrun's timestamps have a resolution of a second; among equal times a killed rank is the cause.
     """
     found = (
-        (time, int(code) != -signal.SIGKILL, int(rank), int(code))
+        (int(code) in CONSEQUENCES, time, int(code) != -signal.SIGKILL, int(rank), int(code))
         for time, rank, code in ROOT_CAUSE.findall(log)
     )
     first = min(found, default=None)
-    return None if first is None else Cause(first[2], first[3])
+    return None if first is None else Cause(*first[-2:])
 
 
 def _memory_error(log: str) -> str | None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,7 +36,9 @@ KILL_SECONDS = 60.0  # for a killed job to leave the queue
 HELD_SECONDS = 5.0  # that a requeued job keeps waiting while its nodes clean up
 # Seconds before each release of a job whose launch failed: the next launch may cost another node.
 RELEASE_PAUSES = (5.0, 30.0, 120.0, 300.0, 600.0)
-GONE_SECONDS = 10.0  # for a record to become visible on a shared file system after its job has left the queue
+# For a record to become visible on a shared file system after its job has left the queue: NFS caches attributes, and the absence
+# of files, for up to 60 s (acdirmax), on mounts with `nocto` also when the folder is listed.
+GONE_SECONDS = 90.0
 STATE = re.compile(r"\bJobState=(\S+) Reason=(\S+)")
 
 _queue = Queue()
@@ -131,6 +135,10 @@ class SlurmLauncher:
             log.debug("%s", error)
             watch.due_at = now + watch.interval
             return watch.status
+        if record is None and (entry is None or entry.ended):
+            record = self._record(handle.job, handle.identifier, listed=True)
+            if _has_exit_code(record):
+                return Status(running=False, exit_code=record["exit_code"])
         watch.observe(entry.state if entry else "", record is not None)
         watch.due_at = now + watch.interval
         if record and (entry is None or entry.ended):
@@ -177,7 +185,7 @@ class SlurmLauncher:
 
     def _has_ended(self, handle: Handle, entry: QueueEntry | None, killed: bool = False) -> bool:
         """Whether the job's processes have ended for good; `killed`: by SIGKILL, so none writes a record."""
-        record = self._record(handle.job, handle.identifier)
+        record = self._record(handle.job, handle.identifier, listed=entry is not None and entry.ended)
         if entry is None or _has_exit_code(record):
             return True
         return entry.ended and (killed or record is not None)
@@ -210,11 +218,17 @@ class SlurmLauncher:
         found.sort(key=lambda entry: not entry.held)  # of an array, which shows as several
         return found[0] if found else None
 
-    def _record(self, job: Job, identifier: str) -> dict[str, Any] | None:
+    def _record(self, job: Job, identifier: str, *, listed: bool = False) -> dict[str, Any] | None:
         """The record of the job's end, if written (see batch.py); of an array, once all have one.
 
         Of an array's records, the one with the highest exit code, or one without.
+
+        Args:
+            listed: list the folder first, so that an NFS client asks the server again for files that it has cached as absent.
         """
+        if listed:
+            with suppress(FileNotFoundError):
+                os.listdir(job.folder)
         suffixes = [f".{index}" for index in range(job.array)] or [""]
         records = []
         for suffix in suffixes:

@@ -13,6 +13,11 @@ from tasks.launchers.base import JobFailed, Unavailable, job_environment
 
 COMMAND_TIMEOUT = 60.0  # seconds
 RETRY_SECONDS = 300.0  # for which `Queue.require` retries a controller that does not answer
+# Of the variables of these prefixes, Slurm's commands inside a job get only those that say how to reach the cluster. The others
+# describe the job that runs this process: the submitted one would take them for its own (task binding, memory, array index).
+# The user's SBATCH_ACCOUNT and similar defaults stay.
+JOB_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
+REACHING = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET")
 FORMAT = "%F|%T|%M|%j|%k|%r"
 LAUNCH_FAILED = "launch failed requeued held"  # reason after a node's prolog failed, for example
 
@@ -101,9 +106,7 @@ def run_command(
 
     Raises JobFailed with its stderr.
     """
-    # A user's SQUEUE_* settings could hide jobs.
-    environment = {name: value for name, value in job_environment().items() if not name.startswith("SQUEUE_")}
-    environment |= dict(secrets)
+    environment = _environment() | dict(secrets)
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT
@@ -113,3 +116,14 @@ def run_command(
     if check and done.returncode != 0:
         raise JobFailed(f"{command[0]}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    """Environment of Slurm's commands."""
+    inherited = job_environment()
+    dropped = ("SQUEUE_",)  # a user's settings could hide jobs
+    if "SLURM_JOB_ID" in inherited:
+        dropped += JOB_PREFIXES
+    return {
+        name: value for name, value in inherited.items() if name in REACHING or not name.startswith(dropped)
+    }

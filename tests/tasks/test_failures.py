@@ -81,6 +81,14 @@ def test_requeued_job_reports_the_failure_of_its_last_start(tmp_path):
     assert not isinstance(classify(resolve.load("tiny"), killed), FatalError)
 
 
+@pytest.mark.parametrize("code", [exit_codes.OUT_OF_MEMORY, exit_codes.HUNG, -9])
+@pytest.mark.parametrize("consequence", [1, exit_codes.INTERRUPTED, -6])
+def test_cause_is_the_rank_whose_exit_code_is_specific_if_clocks_of_nodes_differ(tmp_path, code, consequence):
+    found = job_failure(tmp_path, report(3, code, "10:00:02"), report(0, consequence, "10:00:01"))
+    assert found.exit_code == code
+    assert "rank 3 on n2" in str(found)
+
+
 @pytest.mark.parametrize(
     ("code", "detail"),
     [

@@ -1,4 +1,4 @@
-"""How often the Slurm launcher queries the controller, with a fake squeue and a fake clock."""
+"""How the Slurm launcher queries the controller, and how often, with a fake squeue and a fake clock."""
 
 import json
 import os
@@ -56,6 +56,31 @@ def test_jobs_share_few_queries_and_their_records_are_noticed_at_once(clock, que
     assert "Slurm ended job 8" in killed.note
 
 
+def test_job_counts_as_lost_only_after_nfs_must_show_its_record(clock, queue, tmp_path, monkeypatch):
+    """NFS caches that a file is absent, until the folder is listed or, on some mounts, for a minute."""
+    rows, _ = queue
+    rows.write_text("")
+    launcher = create("slurm", resolve.load("tiny", ("cluster.launcher=slurm",)).cluster)
+    written, shown = tmp_path / "record", tmp_path / "a.exit.json"
+    written.write_text(json.dumps({"job": "7", "exit_code": 2, "nodes": "n1"}))
+    begun = clock.now
+    monkeypatch.setattr(slurm.os, "listdir", lambda folder: clock.now > begun + 60 and written.replace(shown))
+
+    def poll(identifier):
+        return launcher.poll(Handle(Job("a", "program", (), tmp_path), identifier))
+
+    while (ended := poll("7")).running:
+        clock.now += 0.2
+    assert ended.exit_code == 2
+    assert clock.now < begun + 60 + 2 * slurm.POLL_SECONDS
+    monkeypatch.setattr(slurm.os, "listdir", lambda folder: [])
+    begun = clock.now
+    while (lost := poll("8")).running:
+        clock.now += 0.2
+    assert "Slurm ended job 8" in lost.note
+    assert clock.now > begun + 60
+
+
 def test_held_job_is_released_with_backoff_a_few_times_per_start(clock, queue, tmp_path):
     rows, _ = queue
     rows.write_text("7|PENDING|0:00|a|c|launch failed requeued held\n")
@@ -77,3 +102,25 @@ def test_held_job_is_released_with_backoff_a_few_times_per_start(clock, queue, t
     poll(60)
     assert [name for name, _ in events[-2:]] == ["released"] * 2
     assert set((tmp_path / "scontrol").read_text().splitlines()) == {"release 7"}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_submitted_job_inherits_no_variables_of_the_job_that_submits_it(monkeypatch, inside):
+    of_the_job = {
+        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURMD_NODENAME": "n1",
+        "SRUN_CPUS_PER_TASK": "1",
+        "SBATCH_MEM_BIND": "local",
+    }
+    others = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": "c1", "SBATCH_ACCOUNT": "research"}
+    for name, value in (of_the_job | others).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SQUEUE_USERS", "hidden")
+    if inside:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    else:  # where the user has set them, as defaults
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    found = dict(line.partition("=")[::2] for line in slurm_queue.run_command(["env"]).splitlines())
+    names = (*of_the_job, *others, "SLURM_JOB_ID", "SQUEUE_USERS")
+    assert {name: found[name] for name in names if name in found} == others | ({} if inside else of_the_job)
