@@ -25,7 +25,7 @@ from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
 
 CACHE = "fleet.json"  # in the store's local cache
-VERSION = 1  # of its contents
+VERSION = 2  # of its contents
 READERS = 16
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
 NODE_FAILURES = 3  # failures at which a node appears in the warnings
@@ -214,7 +214,8 @@ def _changed(entries: Mapping[str, FileInfo]) -> float:
 def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse]:
     """State and time of a run; queries the lock only if its files do not show that it is finished."""
     ended = time_use(summary.attempts, summary.events, summary.last)
-    latest = max([*summary.attempts, *summary.events], key=lambda row: row["time"], default={}).get("event")
+    rows = [*reversed(summary.attempts), *summary.events]  # of equal times, `max` takes the first
+    latest = max(rows, key=lambda row: row["time"], default={}).get("event")
     finished = (
         summary.last is not None and summary.steps is not None and summary.last["step"] >= summary.steps
     )

@@ -72,7 +72,7 @@ def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -
     summary = RunSummary(
         name, changed=max((entries[file].modified for file in FILES if file in entries), default=0.0)
     )
-    summary.attempts = list(reader.rows(run_files.ATTEMPTS))
+    summary.attempts = in_order(reader.rows(run_files.ATTEMPTS))
     events = reader.rows(run_files.EVENTS, EVENT_BYTES)
     kept = (*FAILURES, "straggler")
     summary.events = [
@@ -87,6 +87,18 @@ def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -
     _add_size(summary, reader)
     _add_metrics(summary, reader)
     return summary
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows in the order of the file, none earlier than the one before it.
+
+    The flow and the nodes, whose clocks differ, write attempts.jsonl; sorted by their times, a start could precede its
+    submission.
+    """
+    ordered: list[Row] = []
+    for row in rows:
+        ordered.append({**row, "time": max(row["time"], ordered[-1]["time"])} if ordered else row)
+    return ordered
 
 
 def _add_size(summary: RunSummary, reader: _Reader) -> None:

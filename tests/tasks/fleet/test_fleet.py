@@ -76,6 +76,18 @@ def test_fleet_has_the_state_and_time_of_each_run_and_the_failures_of_nodes(stor
     assert [node.name for node in fleet.bad_nodes] == ["n7"]
 
 
+def test_started_run_is_not_queued_if_the_clocks_of_its_nodes_are_behind(tmp_path):
+    run = SimulatedRun(tmp_path / "runs" / "behind")
+    run.submit(0, 30)
+    run.clock -= 60
+    run.start(8, 2)
+    store = Store(str(tmp_path))
+    with store.lock("run-behind"):
+        (found,) = read_fleet(store, now=1_800_001_000.0).runs
+    assert found.state == "running"
+    assert found.use.seconds["queue"] == 0
+
+
 def test_cost_covers_the_time_in_which_jobs_held_nodes(store):
     run = by_name(read_fleet(store))["failed"]
     assert run.cost == pytest.approx(8 + 2 + 5 * 2 + 3 * 2 + 1)  # a node second costs 1; no queue
