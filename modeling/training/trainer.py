@@ -272,7 +272,7 @@ class Trainer:
 
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
-        """Set each layer's choices per expert and sample, for a balance loss over all microbatches of the step.
+        """Set each layer's choices per expert and sample, for a balance loss over a step's microbatches.
 
         Collective over all ranks, including pipeline stages without experts.
         """
