@@ -10,10 +10,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 
 from modeling import run_files
+from modeling.data.sample_order import quotas
 from modeling.training.learning_rate import learning_rate
 from parallel.checkpoint.locations import QUARANTINE
 from profiles import resolve, state_files
@@ -128,6 +131,53 @@ def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
     if profile.train.steps is not None and profile.train.steps <= parent.step:
         reason = f"the fork starts at step {parent.step:,}"
         raise ProfileError("train.steps", profile.train.steps, reason, [parent.step + 1])
+    if _needs_checkpoint(store.run_folder(profile.name)):
+        require_same_mixture(existing, profile, parent.run, parent.step)
+
+
+def require_same_mixture(parent: Profile, profile: Profile, run: str, step: int) -> None:
+    """Raise ProfileError if a source of both profiles has another share of the samples before a fork.
+
+    Where a fork continues to read a source depends on its share of all earlier samples.
+
+    Args:
+        parent: profile of the run named `run`.
+    """
+    theirs, ours = _phases(parent, step), _phases(profile, step)
+    if not theirs or not ours:
+        return
+    old, new = (next(iter(phases.values())).keys() for phases in (theirs, ours))
+    if all(_shares(theirs, source) == _shares(ours, source) for source in old & new):
+        return
+    phases = {first: [weights.get(source, 0.0) for source in new] for first, weights in theirs.items()}
+    phases[step + 1] = [*[*ours.values()][-1].values()]
+    phases |= {each.step: each.weights for each in profile.data.schedule if each.step > step}
+    schedule = [{"step": first, "weights": weights} for first, weights in phases.items()]
+    reason = f"{run} drew other shares of its sources up to step {step:,}, so a fork would repeat and leave out text"
+    reason += "; keep all of its sources with their weights, and change the weights after that step"
+    raise ProfileError("data.schedule", None, reason, [schedule] if old <= new else [])
+
+
+def _phases(profile: Profile, step: int) -> dict[int, dict[str, float]]:
+    """Weights by source of the mixture's phases up to a step, by first step; empty without weights."""
+    sources = [source for source in profile.data.sources if source.use != "validation"]
+    base = [source.weight for source in sources] if len(sources) > 1 else [1.0]
+    if None in base:
+        return {}
+    names = [source.model_dump_json(exclude={"weight"}) for source in sources]
+    phases = {1: base} | {each.step: each.weights for each in profile.data.schedule if each.step <= step}
+    return {first: dict(zip(names, weights, strict=True)) for first, weights in phases.items()}
+
+
+def _shares(phases: Mapping[int, Mapping[str, float]], source: str) -> list[tuple[int, Fraction]]:
+    """The shares of the samples that a source has, each with the first step from which it applies."""
+    shares: list[tuple[int, Fraction]] = []
+    for first, weights in phases.items():
+        counts = dict(zip(weights, quotas([*weights.values()]), strict=True))
+        share = Fraction(counts[source], sum(counts.values()))
+        if not shares or shares[-1][1] != share:
+            shares.append((first, share))
+    return shares
 
 
 def require_new_name(store: Store, parent: Parent, name: str) -> None:
@@ -177,6 +227,7 @@ def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
     if _needs_checkpoint(run):
         hold_checkpoint(store, parent, name)
         FolderBackend(run.path).write(run_files.METRICS, run.read(f"{HELD}/{run_files.METRICS}") or b"")
+        _warn_of_other_data(store, parent, run)
         part = f"step_{parent.step}"
         run.copy_checkpoint(f"{HELD}/{part}", run, f"{run_files.CHECKPOINTS}/{part}")
         if run.checkpoint_steps() != [parent.step]:
@@ -210,6 +261,15 @@ def _needs_checkpoint(run: RunFolder) -> bool:
     if run.checkpoint_steps() or run.files(f"{run_files.CHECKPOINTS}/{QUARANTINE}"):
         return False
     return not (state_files.parse(run.read(run_files.RESUMED) or b"") or {}).get("saved")
+
+
+def _warn_of_other_data(store: Store, parent: Parent, run: RunFolder) -> None:
+    """Warn if an opened fork reads another dataset than its parent, from the parent's position on."""
+    entry = ledger.find(store, parent.identity)
+    inputs = state_files.parse(run.read(run_files.INPUTS) or b"") or {}
+    if entry and entry.dataset != inputs.get("dataset"):
+        message = "%s reads other data than %s, from the position of its step %d on: it may repeat some text and leave out other"
+        log.warning(message, run.name, parent.run, parent.step)
 
 
 def _is_independent(run: RunFolder, parent: Parent) -> bool:

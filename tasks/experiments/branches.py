@@ -10,7 +10,7 @@ from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments.branches import TRUNK, Average, Branch, Branches
-from tasks.fork import decay_settings
+from tasks.fork import decay_settings, require_same_mixture
 from tasks.store.store import Store
 
 
@@ -55,6 +55,7 @@ def branches_of(spec: Branches, trunk: PlannedRun) -> list[PlannedRun]:
             overrides = (*trunk.overrides, *decay, *branch.overrides)
             profile = resolve.load(spec.target, overrides, name)
             resolve.check(profile)
+            require_same_mixture(trunk.profile, profile, trunk.name, branch.step)
         except ProfileError as error:
             raise error.within(f"branches.{number}") from None
         if name in found or name == trunk.name:

@@ -46,9 +46,10 @@ def source_tokens(store: Store, dataset: str, profile: Profile) -> dict[str, int
     """
     corpus = read_file(store, store.artifacts.expect(DatasetStep.kind, dataset))
     counts, first = {}, 0
-    for source in corpus["sources"]:
+    # A cached dataset has the names of the folders when it was made.
+    for name, source in zip(data_sources.names(profile.data), corpus["sources"], strict=True):
         shards = corpus["train"][first : first + source["shards"]]
-        counts[source["name"]] = sum(shard["tokens"] for shard in shards)
+        counts[name] = sum(shard["tokens"] for shard in shards)
         first += source["shards"]
     for name in training_sources(profile):
         if not counts[name]:

@@ -6,6 +6,8 @@ import pytest
 
 from profiles.errors import ProfileError
 from profiles.resolve import load
+from profiles.schema import Profile
+from profiles.sections.data import MixtureChange
 from tasks.fork import (
     copy_checkpoint,
     decay_overrides,
@@ -15,6 +17,7 @@ from tasks.fork import (
     record_data,
     require_forkable,
     require_new_name,
+    require_same_mixture,
 )
 from tasks.jsonl import LogFollower, is_metrics
 from tasks.store import ledger, runs
@@ -130,6 +133,74 @@ def test_a_fork_resumes_without_its_parent(store, replaced, caplog):
     else:
         with pytest.raises(ProfileError, match="fork = parent: no such run"):
             find_parent(store, "parent", "other")
+
+
+def test_a_fork_changes_weights_only_after_its_step(store):
+    """Each source's position in the data depends on its share of all earlier samples."""
+
+    def mixed(weights: str, *schedule: tuple[int, list[float]]) -> Profile:
+        sources = [
+            {"kind": "files", "path": f"{name}.jsonl", "weight": int(weight)}
+            for name, weight in zip("abc", weights, strict=False)
+            if weight != "-"
+        ]
+        changes = [{"step": step, "weights": row} for step, row in schedule]
+        overrides = [f"data.sources={json.dumps(sources)}", f"data.schedule={json.dumps(changes)}"]
+        return load("tiny", overrides, "child")
+
+    alone = load("tiny", ["data.sources=[{kind: files, path: a.jsonl}]"])
+    early, late = (100, [1, 3]), (200, [0, 1])
+    for parent, child, choice in (
+        (mixed("31"), mixed("62"), None),
+        (mixed("31"), mixed("31", (101, [1, 1])), None),
+        (mixed("31", late), mixed("31"), None),
+        (mixed("31"), mixed("3-1"), None),  # the first source has the same share
+        (mixed("31"), mixed("111", (1, [3, 1, 0]), (101, [1, 1, 1])), None),
+        (mixed("31"), mixed("11", (150, [0, 1])), [(1, [3, 1]), (101, [1, 1]), (150, [0, 1])]),
+        (mixed("31"), mixed("11"), [(1, [3, 1]), (101, [1, 1])]),
+        (mixed("31", early), mixed("31"), [(1, [3, 1]), (100, [1, 3]), (101, [3, 1])]),
+        (mixed("31"), mixed("31", early), [(1, [3, 1]), (101, [1, 3])]),
+        (mixed("31"), mixed("211"), [(1, [3, 1, 0]), (101, [2, 1, 1])]),
+        (alone, mixed("11"), [(1, [1, 0]), (101, [1, 1])]),
+        (mixed("311"), mixed("31"), []),
+    ):
+        if choice is None:
+            require_same_mixture(parent, child, "parent", 100)
+            continue
+        with pytest.raises(
+            ProfileError, match=r"data\.schedule: parent drew other shares .* step 100"
+        ) as error:
+            require_same_mixture(parent, child, "parent", 100)
+        for schedule in error.value.choices:
+            assert [(row["step"], row["weights"]) for row in schedule] == choice
+            given = child.data.model_copy(update={"schedule": [MixtureChange(**row) for row in schedule]})
+            require_same_mixture(parent, child.model_copy(update={"data": given}), "parent", 100)
+        assert bool(error.value.choices) == bool(choice)
+
+    parent = find_parent(store, "parent@100", "child")
+    sources = "[{kind: python-docs, weight: 1}, {kind: files, path: a, weight: 1}]"
+    child = load("tiny", [f"data.sources={sources}"], "child")
+    with pytest.raises(ProfileError, match=r"nearest valid: .*'weights': \[1\.0, 0\.0\]"):
+        require_forkable(store, parent, child)
+    hold_checkpoint(store, parent, "child")
+    open_child(store, parent)
+    copy_checkpoint(store, parent, "child")
+    require_forkable(store, parent, child)  # it resumes
+
+
+def test_a_fork_with_other_data_is_warned_of_once(store, caplog):
+    for key in "de":
+        with store.artifacts.publish("dataset", key) as folder:
+            (folder / "shards.json").write_text("[]")
+    for dataset in "de":
+        parent = find_parent(store, "parent", "child")
+        record_data(store, parent)
+        open_child(store, parent, dataset)
+        copy_checkpoint(store, parent, "child")
+        copy_checkpoint(store, parent, "child")
+        messages = [record.message for record in caplog.records if "reads other data than" in record.message]
+        assert len(messages) == (dataset == "e")
+        store.remove("runs/child")
 
 
 def test_checkpoints_of_a_run_that_has_replaced_the_parent_are_not_copied(store):

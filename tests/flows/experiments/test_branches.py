@@ -25,6 +25,7 @@ from tests.flows.micro import exported, losses
 from tests.forked_jobs import forked_jobs
 
 LONG = {"step": 6, "decay": 4}
+MIXED = ["data.sources=[{kind: files, path: a.txt, weight: 1}, {kind: files, path: b.txt, weight: 1}]"]
 SOUP = {"name": "soup", "of": ["trunk@6", "long"], "last": 2}
 
 
@@ -178,6 +179,10 @@ def test_average_excludes_checkpoints_that_interruptions_saved(profile, tmp_path
         ({"branches": [{"step": 5}]}, "branches.0.step = 5: is not a multiple of every = 2"),
         ({"every": 1, "branches": [{"step": 1}, LONG]}, "branches.0.decay = 1: step 1 is within the warm-up"),
         ({"branches": [LONG, LONG]}, "branches.1 = stable-6-4: is listed twice"),
+        (
+            {"overrides": MIXED, "branches": [{**LONG, "overrides": ["data.sources.0.weight=3"]}]},
+            "branches.0.data.schedule: stable-trunk drew other shares of its sources up to step 6",
+        ),
         ({"averages": [{"name": "a", "of": ["short"], "last": 2}]}, "is neither trunk, trunk@STEP nor a branch"),
         ({"averages": [{"name": "a", "of": ["trunk@7"], "last": 2}]}, "is not a checkpoint of the trunk"),
         ({"overrides": ["cluster.devices_per_node=2", "parallel.tensor=2"], "devices": 1}, "is less than the 2 of one run"),
