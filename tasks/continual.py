@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Set
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from modeling import run_files
 from profiles import resolve, state_files
@@ -27,6 +30,7 @@ from tasks.store.store import Store
 
 # Phases of the learning-rate schedule, in order of priority.
 PHASES = ("warmup_steps", "constant_steps", "minimum_steps")
+Entry = dict[str, Any]  # a shard in corpus.json
 log = logging.getLogger(__name__)
 
 
@@ -81,7 +85,8 @@ def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManage
 def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_length: int) -> Artifact | None:
     """Dataset of the shards new to the promoted model; None if they are too few for one sample.
 
-    Its held-out text is that of the series.
+    Its held-out text is that of the series. A source with a weight keeps it; it is left out if its new shards are too few for one
+    sample, and they remain new.
     """
     contents = read_file(store, dataset)
     first = store.artifacts.expect(DatasetStep.kind, promoted.dataset)
@@ -89,13 +94,13 @@ def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_lengt
     held_out = of_series["validation"]
     known = ledger.trained_on(store, promoted.identity)
     pairs = zip(contents["train"], read_file(store, dataset, SHARDS), strict=True)
-    new = [(entry, shard) for entry, shard in pairs if shard not in known]
+    new, blend = _select(pairs, contents.get("blend"), known, sequence_length)
     train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
         return None
     # The sources divide the held-out shards, so both are those of the series; datasets of earlier versions do not list sources.
     sources = of_series.get("sources", [])
-    selected = {**contents, "train": train, "validation": held_out, "sources": sources, "blend": None}
+    selected = {**contents, "train": train, "validation": held_out, "sources": sources, "blend": blend}
     key = keys.new_data(selected)
     with store.artifacts.lock(DatasetStep.kind, key):
         if found := store.artifacts.find(DatasetStep.kind, key):
@@ -114,8 +119,41 @@ def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_lengt
     return store.artifacts.expect(DatasetStep.kind, key)
 
 
+def _select(
+    pairs: Iterable[tuple[Entry, str]],
+    blend: list[dict[str, Any]] | None,
+    known: Set[str],
+    sequence_length: int,
+) -> tuple[list[tuple[Entry, str]], list[dict[str, Any]] | None]:
+    """The shards that are not known, as (entry of corpus.json, key), and their blend.
+
+    Args:
+        pairs: all shards, in the order of their sources.
+        blend: corpus.json's weight and number of shards of each source; None if sources have no weights.
+    """
+    if blend is None:
+        return [(entry, shard) for entry, shard in pairs if shard not in known], None
+    selected, parts, pairs = [], [], iter(pairs)
+    for part in blend:
+        new = [(entry, shard) for entry, shard in islice(pairs, part["shards"]) if shard not in known]
+        if part["weight"] and sum(entry["tokens"] for entry, _ in new) <= sequence_length:
+            new = []  # a source with a weight is a stream of its own, of at least one sample
+        selected += new
+        parts.append({"weight": part["weight"] if new else None, "shards": len(new)})
+    return selected, parts
+
+
 def with_shortened_schedule(profile: Profile, new: Artifact) -> Profile:
-    """Resolve `train.epochs` to steps over the new data; shortens schedule phases that do not fit."""
+    """Resolve `train.epochs` to steps over the new data; shortens schedule phases that do not fit.
+
+    Ignores `data.schedule`: its steps are those of the series' first run, and its sources may have no new data.
+    """
+    if profile.data.schedule:
+        log.warning(
+            "data.schedule: ignored in continual pretraining; new data is drawn by the weights of data.sources"
+        )
+        data = profile.data.model_copy(update={"schedule": []})
+        profile = profile.model_copy(update={"data": data})
     train = profile.train
     if train.epochs is None:
         return profile
