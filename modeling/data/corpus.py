@@ -9,6 +9,7 @@ in a fraction of a second. Resuming needs only the sample counter.
 
 from __future__ import annotations
 
+import copy
 import json
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
@@ -26,6 +27,8 @@ from modeling.data.shard_cache import ShardCache
 
 OPEN_SHARDS = 64  # local shards kept mapped; each has two file descriptors, and processes commonly get 1024
 PREFETCH_SPANS = 2  # spans whose shards are prefetched: the current one and the next
+PREFETCH_BATCHES = 8  # the same in corpus order, which has no spans; ranks of a node read every few batches
+PARTIAL_SEED = 0  # of the order in which a part of a split is evaluated; the same for all runs
 
 
 class Stream(NamedTuple):
@@ -132,7 +135,7 @@ class Corpus:
             Path(folder).absolute().parent.parent,
             manifest["eos"],
             _streams(sources, counts) if sources else [],
-            manifest.get("span") if split == "train" else None,
+            manifest.get("span"),
             cache,
             {source["name"]: part for source, part in zip(held_out, parts, strict=True)},
             -manifest["vocabulary_size"] if manifest.get("records") else 0,
@@ -279,6 +282,19 @@ class Samples:
             for name, stream in found.items()
         }
 
+    def shuffled(self, batch: int) -> Samples:
+        """The samples in a fixed random order, of which the first ones represent the split.
+
+        Without `data.shuffle_tokens`, windows are shuffled; with it, ranges of about `batch` consecutive ones, so that a few
+        batches need few remote shards.
+        """
+        span = batch if self.corpus.span else None
+        shuffled = copy.copy(self)
+        shuffled._orders = [
+            WindowOrder(order.n, stream_seed(PARTIAL_SEED, i), span) for i, order in enumerate(self._orders)
+        ]
+        return shuffled
+
     def window_starts(self, samples: np.ndarray) -> np.ndarray:
         """First token (count) of the window of each sample (count); sample numbers continue across epochs."""
         streams, numbers = self._mixture.locate(np.asarray(samples, np.int64))
@@ -290,7 +306,7 @@ class Samples:
 
     def batch(self, first: int, count: int) -> np.ndarray:
         """Tokens (count, s + 1), int64, of the samples [first, first + count)."""
-        self._prefetch(first)
+        self._prefetch(first, count)
         s = self.sequence_length
         starts = self.window_starts(np.arange(first, first + count)).tolist()
         return np.stack([self.corpus.read(start, s + 1) for start in starts])  # (count, s + 1)
@@ -309,12 +325,12 @@ class Samples:
         starts = self.window_starts(np.arange(first, first + count)).tolist()
         return np.stack([self.corpus.document_starts(start, s) for start in starts])  # (count, s)
 
-    def _prefetch(self, first: int) -> None:
-        """Prefetch the shards needed by the samples from `first` on, span by span."""
+    def _prefetch(self, first: int, count: int) -> None:
+        """Prefetch the shards needed by a batch and by the samples after it, span by span."""
         if self.corpus.cache is None:
             return
-        s = self.sequence_length
+        s, ahead = self.sequence_length, PREFETCH_BATCHES * count
         streams, numbers = self._mixture.locate(np.arange(first, first + self._mixture.period))
         for stream, at in zip(*np.unique(streams, return_index=True), strict=True):
-            for window, count in self._orders[stream].spans_from(int(numbers[at]), PREFETCH_SPANS):
-                self.corpus.prefetch(int(self._stream_starts[stream]) + window * s, count * s + 1)
+            for window, windows in self._orders[stream].spans_from(int(numbers[at]), PREFETCH_SPANS, ahead):
+                self.corpus.prefetch(int(self._stream_starts[stream]) + window * s, windows * s + 1)

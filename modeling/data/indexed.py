@@ -27,6 +27,7 @@ _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 a
 DTYPES = {code: np.dtype(name) for code, name in _TYPES.items()}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CHUNK = 1 << 20  # index entries validated at a time
+MAX_LENGTH = 2**31 - 1  # tokens in a sequence, whose length is an int32
 
 
 class IndexedError(ValueError):

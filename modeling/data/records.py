@@ -14,13 +14,14 @@ order.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from modeling.data.corpus import Corpus, Samples
+from modeling.data.corpus import PARTIAL_SEED, Corpus, Samples
 from modeling.data.sample_order import WindowOrder
 from modeling.data.shard_cache import ShardCache
 from profiles.schema import Profile
@@ -188,6 +189,16 @@ class RecordSamples:
             raise ValueError(f"{rows} has no samples")
         self._order = WindowOrder(self.windows, seed)
         self.reference: np.ndarray | None = None
+
+    def shuffled(self, batch: int) -> RecordSamples:
+        """The samples in a fixed random order, of which the first ones represent the split.
+
+        Args:
+            batch: as of `Samples.shuffled`; packed rows read from all shards in any order.
+        """
+        shuffled = copy.copy(self)
+        shuffled._order = WindowOrder(self.windows, PARTIAL_SEED)
+        return shuffled
 
     def _rows(self, first: int, count: int) -> np.ndarray:
         """Rows (count · rows per sample) of the samples [first, first + count)."""

@@ -146,10 +146,15 @@ class WindowOrder:
                 windows[mask] = first + permute(positions[mask] - start, size, self.seed + 1, key)
         return windows
 
-    def spans_from(self, number: int, count: int) -> list[tuple[int, int]]:
-        """(first window, windows) of a sample's span and of the spans read after it, `count` in all."""
+    def spans_from(self, number: int, count: int, ahead: int) -> list[tuple[int, int]]:
+        """(first window, windows) of a sample's span and of the spans read after it, `count` in all.
+
+        In corpus order, which has no spans, these are the next `ahead` windows.
+        """
         epoch, position = divmod(number, self.n)
-        if self.seed is None or self.spans == 1:
+        if self.seed is None:
+            return [(position, min(ahead, self.n - position))]
+        if self.spans == 1:
             return [(0, self.n)]
         spans, ends = self._span_order(epoch)
         slot = int(np.searchsorted(ends, position, side="right"))

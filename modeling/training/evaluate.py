@@ -63,9 +63,10 @@ def evaluate_samples(
     batches: int | None = None,
     after_pass: Callable[[], None] | None = None,
 ) -> Evaluation:
-    """Evaluate the first `batches` global batches, or the complete split.
+    """Evaluate `batches` global batches, or the complete split.
 
-    Every rank runs the same number of passes of one shape; rows of the last pass beyond the split's end are not counted.
+    `batches` are drawn in a fixed random order, since the split is in order of sources, or of the length of packed records. Every
+    rank runs the same number of passes of one shape; rows of the last pass beyond the split's end are not counted.
 
     Args:
         after_pass: called after each pass, on every rank, while the pass is still running on the device and the previous one has
@@ -74,14 +75,14 @@ def evaluate_samples(
     data = trainer.mesh.data
     size = trainer.profile.train.global_batch_size // data.size
     passes = math.ceil(samples.windows / (size * data.size))
+    if batches is not None and batches < passes:
+        samples, passes = samples.shuffled(size * data.size), batches
     local_sums: list[Tensor] = []
     queued: Download | None = None  # one pass runs while the next is queued
     pairs_per_token = 0.0
     if trainer.profile.objective.kind == "orpo":
-        pairs_per_token = samples.pairs_per_token(
-            0, min(samples.windows, (batches or passes) * size * data.size)
-        )
-    for index in range(passes if batches is None else min(passes, batches)):
+        pairs_per_token = samples.pairs_per_token(0, min(samples.windows, passes * size * data.size))
+    for index in range(passes):
         first = (index * data.size + data.rank) * size
         # Beyond the split's end, samples wrap around.
         batch = trainer.read_batch(samples, first, size)

@@ -127,6 +127,16 @@ def test_shards_are_prefetched(remote, tmp_path):
     assert len(list((tmp_path / "cache").glob("*.bin"))) >= 4  # this span's and the next one's
 
 
+def test_evaluation_fetches_only_the_shards_of_its_next_batches(remote, tmp_path, downloads):
+    cache = ShardCache(tmp_path / "cache", 10**6, "memory://artifacts")
+    samples = Samples(Corpus.open(remote, "train", cache), 10, seed=None)
+    for part, count in (samples, 1), (samples.shuffled(5), 5):
+        part.batch(0, count)
+        for prefetch in list(cache._prefetches.values()):
+            prefetch.result()
+    assert len(set(downloads)) <= 5  # of 11
+
+
 def test_downloads_are_retried_through_an_outage_of_the_store(remote, tmp_path, monkeypatch, waits, caplog):
     cache, store = ShardCache(tmp_path / "cache", 10**6, "memory://artifacts"), fsspec.filesystem("memory")
     get_file, busy = type(store).get_file, OSError("503 Slow Down")
