@@ -67,7 +67,10 @@ class Source(Section):
 class MixtureChange(Section):
     """A change of the training sources' weights, from a given step on."""
 
-    step: Count = Field(description="first optimizer step with these weights, counted from 1")
+    step: Count = Field(
+        description="first optimizer step with these weights, counted from 1; after a rollback, earlier by "
+        "the number of steps whose samples are excluded"
+    )
     weights: list[Rate] = Field(
         min_length=1,
         description="relative share of each training source, in the order of data.sources; 0: not drawn",

@@ -47,7 +47,9 @@ def fingerprint(
         if found := store.artifacts.find(HASHES, key):
             return found
         with store.artifacts.publish(HASHES, key) as folder:
-            digests = b"".join(_hash(document) for document in readers.documents(shard, token))
+            digests = bytearray()  # appended to: `join` would first collect an object per document
+            for document in readers.documents(shard, token):
+                digests += _hash(document)
             np.save(folder / "hashes.npy", np.frombuffer(digests, HASH))
     return store.artifacts.expect(HASHES, key)
 
@@ -80,15 +82,15 @@ def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> Datase
     return replace(plan, drops=drops, duplicates=key)
 
 
-def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> set[int]:
-    """Indices of shard k's documents that are duplicates."""
+def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> np.ndarray:
+    """Ascending indices (duplicates) of shard k's documents that are duplicates, memory-mapped."""
     if not plan.drops or not plan.drops[k]:
-        return set()
+        return np.empty(0, np.int64)
     folder = store.artifacts.path(store.artifacts.expect(DUPLICATES, plan.duplicates))
     counts = json.loads((folder / "shards.json").read_text())["counts"]
     rank = comparable(plan).index(k)
     start = sum(counts[:rank])
-    return set(np.load(folder / "numbers.npy", mmap_mode="r")[start : start + counts[rank]].tolist())
+    return np.load(folder / "numbers.npy", mmap_mode="r")[start : start + counts[rank]]
 
 
 def find_repeated(paths: list[Path]) -> list[np.ndarray]:

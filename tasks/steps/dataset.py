@@ -13,11 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from typing import Any
 
 from modeling.cores import usable_cores
 from modeling.data.indexed import token_dtype
-from modeling.data.records import rows_path
+from modeling.data.records import RECORD_DTYPE, rows_path
 from modeling.data.sample_order import MAX_PATTERN_LENGTH, quotas
 from profiles import check
 from profiles.errors import ProfileError
@@ -77,13 +78,17 @@ class DatasetStep(Step):
         profile, plan = context.profile, self.plan(context)
         weights = [source.weight for source in profile.data.sources]
         rows = {"packing": profile.packs} if plan.records else {}
+        sources = [shard.source for shard in plan.shards]
+        # Only where the other inputs do not imply it: another key makes another run.
+        grouping = {} if plan.deduplicate or _weights_imply_sources(profile, plan) else {"sources": sources}
         return keys.dataset(
             _shard_keys(plan),
             profile.train.sequence_length,
             **rows,
             span=profile.data.shuffle_tokens,
-            deduplicate=plan.deduplicate and [shard.source for shard in plan.shards],
-            blend=any(weights) and [[weights[shard.source] for shard in plan.shards], weights],
+            deduplicate=plan.deduplicate and sources,
+            **grouping,
+            blend=any(weights) and [[weights[source] for source in sources], weights],
         )
 
     def find(self, context: Context, key: str, limit: int = HASH_LIMIT) -> Artifact | None:
@@ -136,7 +141,7 @@ class DatasetStep(Step):
             _require_records(profile, total)
         else:
             _require_windows(profile, plan, tokens)
-        _require_room(profile, store, plan, total)
+        _require_room(profile, store, plan, tokens, total)
         count = total["tokens"] + total["validation_tokens"]
         summary = {**total, "shards": len(tokens), "bytes_per_token": round(total["bytes"] / count, 3)}
         pairs = list(zip(plan.shards, tokens, strict=True))
@@ -276,6 +281,15 @@ def _shard_counts(profile: Profile, plan: DatasetPlan) -> list[int]:
     return [counts[i] for i in range(len(profile.data.sources))]
 
 
+def _weights_imply_sources(profile: Profile, plan: DatasetPlan) -> bool:
+    """Whether the shards' weights, in order, determine which weighted source each shard belongs to."""
+    weights = [source.weight for source in profile.data.sources]
+    runs = groupby((shard.source for shard in plan.shards), key=lambda source: weights[source])
+    # Neighbouring sources of the same weight: only if each has one shard.
+    found = [list(run) for weight, run in runs if weight is not None]
+    return all(len(set(run)) in (1, len(run)) for run in found)
+
+
 def _by_source(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[list[Artifact]]:
     """The tokenized shards of each source."""
     found: list[list[Artifact]] = [[] for _ in profile.data.sources]
@@ -325,8 +339,8 @@ def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact
     shards = _by_source(profile, plan, tokens)
     for row, found in zip(_report(profile, plan, tokens), shards, strict=True):
         missing = row["missing"]
-        count = missing + row["documents"] + row["validation_documents"] + row["short"] + row["duplicates"]
-        count += row["too_long"]
+        records = (row["documents"] + row["validation_documents"]) // profile.rows_per_sample
+        count = missing + records + row["short"] + row["duplicates"] + row["too_long"]
         share = missing / max(1, count)
         if share > limit:
             reason = f"{missing:,} of {count:,} records in {row['source']} {problem}"
@@ -335,23 +349,49 @@ def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact
             raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
 
 
-def _require_room(profile: Profile, store: Store, plan: DatasetPlan, total: dict[str, int]) -> None:
-    """Reject remote data whose shuffle order would fetch most of it repeatedly."""
+def _require_room(
+    profile: Profile, store: Store, plan: DatasetPlan, tokens: Sequence[Artifact], total: dict[str, int]
+) -> None:
+    """Reject remote data that the cache cannot hold: a shard, or what the shuffle order reads at a time."""
     data = profile.data
-    pairs = [shard.paths[0] for shard in plan.shards if shard.format == "megatron"]
-    elsewhere = store.is_remote or any(local_path(path) is None for path in pairs)
-    size = token_dtype(plan.tokenizer.summary["vocabulary_size"]).itemsize / 1e9
+    remote = [
+        (*_file_sizes(plan, shard, artifact), shard.name)
+        for shard, artifact in zip(plan.shards, tokens, strict=True)
+        if (local_path(shard.paths[0]) is None if shard.format == "megatron" else store.is_remote)
+    ]
+    if not remote:
+        return
+    largest, _, name = max(remote)
+    if largest > data.cache_gigabytes * 1e9:
+        reason = f"{name} takes {largest / 1e9:,.1f} GB, and a node caches it as one piece"
+        raise ProfileError("data.cache_gigabytes", data.cache_gigabytes, reason, [math.ceil(largest / 1e9)])
+    size = max(itemsize for _, itemsize, _ in remote) / 1e9
     needed = total["tokens"] * size
     streams = max(1, sum(source.weight is not None for source in data.sources))
     if data.shuffle_tokens:
         needed = min(needed, SPANS * streams * data.shuffle_tokens * size)
-    if elsewhere and needed > data.cache_gigabytes:
+    if needed > data.cache_gigabytes:
         reason = f"{needed:,.1f} GB of data are shuffled together and would be fetched repeatedly"
         fitting = int(data.cache_gigabytes / size / SPANS / streams)
         if data.shuffle_tokens:
             raise ProfileError("data.shuffle_tokens", data.shuffle_tokens, reason, [fitting])
         reason += f"; shuffle fewer tokens at a time: data.shuffle_tokens = {fitting}"
         raise ProfileError("data.cache_gigabytes", data.cache_gigabytes, reason, [math.ceil(needed)])
+
+
+def _file_sizes(plan: DatasetPlan, shard: Shard, tokens: Artifact) -> tuple[int, int]:
+    """Bytes of the largest `.bin`/`.idx` pair of a shard, and of a token in it."""
+    dtype = RECORD_DTYPE if plan.records else token_dtype(plan.tokenizer.summary["vocabulary_size"])
+    summary = tokens.summary
+    splits = [(summary[f"{prefix}tokens"], summary[f"{prefix}documents"]) for prefix in ("", "validation_")]
+    if shard.format == "megatron":
+        count, documents = map(sum, zip(*splits, strict=True))
+        # A state begins with the file's size; it is empty at a commit of the hub.
+        sizes = [int(state.split()[0]) for state in shard.states if state]
+        if len(sizes) == 2:
+            return sum(sizes), sizes[1] // max(1, count)
+        splits = [(count, documents)]
+    return max(count * dtype.itemsize + 20 * documents for count, documents in splits), dtype.itemsize
 
 
 def _require_shares(profile: Profile) -> None:

@@ -16,7 +16,7 @@ from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest
 from tasks.tokenization.tokenizer_files import convert, load, special_token_id
-from tasks.tokenization.tokenizer_training import held_out_fraction, train
+from tasks.tokenization.tokenizer_training import held_out_fraction, holds_out_long_files, train
 
 WITHOUT_TEXT = ("tokens", "megatron")  # formats of tokenized sources
 
@@ -41,10 +41,14 @@ class TokenizerStep(Step):
         if pinned is not None:
             return keys.tokenizer(**pinned)
         shards, size = _shards_with_text(context.inputs.shards), profile.tokenizer.vocabulary_size
-        fractions = [held_out_fraction(shard, profile.data.validation_fraction) for shard in shards]
+        fraction = profile.data.validation_fraction
+        fractions = [held_out_fraction(shard, fraction) for shard in shards]
         # One number if it holds for all shards, as in the keys of earlier versions.
         held_out = fractions[0] if len(set(fractions)) == 1 else fractions
-        return keys.tokenizer(texts=[shard.digest for shard in shards], size=size, held_out=held_out)
+        # Recipe 1 also trained on long files that are held out.
+        recipe = {"recipe": 2} if any(holds_out_long_files(shard, fraction) for shard in shards) else {}
+        texts = [shard.digest for shard in shards]
+        return keys.tokenizer(texts=texts, size=size, held_out=held_out, **recipe)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Fetch or train the tokenizer.

@@ -150,8 +150,13 @@ class Examples:
     def _chat_pair(self, prompt: Any, chats: list[list[Message]]) -> tuple[list[int], list[list[int]], int]:
         equal = [a == b for a, b in zip(*chats, strict=False)]
         shared = equal.index(False) if False in equal else len(equal)
-        # Conversations that begin with the question contain the prompt, which some datasets give a second time.
-        asked, chats = chats[0][:shared] or _messages(prompt or []), [chat[shared:] for chat in chats]
+        given, asked, chats = _messages(prompt or []), chats[0][:shared], [chat[shared:] for chat in chats]
+        # Conversations that begin with the question contain the prompt, which some datasets give a second time. Others continue
+        # the prompt: they begin with a turn of the other speaker.
+        if not asked or (
+            given and given[-1] not in asked and asked[0]["role"] not in ("system", given[-1]["role"])
+        ):
+            asked = [*given, *asked]
         self._require_plain([*asked, *chats[0], *chats[1]])
         before = self._chat.render(asked, answer_next=True)
         texts = [self._chat.render([*asked, *chat]) for chat in chats]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
+from modeling.data.indexed import MAX_LENGTH, IndexedDatasetBuilder, token_dtype
 from modeling.data.records import RECORD_DTYPE
 from tasks.sources import corpus, duplicates, megatron
 from tasks.sources.formats import long_text, readers, records
@@ -187,11 +187,14 @@ class _ShardTokenizer:
     def _batches(self) -> Iterator[list[str] | LongText | TokenIds]:
         """Batches of up to BATCH_CHARACTERS in document order; long texts and tokenized documents one by one."""
         batch, size = [], 0
+        dropped = iter(self.dropped)
+        next_dropped = next(dropped, None)
         for number, document in enumerate(readers.documents(self.shard, self.token)):
             if document is None:
                 self.counts.missing += 1
-            elif number in self.dropped:
+            elif number == next_dropped:
                 self.counts.duplicates += 1
+                next_dropped = next(dropped, None)
             elif isinstance(document, str) and len(document) < self.plan.minimum_length:
                 self.counts.short += 1
             elif isinstance(document, str) and len(document) <= BATCH_CHARACTERS:
@@ -235,6 +238,9 @@ class _ShardTokenizer:
         builder.extend(np.array(self.bos, np.int64))
         for segment in TextSplitter(self.tokenizer).split(text):
             builder.extend(self._encode([segment])[0])
+            if builder.tokens - before > MAX_LENGTH - len(self.eos):
+                reason = f"a document has more than {MAX_LENGTH:,} tokens; split it, or read its lines as documents (lines: true)"
+                raise SourceError(f"{self.shard.name}: {reason}")
         builder.extend(np.array(self.eos, np.int64))
         builder.end_document(builder.tokens - before)
 

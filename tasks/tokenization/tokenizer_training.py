@@ -8,6 +8,7 @@ with the arguments of `train`; the answer is one line of JSON on stdout, as from
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -79,9 +80,11 @@ def _train(texts: Iterable[str], size: int, folder: Path) -> None:
 def _texts(shards: list[Shard], held_out: float, token: str | None) -> Iterator[str]:
     for shard in shards:
         fraction = held_out_fraction(shard, held_out)
+        holds_out_long = holds_out_long_files(shard, held_out)
         for document in readers.documents(shard, token):
             if isinstance(document, LongText):
-                yield from document.chunks()
+                if not holds_out_long or not corpus.is_digest_held_out(_digest(document), fraction):
+                    yield from document.chunks()
             elif isinstance(document, str) and document and not corpus.is_held_out(document, fraction):
                 yield document
 
@@ -89,6 +92,24 @@ def _texts(shards: list[Shard], held_out: float, token: str | None) -> Iterator[
 def held_out_fraction(shard: Shard, held_out: float) -> float:
     """Fraction of a shard's documents that is held out; `held_out` is that of shards with both splits."""
     return held_out if shard.use == "split" else 0.0
+
+
+def holds_out_long_files(shard: Shard, held_out: float) -> bool:
+    """Whether a shard has long text files, of which some may be held out.
+
+    The tokenizer's key covers this, so it must be known before the shard is read. Hence long strings in other formats, and files
+    at a commit of the hub, whose sizes are not listed, are trained on even if they are held out.
+    """
+    sizes = [int(state.split()[0]) for state in shard.states if state]  # a state begins with the file's size
+    is_long = shard.format == "text" and max(sizes, default=0) >= readers.LONG_FILE
+    return is_long and held_out_fraction(shard, held_out) > 0
+
+
+def _digest(text: LongText) -> bytes:
+    sha256 = hashlib.sha256()
+    for chunk in text.chunks():
+        sha256.update(chunk.encode())
+    return sha256.digest()
 
 
 def cut_long_words(text: str) -> Iterator[str]:

@@ -183,6 +183,9 @@ def test_pairs_on_s3_are_checked(tmp_path, store, tokenizer, monkeypatch):
             for name in "c.bin", "c.idx":
                 there.put_file(str(tmp_path / name), f"{bucket}/pairs/{name}")
             wanted = pair_profile(f"{bucket}/pairs/c", validation_fraction=0)
+            small = pair_profile(f"{bucket}/pairs/c", validation_fraction=0, cache_gigabytes=1.5e-7)
+            with pytest.raises(ProfileError, match=r"s3://.*/pairs/c takes 0\.0 GB, and a node caches it"):
+                DatasetStep(tokenizer).run(Context(small, store))  # 122 bytes of tokens, 62 of the index
             dataset = DatasetStep(tokenizer).run(Context(wanted, store))
             assert first_token(dataset, store, cache) == first
         there.put_file(str(tmp_path / "a.bin"), f"{bucket}/pairs/b.bin")

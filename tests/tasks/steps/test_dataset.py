@@ -171,6 +171,23 @@ def test_key_depends_on_contents_not_names(store, tmp_path):
     assert key_of(tokenizer, renamed, store) != before
 
 
+def test_a_file_moved_between_sources_of_equal_weight_makes_another_dataset(store, tmp_path):
+    for name in "abc":
+        write(tmp_path / f"{name}.jsonl", [*DOCUMENTS, name])
+
+    def keys_of(*patterns):
+        """Keys with equal weights of these sources, and with different ones."""
+        for second in (1, 2):
+            sources = [
+                {"kind": "files", "path": f"{tmp_path}/{pattern}.jsonl", "weight": weight}
+                for pattern, weight in zip(patterns, (1, second), strict=True)
+            ]
+            yield key_of(tokenizer, profile(tmp_path, f"data.sources={json.dumps(sources)}"), store)
+
+    tokenizer = make_tokenizer(profile(tmp_path / "a.jsonl"), store)
+    assert len({*keys_of("[ab]", "c"), *keys_of("a", "[bc]")}) == 4
+
+
 def test_records_without_text_are_counted(store, tmp_path):
     path = write(tmp_path / "a.jsonl")
     with path.open("a") as file:
@@ -292,14 +309,22 @@ def test_weighted_source_that_would_not_be_sampled_is_rejected(store, tmp_path):
 
 def test_shuffling_more_remote_data_than_the_cache_holds_is_rejected(tmp_path, monkeypatch):
     """A cache of ten kilobytes and a larger corpus, in a remote store."""
-    texts = write(tmp_path / "a.jsonl", DOCUMENTS * 3)
+    for i in range(6):
+        write(tmp_path / f"{i}.jsonl", DOCUMENTS[50 * i % 200 : 50 * i % 200 + 50])
+    texts, large = tmp_path / "*.jsonl", write(tmp_path / "large.json", DOCUMENTS * 3)
     cache = r"data\.cache_gigabytes = 1e-05: 0\.0 GB of data are shuffled together.*shuffle_tokens = 1666"
     shuffle = r"data\.shuffle_tokens = 4000: 0\.0 GB of data are shuffled together.*nearest valid: 1666"
+    whole = r"data\.cache_gigabytes = 1e-05: /.*large\.json takes 0\.0 GB, and a node caches it as one piece"
     with s3.bucket(monkeypatch) as bucket:
         remote = Store(f"{bucket}/store", tmp_path / "work")
         tokenizer = make_tokenizer(profile(texts), remote)
-        for tokens, message in (("null", cache), ("4000", shuffle), ("1666", None)):
-            wanted = profile(texts, "data.cache_gigabytes=1e-5", f"data.shuffle_tokens={tokens}")
+        for path, tokens, message in (
+            (texts, "null", cache),
+            (texts, "4000", shuffle),
+            (texts, "1666", None),
+            (large, "1666", whole),
+        ):
+            wanted = profile(path, "data.cache_gigabytes=1e-5", f"data.shuffle_tokens={tokens}")
             with pytest.raises(ProfileError, match=message) if message else nullcontext():
                 make_dataset(tokenizer, wanted, remote)
 
@@ -347,3 +372,13 @@ def test_records_are_packed_and_counted_whatever_their_format(store, tmp_path):
         assert samples.windows == summary["samples"] < summary["documents"]
         rows.append(sorted(samples.batch(0, samples.windows).tolist()))
     assert rows[0] == rows[1]
+
+
+def test_unusable_pairs_are_compared_with_pairs_not_with_their_answers(store, tmp_path):
+    records = [{"prompt": f"{i}? ", "chosen": "yes", "rejected": "no"} for i in range(40)]
+    records += [{"prompt": "why? ", "chosen": None, "rejected": "no"}] * 6
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = make_tokenizer(profile(write(tmp_path / "texts/a.jsonl")), store)
+    wanted = profile(tmp_path / "a.jsonl", "objective.kind=orpo")
+    with pytest.raises(ProfileError, match=r"data\.maximum_missing = 0\.1: 6 of 46 records"):
+        make_dataset(tokenizer, wanted, store)

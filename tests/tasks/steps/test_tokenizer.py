@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.sources import python_docs
+from tasks.sources.formats import readers
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps import tokenizer
@@ -106,7 +107,7 @@ def test_trained_tokenizer_is_lossless_and_loads_in_transformers(store, texts):
         assert in_transformers(text, add_special_tokens=False).input_ids == ids
 
 
-def test_training_is_deterministic_and_skips_held_out_documents(store, tmp_path, texts):
+def test_training_is_deterministic_and_skips_held_out_documents(store, tmp_path, texts, monkeypatch):
     overrides = ["tokenizer.vocabulary_size=700", *texts]
     first = store.artifacts.path(run(profile(*overrides), store)) / "tokenizer.json"
     other = Store(str(tmp_path / "other"))
@@ -115,6 +116,10 @@ def test_training_is_deterministic_and_skips_held_out_documents(store, tmp_path,
     nothing_left = profile(*overrides, "data.validation_fraction=0.999999")
     artifact = run(nothing_left, store)
     assert artifact.summary["vocabulary_size"] == 257  # the bytes and EOS: no text is left to train on
+    monkeypatch.setattr(readers, "LONG_FILE", 100)
+    of_long_files = run(nothing_left, store)
+    assert of_long_files.summary["vocabulary_size"] == 257
+    assert of_long_files.key != artifact.key
 
 
 def test_a_source_replaced_after_its_key_was_computed_is_an_error(store, texts, tmp_path, folder, gpt2_files):

@@ -138,6 +138,24 @@ def test_pairs_without_two_answers_are_unusable(folder, record, reason):
         examples(folder, "dpo").of(record)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shared", "expected"),
+    [
+        ([], CHAT[:3], CHAT[:3]),
+        ("Hi", CHAT[:3], CHAT[:3]),  # contained
+        ("Hi", [{"role": "system", "content": "Be kind"}, CHAT[0]], [{"role": "system", "content": "Be kind"}, CHAT[0]]),
+        ("Hi", CHAT[1:3], CHAT[:3]),  # continued
+        (CHAT[:2], CHAT[2:3], CHAT[:3]),
+    ],
+)  # fmt: skip
+def test_shared_turns_of_a_pair_follow_a_prompt_that_they_do_not_contain(folder, prompt, shared, expected):
+    chosen, rejected = ([*shared, {"role": "assistant", "content": text}] for text in ("x", "y"))
+    record = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    turns = "".join(f"<|im_start|>{message['role']}\n{message['content']}{EOS}\n" for message in expected)
+    for sequence in examples(folder, "dpo").of(record).sequences:
+        assert parts(folder, sequence)[0] == f"{turns}<|im_start|>assistant\n"
+
+
 def test_long_records_are_truncated_or_dropped(folder):
     record = {"prompt": "abcd", "completion": "efghij"}
     cut = examples(folder, length=8).of(record)

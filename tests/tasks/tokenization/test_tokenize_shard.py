@@ -2,12 +2,14 @@
 
 import json
 import logging
+import tracemalloc
 
 import pytest
 
 from profiles.errors import ProfileError
 from tasks.sources import duplicates
 from tasks.sources.formats import long_text
+from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
@@ -32,6 +34,14 @@ def test_long_documents_keep_their_order_among_short_ones(store, tmp_path, monke
     monkeypatch.setattr(long_text, "SEGMENT", 2000)
     other = Store(str(tmp_path / "other"))
     assert documents_of(make(wanted, other), other) == expected
+
+
+def test_document_too_long_for_the_index_is_rejected(store, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(lines([*DOCUMENTS[:20], PROSE]))
+    monkeypatch.setattr(tokenize_shard, "BATCH_CHARACTERS", 5000)
+    monkeypatch.setattr(tokenize_shard, "MAX_LENGTH", 100)
+    with pytest.raises(SourceError, match=r"a\.jsonl: a document has more than 100 tokens; split it"):
+        make(profile(files(tmp_path / "a.jsonl"), validation_fraction=0), store)
 
 
 def test_shard_is_tokenized_again_when_an_engine_fails_a_later_check(store, tmp_path, monkeypatch, caplog):
@@ -116,10 +126,27 @@ def test_dropped_documents_do_not_depend_on_megatron_pairs_beside_them(store, tm
         plan = DatasetStep(tokenizer).plan(Context(profile(*sources), store))
         hashes = {k: duplicates.fingerprint(plan, store, k) for k in duplicates.comparable(plan)}
         plan = duplicates.find(plan, store, hashes)
-        return [duplicates.dropped_documents(plan, store, k) for k in range(len(plan.shards))]
+        return [duplicates.dropped_documents(plan, store, k).tolist() for k in range(len(plan.shards))]
 
-    assert dropped(pair, texts) == [set(), {10, 11, 12}, {1}]
-    assert dropped(texts) == [{10, 11, 12}, {1}]  # of the same artifact
+    assert dropped(pair, texts) == [[], [10, 11, 12], [1]]
+    assert dropped(texts) == [[10, 11, 12], [1]]  # of the same artifact
+
+
+def test_memory_does_not_grow_by_an_object_per_hashed_or_dropped_document(store, tmp_path):
+    count = 50_000
+    (tmp_path / "a.jsonl").write_bytes(lines(["repeated"] * count))
+    wanted = profile(files(tmp_path / "a.jsonl"))
+    plan = DatasetStep(TokenizerStep().run(Context(wanted, store))).plan(Context(wanted, store))
+    tracemalloc.start()
+    try:
+        hashes = duplicates.fingerprint(plan, store, 0)
+        assert tracemalloc.get_traced_memory()[1] < 40 * count
+        plan = duplicates.find(plan, store, {0: hashes})
+        tracemalloc.reset_peak()
+        assert len(duplicates.dropped_documents(plan, store, 0)) == count - 1
+        assert tracemalloc.get_traced_memory()[1] < 40 * count
+    finally:
+        tracemalloc.stop()
 
 
 def test_new_duplicates_only_retokenize_shards_that_lose_a_document(store, tmp_path):
