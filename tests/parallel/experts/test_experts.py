@@ -184,7 +184,7 @@ def test_batch_balance_of_one_layer_matches_hugging_face(padding):
 
 @pytest.mark.parametrize("kind", ["sequence", "global", "bias", "none"])
 def test_padding_has_no_part_in_losses_and_statistics(kind):
-    """A padded sample equals one without padding; if balanced over the step, tokens equal those of one sample."""
+    """A padded sample equals one without; if balanced over the step, all tokens count as of one sample."""
     x = torch.randn(2, T // 2, H)
     apart = [x[~PADDING]] if kind == "global" else [x[0], x[1][~PADDING[1]]]
 
