@@ -185,7 +185,9 @@ def quarantine(location: Location, step: int, reason: str) -> Location:
     """
     files, root = filesystem(location)
     name = f"{QUARANTINE}/step_{step}"
-    name += _free_suffix(files, f"{root}/{name}") if _exists(files, f"{root}/{name}") else ""
+    # In an object store, one without its marker is the copy of an interrupted move, which continues.
+    marker = "" if is_local(files) else f"/{CORRUPTED_MARKER}"
+    name += _free_suffix(files, f"{root}/{name}", marker) if _exists(files, f"{root}/{name}{marker}") else ""
     files.makedirs(f"{root}/{QUARANTINE}", exist_ok=True)
     _move(files, f"{root}/step_{step}", f"{root}/{name}", marker=CORRUPTED_MARKER)
     if not _is_link(files, f"{root}/{name}"):
@@ -221,11 +223,19 @@ def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MAR
         if marker != MARKER and Path(target, MARKER).exists():
             Path(target, MARKER).rename(Path(target, marker))
         return
-    found = sorted(files.find(source), key=lambda path: path.endswith(f"/{MARKER}"))  # the marker last
-    for path in found:
-        name = path.removeprefix(source)
-        files.copy(path, target + (f"/{marker}" if name == f"/{MARKER}" else name))
-    files.rm(found)
+    found = _object_sizes(files, source)
+    copied = _object_sizes(files, target)  # by an interrupted move: objects appear whole
+    rest = [name for name, size in found.items() if name != f"/{MARKER}" and copied.get(name) != size]
+    # In one call, which copies concurrently: a checkpoint may have a thousand objects of gigabytes.
+    files.copy([source + name for name in rest], [target + name for name in rest])
+    if f"/{MARKER}" in found:
+        files.copy(f"{source}/{MARKER}", f"{target}/{marker}")
+    files.rm([source + name for name in found])
+
+
+def _object_sizes(files: AbstractFileSystem, root: str) -> dict[str, int]:
+    """Sizes in bytes of the objects below a prefix, by the rest of their names; empty if there are none."""
+    return {path.removeprefix(root): entry["size"] for path, entry in files.find(root, detail=True).items()}
 
 
 def _copy_checkpoint(source: Path, target: Path) -> None:
@@ -244,10 +254,10 @@ def _copy_file(source: str | Path, target: str | Path) -> None:
         os.fsync(file.fileno())
 
 
-def _free_suffix(files: AbstractFileSystem, path: str) -> str:
-    """The first of ~1, ~2, ... with which no such path exists."""
+def _free_suffix(files: AbstractFileSystem, path: str, marker: str = "") -> str:
+    """The first of ~1, ~2, ... with which no such path exists, or none that contains `marker`."""
     number = 1
-    while _exists(files, f"{path}~{number}"):
+    while _exists(files, f"{path}~{number}{marker}"):
         number += 1
     return f"~{number}"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from parallel.checkpoint import checkpoint, locations
 from tests.parallel.checkpoint.test_checkpoint import Case, build, trained_optimizer
@@ -133,6 +134,39 @@ def test_linked_checkpoint_stays_intact_where_it_is(saved, tmp_path, absolute):
     assert (moved.resolve(), link.is_symlink()) == (saved, False)
     assert sorted(saved.iterdir()) == contents
     checkpoint.load(saved, trained_optimizer(width=9000))
+
+
+@pytest.mark.parametrize("corrupted", [False, True])
+def test_interrupted_move_in_an_object_store_continues_where_it_was(monkeypatch, corrupted):
+    """In calls that copy several objects at once; the marker follows in the last."""
+    location, store, calls = f"memory://interrupted-{corrupted}/checkpoints", MemoryFileSystem(), []
+    names = [f"{number}.distcp" for number in range(4)]
+    for name in (*names, checkpoint.MARKER):
+        store.pipe_file(f"{location}/step_1/{name}", b"{}")
+
+    def copy(self, sources, targets):
+        several = isinstance(sources, list)
+        pairs = [*zip(sources, targets, strict=True)] if several else [(sources, targets)]
+        calls.append([locations.name_of(source) for source, _ in pairs])
+        for source, target in pairs[: 3 if len(calls) == 1 else None]:
+            self.cp_file(source, target)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    def move() -> str:
+        if corrupted:
+            return checkpoint.quarantine(location, 1, "why")
+        checkpoint.move_aside(location, [1], f"{location}~1")
+        return f"{location}~1/step_1"
+
+    monkeypatch.setattr(MemoryFileSystem, "copy", copy)
+    with pytest.raises(KeyboardInterrupt):
+        move()
+    moved = move()
+    assert calls == [names, names[3:], [checkpoint.MARKER]]
+    marker = locations.CORRUPTED_MARKER if corrupted else checkpoint.MARKER
+    assert {*locations.sizes(moved)} - {"reason.txt"} == {*names, marker}
+    assert store.find(f"{location}/step_1") == []
 
 
 def test_only_folders_named_as_steps_count(saved):
