@@ -12,10 +12,12 @@ import logging
 import os
 import platform
 import re
+import secrets
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import import_module
@@ -28,6 +30,7 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 GIB = 1024**3
+LOCAL_PORTS = range(20000, 32000)  # below those that the kernel gives to clients
 Mark = Any  # a point in a device's work: seconds of the host's clock, or an event
 
 
@@ -72,6 +75,14 @@ class Device:
     environment: tuple[tuple[str, str], ...] = ()
     # environment variable with the host:port where the device runtime's collectives rendezvous; None: unused
     communicator: str | None = None
+
+    def local_environment(self) -> dict[str, str]:
+        """Environment variables for processes on this machine only, with their own port for `communicator`."""
+        found = dict(self.environment)
+        if self.communicator:
+            address = os.environ.get(self.communicator)
+            found[self.communicator] = address or f"127.0.0.1:{_free_port()}"
+        return found
 
     def set_current(self, local_rank: int = 0) -> torch.device:
         """Make the device of this local rank the current one and return it."""
@@ -164,6 +175,15 @@ class Device:
     def allocated_bytes(self) -> int | None:
         """Peak memory allocated to tensors of this process; None if the allocator does not count it."""
         return torch.cuda.max_memory_allocated() if self.type == "cuda" else None
+
+
+def _free_port() -> int:
+    """A free port of the loopback interface."""
+    while True:
+        port = secrets.choice(LOCAL_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _retain_freed_memory() -> None:

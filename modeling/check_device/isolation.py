@@ -102,4 +102,4 @@ def default_processes(kind: str) -> int:
 
 def environment(kind: str) -> dict[str, str]:
     """This process's environment with the variables that launchers set for a run on the device."""
-    return {**os.environ, **dict(devices.KINDS[kind].environment)}
+    return {**os.environ, **devices.KINDS[kind].local_environment()}

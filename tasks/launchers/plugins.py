@@ -50,4 +50,4 @@ def _local(cluster: Cluster | None) -> Launcher:
         return LocalLauncher(grace=cluster.grace)
     from parallel import device as devices
 
-    return LocalLauncher(dict(devices.resolve(cluster.device).environment), cluster.grace)
+    return LocalLauncher(devices.resolve(cluster.device).local_environment(), cluster.grace)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -22,6 +23,7 @@ from parallel.experts import grouped
 from parallel.layers import products
 from parallel.layers.products import Float8
 from profiles import resolve
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -342,6 +344,20 @@ def test_checks_run_with_the_environment_of_a_run(monkeypatch):
         isolation.run_checks("cuda", processes=1)
     assert started[0]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert started[0]["PATH"] == os.environ["PATH"]
+
+
+def test_checks_on_trainium_have_their_own_address_for_collectives_or_the_users(monkeypatch):
+    def address() -> str:
+        return isolation.environment("neuron")["NEURON_RT_ROOT_COMM_ID"]
+
+    monkeypatch.delenv("NEURON_RT_ROOT_COMM_ID", raising=False)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        free = free_port()
+        monkeypatch.setattr(device, "LOCAL_PORTS", (other.getsockname()[1], free))
+        assert address() == f"127.0.0.1:{free}"
+    monkeypatch.setenv("NEURON_RT_ROOT_COMM_ID", "10.0.0.1:41000")
+    assert address() == "10.0.0.1:41000"
 
 
 def test_nan_losses_differ():
