@@ -59,8 +59,18 @@ class Compiler(ABC):
         self.device, self.flags = device, flags
 
     @abstractmethod
+    def missing_software(self) -> str | None:
+        """What is not installed on this machine for compiling, as a phrase for messages; None if nothing."""
+
+    def missing_device(self) -> str | None:
+        """The device, if this machine has none that works, as a phrase for messages; None if it has one."""
+        missing = self.device != "cpu" and not torch.accelerator.is_available()
+        return f"no {self.device} device" if missing else None
+
     def missing_requirement(self) -> str | None:
         """What this machine lacks for compiling, as a phrase for messages; None if it can compile."""
+        # Without a device, as on a head node, programs would be traced on the CPU, with operators that the device does not have.
+        return self.missing_software() or self.missing_device()
 
     def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:
         """Environment variables with which to start a process that will call `use_cache`."""
@@ -132,11 +142,11 @@ class Inductor(Compiler):
         with inductor.patch(settings):
             return super().compile(graph, inputs)
 
-    def missing_requirement(self) -> str | None:
+    def missing_software(self) -> str | None:
         if cpp_compiler() is None:
             return "no C++ compiler (g++ or clang++)"
-        if self.device == "cuda" and not (torch.cuda.is_available() and find_spec("triton")):
-            return "no CUDA device with Triton"
+        if self.device == "cuda" and not (torch.backends.cuda.is_built() and find_spec("triton")):
+            return "no PyTorch for CUDA with Triton"
         return None
 
     def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
@@ -213,13 +223,10 @@ class Neuron(Compiler):
     folder: Path | None = None
     initial_neffs = 0
 
-    def missing_requirement(self) -> str | None:
+    def missing_software(self) -> str | None:
         # The public index has placeholder packages of this name; the real one registers its backend.
         if find_spec("torch_neuronx") is None or "neuron" not in torch.compiler.list_backends():
             return "no TorchNeuron (torch-neuronx from AWS's index)"
-        # On a head node, programs would be traced on the CPU, with operators that the device does not have.
-        if not torch.accelerator.is_available():
-            return "no Neuron device"
         return None
 
     def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:

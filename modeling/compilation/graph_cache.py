@@ -188,16 +188,20 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
 
     Raises:
         ProfileError: a node of accelerators cannot compile, and would train much slower than planned.
+        RuntimeError: the node has no working device.
     """
     if not profile.compile.enabled:
         return None, False
     folder = unpack(artifact, run) if artifact else None
-    if reason := compilers.missing_requirement(profile):
+    compiler = compilers.make_compiler(profile)
+    if reason := compiler.missing_software():
         if profile.cluster.device != "cpu":
             hint = f"{reason} on {platform.node()}; install what is missing"
             raise ProfileError("compile.enabled", True, hint, [False])
         log.warning(f"{reason} on this machine: training runs in eager mode")
         return None, False
+    if reason := compiler.missing_device():  # a retry may find it ready, or another node
+        raise RuntimeError(f"{reason} on {platform.node()}; check its devices and their driver")
     return (folder, True) if folder else (run / run_files.GRAPHS / "own", False)
 
 

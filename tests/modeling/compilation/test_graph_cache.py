@@ -10,8 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from modeling.compilation.graph_cache import CACHE, CompileStatistics, unpack
+from modeling.compilation import compilers
+from modeling.compilation.graph_cache import CACHE, CompileStatistics, prepare_cache, unpack
+from profiles import resolve
+from profiles.errors import ProfileError
 from tests.forkserver import forkserver
 
 FILES = 20
@@ -67,6 +71,22 @@ def test_graphs_are_unpacked_once_and_again_if_the_process_dies(tmp_path, missin
     left = [] if missing is None else [f".key-{platform.node()}-{ranks[0].pid}"]
     assert missing is not None or len(list(run.glob("extracted-*"))) == 2
     assert sorted(path.name for path in (run / "graphs").iterdir() if path.is_dir()) == [*left, "key"]
+
+
+@pytest.mark.parametrize(
+    ("triton", "error", "message"),
+    [(True, RuntimeError, "no cuda device on"), (False, ProfileError, "no PyTorch for CUDA with Triton on")],
+)
+def test_node_without_its_device_is_retried_but_not_one_without_the_compiler(
+    tmp_path, monkeypatch, triton, error, message
+):
+    """An error that is no ValueError is retried."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(compilers, "find_spec", lambda name: triton or None)
+    with pytest.raises(error, match=f"{message} {platform.node()}"):
+        prepare_cache(resolve.load("llama3-8b-h100"), None, tmp_path)
 
 
 @pytest.mark.parametrize(
