@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from modeling import exit_codes
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.sections.cluster import Cluster
@@ -23,7 +26,7 @@ from tasks.launchers import causes, manifests
 from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, Unavailable, next_attempt
 
 if TYPE_CHECKING:
-    from kubernetes.client import ApiClient, V1Job, V1Pod
+    from kubernetes.client import ApiClient, V1ContainerStateTerminated, V1Job, V1Pod
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,9 @@ KILL_SECONDS = 60.0  # for killed Pods to disappear
 NOT_FOUND, TOO_MANY_REQUESTS, SERVER_ERROR = 404, 429, 500
 # Status reasons of Pods that were ended by their node or the scheduler.
 LOST = ("Evicted", "NodeLost", "NodeShutdown", "Terminated", "Preempting")
+OOM_KILLED = "OOMKilled"  # reason of a container's end
+# Exit codes of containers that Kubernetes stops, because another Pod failed.
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 class KubernetesLauncher:
@@ -117,7 +123,13 @@ class KubernetesLauncher:
         )
 
     def failure(self, handle: Handle, status: Status) -> JobFailed:
-        return causes.job_failure(handle, status, self._nodes.get(handle.identifier, ()))
+        failure = causes.job_failure(handle, status, self._nodes.get(handle.identifier, ()))
+        # The log may name the killed rank, or one of another node that failed as a consequence.
+        consequences = (*causes.CONSEQUENCES, -signal.SIGKILL)
+        if status.exit_code == exit_codes.OUT_OF_MEMORY and failure.exit_code in consequences:
+            message = f"{handle.job.name}: {status.note}; log: {handle.job.log_file}"
+            return JobFailed(message, failure.detail, status.exit_code)
+        return failure
 
     def _status(self, found: V1Job) -> Status:
         end = _end(found)
@@ -132,9 +144,13 @@ class KubernetesLauncher:
             return Status(
                 running=False, note=f"Kubernetes ended Job {found.metadata.name}: {where}, or {NODE_FAILED}"
             )
-        codes = [code for pod in pods for code in _exit_codes(pod) if code]
-        if codes:
-            return Status(running=False, exit_code=codes[0])
+        ended = [(pod, container) for pod in pods for container in _failed_containers(pod)]
+        if killed := [pod for pod, container in ended if container.reason == OOM_KILLED]:
+            note = f"Pod {killed[0].metadata.name} on {killed[0].spec.node_name} ran out of memory ({OOM_KILLED})"
+            return Status(running=False, exit_code=exit_codes.OUT_OF_MEMORY, note=note)
+        if ended:
+            first = min((container for _, container in ended), key=_end_order)
+            return Status(running=False, exit_code=first.exit_code)
         reasons = [f"{condition.reason}: {condition.message}" for condition in found.status.conditions or ()]
         note = f"Kubernetes ended Job {found.metadata.name} ({'; '.join(reasons)}), or {NODE_FAILED}"
         return Status(running=False, note=note)
@@ -239,6 +255,12 @@ def _is_lost(pod: V1Pod) -> bool:
     return disrupted or pod.status.reason in LOST
 
 
-def _exit_codes(pod: V1Pod) -> list[int]:
-    statuses = pod.status.container_statuses or ()
-    return [each.state.terminated.exit_code for each in statuses if each.state and each.state.terminated]
+def _failed_containers(pod: V1Pod) -> list[V1ContainerStateTerminated]:
+    ended = [each.state.terminated for each in pod.status.container_statuses or () if each.state]
+    return [each for each in ended if each is not None and each.exit_code]
+
+
+def _end_order(container: V1ContainerStateTerminated) -> tuple[bool, float]:
+    """Sort key: by time, but stopped containers last, since clocks of nodes may differ."""
+    time_ended = container.finished_at.timestamp() if container.finished_at else math.inf
+    return container.exit_code in STOPPED, time_ended

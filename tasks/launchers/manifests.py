@@ -1,8 +1,8 @@
 """Kubernetes manifests: an indexed Job with a Pod per node, and a headless Service naming the Pods.
 
 The Pod of index 0 is the rendezvous. Pods see the store and the working folder under the same paths as the flow, on a
-PersistentVolumeClaim, and append to the job's log there; a POSIX file system makes each append atomic. A failed Pod fails the
-Job at once: the flow starts the next attempt.
+PersistentVolumeClaim, and append to the job's log there; a POSIX file system (not NFS) makes each append atomic. A failed Pod
+fails the Job at once: the flow starts the next attempt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from tasks.launchers.causes import RANK_PREFIX
 PORT = 29500  # of the rendezvous; every Pod has a separate address
 JOB_LABEL, FINGERPRINT, LOG_START = "trainshed/job", "trainshed/fingerprint", "trainshed/log-start"
 KEPT_SECONDS = 86400  # that a Job is kept after its end
-# $1 is the log, $2 the index in a job array (else empty), the rest the command.
-SHELL = 'log=$1; index=$2; shift 2; [ -z "$index" ] || set -- "$@" --index "$index"; exec "$@" >> "$log" 2>&1'
+# For all Pods to start, while nodes are added one by one or pull the image; torchrun's default is 15 minutes.
+RENDEZVOUS_SECONDS = 86400
+# $1 is the log, $2 the index in a job array (else empty), the rest the command. Without braces, dash would end with 2, which
+# means rejected input, if it cannot open the log.
+SHELL = (
+    'log=$1; index=$2; shift 2; [ -z "$index" ] || set -- "$@" --index "$index"; '
+    '{ exec "$@"; } >> "$log" 2>&1 || exit 1'
+)
 
 
 def job_label(job: Job) -> str:
@@ -137,7 +143,7 @@ def _command(name: str, job: Job, grace: int, attempt: int | None) -> list[str]:
         torchrun = [
             *("-m", START, TORCHRUN, "--nnodes", str(job.nodes), "--nproc-per-node", str(job.processes)),
             *("--master-addr", f"{name}-0.{name}", "--master-port", str(PORT), "--max-restarts", "0"),
-            *("--shutdown-timeout", str(grace)),
+            *("--rdzv-conf", f"timeout={RENDEZVOUS_SECONDS}", "--shutdown-timeout", str(grace)),
             *("--tee", "3", "--log-dir", str(job.folder.absolute() / "ranks")),
         ]
         program = [*torchrun, *program]

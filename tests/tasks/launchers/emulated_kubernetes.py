@@ -40,6 +40,7 @@ class Pod:
         self.cluster, self.job, self.index = cluster, job, index
         self.name = f"{job['metadata']['name']}-{index}-abcde"
         self.disrupted = False
+        self.terminated: dict | None = None  # state of the ended container; None: its process's
         self.spec = job["spec"]["template"]["spec"]
         self.process = self._start() if not self._needed() - cluster.secrets.keys() else None
 
@@ -72,6 +73,8 @@ class Pod:
         """Start the container if that was not possible before; returns its exit code, None while it runs."""
         if self.process is None and not self._needed() - self.cluster.secrets.keys():
             self.process = self._start()
+        if self.terminated is not None:
+            return self.terminated["exitCode"]
         return self.process.poll() if self.process else None
 
     def end(self, grace: float) -> None:
@@ -94,7 +97,7 @@ class Pod:
         state = (
             {"running": {}}
             if code is None
-            else {"terminated": {"exitCode": code if code >= 0 else 128 - code}}
+            else {"terminated": self.terminated or {"exitCode": code if code >= 0 else 128 - code}}
         )
         status = {
             "phase": "Running" if code is None else "Failed" if code else "Succeeded",
@@ -155,6 +158,11 @@ class Cluster:
     def evict(self, pod: str) -> None:
         """End a Pod as a drained node does."""
         self.pods[pod].disrupted = True
+        self.pods[pod].end(0)
+
+    def terminate(self, pod: str, **state: object) -> None:
+        """End a Pod, whose container gets this state."""
+        self.pods[pod].terminated = state
         self.pods[pod].end(0)
 
     def request(self, method: str, path: str, query: dict, body: dict | None) -> tuple[int, dict]:

@@ -1,13 +1,16 @@
 """KubernetesLauncher on an emulated API server: several nodes, lost nodes, outages, manifests."""
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from modeling import exit_codes
 from profiles import resolve
 from profiles.errors import ProfileError
-from tasks.launchers import Job, create, execute
+from tasks.launchers import Job, create, execute, manifests
 from tasks.launchers.base import Unavailable
 from tasks.launchers.conformance import SECRET, facts, wait
 from tests.tasks.launchers.test_conformance import SETTINGS
@@ -40,6 +43,37 @@ def test_lost_node_is_the_cause_of_the_failure(cluster, launcher, tmp_path):
     wait(lambda: not launcher.poll(handle).running, 120)
     failure = launcher.failure(handle, launcher.poll(handle))
     assert f"{handle.identifier}-0-abcde on node-0 was evicted, or its node failed" in str(failure)
+
+
+ROOT_CAUSE = "Root Cause:\n  time : 2026-01-01_00:00:00\n  rank : 1\n  exitcode : {}\n"
+STOPPED = {"exitCode": 143, "reason": "Error", "finishedAt": "2026-01-01T00:00:00Z"}
+FAILED = {"exitCode": 3, "reason": "Error", "finishedAt": "2026-01-01T00:00:02Z"}
+FAILED_LATER = {"exitCode": 1, "reason": "Error", "finishedAt": "2026-01-01T00:00:04Z"}
+OOM_KILLED = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-01-01T00:00:03Z"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cause", "code", "message"),
+    [
+        (STOPPED, FAILED, None, 3, "ended with exit code 3"),
+        (FAILED_LATER, FAILED, None, 3, "ended with exit code 3"),
+        (FAILED, OOM_KILLED, None, exit_codes.OUT_OF_MEMORY, "-1-abcde on node-1 ran out of"),
+        (FAILED, OOM_KILLED, -signal.SIGKILL, exit_codes.OUT_OF_MEMORY, "-1-abcde on node-1 ran out of"),
+        (FAILED, OOM_KILLED, exit_codes.HUNG, exit_codes.HUNG, "rank 1 on node-1 ended with exit code 75"),
+    ],
+)
+def test_pod_that_failed_first_or_was_oom_killed_is_the_cause(
+    cluster, launcher, tmp_path, first, second, cause, code, message
+):
+    job = waiting(tmp_path, nodes=2, processes=1, threads=1)
+    handle = launcher.submit(job)
+    with cluster.lock:
+        for index, state in enumerate((first, second)):
+            cluster.terminate(f"{handle.identifier}-{index}-abcde", **state)
+    job.log_file.write_text(ROOT_CAUSE.format(cause) if cause else "")
+    failure = launcher.failure(handle, launcher.poll(handle))
+    assert failure.exit_code == code
+    assert message in str(failure)
 
 
 def test_unreachable_api_server_does_not_end_the_job(cluster, launcher, tmp_path, caplog):
@@ -97,7 +131,9 @@ def test_manifest_has_the_profiles_settings(cluster, tmp_path):
     assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
     assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("trainer", "high")
     assert pod["terminationGracePeriodSeconds"] == 45
-    assert " --shutdown-timeout 45 " in " ".join(container["command"])
+    command = " ".join(container["command"])
+    assert " --shutdown-timeout 45 " in command
+    assert " --rdzv-conf timeout=86400 " in command  # nodes may be added one by one
     assert pod["subdomain"] == sent["metadata"]["name"]
 
 
@@ -119,6 +155,12 @@ def overrides() -> list[str]:
         "cluster.grace=45",
         *(f"cluster.kubernetes.{key}={value}" for key, value in settings.items()),
     ]
+
+
+@pytest.mark.parametrize(("log", "code"), [("missing/log", 1), ("log", 3)])
+def test_log_that_cannot_be_opened_does_not_count_as_rejected_input(tmp_path, log, code):
+    command = ["/bin/sh", "-c", manifests.SHELL, "-", str(tmp_path / log), "", "sh", "-c", "exit 3"]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == code
 
 
 def test_incomplete_settings_and_unknown_launchers_are_rejected(monkeypatch, tmp_path):
