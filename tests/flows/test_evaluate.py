@@ -82,7 +82,7 @@ def trained(pretrain, profile, tmp_path_factory):
     other.write_text("\n".join(line.replace('": "', '": "other ') for line in lines))
     sources = [{"kind": "files", "path": str(path)} for path in (texts, other)]
     overrides = [f"data.sources={json.dumps(sources)}", "checkpoint.every=2", "checkpoint.keep=0"]
-    overrides += ["evaluate.every=3", "evaluate.by_source=true"]
+    overrides += ["evaluate.every=3", "evaluate.batches=null", "evaluate.by_source=true"]
     result = pretrain(store, *overrides, name="run")
     return store, result
 
