@@ -342,5 +342,10 @@ def test_job_that_slurm_ends_without_a_record_fails(place, launcher, cluster, mo
 class TestConformance(LauncherConformance):
     """The conformance suite for any launcher."""
 
+    @pytest.fixture(autouse=True)
+    def _no_nfs(self, monkeypatch):
+        """The file system shows records at once, so a killed job without one is noticed soon."""
+        monkeypatch.setattr(slurm, "GONE_SECONDS", 10.0)
+
     def create(self):
         return launcher_of("cluster.nodes=1")
