@@ -27,7 +27,7 @@ from modeling.data.shard_cache import ShardCache
 
 OPEN_SHARDS = 64  # local shards kept mapped; each has two file descriptors, and processes commonly get 1024
 PREFETCH_SPANS = 2  # spans whose shards are prefetched: the current one and the next
-PREFETCH_BATCHES = 8  # the same in corpus order, which has no spans; ranks of a node read every few batches
+PREFETCH_BATCHES = 8  # the same in corpus order, which has no spans, in global batches
 PARTIAL_SEED = 0  # of the order in which a part of a split is evaluated; the same for all runs
 
 
@@ -238,6 +238,7 @@ class Samples:
     Args:
         changes: later phases of the mixture in order, each with its first sample and the weight of each source by number; the
             corpus's weights apply from sample 0 on.
+        global_batch: samples that all ranks read between two reads of one rank; None: only those that it reads.
 
     Attributes:
         windows: windows in one epoch of every stream.
@@ -252,8 +253,10 @@ class Samples:
         sequence_length: int,
         seed: int | None,
         changes: Sequence[tuple[int, Mapping[int, float]]] = (),
+        global_batch: int | None = None,
     ) -> None:
         self.corpus = corpus
+        self.global_batch = global_batch
         self.sequence_length = s = sequence_length
         span = max(1, corpus.span // s) if corpus.span else None
         self._stream_starts = np.array([stream.start for stream in corpus.streams])
@@ -278,7 +281,12 @@ class Samples:
         sources = self.corpus.sources.items()
         found = {name: stream for name, stream in sources if stream.tokens > self.sequence_length}
         return {
-            name: Samples(replace(self.corpus, streams=[stream]), self.sequence_length, None)
+            name: Samples(
+                replace(self.corpus, streams=[stream]),
+                self.sequence_length,
+                None,
+                global_batch=self.global_batch,
+            )
             for name, stream in found.items()
         }
 
@@ -329,7 +337,7 @@ class Samples:
         """Prefetch the shards needed by a batch and by the samples after it, span by span."""
         if self.corpus.cache is None:
             return
-        s, ahead = self.sequence_length, PREFETCH_BATCHES * count
+        s, ahead = self.sequence_length, PREFETCH_BATCHES * (self.global_batch or count)
         streams, numbers = self._mixture.locate(np.arange(first, first + self._mixture.period))
         for stream, at in zip(*np.unique(streams, return_index=True), strict=True):
             for window, windows in self._orders[stream].spans_from(int(numbers[at]), PREFETCH_SPANS, ahead):

@@ -51,7 +51,8 @@ def open_samples(
     shuffled = split == "train" and not ordered
     s, seed = profile.train.sequence_length, profile.train.seed if shuffled else None
     if profile.objective.kind == "pretrain":
-        return Samples(corpus, s, seed, mixture_changes(profile) if shuffled else ())
+        changes = mixture_changes(profile) if shuffled else ()
+        return Samples(corpus, s, seed, changes, profile.train.global_batch_size)
     shape = profile.rows_per_sample, profile.answers_per_row
     samples = RecordSamples(corpus, rows_path(folder, split), s, seed, *shape)
     if reference is not None:

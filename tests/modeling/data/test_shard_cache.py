@@ -137,6 +137,18 @@ def test_evaluation_fetches_only_the_shards_of_its_next_batches(remote, tmp_path
     assert len(set(downloads)) <= 5  # of 11
 
 
+def test_evaluation_on_many_ranks_prefetches_what_a_rank_reads_next(remote, tmp_path, downloads):
+    """Between two reads of one rank, the others read the rest of a global batch."""
+    cache = ShardCache(tmp_path / "cache", 10**6, "memory://artifacts")
+    samples = Samples(Corpus.open(remote, "train", cache), 10, seed=None, global_batch=40)
+    samples.batch(0, 1)
+    for prefetch in list(cache._prefetches.values()):
+        prefetch.result()
+    before = len(downloads)
+    samples.batch(samples.global_batch, 1)
+    assert len(downloads) == before
+
+
 def test_downloads_are_retried_through_an_outage_of_the_store(remote, tmp_path, monkeypatch, waits, caplog):
     cache, store = ShardCache(tmp_path / "cache", 10**6, "memory://artifacts"), fsspec.filesystem("memory")
     get_file, busy = type(store).get_file, OSError("503 Slow Down")
