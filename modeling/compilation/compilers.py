@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from parallel.host_products import ONEDNN_PRODUCTS
 from profiles.schema import Profile
 
 Compiled = Callable[..., Any]
+LINK_SECONDS = 7 * 86400.0  # for which a link to a removed cache folder is kept
 
 
 @contextmanager
@@ -191,8 +193,8 @@ def cpp_compiler() -> str | None:
 def _without_spaces(folder: Path) -> Path:
     """The folder, or a link to it if its path has a space: inductor splits g++'s command at spaces.
 
-    All processes share one link per folder, because a rank may end without removing its own. A new link replaces those to folders
-    that have been removed.
+    All processes share one link per folder, because a rank may end without removing its own. A new link replaces old ones to
+    folders that have been removed.
     """
     if not re.search(r"\s", str(folder)):
         return folder
@@ -202,8 +204,9 @@ def _without_spaces(folder: Path) -> Path:
     with suppress(FileExistsError):  # of another process
         link.symlink_to(folder, target_is_directory=True)
         for each in link.parent.iterdir():
-            with suppress(OSError):  # removed meanwhile, or its folder cannot be reached now
-                if not each.exists():
+            with suppress(OSError):  # removed meanwhile
+                # A recent one may be in use: its file system may be unmounted for a moment, or not visible in this container.
+                if not each.exists() and each.lstat().st_mtime < time.time() - LINK_SECONDS:
                     each.unlink()
     return link
 

@@ -82,7 +82,10 @@ def test_link_to_a_cache_with_a_space_in_its_path_is_shared_and_private(tmp_path
     assert link() == first  # of another process, for example
     (tmp_path / "a cache").rmdir()
     second = link("another cache")
-    assert [*first.parent.iterdir()] == [second]
+    assert {*first.parent.iterdir()} == {first, second}
+    os.utime(first, (0, 0), follow_symlinks=False)
+    third = link("third cache")
+    assert {*first.parent.iterdir()} == {second, third}
     first.parent.chmod(0o777)  # another user could redirect its links
     assert link().parent != first.parent
     assert link().resolve() == tmp_path / "a cache"
