@@ -183,7 +183,7 @@ def _find_parent(store: Store, run: Profile, fork: str, replace: bool) -> tuple[
         return run, None
     parent = find_parent(store, fork, run.name)
     run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
-    require_forkable(store, parent, run)
+    require_forkable(store, parent, run, replace=replace)
     if not replace:
         require_new_name(store, parent, run.name)
     return run, parent

@@ -117,8 +117,12 @@ def decay_settings(train: Train, run: str, step: int, steps: int, key: str = "de
     return [f"train.{name}={value}" for name, value in settings.items()]
 
 
-def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
-    """Raise ProfileError if a run of this profile cannot start from the parent's checkpoint."""
+def require_forkable(store: Store, parent: Parent, profile: Profile, *, replace: bool = False) -> None:
+    """Raise ProfileError if a run of this profile cannot start from the parent's checkpoint.
+
+    Args:
+        replace: start over, even if the fork has a checkpoint from which it could resume.
+    """
     existing = resolve.load(str(parent_profile(store, parent, profile.name)))
     if existing.model != profile.model:
         reason = f"differs from the model of {parent.run}; to start from its weights alone, set init.from=run:{parent.run}"
@@ -131,7 +135,7 @@ def require_forkable(store: Store, parent: Parent, profile: Profile) -> None:
     if profile.train.steps is not None and profile.train.steps <= parent.step:
         reason = f"the fork starts at step {parent.step:,}"
         raise ProfileError("train.steps", profile.train.steps, reason, [parent.step + 1])
-    if _needs_checkpoint(store.run_folder(profile.name)):
+    if replace or _needs_checkpoint(store.run_folder(profile.name)):
         require_same_mixture(existing, profile, parent.run, parent.step)
 
 

@@ -186,6 +186,8 @@ def test_a_fork_changes_weights_only_after_its_step(store):
     open_child(store, parent)
     copy_checkpoint(store, parent, "child")
     require_forkable(store, parent, child)  # it resumes
+    with pytest.raises(ProfileError, match=r"data\.schedule: parent drew other shares"):
+        require_forkable(store, parent, child, replace=True)
 
 
 def test_a_fork_with_other_data_is_warned_of_once(store, caplog):
