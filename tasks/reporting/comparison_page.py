@@ -157,23 +157,23 @@ def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
     if (folder / run_files.REPORT_JSON).is_file():
         step, results = _read_report(folder, location)
-        if step == profile.train.steps:  # otherwise the run has been extended since
+        if step in (None, profile.train.steps):  # otherwise the run has been extended since
             run |= {"state": "finished", **results}
     return run
 
 
-def _read_report(folder: Path, location: str) -> tuple[int, dict[str, Any]]:
-    """Last step, and results that only the report has: parameters, validation loss and perplexity."""
+def _read_report(folder: Path, location: str) -> tuple[int | None, dict[str, Any]]:
+    """Last step, if recorded, and results that only the report has: parameters, loss and perplexity."""
     try:
         report = json.loads((folder / run_files.REPORT_JSON).read_text())
-        step = report["evaluation"]["step"]
+        step = report["evaluation"].get("step")
         results = {"parameters": report["plan"]["parameters"]}
         results["validation_loss"] = report["evaluation"]["validation_loss"]
         if (perplexity := report["evaluation"]["perplexity"]) is not None:
             results["perplexity"] = perplexity
         if not all(isinstance(value, int | float) for value in results.values()):
             raise ValueError("not a number")
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"{location}/{run_files.REPORT_JSON} is corrupted; start the run again to rewrite it"
         raise ProfileError("run", folder.name, reason) from error
     return step, results

@@ -47,6 +47,11 @@ def test_compare_shows_an_extended_run_as_unfinished(capsys, tmp_path, monkeypat
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["state"] == "at step 100 of 200"
     assert "validation_loss" not in run  # of step 100
+    report = json.loads((folder / "report.json").read_text())
+    del report["evaluation"]["step"]  # as in a report that does not record it
+    (folder / "report.json").write_text(json.dumps(report))
+    assert main(["compare", "first", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "finished"
 
 
 def test_compare_reads_the_latest_copy_of_a_run_in_a_remote_store(capsys, tmp_path, monkeypatch):
