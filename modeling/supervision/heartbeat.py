@@ -47,7 +47,7 @@ class Heartbeat:
     def set_deadline(self, deadline: float) -> None:
         """Set the time before which this process must set a later one."""
         if self._shared is not None:
-            # One store of eight bytes. `struct` writes zeros first: whoever read these would count this process as hung.
+            # One store of eight bytes. `struct` writes zeros first; the watchdog that reads these ends this process as hung.
             self._shared[0] = deadline
 
     def close(self) -> None:

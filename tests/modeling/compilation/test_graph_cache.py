@@ -80,7 +80,7 @@ def test_graphs_are_unpacked_once_and_again_if_the_process_dies(tmp_path, missin
 def test_node_without_its_device_is_retried_but_not_one_without_the_compiler(
     tmp_path, monkeypatch, triton, error, message
 ):
-    """An error that is no ValueError is retried."""
+    """Only a ValueError ends the run at once."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

@@ -58,7 +58,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [("tiny", "tiny"), ("profiles/mine.yaml", "mine"), ("/work/runs/first/profile.yaml", "first")],
+    [("tiny", "tiny"), ("profiles/mine.yaml", "mine"), ("store/runs/first/profile.yaml", "first")],
 )
 def test_label_is_the_name_of_the_profile_also_of_a_forks_parent(source, name):
     assert labels_of(resolve.load("tiny"), source, None)["profile"] == name
