@@ -10,7 +10,7 @@ new data the flow run ends at once, in a state named after the reason.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,11 +98,14 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
     name = f"{profile.name}-round-{current.round + 1}"
     # An interrupted round resumes with its data. One that was evaluated and not promoted, or whose weights are not those of the
     # promoted model any more, looks for new data.
-    over = series.was_not_promoted(store, name) or _is_outdated(store, name, current)
+    recorded = series.recorded_inputs(store, name)
+    over = series.was_not_promoted(store, name) or _is_outdated(store, name, current, recorded)
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
-        dataset = series.new_data(store, current, everything, profile.train.sequence_length)
+        begun = store.artifacts.find(DatasetStep.kind, recorded["dataset"]) if recorded and not over else None
+        # Weights of sources that were changed since are those of the next round.
+        dataset = begun or series.new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
         runner.record_use(dataset)
@@ -124,18 +127,13 @@ def _start(current: series.Promoted, checkpoint: str) -> str:
     return keys.digest([current.identity, checkpoint])
 
 
-def _is_outdated(store: Store, name: str, current: series.Promoted) -> bool:
+def _is_outdated(
+    store: Store, name: str, current: series.Promoted, recorded: Mapping[str, str] | None
+) -> bool:
     """Whether a round started from other weights: its base run was replaced or trained further."""
-    if store.run_folder(name).read(run_files.INPUTS) is None:  # no round, or interrupted before it trained
-        return False
-    folder = runs.fetch(store, name)
-    try:
-        profile = resolve.load(str(folder / run_files.PROFILE))
-    except ProfileError:  # opening the run reports it
-        return False
-    inputs, steps = runs.read_inputs(folder), store.run_folder(current.run).checkpoint_steps()
-    start = _start(current, Path(run_files.checkpoint(steps[-1])).name)
-    if keys.run_identity(profile, inputs["tokenizer"], inputs["dataset"], start) == inputs["identity"]:
+    start = recorded and recorded["checkpoint"]  # None in a round of an earlier version
+    steps = store.run_folder(current.run).checkpoint_steps()
+    if not start or start == _start(current, Path(run_files.checkpoint(steps[-1])).name):
         return False
     log.warning("%s started from other weights than the latest ones of %s: it starts over", name, current.run)
     return True
@@ -180,9 +178,10 @@ def _train(
     with series.latest_checkpoint(store, current) as weights:
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
-        identity = keys.run_identity(run, tokenizer.key, dataset.key, _start(current, weights.name))
+        start = _start(current, weights.name)
+        identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
         runs.record_flow_run(base, context.flow_run)
-        inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": None}
+        inputs = {"tokenizer": tokenizer.key, "dataset": dataset.key, "checkpoint": start}
         lock.check()  # another process may have taken over the round while this one was suspended
         with open_run(runner, run, identity, inputs, planned, replace=start_over) as overview:
             ledger.record(store, run.name, identity, dataset, parent=current.identity)

@@ -155,7 +155,7 @@ def train_profile(
         origin = parent and keys.digest([parent.identity, parent.step])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 
-        inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": weights}
+        inputs = {"tokenizer": tokenizer.key, "dataset": dataset.key, "checkpoint": weights and weights.key}
         lock.check()  # another process may have taken over the run while this one was suspended
         with open_run(
             runner, run, identity, inputs, planned, command, parent=parent, replace=replace, warnings=warnings

@@ -145,7 +145,7 @@ def open_run(
     runner: Runner,
     profile: Profile,
     identity: str,
-    inputs: Mapping[str, Artifact | None],
+    inputs: Mapping[str, str | None],
     plan: planner.Plan,
     command: RunCommand | None = None,
     *,
@@ -158,10 +158,9 @@ def open_run(
     Yields its overview in Prefect's UI, which shows the plan and the warnings. Other arguments and errors: see `runs.open_run`.
     """
     context = runner.context
-    keys = {kind: artifact and artifact.key for kind, artifact in inputs.items()}
     with suggest_commands(command, profile.name):
         folder = runs.open_run(
-            context.store, profile, identity, context.flow_run, keys, parent=parent, replace=replace
+            context.store, profile, identity, context.flow_run, inputs, parent=parent, replace=replace
         )
     context.store.run_folder(profile.name).write(run_files.LOCKFILE, context.inputs.lockfile.to_bytes())
     runner.open(profile, folder)

@@ -76,6 +76,13 @@ def was_not_promoted(store: Store, name: str) -> bool:
     return store.run_folder(name).read(run_files.NOT_PROMOTED) is not None
 
 
+def recorded_inputs(store: Store, name: str) -> dict[str, str] | None:
+    """What a round trains on and starts from (runs.read_inputs); None before it has begun to train."""
+    recorded = store.run_folder(name).read(run_files.INPUTS)
+    where = store.backend.location(_name(name, run_files.INPUTS))
+    return None if recorded is None else state_files.require_json(recorded, where)
+
+
 def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManager[Path]:
     """Local folder of the promoted model's latest checkpoint, for a block; see RunFolder.local_checkpoint."""
     run = store.run_folder(promoted.run)

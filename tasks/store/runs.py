@@ -67,7 +67,7 @@ def open_run(
     different mathematics is moved to `<name>~N` if it has no checkpoint or `replace` is true.
 
     Args:
-        inputs: keys of the artifacts that it starts from, by kind.
+        inputs: keys of what it starts from; see `read_inputs`.
         parent: the run that it was forked from.
 
     Raises:
@@ -328,7 +328,9 @@ def no_such_run(key: str, name: str, where: str | Path, known: Iterable[str]) ->
 
 
 def read_inputs(folder: Path) -> dict[str, str]:
-    """A run's `identity`, and the keys of its `tokenizer`, `dataset` and `checkpoint` (None from scratch).
+    """A run's `identity`, and the keys of its `tokenizer`, `dataset` and `checkpoint`.
+
+    The last one is None from scratch; in a continual round, it is a digest of the promoted model's checkpoint.
 
     Raises FileNotFoundError if nothing is recorded.
     """

@@ -170,8 +170,9 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     texts, store, night = series
     copy = shutil.copytree(store, tmp_path / "store")
     (copy / "runs/nightly/standing.json").unlink()  # as if the first round had not been promoted yet
-    state = night(*EPOCH, store=copy)
-    assert state.message.startswith("nightly-round-1 replaces nightly:")
+    steps = f"train.steps={len(losses(copy / 'runs/nightly-round-1'))}"
+    state = night(steps, "data.sources.0.weight=2", store=copy)  # a new weight is that of the next round
+    assert state.message.startswith("nightly-round-1 replaces nightly:"), state.message
     assert not (copy / "runs/nightly-round-1~1").exists()
 
     pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1"], None, str(copy), replace=True)
