@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from flows.ui.overview import Overview
 from modeling import run_files
 from profiles.schema import Profile
 from tasks.jsonl import LogFollower, is_metrics
-from tasks.reporting.advice import rise_warning
+from tasks.reporting.advice import lower_evaluation, rise_warning
 from tasks.reporting.format import format_duration, format_value, validation_name
 from tasks.reporting.history import RECENT, seconds_left
 
@@ -52,8 +52,8 @@ class TrainingProgress:
         self._metrics = LogFollower(folder / run_files.METRICS, on_restart=self._restart)
         self._steps = profile.train.steps
         self._validation = validation_name(profile.evaluate.batches)
-        self._lowest: dict[str, Any] | None = None  # evaluation
-        self._warned: dict[str, Any] | None = None  # lowest evaluation above which a warning was logged
+        self._lowest: Mapping[str, Any] | None = None  # evaluation
+        self._warned: Mapping[str, Any] | None = None  # lowest evaluation above which a warning was logged
         self._user_metrics = [name.partition(":")[2] for name in profile.evaluate.metrics]
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._logged_at = 0.0
@@ -70,10 +70,9 @@ class TrainingProgress:
         for row in rows:
             if "validation_loss" in row and row["step"] > self._evaluated:
                 self._evaluated = row["step"]
+                self._lowest = lower_evaluation(self._lowest, row)
                 if following:
                     self._log_evaluation(row)
-                if self._lowest is None or row["validation_loss"] < self._lowest["validation_loss"]:
-                    self._lowest = row
         if not following:
             return
         trained = [row for row in rows if "loss" in row]

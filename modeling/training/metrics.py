@@ -23,7 +23,7 @@ OF_TASKS = "lm_eval/"  # prefix of metrics of language-model tasks, whose names 
 BY_LAYER = "_by_layer"  # suffix of metrics with a number for each layer
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
 GROUPS = {
-    "loss": ("loss", "validation_loss"),
+    "loss": ("loss", "validation_loss", "validation_tokens"),
     "optimizer": ("learning_rate", "gradient_norm", "parameter_norm", "skipped"),
     "speed": ("tokens_per_second", "mfu"),
     "time": (

@@ -133,8 +133,8 @@ class Reporter:
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         """Write the metrics row and log line of an evaluation during training."""
-        row = {"step": step, "validation_loss": result.loss, **result.by_source, **result.metrics}
-        self._metrics.write({**row, **result.graphs})
+        loss = {"validation_loss": result.loss, **result.by_source, "validation_tokens": result.tokens}
+        self._metrics.write({"step": step, **loss, **result.metrics, **result.graphs})
         log.info(f"step {step}/{self._settings.steps}  validation loss {result.loss:.4f}")
 
     def flush(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 from profiles.schema import Profile
@@ -75,6 +76,13 @@ def interruption_warnings(profile: Profile, step_seconds: float | None) -> Itera
                 f"cluster.{name} = {seconds}: a stop saves only after up to {STOP_STEPS} more steps, which take "
                 f"{format_duration(needed)}; set it to at least {round(2 * needed)}"
             )
+
+
+def lower_evaluation(lowest: Mapping[str, Any] | None, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row of metrics.jsonl with the lower validation loss; the later one if other tokens were evaluated."""
+    if lowest is None or lowest.get("validation_tokens") != row.get("validation_tokens"):
+        return row
+    return min(lowest, row, key=itemgetter("validation_loss"))
 
 
 def rise_warning(lowest: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -12,6 +11,7 @@ from typing import Any, Self
 from modeling import run_files
 from profiles.schema import Profile
 from tasks.jsonl import LogFollower, is_metrics
+from tasks.reporting.advice import lower_evaluation
 from tasks.reporting.chart import LINE_STYLES, Points, Series
 from tasks.reporting.downsampling import Curve, Sample
 from tasks.reporting.format import validation_name
@@ -35,7 +35,8 @@ class History:
         steps: number of training steps.
         last: row of the last training step, None before the first.
         recent: rows of the last training steps.
-        last_evaluation, lowest_evaluation: rows of the last evaluation during training, and of that with the lowest loss.
+        last_evaluation: row of the last evaluation during training.
+        lowest_evaluation: row with the lowest loss of the evaluations of as many tokens as the last one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,9 +57,7 @@ class History:
                 self._add_step(row)
             if "validation_loss" in row:
                 self.last_evaluation = row
-                self.lowest_evaluation = min(
-                    self.lowest_evaluation or row, row, key=itemgetter("validation_loss")
-                )
+                self.lowest_evaluation = lower_evaluation(self.lowest_evaluation, row)
                 self._add_to_curve("validation_loss", row)
                 for key in row:
                     if key.startswith(OF_SOURCE):
@@ -69,7 +68,7 @@ class History:
         self.last: dict[str, Any] | None = None
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self.last_evaluation: dict[str, Any] | None = None
-        self.lowest_evaluation: dict[str, Any] | None = None
+        self.lowest_evaluation: Mapping[str, Any] | None = None
         self._curves: defaultdict[str, Curve] = defaultdict(Curve)
         self._samples: defaultdict[str, Sample] = defaultdict(Sample)
         self._first: dict[str, float] = {}

@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +41,7 @@ from parallel import Mesh, ShardedAdamW
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
 from profiles import state_files
+from profiles.schema import Profile
 
 log = logging.getLogger(__name__)
 
@@ -364,7 +365,7 @@ class Checkpoints:
             )
 
     def _read_markers(self, saved: dict[int, Location]) -> dict[int, float | None]:
-        """Validation loss of each checkpoint, by step; one with a corrupted marker is moved to quarantine."""
+        """`comparable_loss` of each checkpoint, by step; one with a corrupted marker is moved to quarantine."""
         losses: dict[int, float | None] = {}
         latest: dict[str, Any] = {}
         for step, source in saved.items():
@@ -373,7 +374,7 @@ class Checkpoints:
             except checkpoint.CorruptCheckpoint as error:
                 self._quarantine(step, str(error))
             else:
-                losses[step] = latest.get("validation_loss")
+                losses[step] = comparable_loss(latest, self.profile)
         if losses:
             check_same_model(self.profile, latest, saved[max(losses)])
         return losses
@@ -440,6 +441,12 @@ def load_reference(weights: Location | None, model: ReferenceModel | None) -> No
 def run_identity(run: Path) -> str:
     """Contents of run.json, which differ between runs of the same name; empty without the file."""
     return state_files.read_text(run / run_files.IDENTITY) or ""
+
+
+def comparable_loss(marker: Mapping[str, Any], profile: Profile) -> float | None:
+    """Validation loss of a checkpoint; None if it was not evaluated, or on another number of batches."""
+    evaluate = marker.get("profile", {}).get("evaluate", {})
+    return marker.get("validation_loss") if evaluate.get("batches") == profile.evaluate.batches else None
 
 
 def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[int]:

@@ -45,10 +45,14 @@ def test_only_new_rows_are_read_until_a_resume_drops_some(tmp_path):
     with path.open("r+b") as file:
         file.write(b"#")  # would be skipped if it were read again
         file.seek(0, 2)
-        file.write(b'{"step": 51, "loss": 4.0}\n{"step": 50, "validation_loss": 3.0}\n{"step": 52')
+        for step, loss, tokens in ((20, 1.0, 500), (30, 3.1, 80), (40, 2.9, 80), (50, 3.0, 80)):
+            row = {"step": step, "validation_loss": loss, "validation_tokens": tokens}
+            file.write(f"{json.dumps(row)}\n".encode())
+        file.write(b'{"step": 51, "loss": 4.0}\n{"step": 52')
     history.update()
     assert (history.steps, history.last["loss"]) == (51, 4.0)
     assert history.last_evaluation["validation_loss"] == 3.0
+    assert history.lowest_evaluation["validation_loss"] == 2.9  # of as many tokens
 
     write(path, 40)
     history.update()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from modeling import exit_codes
-from modeling.training.recovery.checkpoints import retained
+from modeling.training.recovery.checkpoints import comparable_loss, retained
 from parallel.checkpoint import checkpoint
+from profiles.resolve import load
 from tasks.store import runs
 from tests import disk
 from tests.modeling import micro
@@ -73,6 +74,13 @@ def test_latest_and_best_checkpoints_and_milestones_are_retained():
     assert retained(saved, 0, 0) == set(saved)
     assert retained(dict.fromkeys(saved), 1, 0) == {50}
     assert retained({10: float("nan"), **saved}, 1, 0) == {20, 50}
+
+
+def test_losses_of_another_number_of_batches_do_not_decide_what_is_retained():
+    profile = load("tiny", ["evaluate.batches=8"])
+    marker = {"validation_loss": 2.5, "profile": profile.model_dump(mode="json")}
+    assert comparable_loss(marker, profile) == 2.5
+    assert comparable_loss(marker, load("tiny", ["evaluate.batches=9"])) is None
 
 
 ONE_FITS = "700k"
