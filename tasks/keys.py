@@ -67,6 +67,8 @@ COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
 PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_products")}
 
 
+# By objective.kind; changed when the same input is tokenized differently.
+RECIPES = {"pretrain": 2, "sft": 3, "dpo": 4, "orpo": 4}
 SETTINGS = 3  # number of the settings with which inductor compiles for GPUs (modeling.compilation.compilers)
 
 
@@ -99,7 +101,7 @@ def tokens(tokenizer: str | None, source: str, held_out: float | str, **options:
         held_out: fraction of the documents, or the split that all of them belong to.
     """
     inputs = {"tokenizer": tokenizer, "source": source, "held_out": held_out}
-    recipe = 3 if "records" in options else 2  # changes when the same input is tokenized differently
+    recipe = RECIPES[options["records"]["kind"] if "records" in options else "pretrain"]
     return digest({"step": "tokens", "recipe": recipe, **inputs, **options})
 
 
