@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import hashlib
 import json
 import logging
 import re
@@ -32,7 +31,7 @@ from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.choices import MODEL_FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES, NxDLayout, QKVForm
 from modeling.conversion.journal import Journal, Progress, open_journal
 from modeling.conversion.nxd import files as nxd_files
-from modeling.conversion.tensor_files import File
+from modeling.conversion.tensor_files import File, file_sha256
 from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations
 from parallel.constraints import valid_tensor_degrees
@@ -41,6 +40,7 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.sections.model import neighbours
 
+RECIPE = 2  # changed when the same inputs are converted differently
 BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written
@@ -74,6 +74,10 @@ class Options:
     def slice_bytes(self) -> int:
         return max(1 << 20, self.budget * 10**6 // (WORKERS * COPIES))
 
+    def config_of(self, source: Path) -> Path:
+        """The model's config.json or its folder: --config, or the source's folder."""
+        return self.config or (source if source.is_dir() else source.parent)
+
     def inputs(self, members: Sequence[Path], adapters: Path | None) -> dict[str, Any]:
         """What determines the result, as JSON: the options, and all read files' names, sizes and times.
 
@@ -82,13 +86,12 @@ class Options:
             adapters: the checkpoint or folder with the adapters, without other files of its run.
         """
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
-        if self.config is not None:
-            path = self.config / "config.json" if self.config.is_dir() else self.config
-            options["config"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        paths = huggingface.config_files(self.config_of(members[0]))
+        options["config"] = [file_sha256(path) for path in paths if path.is_file()]
         options["cuts"] = self.cuts and list(self.cuts)
         options["adapters"] = adapters and _stats(adapters)
         source, *options["average"] = map(_stats, members)
-        return {"source": source, **options}
+        return {"source": source, "recipe": RECIPE, **options}
 
 
 def _stats(source: Path) -> list[list[Any]]:
@@ -143,8 +146,7 @@ def convert(
             return journal.finished
         notes = write_files(files, destination, options.slice_bytes, journal)
         if options.to == "hf":
-            folder = source if source.is_dir() else source.parent
-            huggingface.finish(destination, files, weights, options.config or folder)
+            huggingface.finish(destination, files, weights, options.config_of(source))
         elif options.to == "trainshed":
             native.finish(destination, notes, weights.model, name or source.name)
         facts = {"to": options.to, "tensors": len(weights.shapes), "bytes": weights.nbytes()}

@@ -252,17 +252,19 @@ def finish(
     dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
     config = {**to_config_json(weights.model), **_token_ids(source), "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    if source and (path := _config(source).with_name(GENERATION_CONFIG)).is_file():
+    if source and (path := config_files(source)[1]).is_file():
         shutil.copyfile(path, folder / GENERATION_CONFIG)
 
 
 def _token_ids(source: Path | None) -> dict[str, Any]:
     """The token ids of the source's config.json; None if they are unknown."""
-    if source is None or not (path := _config(source)).is_file():
+    if source is None or not (path := config_files(source)[0]).is_file():
         return dict.fromkeys(TOKEN_IDS)  # if omitted, transformers' defaults would apply
     config = json.loads(path.read_text())
     return {name: config[name] for name in TOKEN_IDS if name in config}
 
 
-def _config(source: Path) -> Path:
-    return source / "config.json" if source.is_dir() else source
+def config_files(source: Path) -> tuple[Path, Path]:
+    """config.json and generation_config.json, which may be missing, of a model's config.json or its folder."""
+    config = source / "config.json" if source.is_dir() else source
+    return config, config.with_name(GENERATION_CONFIG)

@@ -26,7 +26,6 @@ from modeling.models.build import DTYPES
 from modeling.models.families import model_class
 from parallel import Mesh
 from parallel.checkpoint import checkpoint
-from parallel.checkpoint.files import CheckpointFiles
 from parallel.checkpoint.reader import Reader, StoredBox
 from parallel.checkpoint.writer import Written, write_boxes, write_metadata
 from parallel.constraints import kv_replicas
@@ -59,34 +58,21 @@ def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weight
         CorruptCheckpoint: a file is missing or corrupted; also raised when parts are read.
     """
     described = checkpoint.read_marker(folder).get("files", {})  # empty if a conversion wrote it
-    reader, verified = Reader(folder, described), CheckpointFiles(folder, described)
-    tensors = {
-        name.removeprefix(f"{PREFIX}."): stored
-        for name, stored in reader.tensors.items()
-        if name.startswith(f"{PREFIX}.")
-    }
-    for file in {box.file for stored in tensors.values() for box in stored.boxes}:
-        verified.open(file)
-    parts = {
-        name: [
-            Part(box.offsets, box.sizes, stored.dtype, partial(_read_box, reader, verified, box))
+    reader = Reader(folder, described)
+    names = [name for name in reader.tensors if name.startswith(f"{PREFIX}.")]
+    reader.open(names)
+    parts = {}
+    for name in names:
+        stored = reader.tensors[name]
+        parts[name.removeprefix(f"{PREFIX}.")] = [
+            Part(box.offsets, box.sizes, stored.dtype, partial(_read_box, reader, box))
             for box in stored.boxes
         ]
-        for name, stored in tensors.items()
-    }
     return Weights(model, parts, dtype)
 
 
-def _read_box(
-    reader: Reader, verified: CheckpointFiles, box: StoredBox, index: tuple[slice, ...]
-) -> torch.Tensor:
-    """Elements of a box of a local checkpoint, after verifying their bytes."""
-    row = math.prod(box.sizes[1:]) * box.dtype.itemsize
-    first, end = (index[0].start, index[0].stop) if index else (0, 1)
-    # torch.save adds bytes before and after a box's elements, whose offset is unknown here.
-    around = box.length - math.prod(box.sizes) * box.dtype.itemsize
-    verified.verify_mapped(box.file, box.start + first * row, box.start + end * row + around)
-    return reader.map(box)[index]
+def _read_box(reader: Reader, box: StoredBox, index: tuple[slice, ...]) -> torch.Tensor:
+    return reader.read(box, [part.start for part in index], [part.stop - part.start for part in index])
 
 
 def files(weights: Weights, tensor: int = 1, stages: Sequence[range] | None = None) -> list[BoxFile]:

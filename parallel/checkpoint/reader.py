@@ -13,7 +13,7 @@ import contextlib
 import io
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,15 @@ class Reader:
             if isinstance(stored, TensorStorageMetadata)
         }
         self._data_starts: dict[StoredBox, int] = {}
+
+    def open(self, names: Iterable[str]) -> None:
+        """Open the files of these tensors.
+
+        Raises:
+            CorruptCheckpoint: a file, or its table of checksums, is missing or corrupted.
+        """
+        for file in sorted({box.file for name in names for box in self.tensors[name].boxes}):
+            self._files.open(file)
 
     def map(self, box: StoredBox) -> Tensor:
         """A box of a local checkpoint as a tensor over the memory-mapped file; read-only.

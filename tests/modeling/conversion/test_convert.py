@@ -417,6 +417,10 @@ def test_special_tokens_of_a_hugging_face_source_are_kept(llama, tmp_path):
         assert [getattr(found, key) for key in TOKEN_IDS] == [1, 7, 9]
         copied = (tmp_path / name / GENERATION_CONFIG).read_bytes()
         assert copied == (llama / GENERATION_CONFIG).read_bytes()
+    (llama / GENERATION_CONFIG).write_text('{"eos_token_id": [7, 8]}')
+    for name, source, config in (("file", sources["file"], None), ("named", tmp_path / "trainshed", llama)):
+        with pytest.raises(ProfileError, match="holds something else"):  # rather than "already converted"
+            convert(source, tmp_path / name, Options("hf", config=config))
     convert(tmp_path / "trainshed", tmp_path / "unknown", Options("hf"))
     found = AutoConfig.from_pretrained(tmp_path / "unknown")
     assert [getattr(found, key) for key in TOKEN_IDS] == [None, None, None]
