@@ -113,7 +113,8 @@ def _add_training(commands: Any) -> None:
     fork.add_argument("--decay", type=integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
-    _work_dir(fork)
+    about = "cluster.work_dir of the new run (default: the parent's)"
+    fork.add_argument("--work-dir", metavar="FOLDER", help=about)
     _json(fork)
 
 
@@ -169,7 +170,8 @@ def _add_stores(commands: Any) -> None:
     )
     _overrides(evaluate)
     _store(evaluate)
-    _work_dir(evaluate)
+    about = "local folder for run folders if the store is on S3, like cluster.work_dir"
+    _with_default(evaluate, "--work-dir", "./store", about, metavar="FOLDER")
     _json(evaluate)
 
     about = "write a page of all runs: progress, speed, goodput, cost"
@@ -311,11 +313,6 @@ def _store(command: argparse.ArgumentParser) -> None:
     _with_default(
         command, "--store", "./store", "store of artifacts and runs: a folder or s3:// prefix", metavar="URI"
     )
-
-
-def _work_dir(command: argparse.ArgumentParser) -> None:
-    about = "local folder for run folders if the store is on S3, like cluster.work_dir"
-    _with_default(command, "--work-dir", "./store", about, metavar="FOLDER")
 
 
 def _json(command: argparse.ArgumentParser) -> None:

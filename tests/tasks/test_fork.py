@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from flows.cli.main import main
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from profiles.schema import Profile
@@ -53,6 +54,15 @@ def remove(store: Store, step: int) -> None:
 def open_child(store: Store, parent: Parent, dataset: str = "d") -> None:
     inputs = {**INPUTS, "dataset": dataset}
     runs.open_run(store, load("tiny", (), "child"), "two", "flow", inputs, parent=parent)
+
+
+def test_the_cli_forks_in_its_work_dir(store, tmp_path, monkeypatch):
+    found = {}
+    monkeypatch.setattr("flows.cli.run.run", lambda options: found.update(vars(options)) or 0)
+    work = ("--work-dir", str(tmp_path), "--set", "cluster.devices_per_node=1")
+    assert main(["fork", "parent@100", "child", "--store", store.uri, *work]) == 0
+    assert (found["fork"], found["name"]) == ("parent@100", "child")
+    assert found["overrides"] == [f"cluster.work_dir={tmp_path}", "cluster.devices_per_node=1"]
 
 
 def test_a_fork_keeps_its_checkpoint_while_the_parent_trains_on(store):

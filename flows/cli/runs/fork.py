@@ -11,9 +11,11 @@ from tasks.store.store import open_store
 
 def run(options: argparse.Namespace) -> int:
     """Run the flow of the new run. Raises ProfileError for an unknown run, step, name or setting."""
-    store = open_store(options.store, options.work_dir)
+    store = open_store(options.store, options.work_dir or "./store")
     parent = find_parent(store, options.parent, options.name)
     options.profile = str(parent_profile(store, parent, options.name))
+    if options.work_dir:  # otherwise, the new run uses its parent's
+        options.overrides = [f"cluster.work_dir={options.work_dir}", *options.overrides]
     if options.decay:
         options.overrides = [*decay_overrides(options.profile, parent, options.decay), *options.overrides]
     options.fork, options.replace = f"{parent.run}@{parent.step}", False

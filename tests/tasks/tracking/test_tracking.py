@@ -232,8 +232,11 @@ def test_late_evaluations_are_sent_once_to_the_same_run(tracker_calls, tmp_path)
         wait(lambda: tracker_calls("evaluated"), 120)
         file.write_text('{"step": 2, "validation_loss": 3.5}\n')
     file.write_text(file.read_text() + '{"step": 1, "lm_eval/arc/acc": 0.25}\n')
-    for _ in range(2):
-        process.catch_up(run.folder)
+    process.catch_up(run.folder)
+    assert tracker_calls("finish")[-1] == ["stopped"]  # its report is of fewer steps than it trains now
+    train = run.profile.train.model_copy(update={"steps": 2})
+    (run.folder / "profile.yaml").write_text(resolve.dump(run.profile.model_copy(update={"train": train})))
+    process.catch_up(run.folder)
     assert tracker_calls("evaluated")[0] == [2, {"loss/validation_loss": 4.5}]
     assert tracker_calls("evaluated")[1:] == [
         [2, {"loss/validation_loss": 3.5}],
