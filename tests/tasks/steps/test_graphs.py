@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,7 @@ def test_missing_cpp_compiler_is_one_warning_and_training_runs_eager(
     workspace, tmp_path, monkeypatch, caplog
 ):
     run = micro.run_folder(tmp_path / "run", *SETTINGS, *ALONE)
+    ensure_running()  # the fork server needs the usual PATH
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     artifact = workspace.compile(run)
