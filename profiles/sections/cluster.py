@@ -14,6 +14,7 @@ OPTION = r"^--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?$"
 LABEL = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 PATH = r"^/[^\x00-\x1f\x7f]*$"
 QUANTITY = r"^[\w./-]+=[\w.-]+$"
+VARIABLE = r"^[A-Za-z_]\w*=[^\x00-\x1f\x7f]*$"
 TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 
 
@@ -54,6 +55,10 @@ class Kubernetes(Section):
     )
     tolerations: list[Annotated[str, Field(pattern=LINE)]] = Field(
         [], description="keys of node taints that Pods tolerate"
+    )
+    environment: list[Annotated[str, Field(pattern=VARIABLE)]] = Field(
+        [],
+        description="environment variables of Pods, such as FI_PROVIDER=efa; no secrets: they are stored in the profile",
     )
     service_account: str | None = Field(
         None, pattern=LABEL, description="service account of Pods; null: the default one"

@@ -167,7 +167,11 @@ def _environment(name: str, job: Job, cluster: Cluster) -> dict[str, str]:
         variables["OMP_NUM_THREADS"] = str(job.threads)
     if device.communicator:
         variables[device.communicator] = f"{name}-0.{name}:{PORT + 1}"
-    return variables
+    # Kubernetes replaces $(NAME) in values too.
+    chosen = {
+        key: value.replace("$(", "$$(") for key, value in _pairs(cluster.kubernetes.environment).items()
+    }
+    return {**variables, **chosen}
 
 
 def _resources(job: Job, cluster: Cluster) -> dict[str, str]:

@@ -125,6 +125,10 @@ def test_manifest_has_the_profiles_settings(cluster, tmp_path):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert container["image"] == "registry/trainshed:1"
     assert {"name": "OMP_NUM_THREADS", "value": "4"} in container["env"]
+    assert container["env"][-2:] == [
+        {"name": "FI_PROVIDER", "value": "efa"},
+        {"name": "PS1", "value": "$$(HOME)"},  # literal: Kubernetes would replace $(HOME)
+    ]
     assert {"name": "store", "mountPath": "/fsx"} in container["volumeMounts"]
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "shared"}
     assert pod["nodeSelector"] == {"zone": "a"}
@@ -148,6 +152,7 @@ def overrides() -> list[str]:
         "priority_class": "high",
         "node_selector": "[zone=a]",
         "tolerations": "[nvidia.com/gpu]",
+        "environment": "[FI_PROVIDER=efa, PS1=$(HOME)]",
     }
     return [
         "cluster.launcher=kubernetes",
