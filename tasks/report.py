@@ -147,7 +147,7 @@ def _experts(folder: Path, history: History) -> dict[str, Any] | None:
     row = history.last or {}
     if "expert_load_max" not in row:
         return None
-    names = ("balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens")
+    names = ("balance_loss", "router_z_loss", "expert_load_max", "dropped_choices")
     loads: dict[str, Any] = {"step": None, "loads": []}
     with contextlib.suppress(FileNotFoundError):
         loads = json.loads((folder / run_files.EXPERT_LOADS).read_text())

@@ -36,10 +36,10 @@ class ExpertLoad:
             "balance_loss": sum(self.balance_losses),
             "router_z_loss": sum(self.z_losses),
             "expert_load_max": max(self.imbalance),
-            "dropped_tokens": sum(self.dropped),
+            "dropped_choices": sum(self.dropped),
             "balance_loss_by_layer": self.balance_losses,
             "expert_load_max_by_layer": self.imbalance,
-            "dropped_tokens_by_layer": self.dropped,
+            "dropped_choices_by_layer": self.dropped,
         }
 
 

@@ -37,7 +37,7 @@ GROUPS = {
     "consumed": ("consumed_samples", "consumed_tokens"),
     "goodput": TOTALS,
     "graphs": ("cold_compiles", "warm_graphs"),
-    "experts": ("balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens"),
+    "experts": ("balance_loss", "router_z_loss", "expert_load_max", "dropped_choices"),
     "device": (
         "device_utilization",
         "device_memory_bytes",

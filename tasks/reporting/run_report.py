@@ -178,7 +178,7 @@ def _experts(experts: Mapping[str, Any] | None) -> list[str]:
         "heaviest expert over the mean, in the worst layer": f"{experts['expert_load_max']:.2f}",
         "balance loss, sum over layers": format_value(experts["balance_loss"]),
         "router z-loss, sum over layers": format_value(experts["router_z_loss"]),
-        "dropped expert choices in the last step": f"{experts['dropped_tokens']:,.0f}",
+        "dropped expert choices in the last step": f"{experts['dropped_choices']:,.0f}",
     }
     picture = heat_map(experts["loads"], row_label="layer", column_label="expert")
     return [html.properties(shown), picture]

@@ -104,7 +104,7 @@ def test_report_shows_the_load_of_experts(tmp_path):
     write_run(folder)
     row = {"step": 101, "loss": 7.0, "balance_loss": 2.5, "router_z_loss": 0.5, "expert_load_max": 1.75}
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({**row, "dropped_tokens": 12.0}) + "\n")
+        file.write(json.dumps({**row, "dropped_choices": 12.0}) + "\n")
     (folder / "expert_loads.json").write_text(json.dumps({"step": 101, "loads": [[1.0, 1.0], [0.5, 1.5]]}))
     parser = WellFormed()
     parser.feed(write_report(folder).read_text())
