@@ -19,7 +19,6 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -135,11 +134,10 @@ def _block_mask(
 
 def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
     """Lowest and highest value of each block, (b, s) -> (b, ceil(s / BLOCK)) each."""
-    limits, missing = torch.iinfo(x.dtype), (0, -x.shape[1] % BLOCK)
-    low, high = (
-        F.pad(x, missing, value=value).unflatten(1, (-1, BLOCK)) for value in (limits.max, limits.min)
-    )
-    return low.amin(2), high.amax(2)
+    # Copies of the last value fill the last block: int64's limits are no doubles, as which `F.pad` would take them.
+    last = x[:, -1:].expand(-1, -x.shape[1] % BLOCK)
+    blocks = torch.cat((x, last), 1).unflatten(1, (-1, BLOCK))
+    return blocks.amin(2), blocks.amax(2)
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:

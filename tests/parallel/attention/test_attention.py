@@ -103,6 +103,35 @@ def test_flex_attention_without_documents_matches_dense_formula(window):
     assert error(out, case.expected()[0].detach()) < case.tolerance()
 
 
+@pytest.mark.parametrize(("documents", "window"), [(40, None), (None, 16), (None, 150), (1000, None)])
+@pytest.mark.parametrize("s", [64, 200, 1000])
+def test_block_masks_visit_all_that_is_visible(s, documents, window):
+    """On a CPU, FlexAttention ignores the lists of blocks, which decide on a GPU what is computed and masked."""
+    positions = torch.arange(s)
+    numbers = positions.div(documents, rounding_mode="floor")[None] if documents else None
+    mask = flex._block_mask(numbers, numbers, positions, positions, True, window)
+    query, key = positions[:, None], positions
+    size = -(-s // flex.BLOCK) * flex.BLOCK
+    seen, inside = torch.zeros(size, size, dtype=torch.bool), torch.zeros(size, size, dtype=torch.bool)
+    seen[:s, :s], inside[:s, :s] = mask.mask_mod(torch.tensor(0), torch.tensor(0), query, key), True
+
+    def blocks(dense: torch.Tensor) -> torch.Tensor:
+        return dense.view(size // flex.BLOCK, flex.BLOCK, -1, flex.BLOCK)
+
+    def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(indices.shape[-2:], dtype=torch.bool)
+        for row, (count, columns) in enumerate(zip(counts[0, 0], indices[0, 0], strict=True)):
+            found[row, columns[:count].long()] = True
+        return found
+
+    partial, full = (
+        listed(mask.kv_num_blocks, mask.kv_indices),
+        listed(mask.full_kv_num_blocks, mask.full_kv_indices),
+    )
+    assert not (blocks(seen).any(1).any(-1) & ~partial & ~full).any()
+    assert not (full & ~blocks(seen | ~inside).all(1).all(-1)).any()
+
+
 def test_block_masks_list_the_query_blocks_of_keys():
     """Backward on GPUs reads them; torch would invert the lists of forward."""
     documents = torch.arange(640).div(400, rounding_mode="floor").expand(2, -1)
