@@ -11,6 +11,7 @@ from modeling.models.language_model import LanguageModel
 from modeling.models.lora_targets import layers_of
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
 from parallel.experts.lora import ExpertUpdate
+from parallel.layers.deferred import DeferrableLinear
 from parallel.layers.linear import ReplicatedLinear
 from parallel.layers.lora import ZERO, LowRankUpdate, attach, first_factor, keep_sections_apart
 from parallel.layout import layout_of
@@ -62,9 +63,9 @@ def _update(
     width, options["initializer"] = rank * len(groups), ZERO
     if isinstance(linear, GQAQKVColumnParallelLinear):
         heads = model.num_attention_heads, model.num_key_value_heads, model.head_dim
-        b: nn.Module = GQAQKVColumnParallelLinear(width, *heads, mesh, **options)
+        b: DeferrableLinear = GQAQKVColumnParallelLinear(width, *heads, mesh, **options)
     else:
         b = ColumnParallelLinear(width, sections, mesh.tensor, **options)
     if not whole:
-        keep_sections_apart(b.weight, groups, rank)
+        keep_sections_apart(b, groups, rank)
     return LowRankUpdate(a, b, scale, lora.dropout, site)

@@ -92,9 +92,10 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, positions: Tensor) -> Tensor:
         # Transposed on the host: devices copy contiguous memory without a program of their own.
         logits = collectives.all_gather(shard, mesh.tensor).cpu().T[:, : stage.model.vocab_size]  # (count, v)
         seeds = torch.arange(count) * tokens.shape[1] + positions
-        drawn = _draw(logits.float(), seeds).where(here.any(1), 0).double()
-    # Every data rank drew the same tokens; along the other axes only one context rank of the last stage drew any.
-    return torch.tensor(trainer.sum_on_host(drawn)).div(mesh.data.size).round().long()
+        # Only of one data rank: the logits of others may differ in the last bits.
+        drawn = _draw(logits.float(), seeds).where(here.any(1) & (mesh.data.rank == 0), 0).double()
+    # One context rank of the last stage drew each token.
+    return torch.tensor(trainer.sum_on_host(drawn)).round().long()
 
 
 def _draw(logits: Tensor, seeds: Tensor) -> Tensor:

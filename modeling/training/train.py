@@ -134,11 +134,16 @@ class TrainingRun:
         # Not after an error, when other ranks may wait in another collective than that of the save.
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.checkpoints.close()
-        self._write_unfinished_trace()
+        if self.trace.active:
+            with self.watchdog.phase("save"):
+                self.trace.write(self.step)
         if self.reporter:
             with self.watchdog.phase("report"):
                 self.reporter.ended(self.step)
                 self.reporter.close()
+        # The others wait for the leader: once a rank has exited with an error code, torchrun ends the rest.
+        with self.watchdog.phase("save"):
+            self._on_any_rank(False)
         return code
 
     def _train_steps(self) -> int:
@@ -344,16 +349,6 @@ class TrainingRun:
             self.reporter.event("rollback", last_bad, reason, back_to=self.step, samples=list(excluded))
             self.reporter.rewind(self.step, time.monotonic() - begun)
         return True
-
-    def _write_unfinished_trace(self) -> None:
-        """Write the steps of a trace that this attempt does not finish. Collective if steps are traced."""
-        if self.profile.cluster.trace is None:
-            return
-        with self.watchdog.phase("save"):
-            if self.trace.active:
-                self.trace.write(self.step)
-            # The others wait for it: once a stopped rank has exited, torchrun ends the rest.
-            self._on_any_rank(False)
 
     def _report_stop(self) -> None:
         saved = self.step == self.settings.steps or (self.step and self.profile.checkpoint.on_stop)

@@ -26,33 +26,44 @@ from parallel.mesh import Axis
 
 
 def weight_gradient(
-    x: Tensor, grad: Tensor, axis: Axis | None, gathers_output: bool, products: Products
+    x: Tensor, grad: Tensor, axis: Axis | None, gathers_output: bool, products: Products, mask: Tensor | None
 ) -> Tensor:
     """dW of a linear layer from X and dY.
 
     Args:
         axis: with sequence parallelism the tensor axis, over which X or dY is gathered; else None.
         gathers_output: whether to gather dY rather than X.
+        mask: factor of dW; None: 1.
     """
     if axis is not None:
         gathered = collectives.all_gather(grad if gathers_output else x, axis)
         x, grad = (x, gathered) if gathers_output else (gathered, grad)
-    return products.weight_gradient(grad, x)
+    gradient = products.weight_gradient(grad, x)
+    return gradient if mask is None else gradient * mask
 
 
 class DeferrableLinear(nn.Module):
-    """A linear layer whose weight gradient may be deferred to a separate pass."""
+    """A linear layer whose weight gradient may be deferred to a separate pass.
+
+    Attributes:
+        mask: factor of the weight, 1 or 0; None: 1.
+    """
 
     weight: nn.Parameter
     axis: Axis
     sequence_parallel: bool
     products: Products
+    mask: Tensor | None
     scatters = False  # whether sequence parallelism scatters the output, rather than gathering the input
     weight_gradient = staticmethod(weight_gradient)  # or a compiled version of it
     receiver: Tensor | None = None  # has the shape of Y; None: the gradient is not deferred
     output: Tensor | None = None  # the receiver in the current forward pass
     kept: Tensor | None = None  # X of the last forward pass
     received: Tensor | None = None  # dY of the last backward pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
 
     def defer(self, tokens: int) -> None:
         """Defer the weight's gradient, if it is trained, in forward passes of this many tokens."""
@@ -64,14 +75,14 @@ class DeferrableLinear(nn.Module):
     def autograd_inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The weight, and the tensor that receives dY if the weight's gradient is deferred."""
         if self.output is None or not torch.is_grad_enabled():
-            return self.weight, None
+            return self.weight if self.mask is None else self.weight * self.mask, None
         self.kept = x.detach()
         return self.weight.detach(), self.output
 
     def deferred_gradient(self, x: Tensor, grad: Tensor) -> Tensor:
         """dW from the kept X and the received dY."""
         axis = self.axis if self.sequence_parallel else None
-        return self.weight_gradient(x, grad, axis, self.scatters, self.products)
+        return self.weight_gradient(x, grad, axis, self.scatters, self.products, self.mask)
 
 
 class DeferredGradients:

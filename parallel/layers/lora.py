@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.initialization import Constant, Normal
+from parallel.layers.deferred import DeferrableLinear
 from parallel.layout import layout_of
 from parallel.random import Keys, dropout
 
@@ -95,13 +96,16 @@ def without_updates(model: nn.Module) -> Iterator[None]:
             update.enabled = True
 
 
-def keep_sections_apart(weight: nn.Parameter, groups: Sequence[Sequence[str]], rank: int) -> None:
-    """Mask B's gradient (o/t, groups · r), so that each section trains only its group's r columns, if any."""
-    layout, mask, row = layout_of(weight), torch.zeros_like(weight), 0
+def keep_sections_apart(linear: DeferrableLinear, groups: Sequence[Sequence[str]], rank: int) -> None:
+    """Mask the weight of B (o/t, groups · r), so that each section trains only its group's r columns, if any.
+
+    The other columns are 0 and stay 0. A factor in the graph, as a hook on the gradient would be a program of its own.
+    """
+    layout, mask, row = layout_of(linear.weight), torch.zeros_like(linear.weight, requires_grad=False), 0
     for section in layout.sections:
         rows = layout.local_rows(section)
         for number, group in enumerate(groups):
             if section.name in group:
                 mask[row : row + rows, number * rank : (number + 1) * rank] = 1
         row += rows
-    weight.register_hook(lambda gradient: gradient * mask)
+    linear.mask = mask

@@ -43,7 +43,7 @@ EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_exper
 BF16 = ("train.precision=bf16",)
 SFT = ("objective.kind=sft", "objective.packing=true")
 DPO = ("objective.kind=dpo", "objective.packing=false")
-LORA = ("lora.rank=4", "lora.targets=[qkv, output, gate_up, down]")
+LORA = ("lora.rank=4", "lora.targets=[q_proj, v_proj, output, gate_up, down]")
 USERS = "compiled, user functions"
 COMPILED = {
     "compiled, tensor": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
