@@ -1,5 +1,5 @@
-# Entry points: `make run`, `make up`, `make test`. Everything is installed into .venv only; runs and Prefect's database are in
-# ./store.
+# Entry points: `make install`, `make run`, `make up`, `make test`. Everything is installed into .venv only; runs and Prefect's
+# database are in ./store.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,10 +17,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 # Without cached bytecode, each process of a run or a test compiles torch's modules again: 4 s each, and the suite starts hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run up check-device lint test test-fast test-cuda test-system
+.PHONY: run install up check-device lint test test-fast test-cuda test-system
 
 run: $(INSTALLED)
 	@$(BIN)/trainshed run tiny
+
+install: $(INSTALLED)
 
 up: $(INSTALLED)
 	@$(BIN)/trainshed up

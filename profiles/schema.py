@@ -122,7 +122,9 @@ class Train(Section):
     micro_batch_size: Size = Field(1, description="samples per forward pass on a rank")
     sequence_length: Size = Field(description="tokens per sample")
     learning_rate: Rate = Field(description="peak learning rate")
-    minimum_learning_rate: Rate = Field(0.0, description="learning rate at the last step")
+    minimum_learning_rate: Rate = Field(
+        0.0, description="learning rate at the end of the decay; no effect with schedule constant"
+    )
     warmup_steps: Natural = Field(0, description="linear warm-up steps")
     constant_steps: Natural = Field(0, description="steps at the peak after warm-up")
     minimum_steps: Natural = Field(
@@ -268,9 +270,13 @@ class Compile(Section):
 class Checkpoint(Section):
     """Checkpoints: when to save, what to keep, what to resume from."""
 
-    every: Natural = Field(0, description="steps between checkpoints; 0: only at the end")
+    every: Natural = Field(
+        0, description="steps between checkpoints; 0: only at the end, and when stopped (on_stop)"
+    )
     keep: Natural = Field(
-        3, description="number of latest checkpoints to keep, in addition to the best; 0: all"
+        3,
+        description="number of latest checkpoints to keep, in addition to the one with the lowest validation loss if "
+        "evaluations coincide with saves; 0: all",
     )
     keep_every: Natural = Field(
         0, description="keep checkpoints at multiples of this many steps permanently; 0: none"

@@ -1,5 +1,6 @@
-"""Alerts: Prefect events of a run, and the automations that send a notification for each.
+"""Prefect events of a run, and automations on them: notifications, and evaluation of checkpoints.
 
-Start with `events.py`, which emits the events from the flow process as the files of the run folder change; `automations.py` has
-the automations that `flows.registration` installs. Imports `flows.server`, `modeling`, `profiles` and `tasks`.
+Start with `events.py`, which emits the events from the flow process as the files of the run folder change. `automations.py` has
+the notifications that `flows.registration` installs, `evaluation.py` the automation that evaluates each completed checkpoint
+(`trainshed up --evaluate`). Imports `flows.server`, `modeling`, `profiles` and `tasks`.
 """

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import logging
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         with waiting(lambda: "starting Prefect's server"):
             url = server.wait()
         database = f", database in {relative(str(home))} (or in PREFECT_HOME)" if new else ""
-        print_stderr(f"Prefect UI during the run: {url.removesuffix('/api')}{database}")
+        print_stderr(_where_to_watch(url, database))
         settings = {PREFECT_API_URL: url, PREFECT_API_SSL_CERT_FILE: certificate}
         # No other client needs this run's heartbeats, and the last one delays the exit by up to a second.
         if server.started:
@@ -196,6 +197,15 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
                 yield
             finally:
                 APILogWorker.drain_all(timeout=5)  # before the server stops
+
+
+def _where_to_watch(api: str, database: str) -> str:
+    """Line with the address of the server's UI, which only `trainshed up` serves, or else of its API."""
+    address = api.removesuffix("/api")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with contextlib.suppress(OSError), direct.open(address, timeout=5):
+        return f"Prefect's UI: {address}"
+    return f"Prefect's API during the run: {api}{database}; for the UI, start `trainshed up` before the run"
 
 
 def print_results(console: Console, result: dict[str, Any]) -> None:

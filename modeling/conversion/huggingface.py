@@ -265,6 +265,6 @@ def _token_ids(source: Path | None) -> dict[str, Any]:
 
 
 def config_files(source: Path) -> tuple[Path, Path]:
-    """config.json and generation_config.json, which may be missing, of a model's config.json or its folder."""
+    """config.json and generation_config.json (may be missing) of a config.json or of its folder."""
     config = source / "config.json" if source.is_dir() else source
     return config, config.with_name(GENERATION_CONFIG)

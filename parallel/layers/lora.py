@@ -97,7 +97,7 @@ def without_updates(model: nn.Module) -> Iterator[None]:
 
 
 def keep_sections_apart(linear: DeferrableLinear, groups: Sequence[Sequence[str]], rank: int) -> None:
-    """Mask the weight of B (o/t, groups · r), so that each section trains only its group's r columns, if any.
+    """Mask the weight of B (o/t, groups · r): each section trains only its group's r columns, if any.
 
     The other columns are 0 and stay 0. A factor in the graph, as a hook on the gradient would be a program of its own.
     """

@@ -1,4 +1,5 @@
-"""Larger sections of a profile.
+"""Larger sections of a profile, their base class, and the registry of model families.
 
-`profiles/schema.py` has the other sections and the complete profile. Start with `model.py`. Imports `profiles`.
+`profiles/schema.py` has the other sections and the complete profile. Start with `model.py`; `families.py` has the model families,
+also those that packages add. Imports `profiles`.
 """

@@ -79,13 +79,15 @@ class Cluster(Section):
     devices_per_node: Size = Field(1, description="devices per node, with one process each")
     device: Literal["cpu", "cuda", "neuron"] = Field(description="device type; never detected automatically")
     accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"] | None = Field(
-        None, description="accelerator model, whose memory and speed are used for planning"
+        None,
+        description="accelerator model, whose memory and speed are used for planning; null: this machine's GPU on cuda, trn2 on "
+        "neuron",
     )
     node_price: Annotated[float, Field(gt=0)] | None = Field(
         None, description="price per node hour in any currency, for planning"
     )
     work_dir: str | None = Field(
-        None, min_length=1, description="local folder for runs if the store is on S3"
+        None, min_length=1, description="local folder for runs if the store is on S3; null: ./store"
     )
     threads: Count | None = Field(
         None,

@@ -78,5 +78,6 @@ class Lora(Section):
     targets: list[LoraTarget] = Field(
         ["qkv", "output", "gate_up", "down"],
         min_length=1,
-        description="layers with updates; the parts of qkv and of gate_up share the first factor, unless named individually",
+        description="layers with updates: qkv, output (attention's output projection, o_proj), gate_up, down, or their "
+        "projections; the parts of qkv and of gate_up share the first factor, unless named individually",
     )

@@ -79,7 +79,7 @@ def interruption_warnings(profile: Profile, step_seconds: float | None) -> Itera
 
 
 def lower_evaluation(lowest: Mapping[str, Any] | None, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row of metrics.jsonl with the lower validation loss; the later one if other tokens were evaluated."""
+    """The row of metrics.jsonl with the lower validation loss; the later one if they differ in tokens."""
     if lowest is None or lowest.get("validation_tokens") != row.get("validation_tokens"):
         return row
     return min(lowest, row, key=itemgetter("validation_loss"))

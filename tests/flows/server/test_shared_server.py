@@ -4,11 +4,14 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 
 import psutil
 import pytest
 
+from flows.cli.run import _where_to_watch
 from flows.server.prefect_settings import configure
 from flows.server.shared_server import Server, ServerLocks
 from tests import faults
@@ -69,6 +72,15 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
     assert [flow["name"] for flow in ask(f"{third.wait()}/flows/filter")] == ["remembered"]
     third.leave()
     assert servers() == []
+
+
+def test_ui_is_named_only_if_the_server_has_one(prefect_server):
+    with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as other:  # has pages, as `trainshed up`
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        address = f"http://127.0.0.1:{other.server_port}"
+        assert _where_to_watch(f"{address}/api", "") == f"Prefect's UI: {address}"
+    api = f"Prefect's API during the run: {prefect_server}, database in store; for the UI, start"
+    assert _where_to_watch(prefect_server, ", database in store").startswith(api)
 
 
 def test_home_is_locked_also_over_nfs(tmp_path, monkeypatch):

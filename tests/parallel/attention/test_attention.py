@@ -106,7 +106,7 @@ def test_flex_attention_without_documents_matches_dense_formula(window):
 @pytest.mark.parametrize(("documents", "window"), [(40, None), (None, 16), (None, 150), (1000, None)])
 @pytest.mark.parametrize("s", [64, 200, 1000])
 def test_block_masks_visit_all_that_is_visible(s, documents, window):
-    """On a CPU, FlexAttention ignores the lists of blocks, which decide on a GPU what is computed and masked."""
+    """On a CPU, FlexAttention ignores these lists, which decide on a GPU what is computed and masked."""
     positions = torch.arange(s)
     numbers = positions.div(documents, rounding_mode="floor")[None] if documents else None
     mask = flex._block_mask(numbers, numbers, positions, positions, True, window)
