@@ -112,6 +112,7 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         run = series.with_shortened_schedule(profile, dataset).model_copy(update={"name": name})
         runner.context = replace(runner.context, profile=run)
         result = _train(runner, current, tokenizer, dataset, lock, start_over=over)
+        lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
         losses = f"held-out loss {result.before:.4f} before, {result.after:.4f} after"
         if not result.better:
             series.record_not_promoted(store, name)
@@ -132,8 +133,8 @@ def _is_outdated(
 ) -> bool:
     """Whether a round started from other weights: its base run was replaced or trained further."""
     start = recorded and recorded["checkpoint"]  # None in a round of an earlier version
-    steps = store.run_folder(current.run).checkpoint_steps()
-    if not start or start == _start(current, Path(run_files.checkpoint(steps[-1])).name):
+    latest = Path(run_files.checkpoint(series.latest_step(store, current))).name
+    if not start or start == _start(current, latest):
         return False
     log.warning("%s started from other weights than the latest ones of %s: it starts over", name, current.run)
     return True

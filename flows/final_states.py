@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import signal
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Failed
 
@@ -44,9 +45,11 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
             return Failed(name=REJECTED, message=str(error), data=error)
         except GateMissed as error:
             return Failed(name=GATE_MISSED, message=str(error), data=error)
-        except (KeyboardInterrupt, TerminationSignal):
-            if _is_cancelled():
-                raise  # Prefect completes a cancellation
+        except (KeyboardInterrupt, TerminationSignal, CancelledRun) as stop:
+            if _is_cancelled():  # which Prefect completes
+                if isinstance(stop, CancelledRun):  # the signal reached a flow that this one called
+                    raise TerminationSignal(signal.SIGTERM) from stop
+                raise
             return Cancelled(name=STOPPED, message=show_stop(flow_run.id, flow_run.parameters))
 
     # Otherwise Prefect would evaluate the string annotations in this module's namespace.

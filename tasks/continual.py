@@ -18,6 +18,7 @@ from typing import Any
 
 from modeling import run_files
 from profiles import resolve, state_files
+from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
 from tasks.inputs import EXPORT
@@ -83,10 +84,19 @@ def recorded_inputs(store: Store, name: str) -> dict[str, str] | None:
     return None if recorded is None else state_files.require_json(recorded, where)
 
 
+def latest_step(store: Store, promoted: Promoted) -> int:
+    """Step of the promoted model's latest checkpoint. Raises ProfileError if it has none."""
+    run = store.run_folder(promoted.run)
+    if steps := run.checkpoint_steps():
+        return steps[-1]
+    reason = f"the promoted model has no checkpoint in {run.location(run_files.CHECKPOINTS)}, from which a round starts"
+    raise ProfileError("name", promoted.run, f"{reason}; restore it there")
+
+
 def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManager[Path]:
     """Local folder of the promoted model's latest checkpoint, for a block; see RunFolder.local_checkpoint."""
-    run = store.run_folder(promoted.run)
-    return run.local_checkpoint(run_files.checkpoint(run.checkpoint_steps()[-1]), keep_on_error=True)
+    part = run_files.checkpoint(latest_step(store, promoted))
+    return store.run_folder(promoted.run).local_checkpoint(part, keep_on_error=True)
 
 
 def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_length: int) -> Artifact | None:

@@ -34,7 +34,7 @@ from flows.server.secrets import without_tokens
 from flows.server.shared_server import ServerLocks, start_module, wait_healthy
 from flows.ui.console import print_stderr, relative, waiting
 
-GRACE = 60.0  # seconds for a flow run to save a checkpoint and stop
+GRACE = 60.0  # seconds for the worker and the server to stop
 WORKER_SECONDS = 60.0  # for a worker to report to the server
 SERVER, WORKER = "a server", "an online worker"
 LOOPBACK = ("127.0.0.1", "0.0.0.0", "::")  # addresses of listeners that are reached at 127.0.0.1
@@ -123,7 +123,7 @@ class _Services:
     def _start_server(self) -> bool:
         """Start the server; returns whether it answers, and not another user's on its port."""
         server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
-        with self.locks.locked(), self.locks.record_server(self.port) as alive:
+        with self.locks.locked(), self.locks.record_server(self.port, ends_with_users=False) as alive:
             fds = [alive.fileno()]
             settings = {**self.settings, "env": {**self.settings["env"], **cors_setting(self.port)}}
             child = start_module(server, self.logs / "server.log", pass_fds=fds, **settings)
@@ -185,7 +185,8 @@ def _form(address: str) -> str:
 def _stop(children: Sequence[subprocess.Popen[bytes]], is_used: Callable[[], bool]) -> None:
     """Terminate the children, latest first, each after its subprocesses, so flow runs report their end.
 
-    The first child, the server, is stopped once no other command uses it. After GRACE, or at a second signal, the rest is killed.
+    Flow runs take as long as saving takes (cluster.grace). The first child, the server, is stopped once no other command uses it.
+    After GRACE for a child, or at a second signal, the rest is killed.
     """
     processes = _process_trees(children)
     try:
@@ -199,7 +200,8 @@ def _stop(children: Sequence[subprocess.Popen[bytes]], is_used: Callable[[], boo
                 for process in subprocesses:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.terminate()
-                psutil.wait_procs(subprocesses, timeout=GRACE)
+                while psutil.wait_procs(subprocesses, timeout=GRACE)[1]:
+                    print_stderr("waiting for flow runs to save and stop; press Ctrl-C again to kill them")
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=GRACE)

@@ -31,7 +31,7 @@ from typing import IO, Any
 from flows.server.prefect_settings import PRIVATE, cors_setting
 from flows.server.secrets import without_tokens
 from modeling.start import without_garbage_collection
-from profiles import file_locks
+from profiles import file_locks, state_files
 from profiles.errors import ProfileError
 
 START_TIMEOUT = 120.0  # seconds
@@ -60,13 +60,12 @@ class ServerLocks:
         """Hold the lock of the home for a block."""
         return file_locks.locked(self.home / "server.lock")
 
-    def record_server(self, port: int) -> IO[bytes]:
+    def record_server(self, port: int, *, ends_with_users: bool) -> IO[bytes]:
         """Record the server of this home; returns a locked file for the server to inherit."""
         alive = self._file(port, "alive").open(file_locks.MODE)
         fcntl.flock(alive, fcntl.LOCK_EX)
-        partial = self.home / "server.partial"
-        partial.write_text(json.dumps({"port": port, "host": platform.node()}))
-        partial.replace(self.home / "server.json")
+        server = {"port": port, "host": platform.node(), "ends_with_users": ends_with_users}
+        state_files.write(self.home / "server.json", json.dumps(server))
         return alive
 
     def join(self) -> tuple[int, IO[bytes]] | None:
@@ -84,6 +83,11 @@ class ServerLocks:
     def is_used(self, port: int) -> bool:
         return _is_locked(self._file(port, "users"))
 
+    def ends_with_users(self, port: int) -> bool:
+        """Whether a server ends after its last user, or has ended; not that of `trainshed up`."""
+        server = self._read()
+        return server is None or server["port"] != port or server.get("ends_with_users", True)
+
     def close(self, port: int) -> None:
         """Stop accepting users of the server."""
         server = self._read()
@@ -96,10 +100,7 @@ class ServerLocks:
             self._file(port, kind).unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.home / "server.json").read_text())
-        except FileNotFoundError:
-            return None
+        return state_files.read_json(self.home / "server.json")
 
     def _file(self, port: int, kind: str) -> Path:
         return self.home / f"server-{port}.{kind}"
@@ -139,7 +140,7 @@ class Server:
         environment = {**without_tokens(), "PREFECT_HOME": home}
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            with self._locks.record_server(listener.getsockname()[1]) as alive:
+            with self._locks.record_server(listener.getsockname()[1], ends_with_users=True) as alive:
                 fds = [alive.fileno(), listener.fileno()]
                 options = {"stdin": subprocess.DEVNULL, "pass_fds": fds, "env": environment}
                 module = ("flows.server.shared_server", str(listener.fileno()), home)
@@ -153,13 +154,15 @@ class Server:
         return address
 
     def leave(self) -> None:
-        """Stop using the server; wait for its exit if this was its last user."""
+        """Stop using the server; wait for its exit if it ends with its users and this was the last one."""
         self._users.close()
         deadline = time.monotonic() + STOP_TIMEOUT
-        while self._locks.is_alive(self.port) and time.monotonic() < deadline:
+        while self._locks.is_alive(self.port):
             with self._locks.locked():
-                if self._locks.is_used(self.port):
+                if self._locks.is_used(self.port) or not self._locks.ends_with_users(self.port):
                     return
+            if time.monotonic() > deadline:
+                return
             time.sleep(0.05)
         self._locks.remove(self.port)
 

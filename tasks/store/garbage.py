@@ -38,6 +38,7 @@ class Garbage:
 
 def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
     """Garbage that no run refers to, and notes about unreferenced artifacts that are kept."""
+    _require_linked_runs(store)
     runs = files_by_run(store)
     found = [
         Garbage("replaced run", f"runs/{name}", sum(files.values()))
@@ -58,6 +59,15 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
             sizes[file.partition("/")[0]] += size
         found += [Garbage(what, f"{folder}/{name}", size) for name, size in sorted(sizes.items())]
     return found, notes
+
+
+def _require_linked_runs(store: Store) -> None:
+    """Raise ValueError for a run folder that is a link to a missing folder, such as on a disk not mounted."""
+    for path in (store.work_dir / "runs").glob("*"):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"{path} links to {path.readlink()}, which is missing: what the run uses is unknown"
+            )
 
 
 def remove(store: Store, garbage: Iterable[Garbage]) -> None:

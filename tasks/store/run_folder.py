@@ -184,8 +184,9 @@ class RunFolder:
             keep = False
         finally:
             if not keep:
-                with suppress(BlockingIOError), locked(lock, wait=False):
-                    self._local.remove(copy)
+                with suppress(BlockingIOError), locked(lock, wait=False, required=False) as held:
+                    if held:  # otherwise another process may read it; `trainshed gc` removes it
+                        self._local.remove(copy)
 
     def copy_checkpoint(self, part: str, target: RunFolder, into: str) -> None:
         """Copy a complete checkpoint to a part of a run of the store, its marker last.
@@ -343,11 +344,11 @@ class RunFolder:
     ) -> Iterator[None]:
         """Hold a checkpoint's local copy, downloaded if needed, so that no other process removes it."""
         while True:
-            with locked(lock, shared=True):
+            with locked(lock, shared=True, required=False):
                 if self._local.read(f"{copy}/{locations.MARKER}") == marker:
                     yield
                     return
-            with locked(lock):
+            with locked(lock, required=False):
                 if self._local.read(f"{copy}/{locations.MARKER}") != marker:
                     self._local.remove(copy)
                     self._fetch(remote, part, self.files(part), copy)

@@ -12,6 +12,7 @@ from flows.experiments.branches import branches
 from flows.experiments.ladder import ladder
 from flows.experiments.mixture import mixture
 from flows.export import export
+from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS, cancel_jobs, cancel_subflow_jobs, show_failure
 from flows.pretrain import pretrain
 from profiles import resolve
@@ -146,6 +147,20 @@ def test_cancellation_of_an_experiment_cancels_the_jobs_of_its_runs(experiment):
     ],
     ids=lambda value: value.partition("=")[0],
 )
+def test_stop_during_a_called_flow_stops_the_caller(prefect_server):
+    @flow(name="called")
+    @final_states
+    def called() -> None:
+        raise KeyboardInterrupt
+
+    @flow(name="caller")
+    @final_states
+    def caller() -> None:
+        called()
+
+    assert caller(return_state=True).name == "Stopped"
+
+
 def test_rejected_input_is_a_message_without_a_traceback(
     prefect_server, profile, tmp_path, override, message
 ):

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from modeling.data.corpus import Corpus
+from profiles.errors import ProfileError
 from profiles.resolve import load
-from tasks.continual import Promoted, new_data, with_shortened_schedule
+from tasks.continual import Promoted, latest_step, new_data, with_shortened_schedule
 from tasks.store import ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -26,6 +29,13 @@ def publish(
         (folder / "corpus.json").write_text(json.dumps(contents))
         (folder / "shards.json").write_text(json.dumps([*shards]))
     return store.artifacts.expect("dataset", key)
+
+
+def test_round_whose_promoted_model_has_no_checkpoint_is_rejected(store):
+    with pytest.raises(
+        ProfileError, match=r"name = nightly: the promoted model has no checkpoint in .*nightly/checkpoints"
+    ):
+        latest_step(store, Promoted("nightly", "one", 0, "tokenizer", "dataset"))
 
 
 def test_new_data_is_drawn_by_the_weights_of_its_sources(store):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 
+import yaml
+
 from flows.cli import run as run_command
+from modeling import run_files
 from tasks.fork import decay_overrides, find_parent, parent_profile
-from tasks.store.store import open_store
+from tasks.store import runs
+from tasks.store.store import Store, open_store
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the flow of the new run. Raises ProfileError for an unknown run, step, name or setting."""
-    store = open_store(options.store, options.work_dir or "./store")
+    store = open_store(options.store, options.work_dir or _work_dir(options))
     parent = find_parent(store, options.parent, options.name)
     options.profile = str(parent_profile(store, parent, options.name))
     if options.work_dir:  # otherwise, the new run uses its parent's
@@ -20,3 +24,11 @@ def run(options: argparse.Namespace) -> int:
         options.overrides = [*decay_overrides(options.profile, parent, options.decay), *options.overrides]
     options.fork, options.replace = f"{parent.run}@{parent.step}", False
     return run_command.run(options)
+
+
+def _work_dir(options: argparse.Namespace) -> str:
+    """The parent's cluster.work_dir, which the new run uses too."""
+    name = options.parent.partition("@")[0]
+    stored = runs.existing_run(Store(options.store), "fork", name).read(run_files.PROFILE)
+    section = (yaml.safe_load(stored or b"") or {}).get("cluster") or {}
+    return section.get("work_dir") or "store"

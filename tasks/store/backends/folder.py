@@ -53,7 +53,7 @@ class FolderBackend:
 
     def files(self, name: str) -> dict[str, int]:
         sizes = {}
-        for file, entry in walk(self.path(name)):
+        for file, entry in walk(self.path(name), follow=True):  # a run may be on another disk
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 status = retried(lambda entry=entry: os.stat(entry.path))
                 if stat.S_ISREG(status.st_mode):
@@ -91,7 +91,7 @@ class FolderBackend:
 
     def remove(self, name: str) -> None:
         path = self.path(name)
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             # Renamed first, so that no reader sees a partially removed folder.
             removed = self.root / "staging" / f"removed-{uuid4().hex}"
             removed.parent.mkdir(parents=True, exist_ok=True)
@@ -120,17 +120,25 @@ def _create(path: Path, data: bytes) -> None:
             retried(lambda: partial.unlink(missing_ok=True))
 
 
-def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Everything but folders below a folder, by relative path. Raises OSError if one cannot be listed."""
+def walk(folder: Path, prefix: str = "", *, follow: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Everything but folders below a folder, by relative path.
+
+    Args:
+        follow: whether to follow links to folders, but not to one that contains the link.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
     try:
         entries = retried(lambda: _scan(folder))
     except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there
         return
     for entry in entries:
-        if retried(lambda entry=entry: entry.is_dir(follow_symlinks=False)):
-            yield from walk(Path(entry.path), f"{prefix}{entry.name}/")
-        else:
+        path = Path(entry.path)
+        if not retried(lambda entry=entry: entry.is_dir(follow_symlinks=follow)):
             yield prefix + entry.name, entry
+        elif not (entry.is_symlink() and folder.resolve().is_relative_to(path.resolve())):
+            yield from walk(path, f"{prefix}{entry.name}/", follow=follow)
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:

@@ -83,6 +83,18 @@ def test_ui_is_named_only_if_the_server_has_one(prefect_server):
     assert _where_to_watch(prefect_server, ", database in store").startswith(api)
 
 
+def test_server_of_up_remains_after_its_last_user(tmp_path):
+    locks = ServerLocks(tmp_path)
+    with locks.record_server(4200, ends_with_users=False):
+        for _ in range(2):
+            user = Server(tmp_path, tmp_path / "server.log")
+            assert not user.started
+            user.leave()
+        assert locks.is_alive(4200)
+    (tmp_path / "server.json").write_text("")  # as after a power failure
+    assert ServerLocks(tmp_path).join() is None
+
+
 def test_home_is_locked_also_over_nfs(tmp_path, monkeypatch):
     faults.lock_as_nfs(monkeypatch)
     locks = ServerLocks(tmp_path)

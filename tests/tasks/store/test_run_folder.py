@@ -1,7 +1,9 @@
 """Run folders resume by identity, and are never overwritten."""
 
 import errno
+import fcntl
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -254,6 +256,14 @@ def test_a_checkpoint_is_downloaded_as_it_is_now_and_removed_by_its_last_user(tm
         interrupt()
         assert (copy / "second.distcp").read_text() == "second"
     assert copies() == ["first.distcp"]
+
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(
+            fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented"))
+        )
+        with run.local_checkpoint(part) as copy:
+            assert (copy / "second.distcp").read_text() == "second"
+    interrupt()  # removes the copy, which perhaps another process used
 
     files = RunFolder.files
     monkeypatch.setattr(RunFolder, "files", lambda *arguments: (save("third"), files(*arguments))[1])

@@ -7,6 +7,7 @@ from profiles.resolve import load
 from tasks.fork import find_parent
 from tasks.launchers import Job, create
 from tasks.store import activities, runs
+from tasks.store.garbage import find_garbage
 
 
 def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypatch, caplog):
@@ -79,3 +80,16 @@ def test_a_path_is_no_name_of_a_run_and_files_of_other_programs_are_no_runs(stor
     (folder.parent / "my notes").mkdir()
     (folder.parent / "my notes/a.txt").touch()
     assert [*runs.files_by_run(store)] == ["tiny"]
+
+
+def test_what_a_run_on_another_disk_uses_is_no_garbage(store, tmp_path):
+    folder = runs.open_run(store, load("tiny"), "identity", "flow run", {"dataset": "d"})
+    with store.artifacts.publish("dataset", "d", {}):
+        pass
+    moved = folder.rename(tmp_path / "disk")
+    folder.symlink_to(moved)
+    assert "inputs.json" in runs.files_by_run(store)["tiny"]
+    assert find_garbage(store)[0] == []
+    moved.rename(tmp_path / "not mounted")
+    with pytest.raises(ValueError, match="which is missing: what the run uses is unknown"):
+        find_garbage(store)
