@@ -138,15 +138,6 @@ def test_cancellation_of_an_experiment_cancels_the_jobs_of_its_runs(experiment):
     assert experiment.on_cancellation_hooks == [cancel_subflow_jobs]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.steps=0", "train.steps = 0: "),  # rejected before there is a step
-        ("train.micro_batch_size=4096", "train.global_batch_size = 4: "),
-        ("data.sources=[{kind: files, path: /nowhere}]", "/nowhere"),  # by a step
-    ],
-    ids=lambda value: value.partition("=")[0],
-)
 def test_stop_during_a_called_flow_stops_the_caller(prefect_server):
     @flow(name="called")
     @final_states
@@ -161,6 +152,15 @@ def test_stop_during_a_called_flow_stops_the_caller(prefect_server):
     assert caller(return_state=True).name == "Stopped"
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=0", "train.steps = 0: "),  # rejected before there is a step
+        ("train.micro_batch_size=4096", "train.global_batch_size = 4: "),
+        ("data.sources=[{kind: files, path: /nowhere}]", "/nowhere"),  # by a step
+    ],
+    ids=lambda value: value.partition("=")[0],
+)
 def test_rejected_input_is_a_message_without_a_traceback(
     prefect_server, profile, tmp_path, override, message
 ):
