@@ -53,7 +53,9 @@ def run(options: argparse.Namespace) -> int:
     facts: dict[str, object] = {"destination": str(destination)}
     different: list[str] = []
     try:
-        with weights.fetch(options.source, options.revision, target=destination) as source:
+        with weights.fetch(
+            options.source, options.revision, target=destination, checkpoints=conversion.last or 1
+        ) as source:
             if options.to == "peft":
                 facts |= write_peft(source, destination, conversion)
             elif options.to:

@@ -40,7 +40,7 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.sections.model import neighbours
 
-RECIPE = 2  # changed when the same inputs are converted differently
+RECIPE = 3  # changed when the same inputs are converted differently
 BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written
@@ -129,6 +129,9 @@ def convert(
         ValueError: the source is rejected or corrupted.
     """
     members = _members(source, options)
+    if options.adapters and len(members) > 1:
+        given = options.last or ", ".join(map(str, options.average))
+        raise ProfileError("--average", given, "cannot be combined with --adapters; merge the adapters first")
     source = members[0]
     read = partial(formats.read, config=options.config, layout=options.nxd_layout)
     training_dtype = options.to != "trainshed"
@@ -137,8 +140,8 @@ def convert(
         weights = AveragedWeights([read(member, training_dtype=False) for member in members], weights.dtype)
     adapters = options.adapters and formats.locate(options.adapters)
     if adapters:
-        config = options.config or source
-        weights = read_adapters(adapters, config, options.nxd_layout).merged(weights)
+        updates = read_adapters(adapters, options.config or source, options.nxd_layout)
+        weights = updates.merged(weights, weights.model if options.config else None, training_dtype)
     files = destination_files(weights, options)
     size = sum(file.nbytes for file in files)
     with open_journal(destination, options.inputs(members, adapters), size, replace) as journal:

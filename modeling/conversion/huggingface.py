@@ -68,7 +68,7 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
     """The files' weights. Raises ValueError if a file is rejected or the tensors do not fit the model."""
     found: dict[str, LazyTensor] = {}
     for path in files:
-        stored = _safetensors(path) if path.suffix == ".safetensors" else torch_files.read(path)
+        stored = read_safetensors(path) if path.suffix == ".safetensors" else torch_files.read(path)
         duplicates = found.keys() & stored.keys()
         if duplicates:
             raise ValueError(f"{path.name}: tensor {min(duplicates)} is in another file too")
@@ -138,7 +138,8 @@ def _read_mapped(tensor: LazyTensor, mapped: HuggingFaceTensor, index: tuple[sli
     return mapped.read(tensor.open())[index]
 
 
-def _safetensors(path: Path) -> dict[str, LazyTensor]:
+def read_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Every tensor of a file by name. Raises ValueError if it is missing or corrupted."""
     try:
         opened = _open(path, stamp(path))
         found = {}

@@ -74,12 +74,13 @@ def read_value(path: Path, name: str) -> Any:
 
 
 def _model(content: Any) -> Mapping[str, Any] | None:
-    """The dictionary of tensors, which may be nested under "model" or "state_dict"."""
-    while isinstance(content, Mapping):
-        if any(isinstance(value, Tensor | TensorReference) for value in content.values()):
-            return content
-        content = content.get("model", content.get("state_dict"))
-    return None
+    """The dictionary of tensors, which may be nested under "model" or "state_dict", beside other tensors."""
+    if not isinstance(content, Mapping):
+        return None
+    for name in ("model", "state_dict"):
+        if nested := _model(content.get(name)):
+            return nested
+    return content if any(isinstance(value, Tensor | TensorReference) for value in content.values()) else None
 
 
 def _named(path: Path, name: str) -> Tensor:

@@ -7,6 +7,7 @@ Reading a slice takes the memory of the slice.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from modeling.conversion.model_settings import NOT_IN_WEIGHTS, STRUCTURE, differences
 from modeling.models.families import model_class
 from modeling.models.weight_names import FLOAT32
 from parallel import Mesh
@@ -23,6 +25,7 @@ from parallel.layout import layout_of
 from profiles.sections.model import Model
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,15 @@ class AveragedWeights(Weights):
 
     def __init__(self, members: Sequence[Weights], dtype: torch.dtype | None = None) -> None:
         first, *others = members
-        for other in others:
-            if differing := _differing(first.shapes, other.shapes):
-                reason = f"{summarize(differing)} differ"
-                raise ValueError(f"checkpoints to average belong to different models: {reason}")
+        for number, other in enumerate(others, 2):
+            compared = first.model, other.model, "in the first", f"in checkpoint {number}"
+            rejected = differences(STRUCTURE, *compared)
+            if differing := differing_tensors(first.shapes, other.shapes):
+                rejected.append(f"{summarize(differing)} differ")
+            if rejected:
+                raise ValueError(f"checkpoints to average belong to different models: {'; '.join(rejected)}")
+            for difference in differences(NOT_IN_WEIGHTS, *compared):
+                log.warning("checkpoints to average: %s; the first's is written", difference)
         super().__init__(first.model, first.parts, dtype)
         self.members = members
 
@@ -137,7 +145,7 @@ class AveragedWeights(Weights):
         return (total / len(self.members)).to(self.dtype_of(name))
 
 
-def _differing(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> list[str]:
+def differing_tensors(one: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Names of tensors whose shapes differ, or that only one has."""
     return [name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)]
 

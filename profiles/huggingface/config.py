@@ -75,6 +75,9 @@ def read_config_json(path: Path, key: str, value: str | None = None) -> dict[str
         return from_config_json(config)
     except ProfileError as error:
         raise ProfileError(key, value, f"cannot be used: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        # A key is missing, or its value has a wrong type.
+        raise ProfileError(key, value, f"cannot be used: {error!r}") from error
 
 
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:

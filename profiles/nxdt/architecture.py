@@ -87,7 +87,8 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
         base = model.model.model_dump(mode="json", exclude_defaults=True)
         found.ours |= _section(base)
     found.ours["model.architecture"] = base.get("architecture", "llama")
-    if "model.hidden_size" in found.theirs and found.get("model.hidden_size") != base.get("hidden_size"):
+    size = base.get("hidden_size")  # None if the config states all dimensions, head_dim among them
+    if size is not None and found.has("model.hidden_size") and found.get("model.hidden_size") != size:
         found.ours.pop("model.head_dim", None)  # NxD Training derives it again
     _numbers(found, OVERRIDES)
     return model

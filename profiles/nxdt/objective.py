@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from profiles.nxdt.translation import Effect, Translation
+from profiles.sections.families import NXD_SHARDS
 
 STRATEGIES = ("model_alignment_strategy", "data.alignment_strategy")  # the latter before SDK 2.22
 KINDS = ("dpo", "orpo", "sft")  # if a config names several, NxD Training takes the first
@@ -160,7 +161,10 @@ def _initial_weights(found: Translation, objective: str) -> None:
             found.translate(key, {"init.from": None}, "set init.from to the model to fine-tune", Effect.TO_DO)
         return
     note = "an NxD checkpoint's shards, a folder in Hugging Face format or a hub repository can be used as they are"
-    if not found.flag(only, False):
+    architecture = found.ours.get("model.architecture", "llama")
+    if architecture not in NXD_SHARDS:
+        note = f"NxD shards of {architecture} are not supported; name a folder in Hugging Face format or a hub repository"
+    elif not found.flag(only, False):
         note = "only its weights are used, with a new optimizer and schedule"
     found.translate(key, {"init.from": path}, note, Effect.TO_DO)
 

@@ -18,6 +18,7 @@ from profiles import plugins
 from profiles.errors import ProfileError
 
 GROUP = "trainshed.models"  # of entry points
+NXD_SHARDS = ("llama", "mistral", "mixtral", "dbrx")  # architectures whose NxD shards are read and written
 # Fields that only some families have, and the feature that each belongs to.
 OPTIONAL = {
     "sliding_window": "sliding window",
@@ -126,7 +127,7 @@ OWN = {
     "qwen3": _own(
         "qwen3",
         "Qwen3",
-        defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
+        defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "head_dim": 128},
         fixed={**_FIXED, "use_sliding_window": False},
         parametrized=True,
         further_parameters=lambda model: 2 * model.head_dim,
@@ -147,6 +148,7 @@ OWN = {
         defaults={
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
+            "num_key_value_heads": 8,
             "sliding_window": None,
             "num_experts": 8,
             "num_experts_per_tok": 2,
@@ -159,6 +161,7 @@ OWN = {
         fields=_EXPERTS,
         defaults={
             "rms_norm_eps": 1e-6,
+            "num_key_value_heads": 4,
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,

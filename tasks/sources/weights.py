@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modeling.conversion import formats
+from parallel.checkpoint import locations
 from profiles import retries
 from profiles.errors import ProfileError
 from profiles.huggingface import hub
@@ -25,20 +27,32 @@ from tasks.store.backends.backend import checked_path
 from tasks.store.backends.folder import walk
 
 EXTENSIONS = (".safetensors", ".bin", ".json")
+# the marker of a run's complete checkpoint
+MARKED = re.compile(rf"checkpoints/{locations.STEP.pattern}/{re.escape(locations.MARKER)}")
+NEWEST = "newest"  # file of an NxD training run, with the name of its newest checkpoint
+CONFIGS = ("config.json", "adapter_config.json")  # that may lie beside NxD shards
 PARALLEL_FILES = 4
 
 
 @contextmanager
 def fetch(
-    source: str, revision: str | None, target: Path, token: str | None = None, key: str = "SOURCE"
+    source: str,
+    revision: str | None,
+    target: Path,
+    token: str | None = None,
+    key: str = "SOURCE",
+    checkpoints: int = 1,
 ) -> Iterator[Path]:
     """Local path of a checkpoint, downloaded if remote; for a run folder, its latest complete checkpoint.
+
+    Of a run folder in an object store, the path has its latest complete checkpoints only, and `formats.locate` finds the latest.
 
     A hub repository stays in the hub's cache. Files of an object store are kept in a hidden folder next to `target` until the
     block ends, so that an interrupted download resumes with the missing files.
 
     Args:
         key: name of the source's setting, for errors.
+        checkpoints: number of checkpoints to download from a run folder in an object store.
 
     Raises:
         ProfileError: there is no such file, folder or repository.
@@ -56,11 +70,13 @@ def fetch(
             reason = "there is no such file or folder, and it is not a repository's name"
             raise ProfileError(key, source, reason)
         return
-    filesystem, root, found = _list_remote(source, key)
+    filesystem, root, infos = _find_remote(source, key)
+    needed = _needed(filesystem, root, infos, checkpoints)
+    found = _by_name(source, root, infos, needed, key)
     version = keys.digest(found)[:12]  # keeps partial downloads of different versions apart
     folder = target.with_name(f".{target.name}.source-{version}")
     _download_folder(source, filesystem, root, found, folder, key)
-    if _list_remote(source, key)[2] != found:
+    if _by_name(source, root, _find_remote(source, key)[2], needed, key) != found:
         raise SourceChanged(source)
     yield folder
     for leftover in target.parent.glob(f".{target.name}.source-*"):
@@ -76,10 +92,12 @@ def pin(
     """
     path = Path(source).expanduser()
     if "://" in source:
-        _, _, found = _find_remote(source, key)
+        filesystem, root, found = _find_remote(source, key)
+        needed = _needed(filesystem, root, found)
         listed = [
-            [name, info["size"], info.get("ETag") or remote_state(name, info)]
-            for name, info in sorted(found.items())
+            [path, info["size"], info.get("ETag") or remote_state(path, info)]
+            for path, info in sorted(found.items())
+            if _name(root, path).startswith(needed)
         ]
         return {"digest": keys.digest(listed), "commit": None}
     if not path.exists():
@@ -142,17 +160,44 @@ def _download_from_hub(repository: str, commit: str, token: str | None, key: str
     return hub.ask(download, key, repository, commit)
 
 
-def _list_remote(source: str, key: str) -> tuple[Any, str, dict[str, tuple[int, str]]]:
-    """File system and root of a remote folder, and the size and state of each of its files, by name.
+def _by_name(
+    source: str, root: str, found: dict[str, dict[str, Any]], needed: tuple[str, ...], key: str
+) -> dict[str, tuple[int, str]]:
+    """Size and state of each file of a remote folder whose name begins with one of `needed`, by name.
 
-    Raises ProfileError if there is no such folder, or a name leads out of it.
+    Raises ProfileError if a name leads out of the folder.
     """
-    filesystem, root, found = _find_remote(source, key)
+    infos = {_name(root, path): info for path, info in found.items()}
     try:
-        names = {checked_path(path.removeprefix(root).lstrip("/")): info for path, info in found.items()}
+        names = {checked_path(name): info for name, info in infos.items() if name.startswith(needed)}
     except ValueError as error:
         raise ProfileError(key, source, str(error)) from None
-    return filesystem, root, {name: (info["size"], remote_state(name, info)) for name, info in names.items()}
+    return {name: (info["size"], remote_state(name, info)) for name, info in names.items()}
+
+
+def _name(root: str, path: str) -> str:
+    """A file's name in its remote folder."""
+    return path.removeprefix(root).lstrip("/")
+
+
+def _needed(
+    filesystem: Any, root: str, found: dict[str, dict[str, Any]], checkpoints: int = 1
+) -> tuple[str, ...]:
+    """Beginnings of the names of the files that a conversion reads from a remote folder.
+
+    Of a run, those of its latest complete checkpoints; of NxD's training run, those of the model in its newest checkpoint.
+    """
+    names = {_name(root, path) for path in found}
+    steps = [int(match[1]) for match in map(MARKED.fullmatch, names) if match]
+    if steps:
+        return tuple(f"checkpoints/step_{step}/" for step in sorted(steps)[-checkpoints:])
+    if NEWEST in names and not any(name.startswith("model/") for name in names):
+        path = f"{root}/{NEWEST}"
+        tag = remote.call(filesystem, path, lambda: filesystem.cat_file(path)).decode().strip()
+        if any(name.startswith(f"{tag}/model/") for name in names):
+            configs = (*CONFIGS, *(f"{tag}/{name}" for name in CONFIGS))
+            return (NEWEST, f"{tag}/model/", *configs)
+    return ("",)
 
 
 def _find_remote(source: str, key: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from modeling.conversion import formats
+from modeling.conversion.model_settings import NOT_IN_WEIGHTS, STRUCTURE, differences
 from modeling.models.build import partition_layers
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
@@ -27,16 +28,6 @@ from tasks.sources.shard import SourceChanged
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 
-# Settings with which weights of the same shapes belong to another model: a difference is an error.
-STRUCTURE = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
-    *("v_head_dim", "tie_word_embeddings"),
-)
-# Other settings that cannot be inferred from weights. A run may change them, for example for a longer context: a warning.
-NOT_IN_WEIGHTS = (
-    *("hidden_act", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "full_attention_every"),
-    *("clip_qkv", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
-)
 log = logging.getLogger(__name__)
 
 
@@ -116,14 +107,10 @@ def _compare_settings(source: Path, model: Model) -> None:
     else:
         return
 
-    def differences(names: Sequence[str]) -> list[str]:
-        pairs = [(name, getattr(model, name), getattr(theirs, name)) for name in names]
-        found = "model.{} is {} here, {} in the weights' {}"
-        return [found.format(name, ours, other, file) for name, ours, other in pairs if ours != other]
-
-    if rejected := differences(STRUCTURE):
+    compared = model, theirs, "here", f"in the weights' {file}"
+    if rejected := differences(STRUCTURE, *compared):
         raise ValueError(
             f"holds weights of another model: {'; '.join(rejected)}; set the values of the weights"
         )
-    for difference in differences(NOT_IN_WEIGHTS):
+    for difference in differences(NOT_IN_WEIGHTS, *compared):
         log.warning("%s", difference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from modeling.conversion.weights import Part, Weights
+from modeling.conversion.model_settings import NOT_IN_WEIGHTS, STRUCTURE, differences
+from modeling.conversion.weights import Part, Weights, differing_tensors, global_shapes, summarize
 from profiles.sections.model import Model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Adapters(ABC):
         model: the model that they update.
         rank, dropout: rank and dropout rate of all updates.
         base: source of the weights that they update; None if unknown.
-        dtype: dtype of merged weights; None: that in which the weights are read.
+        dtype: dtype in which their run trains; None if unknown.
     """
 
     model: Model
@@ -49,8 +53,25 @@ class Adapters(ABC):
     def __iter__(self) -> Iterator[Factors]:
         """The update of each tensor. Raises ValueError if a factor is missing or corrupted."""
 
-    def merged(self, weights: Weights) -> Weights:
-        """The weights with the updates added. Raises ValueError if they belong to another model."""
+    def merged(self, weights: Weights, model: Model | None = None, training_dtype: bool = True) -> Weights:
+        """The weights with the updates added.
+
+        Args:
+            model: description of the result; None: the adapters', with which they were trained.
+            training_dtype: read the result in `dtype`; otherwise each tensor in the dtype in which it is read from `weights`.
+
+        Raises:
+            ValueError: the adapters and the weights belong to different models.
+        """
+        here = "in the adapters' model"
+        rejected = differences(STRUCTURE, self.model, weights.model, here, "in that of the weights")
+        if differing := differing_tensors(global_shapes(self.model), weights.shapes):
+            rejected.append(f"{summarize(differing)} differ")
+        if rejected:
+            raise ValueError(f"the adapters belong to another model than the weights: {'; '.join(rejected)}")
+        if model is not None:
+            for difference in differences(NOT_IN_WEIGHTS, self.model, model, here, "in the config"):
+                log.warning("%s, which is written", difference)
         parts = dict(weights.parts)
         for factors in self:
             shape = (len(factors.b), factors.a.shape[1])
@@ -58,12 +79,13 @@ class Adapters(ABC):
                 raise ValueError(
                     f"the adapters update {factors.tensor} of shape {shape}, which the weights do not have"
                 )
+            # The sum is float32, and rounded once, when `Weights` reads it.
             parts[factors.tensor] = [
-                Part(part.offsets, part.sizes, torch.float32, partial(_add, part, factors))
+                Part(part.offsets, part.sizes, part.dtype, partial(_add, part, factors))
                 for part in parts[factors.tensor]
             ]
-        dtype = self.dtype or weights.dtype or next(iter(weights.parts.values()))[0].dtype
-        return Weights(weights.model, parts, dtype)
+        dtype = self.dtype if training_dtype and self.dtype else weights.dtype
+        return Weights(model or self.model, parts, dtype)
 
 
 def _add(part: Part, factors: Factors, index: tuple[slice, ...]) -> Tensor:

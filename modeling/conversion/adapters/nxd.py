@@ -11,7 +11,6 @@ With `save_lora_base`, the shards also contain the frozen weights, as `<layer>.b
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,14 +21,15 @@ from torch import Tensor
 
 from modeling.conversion import torch_files
 from modeling.conversion.adapters.adapters import Adapters, Factors
-from modeling.conversion.adapters.peft import CONFIG, scale_of
+from modeling.conversion.adapters.peft import CONFIG, read_configuration, required, scale_of
 from modeling.conversion.choices import NXD_LAYOUTS, NxDLayout
-from modeling.conversion.nxd.layout import TensorSplit
+from modeling.conversion.nxd.layout import Split, TensorSplit
 from modeling.conversion.torch_files import LazyTensor
 from profiles.errors import ProfileError
 from profiles.sections.model import Model
 
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.(weight\w*)")
+BY_HEADS = (Split.Q_HEADS, Split.KV_HEADS, Split.Q_COLUMNS)
 Ranks = tuple[int, int]  # (tensor rank, pipeline rank)
 
 
@@ -48,10 +48,10 @@ class NxDAdapters(Adapters):
     def __init__(
         self, folder: Path, files: Mapping[Ranks, Path], model: Model, layout: NxDLayout | None
     ) -> None:
-        configuration = _configuration(folder, next(iter(files.values())))
-        self.model, self.rank = model, int(configuration["lora_rank"])
+        configuration, file = _configuration(folder, next(iter(files.values())))
+        self.model, self.rank = model, int(required(configuration, "lora_rank", file))
         self.dropout = float(configuration.get("lora_dropout", 0.0))
-        self._scale = scale_of(configuration, self.rank)
+        self._scale = scale_of(configuration, self.rank, file)
         if configuration.get("bias", "none") != "none":
             raise ValueError(f"{folder}: trained biases (bias: {configuration['bias']}) are not supported")
         if modules := configuration.get("modules_to_save"):
@@ -63,13 +63,20 @@ class NxDAdapters(Adapters):
         self._shards = {ranks: _factors(path) for ranks, path in files.items()}
         if not any(self._shards.values()):
             raise ValueError(f"{folder}: the shards hold no LoRA adapters")
-        if layout is None and tensor > model.num_key_value_heads and self._has_attention():
+        self._split = TensorSplit(model, tensor, layout or "trn1")
+        if layout is None and tensor > model.num_key_value_heads and self._has_heads():
             reason = f"is missing: {tensor // model.num_key_value_heads} ranks share each KV head, and the files do not show"
             raise ProfileError("--nxd-layout", None, f"{reason} which layout they are in", list(NXD_LAYOUTS))
-        self._split = TensorSplit(model, tensor, layout or "trn1")
 
-    def _has_attention(self) -> bool:
-        return any("attn" in module for shard in self._shards.values() for module in shard)
+    def _has_heads(self) -> bool:
+        """Whether the adapters update weights whose order depends on the layout."""
+        keys = {
+            f"{module}.{name}"
+            for shard in self._shards.values()
+            for module, factors in shard.items()
+            for name in factors["B"]
+        }
+        return any(section.split in BY_HEADS for key in keys for section in self._split.sections(key))
 
     def __iter__(self) -> Iterator[Factors]:
         stages = sorted({stage for _, stage in self._shards})
@@ -126,14 +133,14 @@ def _open(rank: Mapping[str, Any], module: str, letter: str, name: str) -> Tenso
         raise ValueError(f"{module}.lora_{letter}.{name} is missing in a rank's file") from None
 
 
-def _configuration(folder: Path, file: Path) -> Mapping[str, Any]:
-    """NxD's LoraConfig: in the shard, or adapter_config.json in the folder or a parent of the shards."""
+def _configuration(folder: Path, file: Path) -> tuple[Mapping[str, Any], Path]:
+    """NxD's LoraConfig and its file: the shard, or adapter_config.json in or above the folder."""
     stored = torch_files.read_value(file, "lora_config")
     if isinstance(stored, Mapping):
-        return stored
+        return stored, file
     for parent in (folder, *file.parents[:3]):
-        if (parent / CONFIG).is_file():
-            return json.loads((parent / CONFIG).read_text())
+        if (path := parent / CONFIG).is_file():
+            return read_configuration(path), path
     raise ValueError(
         f"{folder}: no lora_config in the shards and no {CONFIG} beside them; rank and alpha are unknown"
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from modeling.conversion import huggingface
 from modeling.conversion.adapters import peft_experts
 from modeling.conversion.adapters.adapters import Adapters, Factors
 from modeling.conversion.weights import global_shapes
@@ -26,12 +27,10 @@ CHANGE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 class PeftAdapters(Adapters):
-    """The adapters in PEFT's folder. Raises ValueError if it uses features beyond plain LoRA."""
+    """The adapters in PEFT's folder. Raises ValueError if it is corrupted, or more than plain LoRA."""
 
     def __init__(self, folder: Path, model: Model) -> None:
-        from safetensors.torch import load_file
-
-        self.model, configuration = model, json.loads((folder / CONFIG).read_text())
+        self.model, configuration = model, read_configuration(folder / CONFIG)
         plain = {
             "peft_type": "LORA",
             "use_dora": False,
@@ -50,11 +49,16 @@ class PeftAdapters(Adapters):
                 "adapters update, so that merging into the original weights would be wrong; save the adapters in PEFT with "
                 "path_initial_model_for_weight_conversion, or merge them in PEFT and convert the merged model"
             )
-        self.rank, self.dropout = configuration["r"], configuration.get("lora_dropout", 0.0)
+        self.rank = required(configuration, "r", folder / CONFIG)
+        self.dropout = configuration.get("lora_dropout", 0.0)
         self.base = configuration.get("base_model_name_or_path")
-        self._scale = scale_of(configuration, self.rank)
+        self._scale = scale_of(configuration, self.rank, folder / CONFIG)
         self._parameters = configuration.get("target_parameters") or []
-        self._tensors = load_file(folder / WEIGHTS)
+        found = huggingface.read_safetensors(folder / WEIGHTS)
+        self._tensors = {name: tensor.open() for name, tensor in found.items()}
+        for name in self._tensors:
+            if (other := name.replace(".lora_A.", ".lora_B.")) not in self._tensors:
+                raise ValueError(f"{folder / WEIGHTS}: {other} is missing")
 
     def __iter__(self) -> Iterator[Factors]:
         left = set(self._tensors)
@@ -121,6 +125,27 @@ def write(adapters: Adapters, folder: Path) -> dict[str, int]:
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
 
-def scale_of(configuration: Mapping[str, Any], rank: int) -> float:
-    """The factor of B A: alpha / rank, or alpha / √rank for rsLoRA."""
-    return configuration["lora_alpha"] / (math.sqrt(rank) if configuration.get("use_rslora") else rank)
+def read_configuration(path: Path) -> Mapping[str, Any]:
+    """The contents of adapter_config.json. Raises ValueError if it is missing or corrupted."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path}: missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: corrupted: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: corrupted: not a JSON object")
+    return found
+
+
+def required(configuration: Mapping[str, Any], name: str, file: Path) -> Any:
+    """A key of the configuration in a file. Raises ValueError if it is missing."""
+    if configuration.get(name) is None:
+        raise ValueError(f"{file}: {name} is missing")
+    return configuration[name]
+
+
+def scale_of(configuration: Mapping[str, Any], rank: int, file: Path) -> float:
+    """The factor of B A: alpha / rank, or alpha / √rank for rsLoRA. Raises ValueError without alpha."""
+    alpha = required(configuration, "lora_alpha", file)
+    return alpha / (math.sqrt(rank) if configuration.get("use_rslora") else rank)

@@ -27,7 +27,6 @@ from modeling.conversion.torch_files import LazyTensor
 from modeling.conversion.weights import Part, Weights
 from profiles.sections.model import Model
 
-ARCHITECTURES = ("mixtral", "dbrx")
 FIRST = "ep_rank_00"  # in the file names of the first expert-parallel rank
 # With Megatron's names, NxD's converter renames the projections too; its layers use the other names.
 EXPERTS = re.compile(

@@ -39,10 +39,10 @@ from modeling.conversion.weights import Part, Weights, read_mapped
 from parallel.layout import Box
 from parallel.torch_internals import FakeTensorMode
 from profiles.errors import ProfileError
+from profiles.sections.families import NXD_SHARDS
 from profiles.sections.model import Model
 
 RANK = re.compile(r"(?:dp_rank_(\d+)_)?(?:ep_rank_(\d+)_)?tp_rank_(\d+)_pp_rank_(\d+)(?:\.pt)?")
-SUPPORTED = ("llama", *experts.ARCHITECTURES)
 ADAPTER = ".lora_"  # in the names of LoRA's factors (lora.py)
 PADDING = 128  # vocabularies are padded to a multiple of at most this times the tensor degree
 log = logging.getLogger(__name__)
@@ -106,9 +106,9 @@ def read(
         ProfileError: the layout is required.
         ValueError: a file is rejected or corrupted, tensors belong to another model, or NxD lost some of them.
     """
-    if model.architecture not in SUPPORTED:
+    if model.architecture not in NXD_SHARDS:
         reason = "NxD shards of this architecture are not supported"
-        raise ProfileError("--config", model.architecture, reason, list(SUPPORTED))
+        raise ProfileError("--config", model.architecture, reason, list(NXD_SHARDS))
     tensor = 1 + max(t for t, _ in files)
     shards = {ranks: _tensors(path) for ranks, path in files.items()}
     if not adapters and any(ADAPTER in key for tensors in shards.values() for key in tensors):
@@ -256,8 +256,8 @@ def shard_files(
         ProfileError: NxD does not support this model, `form` does not fit it, or the trn2 layout would be wrong.
     """
     model = weights.model
-    if model.architecture not in SUPPORTED or model.attention_bias or model.mlp_bias:
-        reason = "only Llama, Mixtral and DBRX without biases can be written as NxD shards"
+    if model.architecture not in NXD_SHARDS or model.attention_bias or model.mlp_bias:
+        reason = "only Llama, Mistral, Mixtral and DBRX without biases can be written as NxD shards"
         raise ProfileError("--to", "nxd", reason, ["hf", "trainshed"])
     split = TensorSplit(model, tensor)
     if layout == "trn2" and split.multiplier > 1:

@@ -389,6 +389,20 @@ def test_average_ends_at_the_named_checkpoint(run, tmp_path):
         convert(run / "checkpoints/step_1", tmp_path / "one", Options("hf", last=2))
 
 
+def test_average_of_models_that_only_their_configs_distinguish_is_rejected(llama, tmp_path, caplog):
+    """Of twice as many heads of half the size, and of another RoPE."""
+    other = shutil.copytree(llama, tmp_path / "other")
+    config = json.loads((llama / "config.json").read_text())
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    (other / "config.json").write_text(json.dumps({**config, **heads}))
+    found = "model.num_attention_heads is 4 in the first, 2 in checkpoint 2; model.num_key_value_heads is 2"
+    with pytest.raises(ValueError, match=f"belong to different models: {found}"):
+        convert(llama, tmp_path / "mean", Options("hf", average=(other,)))
+    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_theta": 5e5}}))
+    convert(llama, tmp_path / "mean", Options("hf", average=(other,)))
+    assert "model.rope_theta is 10000.0 in the first, 500000.0 in checkpoint 2" in caplog.text
+
+
 def test_average_of_other_checkpoints_is_another_conversion(run, tmp_path):
     convert(run, tmp_path / "mean", Options("hf", last=2))
     shutil.rmtree(run / "checkpoints/step_2")
@@ -441,6 +455,10 @@ def test_destination_with_other_files_is_rejected_unchanged(llama, tmp_path):
         (Options("nxd", tensor=3), "--tensor = 3: does not split 4 query heads.*: 2, 4"),
         (Options("nxd", pipeline=4), "--pipeline = 4: the model has 3 layers; nearest valid: 3"),
         (Options("nxd", nxd_qkv="coalesced"), "--nxd-qkv = coalesced.*: separate, fused"),
+        (
+            Options("hf", average=(Path("other"),), adapters=Path("lora")),
+            "--average = other: cannot be combined with --adapters",
+        ),
     ],
 )
 def test_invalid_options_are_rejected(options, message, llama, tmp_path):

@@ -282,6 +282,9 @@ def test_lora_of_experts_is_imported_where_it_is_equivalent(tmp_path):
         ("hf_llama3_8B_trn2", {"trainer.num_nodes": 2}, {"cluster.nodes": 2, "cluster.devices_per_node": 64}),
         ("hf_mixtral_8x7b", {"model.moe.capacity_factor": 4.0}, {"train.capacity_factor": None}),
         ("hf_mixtral_8x7b", {"model.moe.output_router_logits": False}, {"train.balance": "none"}),
+        ("hf_llama3_8B", {"model.num_layers": 2, "model.hidden_size": 4096, "model.ffn_hidden_size": 8192,
+                          "model.num_attention_heads": 32, "model.vocab_size": 128256, "model.kv_channels": 256},
+         {"model.head_dim": 256}),
     ],
 )  # fmt: skip
 def test_keys_are_translated_to_equivalent_settings(tmp_path, name, change, expected):
@@ -313,6 +316,8 @@ def test_keys_are_translated_to_equivalent_settings(tmp_path, name, change, expe
         ("hf_llama3_8B_DPO", {"model_alignment_strategy.dpo.loss_type": "ipo"}, "model_alignment_strategy.dpo.loss_type",
          Effect.DIFFERS, "set sigmoid to reproduce"),
         ("hf_llama3_8B_SFT_lora", {}, "distributed_strategy.zero1", Effect.DIFFERS, "without ZeRO-1"),
+        ("megatron_gpt", {"exp_manager.resume_from_checkpoint": "/nxd"}, "exp_manager.resume_from_checkpoint",
+         Effect.TO_DO, "NxD shards of gpt are not supported"),
     ],
 )  # fmt: skip
 def test_differences_are_reported(tmp_path, name, change, key, effect, note):
@@ -320,6 +325,16 @@ def test_differences_are_reported(tmp_path, name, change, key, effect, note):
     [line] = [line for line in imported.lines if line.key == key]
     assert line.effect is effect
     assert note in line.note
+
+
+def test_head_size_of_a_config_json_is_kept_unless_the_config_has_another_hidden_size(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "head_dim": 256})
+    )
+    for hidden_size, expected in ((None, 256), (4096, 256), (8192, None)):
+        path = write(tmp_path, "hf_llama3_8B", {"model": {"hidden_size": hidden_size}})
+        assert nxdt.import_config(path, config).values["model"].get("head_dim") == expected
 
 
 def test_absent_keys_have_the_defaults_of_nxd_training(tmp_path):

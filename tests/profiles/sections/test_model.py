@@ -5,11 +5,19 @@ import math
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.huggingface.config import from_config_json, to_config_json
+from profiles.huggingface.config import from_config_json, read_config_json, to_config_json
 from profiles.sections.model import Model
 
 LLAMA = {
@@ -202,6 +210,13 @@ def test_omitted_config_fields_get_transformers_defaults():
     full = LlamaConfig(**small, **sizes).to_dict()
     bare = {"model_type": "llama", **small, **sizes}
     assert Model(**from_config_json(full)) == Model(**from_config_json(bare))
+    for other in (MixtralConfig, Qwen3Config, Qwen3MoeConfig):
+        heads = {**small, "hidden_size": 256, "num_attention_heads": 64, **sizes}
+        expected = other(**heads).num_key_value_heads
+        assert (
+            Model(**from_config_json({"model_type": other.model_type, **heads})).num_key_value_heads
+            == expected
+        )
     sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 32, "n_positions": 64}
     full = GPT2Config(**sizes).to_dict()
     assert Model(**from_config_json(full)) == Model(**from_config_json({"model_type": "gpt2", **sizes}))
@@ -237,6 +252,24 @@ def test_unsupported_config_json_is_rejected(config, message):
     with pytest.raises(ProfileError) as caught:
         from_config_json(config)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt_oss"}, "KeyError('num_hidden_layers')"),
+        ({"model_type": "gpt_oss", "num_hidden_layers": 1, "layer_types": ["chunked"]}, "ValueError"),
+        ({"model_type": "llama", "rope_theta": None}, "TypeError"),
+        ({"model_type": "llama", "rope_scaling": [1]}, "TypeError"),
+        ({"model_type": "dbrx", "attn_config": [1]}, "AttributeError"),
+    ],
+)
+def test_invalid_config_json_is_rejected_by_file(config, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ProfileError) as caught:
+        read_config_json(path, "model.config")
+    assert f"model.config = {path}: cannot be used: {message}" in str(caught.value)
 
 
 def test_package_whose_family_is_broken_is_named_and_disturbs_no_other(tmp_path, monkeypatch):

@@ -125,6 +125,42 @@ def test_an_interrupted_download_resumes_with_the_missing_files(files, tmp_path,
             pass
 
 
+@pytest.mark.parametrize(
+    ("needed", "others"),
+    [
+        (
+            {"checkpoints/step_10/complete.json", "checkpoints/step_10/0.distcp"},
+            {
+                "checkpoints/step_9/complete.json",
+                "checkpoints/step_9/0.distcp",
+                "checkpoints/step_11/0.distcp",
+            },
+        ),
+        (
+            {"newest", "step_9/model/tp_rank_00_pp_rank_00/checkpoint.pt", "step_9/adapter_config.json"},
+            {"step_9/optim/0.pt", "step_8/model/tp_rank_00_pp_rank_00/checkpoint.pt"},
+        ),
+    ],
+    ids=["a run", "NxD's run"],
+)
+def test_of_a_remote_run_only_its_latest_checkpoint_is_read(needed, others, tmp_path):
+    run = tmp_path / "run"
+    for name in needed | others | {"metrics.jsonl"}:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("step_9")
+    source = f"file://{run}"
+    before = weights.pin(source, None, None, "init.from", DigestCache())
+    with weights.fetch(source, None, tmp_path / "out") as folder:
+        assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == needed
+    with weights.fetch(source, None, tmp_path / "out", checkpoints=2) as folder:  # for an average
+        steps = {path.name for path in folder.glob("checkpoints/*")}
+        assert steps == ({"step_9", "step_10"} if "newest" not in needed else set())
+    (run / "metrics.jsonl").write_text("the run goes on")
+    assert weights.pin(source, None, None, "init.from", DigestCache()) == before
+    (run / min(needed - {"newest"})).write_text("other weights")
+    assert weights.pin(source, None, None, "init.from", DigestCache()) != before
+
+
 def test_a_file_replaced_during_a_conversion_is_an_error(files, tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flows.cli.main import main
 from modeling.conversion import formats, native
@@ -153,6 +153,89 @@ def test_merged_weights_have_the_dtype_in_which_the_weights_are_read(folder):
     assert {merged.dtype_of(name) for name in merged.shapes} == {torch.float32}
 
 
+def test_merge_keeps_the_dtype_of_each_tensor_unless_the_run_has_a_training_dtype(folder):
+    config = folder / "config.json"
+    found = read_adapters(write(folder / "nxd", 2, base=True), config)
+    state = {
+        name: tensor.float() if "norm" in name else tensor for name, tensor in nxd_shards.model().items()
+    }
+    (folder / "hf").mkdir()
+    save_file(state, folder / "hf/model.safetensors")
+    weights = formats.read(folder / "hf", config, None)
+    merged = found.merged(weights)
+    stored = {name: weights.dtype_of(name) for name in weights.shapes}
+    assert {*stored.values()} == {torch.float32, torch.bfloat16}
+    assert {name: merged.dtype_of(name) for name in merged.shapes} == stored
+    found.dtype = torch.bfloat16
+    merged = found.merged(weights)
+    assert {merged.dtype_of(name) for name in merged.shapes} == {torch.bfloat16}
+
+
+def test_layout_is_required_for_adapters_of_heads_under_megatron_names(folder):
+    def save(module: str) -> None:
+        name = f"language_model.encoder.layers.0.{module}"
+        state = {
+            "lora_config": CONFIGURATION,
+            f"{name}.lora_A.weight": torch.zeros(RANK, 8),
+            f"{name}.lora_B.weight": torch.zeros(8, RANK),
+        }
+        nxd_shards.save({(t, 0): state for t in range(4)}, FILE, folder)
+
+    for module in ("query", "key_value", "dense"):
+        save(f"self_attention.{module}")
+        with pytest.raises(ProfileError, match="--nxd-layout: is missing: 2 ranks share each KV head"):
+            read_adapters(folder / "step_9", folder / "config.json")
+    save("mlp.dense_4h_to_h")
+    read_adapters(folder / "step_9", folder / "config.json")
+
+
+def truncate(peft):
+    path = peft / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def without_b(peft):
+    path = peft / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if "lora_A" in name}, path)
+
+
+def without(name):
+    def write(peft):
+        path = peft / "adapter_config.json"
+        about = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in about.items() if key != name}))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (truncate, r"peft/adapter_model\.safetensors: corrupted"),
+        (without_b, r"peft/adapter_model\.safetensors: .*lora_B\.weight is missing"),
+        (without("r"), r"peft/adapter_config\.json: r is missing"),
+        (without("lora_alpha"), r"peft/adapter_config\.json: lora_alpha is missing"),
+        (lambda peft: (peft / "adapter_config.json").write_text("{"), r"adapter_config\.json: corrupted"),
+        (lambda peft: (peft / "adapter_config.json").unlink(), r"adapter_config\.json: missing"),
+    ],
+)
+def test_incomplete_adapters_of_peft_are_rejected_by_file(corrupt, message, folder):
+    peft = folder / "peft"
+    write_peft(read_adapters(write(folder / "nxd", 2, base=False), folder / "config.json"), peft)
+    corrupt(peft)
+    with pytest.raises(ValueError, match=message):
+        read_adapters(peft, folder / "config.json")
+
+
+def test_adapters_of_nxd_without_rank_are_rejected(folder):
+    found = shards(2, base=False)
+    for state in found.values():
+        state["lora_config"] = {"r": RANK, "lora_alpha": ALPHA}
+    nxd_shards.save(found, FILE, folder)
+    with pytest.raises(ValueError, match=r"tp_rank_00_pp_rank_00\.pt: lora_rank is missing"):
+        read_adapters(folder / "step_9", folder / "config.json")
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -198,3 +281,39 @@ def test_merge_of_a_run_is_the_same_conversion_while_the_run_continues(lora_run,
     record = convert(tmp_path / "base", tmp_path / "merged", options)
     (lora_run / "metrics.jsonl").write_text("{}")
     assert convert(tmp_path / "base", tmp_path / "merged", options) == record
+
+
+def test_merge_of_a_run_writes_the_model_that_it_trained(lora_run, tmp_path, caplog):
+    marker = lora_run / "checkpoints/step_1/complete.json"
+    about = json.loads(marker.read_text())
+    profile = about["profile"]
+
+    def run_with(**model: object) -> None:
+        changed = {
+            **profile,
+            "model": profile["model"] | model,
+            "train": profile["train"] | {"precision": "bf16"},
+        }
+        marker.write_text(json.dumps({**about, "profile": changed}))
+
+    def written(name: str, to: str = "hf", config: str | None = None) -> float:
+        options = Options(to, config and tmp_path / config, adapters=lora_run)
+        convert(tmp_path / "base", tmp_path / name, options)
+        return formats.read(tmp_path / name, None, None).model.rope_theta
+
+    convert(tmp_path / "base", tmp_path / "hf", Options("hf"))
+    run_with(rope_theta=5e5)
+    assert written("merged") == 5e5
+    assert not caplog.records
+    assert written("named", config="hf") == 1e4
+    assert "model.rope_theta is 500000.0 in the adapters' model, 10000.0 in the config" in caplog.text
+    assert written("checkpoint", to="trainshed") == 5e5
+    stored = Reader(tmp_path / "checkpoint").tensors.values()
+    assert {tensor.dtype for tensor in stored} == {torch.float32}  # the precision of the base, not of the run
+
+    heads = profile["model"]["num_attention_heads"]
+    run_with(num_attention_heads=heads // 2, head_dim=2 * profile["model"]["head_dim"])
+    with pytest.raises(
+        ValueError, match=rf"another model.*num_attention_heads is {heads // 2} in .*, {heads}"
+    ):
+        written("other")

@@ -98,7 +98,9 @@ def test_all_file_name_patterns_are_found(pattern, config, tmp_path):
     assert_equal(formats.read(folder, config, None), model)
 
 
-def test_reads_megatron_names(config, tmp_path):
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_reads_megatron_names(architecture, config, tmp_path):
+    config.write_text(json.dumps({**nxd_shards.CONFIG, "model_type": architecture}))
     model = nxd_shards.model()
     shards = {
         ranks: nxd_shards.with_megatron_names(state)
@@ -107,8 +109,9 @@ def test_reads_megatron_names(config, tmp_path):
     assert_equal(formats.read(nxd_shards.save(shards, FILE, tmp_path / "nxd"), config, "trn1"), model)
 
 
-def test_reads_the_full_state_from_one_file(config, tmp_path):
-    torch.save({"model": nxd_shards.model()}, tmp_path / "checkpoint.pt")
+@pytest.mark.parametrize("beside", [{}, {"rng_state": torch.ones(3)}], ids=["alone", "beside a tensor"])
+def test_reads_the_full_state_from_one_file(beside, config, tmp_path):
+    torch.save({"model": nxd_shards.model(), **beside}, tmp_path / "checkpoint.pt")
     assert_equal(formats.read(tmp_path, config, None), nxd_shards.model())
 
 
