@@ -42,6 +42,7 @@ from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
 from tasks.store.artifacts import Artifact
+from tasks.store.backends.folder import FolderBackend
 from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store, open_store
 from tasks.tracking.process import catch_up
@@ -172,7 +173,10 @@ def evaluate(
             runner.keep_recorded_artifacts()
             evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed, settings)
             failures = _evaluate_all(evaluator, folder, step, follow)
-        if activities.holder(opened, "run", name) is None:  # otherwise the run's own trackers upload them
+        opened.run_folder(name).sync(results.TENSORBOARD).upload()
+        if activities.holder(opened, "run", name) is None:  # otherwise its flow and trackers do this
+            if opened.is_remote:
+                folder = _update_stored_report(opened, name)
             catch_up(folder)
     if failures:
         raise failures[0]
@@ -212,6 +216,18 @@ def _evaluate_all(evaluator: Evaluator, folder: Path, step: int | None, follow: 
         time.sleep(POLL_SECONDS)
 
 
+def _update_stored_report(store: Store, name: str) -> Path:
+    """Add the results to a run's report in a remote store; returns the run's local folder."""
+    folder, run = runs.fetch(store, name), store.run_folder(name)
+    if report := run.read(run_files.REPORT_JSON):
+        # The one in the store: another machine may have written it since this one downloaded the run.
+        FolderBackend(folder).write(run_files.REPORT_JSON, report)
+        if update_evaluations(folder):
+            for file in (run_files.REPORT_JSON, run_files.REPORT):
+                run.write(file, (folder / file).read_bytes())
+    return folder
+
+
 def _split(text: str) -> tuple[str, int | None]:
     """Name and step of RUN or RUN@STEP. Raises ProfileError for a step that is not a number."""
     name, at, step = text.partition("@")
@@ -227,12 +243,23 @@ def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | No
     if not overrides:
         return profile, None
     resolve.check(profile)
+    _require_same_inputs(resolve.load(str(path), (), folder.name), profile)
     # Named by its contents: jobs of another evaluation of the run may still load theirs.
     text = resolve.dump(profile)
     changed = folder / run_files.LOGS / f"evaluate-{keys.digest(text)[:8]}.yaml"
     changed.parent.mkdir(exist_ok=True)
     state_files.write(changed, text)
     return profile, changed
+
+
+def _require_same_inputs(of_run: Profile, profile: Profile) -> None:
+    """Raise ProfileError for overrides of data, tokenizer or initial weights, which are the run's."""
+    for section in ("data", "tokenizer", "init"):
+        there, here = (getattr(each, section).model_dump(by_alias=True) for each in (of_run, profile))
+        for name, value in here.items():
+            if value != there[name] and name != "cache_gigabytes":
+                reason = "cannot be changed for an evaluation, which uses the artifacts of the run; remove this override"
+                raise ProfileError(f"{section}.{name}", None, reason)
 
 
 def _changed_settings(folder: Path, profile: Profile, inputs: Mapping[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from modeling import run_files
 from modeling.data.sample_order import quotas
+from modeling.supervision.time_account import TOTALS
 from modeling.training.learning_rate import learning_rate
 from parallel.checkpoint.locations import QUARANTINE
 from profiles import resolve, state_files
@@ -26,7 +27,6 @@ from tasks.jsonl import is_metrics
 from tasks.keys import POSITION
 from tasks.steps.dataset import DatasetStep
 from tasks.store import ledger, runs
-from tasks.store.backends.folder import FolderBackend
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
 
@@ -127,6 +127,7 @@ def require_forkable(store: Store, parent: Parent, profile: Profile, *, replace:
     if existing.model != profile.model:
         reason = f"differs from the model of {parent.run}; to start from its weights alone, set init.from=run:{parent.run}"
         raise ProfileError("model", None, reason)
+    _require_same_updates(existing, profile, parent)
     for name in POSITION:
         theirs, ours = getattr(existing.train, name), getattr(profile.train, name)
         if theirs != ours:
@@ -137,6 +138,18 @@ def require_forkable(store: Store, parent: Parent, profile: Profile, *, replace:
         raise ProfileError("train.steps", profile.train.steps, reason, [parent.step + 1])
     if replace or _needs_checkpoint(store.run_folder(profile.name)):
         require_same_mixture(existing, profile, parent.run, parent.step)
+
+
+def _require_same_updates(existing: Profile, profile: Profile, parent: Parent) -> None:
+    """Raise ProfileError if the parent's checkpoint has other trained tensors than a run of this profile."""
+    theirs, ours = existing.lora, profile.lora
+    name = "rank" if theirs.rank != ours.rank else "targets"
+    if name == "targets" and (not ours.rank or {*theirs.targets} == {*ours.targets}):
+        return
+    old, new = (getattr(lora, name) or "null" for lora in (theirs, ours))
+    reason = f"a fork loads the tensors that {parent.run} trained, which depend on its lora.{name}; to start from its weights "
+    reason += f"alone, set init.from=run:{parent.run}"
+    raise ProfileError(f"lora.{name}", new, reason, [old])
 
 
 def require_same_mixture(parent: Profile, profile: Profile, run: str, step: int) -> None:
@@ -217,7 +230,9 @@ def hold_checkpoint(store: Store, parent: Parent, name: str) -> None:
     # From the store: the local folder may be of another run of that name, or lack what another machine has trained since.
     lines = (source.read(run_files.METRICS) or b"").decode(errors="replace").splitlines()
     rows = [row for line in lines if (row := state_files.parse(line)) and is_metrics(row)]
-    text = "".join(f"{json.dumps(row)}\n" for row in rows if row["step"] <= parent.step)
+    # Without the parent's totals, so that the fork's count its own time only.
+    rows = [{key: row[key] for key in row if key not in TOTALS} for row in rows if row["step"] <= parent.step]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
     store.backend.write(f"runs/{name}/{HELD}/{run_files.METRICS}", text.encode())
     store.backend.write(f"runs/{name}/{HELD_PARENT}", json.dumps(asdict(parent)).encode())
 
@@ -230,7 +245,8 @@ def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
     run = store.run_folder(name)
     if _needs_checkpoint(run):
         hold_checkpoint(store, parent, name)
-        FolderBackend(run.path).write(run_files.METRICS, run.read(f"{HELD}/{run_files.METRICS}") or b"")
+        # In the store too: another machine may continue the fork before this one has uploaded it.
+        run.write(run_files.METRICS, run.read(f"{HELD}/{run_files.METRICS}") or b"")
         _warn_of_other_data(store, parent, run)
         part = f"step_{parent.step}"
         run.copy_checkpoint(f"{HELD}/{part}", run, f"{run_files.CHECKPOINTS}/{part}")

@@ -278,9 +278,13 @@ def average(members: str, dataset: str, metrics: Sequence[str] = (), *, by_sourc
 
 
 def evaluation(
-    run: str, identity: str, train: Train, metrics: Sequence[str] = (), *, by_source: bool = False
+    run: str, identity: str, train: Train | None, metrics: Sequence[str] = (), *, by_source: bool = False
 ) -> str:
-    """Key of a run's evaluation, with user metric functions and, if `by_source`, each data source's loss."""
+    """Key of a run's evaluation, with user metric functions and, if `by_source`, each data source's loss.
+
+    Args:
+        train: None if `identity` includes a checkpoint's digest: the rest of the schedule does not change its weights.
+    """
     functions: dict[str, Any] = (
         {"metrics": [_function(name, helpers=True) for name in metrics]} if metrics else {}
     )
@@ -304,8 +308,8 @@ def export(run: str, identity: str, train: Train) -> str:
     return _of_run("export", run, identity, train)
 
 
-def _of_run(step: str, run: str, identity: str, train: Train, **more: Any) -> str:
-    schedule = train.model_dump(mode="json", include=SCHEDULE)
+def _of_run(step: str, run: str, identity: str, train: Train | None, **more: Any) -> str:
+    schedule = train.model_dump(mode="json", include=SCHEDULE) if train else None
     return digest({"step": step, "run": run, "identity": identity, "schedule": schedule, **more})
 
 

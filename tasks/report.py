@@ -89,7 +89,7 @@ def write_report(
         "steps": [asdict(outcome) for outcome in outcomes],
         "events": read_events(folder),
         "experts": _experts(folder, history),
-        "forecast": _forecast(folder, evaluation),
+        "forecast": _forecast(profile, folder, evaluation),
         "evaluations": _evaluations(folder),
         "warnings": _warnings(profile, outcomes, history),
         "export": str(folder / EXPORT) if (folder / EXPORT).is_dir() else None,
@@ -104,8 +104,9 @@ def update_evaluations(folder: Path) -> Path | None:
         return None
     facts["evaluations"] = _evaluations(folder)
     try:
-        facts["forecast"] = _forecast(folder, facts["evaluation"])
-        return _write(resolve.load(str(folder / run_files.PROFILE)), folder, facts, History.read(folder))
+        profile = resolve.load(str(folder / run_files.PROFILE))
+        facts["forecast"] = _forecast(profile, folder, facts["evaluation"])
+        return _write(profile, folder, facts, History.read(folder))
     except LookupError as error:  # a report of an earlier version lacks facts
         log.warning(
             "%s: without %s; run %s again to rewrite it", folder / run_files.REPORT_JSON, error, folder.name
@@ -154,13 +155,14 @@ def _experts(folder: Path, history: History) -> dict[str, Any] | None:
     return {**{name: row[name] for name in names}, **loads}
 
 
-def _forecast(folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The run's held-out loss compared with the forecast made before it started; None without a forecast."""
+def _forecast(profile: Profile, folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The run's held-out loss compared with the earlier forecast for its length; None without one."""
     file = folder / run_files.FORECAST
     if not file.exists():
         return None
     metrics = forecasts.metrics_of(folder, evaluation["metrics"], evaluation["step"])
-    return forecasts.outcome(json.loads(file.read_text()), evaluation["validation_loss"], metrics)
+    tokens = evaluation["step"] * profile.step_tokens
+    return forecasts.outcome(json.loads(file.read_text()), tokens, evaluation["validation_loss"], metrics)
 
 
 def _versions() -> dict[str, str]:

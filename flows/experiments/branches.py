@@ -29,7 +29,7 @@ from profiles.errors import ProfileError
 from profiles.experiments.branches import Branches
 from profiles.experiments.load import load_experiment
 from tasks.evaluation.average import MODEL, AverageStep, identity_of
-from tasks.experiments.branches import branches_of, members_of, resolve_member, trunk_of
+from tasks.experiments.branches import branches_of, members_of, require_members, trunk_of
 from tasks.reporting import branches_page
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
@@ -45,9 +45,7 @@ def load(file: str, store: Store | None = None) -> tuple[Branches, PlannedRun, l
     if trunk.profile.lora.rank and described.averages:
         reason = "need full weights, but this profile trains LoRA adapters"
         raise ProfileError("averages", None, reason)
-    for average in described.averages:
-        for member in average.of:
-            resolve_member(described, average, member, trunk, branches)
+    require_members(described, trunk, branches)
     return described, trunk, branches, plan_within(described, [trunk, *branches])
 
 

@@ -82,7 +82,11 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
             log.warning("warning: %s was started before its forecast", trained["run"])
         else:  # an earlier forecast, if the target has started since
             loss, reached = trained["validation_loss"], _metrics(goal, trained)
-            result["outcome"] = forecasts.outcome(recorded, loss, reached)
+            result["outcome"] = forecasts.outcome(recorded, goal.tokens, loss, reached)
+            if result["outcome"] is None:
+                log.warning(
+                    "warning: %s was extended after its forecast, which is not compared", trained["run"]
+                )
     return result
 
 

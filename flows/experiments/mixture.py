@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from prefect import flow
@@ -30,13 +29,13 @@ from profiles.errors import ProfileError
 from profiles.experiments.load import load_experiment
 from profiles.experiments.mixture import Mixture
 from tasks import keys
-from tasks.evaluation.held_out import EvaluationStep
+from tasks.evaluation.held_out import OtherDataEvaluationStep
 from tasks.experiments import json_artifacts, mixtures
 from tasks.experiments.mixtures import Measured
 from tasks.reporting import mixture_page
 from tasks.reporting.history import OF_SOURCE
 from tasks.steps.dataset import DatasetStep
-from tasks.store import runs
+from tasks.store import activities, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.store import Store, open_store
@@ -72,7 +71,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     _require_one_tokenizer(inputs)
     dataset = opened.artifacts.expect(DatasetStep.kind, inputs[natural.name]["dataset"])
     tokens = mixtures.source_tokens(opened, dataset.key, target.profile)
-    losses = _losses(opened, proxies, results, inputs, dataset, len(sources))
+    losses = _losses(opened, proxies, results, dataset, len(sources))
     measured = [
         Measured(proxy.name, proxy.weights or mixtures.shares_of(tokens, proxy.sources), found)
         for proxy, found in zip(proxies, losses, strict=True)
@@ -108,24 +107,26 @@ def _losses(
     store: Store,
     proxies: Sequence[Proxy],
     results: Sequence[Mapping[str, Any]],
-    inputs: Mapping[str, Mapping[str, str]],
     dataset: Artifact,
     sources: int,
 ) -> list[dict[str, float]]:
     """Held-out losses by source of each proxy; those with fewer sources are evaluated on all sources."""
-    found = []
-    context = flow_context(proxies[0].run.profile, store)
-    with Runner(context) as runner:
-        for proxy, result in zip(proxies, results, strict=True):
-            evaluation = result["evaluation"]
-            if len(proxy.sources) < sources:
-                where = replace(
-                    context, profile=resolve_auto(proxy.run.profile), folder=runs.fetch(store, proxy.name)
-                )
-                what = keys.digest([inputs[proxy.name]["identity"], dataset.key])
-                evaluation = runner.run(EvaluationStep(dataset, what), where).summary
-            found.append(_by_source(evaluation))
-    return found
+    return [
+        _by_source(
+            result["evaluation"] if len(proxy.sources) == sources else _evaluate(store, proxy, dataset)
+        )
+        for proxy, result in zip(proxies, results, strict=True)
+    ]
+
+
+def _evaluate(store: Store, proxy: Proxy, dataset: Artifact) -> Mapping[str, Any]:
+    """Evaluation of a trained proxy on the held-out text of a dataset, recorded as an artifact of its run."""
+    with activities.begin(store, "evaluate", proxy.name) as lock:
+        folder = runs.fetch(store, proxy.name)
+        identity = keys.digest([runs.read_inputs(folder)["identity"], dataset.key])
+        with Runner(flow_context(resolve_auto(proxy.run.profile), store, folder), lock) as runner:
+            runner.keep_recorded_artifacts()
+            return runner.run(OtherDataEvaluationStep(dataset, identity)).summary
 
 
 def _by_source(evaluation: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from pathlib import Path
@@ -75,14 +75,14 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[PlannedRun], store: 
     """Train the unfinished runs, largest first, within the device budget; returns the results of all runs."""
     budget = experiment.devices or max(run.profile.world_size for run in runs)
     free, changed = budget, threading.Condition()
-    stopped, threads = False, set[int]()
+    failures, threads = list[BaseException](), set[int]()
 
     def work(run: PlannedRun) -> dict[str, Any]:
         nonlocal free
         size = run.profile.world_size
         with changed:
-            changed.wait_for(lambda: stopped or free >= size)
-            if stopped:
+            changed.wait_for(lambda: failures or free >= size)
+            if failures:
                 raise ProfileError(experiment.name, run.name, "was not started, because another run failed")
             free -= size
             threads.add(threading.get_ident())
@@ -95,6 +95,10 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[PlannedRun], store: 
             took = format_duration(time.monotonic() - begun)
             log.info("%-24s  %-6s  %8s  loss %.4f", run.name, how, took, result["validation_loss"])
             return result
+        except BaseException as error:
+            with changed:
+                failures.append(error)  # before this thread takes the next run, which must not start
+            raise
         finally:
             with changed:
                 free += size
@@ -107,11 +111,14 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[PlannedRun], store: 
             run.name: pool.submit(copy_context().run, work, run) for run in ordered
         }
         try:
+            wait(futures.values(), return_when=FIRST_EXCEPTION)
+            if failures:
+                raise failures[0]
             return [futures[run.name].result() for run in runs]
         except BaseException as error:
             with changed:
                 # No further run starts; running ones finish, unless the flow is stopped.
-                stopped = True
+                failures.append(error)
                 changed.notify_all()
                 for thread in threads if not isinstance(error, Exception) else ():
                     interrupt = ctypes.py_object(KeyboardInterrupt)  # as Ctrl-C would in the main thread

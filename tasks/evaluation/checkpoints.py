@@ -65,6 +65,10 @@ class CheckpointEvaluationStep(EvaluationStep):
     def title(self, profile: Profile) -> str:
         return f"evaluate {profile.name} at step {self.step}"
 
+    def key(self, context: Context) -> str:
+        run, evaluate = context.run_folder.name, context.profile.evaluate
+        return keys.evaluation(run, self.identity, None, evaluate.metrics, by_source=evaluate.by_source)
+
     def adapt_job(self, job: Job, context: Context, key: str) -> Job:
         job = replace(job, name="evaluate-checkpoint").with_arguments("--step", str(self.step))
         return job.with_arguments("--profile", str(self.profile_file)) if self.profile_file else job

@@ -102,6 +102,16 @@ class EvaluationStep(Step):
         return ", ".join(values)
 
 
+@dataclass
+class OtherDataEvaluationStep(EvaluationStep):
+    """Evaluates a run's latest checkpoint on another run's validation split.
+
+    A separate kind, because a cached run refers to its own final evaluation only, and the others would be garbage.
+    """
+
+    kind = "checkpoint-evaluation"
+
+
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:
     """Reject a non-finite loss or metric; removes the file, so that the next attempt evaluates again."""
     for name, value in {"held-out loss": result["validation_loss"], **result["metrics"]}.items():

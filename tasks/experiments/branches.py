@@ -6,6 +6,8 @@ identity, and a branch depends on the trunk only up to its own first step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -74,17 +76,37 @@ def name_of(spec: Branches, branch: Branch) -> str:
     return f"{spec.name}-{branch.name or f'{branch.step}-{decay_of(spec, branch)}'}"
 
 
+def require_members(spec: Branches, trunk: PlannedRun, branches: list[PlannedRun]) -> None:
+    """Raise ProfileError for an average whose checkpoints these runs will not have at their ends."""
+    for average in spec.averages:
+        _members(spec, average, trunk, branches, _planned_checkpoints)
+
+
 def members_of(
     spec: Branches, average: Average, trunk: PlannedRun, branches: list[PlannedRun], store: Store
 ) -> list[tuple[str, int]]:
     """Run and step of an average's checkpoints. Raises ProfileError if a run or checkpoint is missing."""
+    return _members(spec, average, trunk, branches, lambda run: store.run_folder(run.name).checkpoint_steps())
+
+
+def _members(
+    spec: Branches,
+    average: Average,
+    trunk: PlannedRun,
+    branches: list[PlannedRun],
+    checkpoints: Callable[[PlannedRun], Sequence[int]],
+) -> list[tuple[str, int]]:
+    """As `members_of`; `checkpoints` returns the steps of a run's checkpoints, in ascending order."""
     found = []
     for text in average.of:
-        run, end = resolve_member(spec, average, text, trunk, branches)
+        run, end = _resolve_member(spec, average, text, trunk, branches)
         # Those of the schedule: one that was saved because the run was interrupted must not change the average.
         every, planned = run.profile.checkpoint.every, (run.first_step, end)
-        saved = store.run_folder(run.name).checkpoint_steps()
-        steps = [step for step in saved if step in planned or (every and step < end and step % every == 0)]
+        steps = [
+            step
+            for step in checkpoints(run)
+            if step in planned or (every and step < end and step % every == 0)
+        ]
         if len(steps) < average.last or end not in steps:
             reason = f"{run.name} has the checkpoints {', '.join(map(str, steps)) or 'none'} up to step {end}"
             raise ProfileError(f"averages.{average.name}.last", average.last, reason)
@@ -96,7 +118,14 @@ def members_of(
     return found
 
 
-def resolve_member(
+def _planned_checkpoints(run: PlannedRun) -> list[int]:
+    """Steps of a run's checkpoints at its end: a branch also has a copy of the one that it starts from."""
+    first, end, every = run.first_step, run.profile.train.steps, run.profile.checkpoint.every
+    between = [step for step in range(every, end, every) if step > first] if every else []
+    return [*([first] if first else []), *between, end]
+
+
+def _resolve_member(
     spec: Branches, average: Average, text: str, trunk: PlannedRun, branches: list[PlannedRun]
 ) -> tuple[PlannedRun, int]:
     """Run and last step of a member of an average. Raises ProfileError for an unknown member."""
@@ -105,7 +134,7 @@ def resolve_member(
     if name == TRUNK:
         if not at:
             return trunk, trunk.profile.train.steps
-        if step.isdecimal() and not int(step) % spec.every and int(step) <= trunk.profile.train.steps:
+        if step.isdecimal() and not int(step) % spec.every and 0 < int(step) <= trunk.profile.train.steps:
             return trunk, int(step)
         reason = f"is not a checkpoint of the trunk, which saves one every {spec.every} steps"
         raise ProfileError(key, text, reason)

@@ -104,9 +104,14 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
 
 
 def outcome(
-    forecast: Mapping[str, Any], loss: float, metrics: Mapping[str, float] | None = None
-) -> dict[str, Any]:
-    """Compare a forecast with the loss and metrics that the run reached."""
+    forecast: Mapping[str, Any], tokens: int, loss: float, metrics: Mapping[str, float] | None = None
+) -> dict[str, Any] | None:
+    """Compare a forecast with the loss and metrics that the run reached after training on `tokens`.
+
+    None if the forecast is for another length: the run was extended after it was made.
+    """
+    if forecast["target"]["tokens"] != tokens:
+        return None
     low, high = forecast["interval"]
     kept = ("key", "written", "loss", "interval", "share", "extrapolation")
     return {

@@ -50,8 +50,9 @@ class RunView:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the trained steps; None if the batch size is unknown."""
-        return self.step * self.summary.step_tokens if self.summary.step_tokens else None
+        """Tokens of the steps that the run itself trained; None if the batch size is unknown."""
+        steps = max(0, self.step - self.summary.first_step)
+        return steps * self.summary.step_tokens if self.summary.step_tokens else None
 
     @property
     def speed_of_plan(self) -> float | None:
@@ -79,12 +80,12 @@ class RunView:
 
     @property
     def planned_cost(self) -> float | None:
-        """Cost of all steps at the planned step time, without starts or failures; None without price or plan."""
+        """Cost of the run's own steps as planned, without starts or failures; None without price or plan."""
         summary, hourly = self.summary, self._hourly
         seconds = summary.planned.get("step_seconds")
         if seconds is None or hourly is None or summary.steps is None:
             return None
-        return summary.steps * seconds / 3600 * hourly
+        return (summary.steps - summary.first_step) * seconds / 3600 * hourly
 
     @property
     def _hourly(self) -> float | None:
@@ -221,7 +222,7 @@ def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse]
     )
     if REPLACED.search(summary.name):
         return "replaced", ended
-    if finished and latest != "train failed":
+    if finished and latest not in ("train failed", *WAITING):
         return "finished", ended
     if activities.holder(store, "run", summary.name):
         use = time_use(summary.attempts, summary.events, summary.last, now)

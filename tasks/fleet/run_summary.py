@@ -65,6 +65,11 @@ class RunSummary:
     events: list[Row] = field(default_factory=list)  # failures and stragglers
     changed: float = 0.0  # seconds since 1970
 
+    @property
+    def first_step(self) -> int:
+        """The step from which the run was forked; 0 if it was not."""
+        return int(self.parent.rpartition("@")[2]) if self.parent else 0
+
 
 def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -> RunSummary:
     """Read the run of this name; `entries` are the files of its folder by name."""
@@ -102,13 +107,18 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 
 def _add_size(summary: RunSummary, reader: _Reader) -> None:
-    """Steps, tokens and nodes: of the latest start, or of the profile if the run has not started."""
+    """Steps, tokens and nodes: of the latest start, or of the profile if the run has not started.
+
+    A profile written after that start has the steps of a run that was opened again, which may extend it.
+    """
     started = next((row for row in reversed(summary.attempts) if "step_tokens" in row), None)
     if started:
         summary.steps, summary.step_tokens = started["steps"], started["step_tokens"]
         summary.node_count, summary.node_price = started["node_count"], started["node_price"]
+        if reader.modified(run_files.PROFILE) > started["time"]:
+            summary.steps = reader.profile().get("train", {}).get("steps") or summary.steps
         return
-    profile = yaml.load(reader.read(run_files.PROFILE) or b"", LOADER) or {}
+    profile = reader.profile()
     train, cluster = profile.get("train", {}), profile.get("cluster", {})
     summary.steps = train.get("steps")
     if "global_batch_size" in train and "sequence_length" in train:
@@ -188,6 +198,9 @@ class _Reader:
     def size(self, file: str) -> int:
         return self._entries[file].size if file in self._entries else 0
 
+    def modified(self, file: str) -> float:
+        return self._entries[file].modified if file in self._entries else 0.0
+
     def read(self, file: str) -> bytes:
         return (self._backend.read(f"{self._prefix}/{file}") or b"") if file in self._entries else b""
 
@@ -203,6 +216,10 @@ class _Reader:
         except orjson.JSONDecodeError:
             return {}
         return value if isinstance(value, dict) else {}
+
+    def profile(self) -> dict[str, Any]:
+        """The run's profile; empty if it does not exist."""
+        return yaml.load(self.read(run_files.PROFILE) or b"", LOADER) or {}
 
     def rows(self, file: str, latest: int | None = None) -> Iterator[Row]:
         """Rows of a JSON Lines file; with `latest`, only those in its last `latest` bytes."""

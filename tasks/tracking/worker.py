@@ -39,6 +39,7 @@ TRACKERS = {
     "mlflow": "tasks.tracking.mlflow_tracker:MlflowTracker",
     "trackio": "tasks.tracking.trackio_tracker:TrackioTracker",
 }
+NONE = -1  # as the last step sent; 0 is the evaluation of a fine-tuning run's initial weights
 Row = dict[str, Any]
 
 
@@ -69,7 +70,7 @@ class NewRows:
         skip: how many rows an earlier process sent of a file that only grows.
     """
 
-    def __init__(self, path: Path, sent: tuple[int, int] = (0, 0), skip: int = 0) -> None:
+    def __init__(self, path: Path, sent: tuple[int, int] = (NONE, NONE), skip: int = 0) -> None:
         self._follower, self._skip = LogFollower(path), skip
         self._before = dict(zip((True, False), sent, strict=True))  # by whether it is a training step
         self._sent: set[int] = set()  # hashes of rows
@@ -86,7 +87,7 @@ class NewRows:
             self._rows = filter(self._is_new, self._follower.rows(is_metrics))
             taken = list(islice(self._rows, MAX_ROWS))
         if not taken:
-            self._before = {True: 0, False: 0}
+            self._before = {True: NONE, False: NONE}
         return taken
 
     def _is_new(self, row: Row) -> bool:
@@ -175,7 +176,8 @@ def follow(run: Path, request: dict[str, Any], sender: Sender, end: EndMessage) 
     )
     if (identifier := sender.start(tracked)) is None:
         return
-    state = {name: known.get(name, 0) for name in ("step", "evaluated", "evaluations")}
+    nothing = {"step": NONE, "evaluated": NONE, "evaluations": 0}
+    state = {name: known.get(name, value) for name, value in nothing.items()}
     training = NewRows(run / run_files.METRICS, sent=(state["step"], state["evaluated"]))
     # Evaluations of checkpoints come in any order of steps, so sent rows are counted instead.
     evaluations = NewRows(run / run_files.EVALUATIONS, skip=state["evaluations"])

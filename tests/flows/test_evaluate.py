@@ -23,6 +23,7 @@ from tasks.failures import FatalError
 from tasks.store import runs
 from tasks.store.store import Store
 from tests.forked_jobs import forked_jobs
+from tests.tasks.reporting.run_folders import write_report, write_run
 from tests.waiting import until
 
 SHIPPED = "tasks/sciq"  # folder of one task
@@ -243,9 +244,46 @@ def test_loss_under_settings_that_change_it_is_cached_separately_and_not_recorde
     monkeypatch.setattr(evaluation, "_show", lambda *_: None)
     assert losses() == [0]
     assert losses("train.precision=bf16") == [1]
-    assert losses("cluster.threads=3") == [0]
+    assert losses("cluster.threads=3", "data.cache_gigabytes=1") == [0]
     (row,) = (folder / "evaluations.jsonl").read_text().splitlines()
     assert json.loads(row)["validation_loss"] == 0
+
+
+@pytest.mark.parametrize("override", ["data.sources=[{kind: files, path: new.txt}]", "tokenizer.source=byte"])
+def test_overrides_of_the_run_s_data_and_tokenizer_are_rejected(tmp_path, override):
+    import flows.evaluate as evaluation
+
+    store, key = Store(str(tmp_path)), override.partition("=")[0]
+    runs.open_run(store, load("tiny", (), "run"), "identity", "flow", {"tokenizer": "t", "dataset": "d"})
+    store.run_folder("run").write(f"checkpoints/step_4/{MARKER}", b"{}")
+    with pytest.raises(ProfileError, match=f"^{key}: cannot be changed for an evaluation"):
+        evaluation.evaluate.fn.__wrapped__("run", overrides=[override], store=str(tmp_path))
+
+
+def test_results_reach_the_report_and_tensorboard_in_a_remote_store(tmp_path, monkeypatch):
+    """Another machine has written the report since this one downloaded the run; the result is made up."""
+    import flows.evaluate as evaluation
+
+    fsspec.filesystem("memory").store.clear()
+    uri = "memory://bucket/store"
+    here, there = (Store(uri, tmp_path / machine) for machine in ("here", "there"))
+    runs.open_run(there, load("tiny", (), "run"), "identity", "flow", {})
+    run = there.run_folder("run")
+    run.write(f"checkpoints/step_4/{MARKER}", b"{}")
+    run.write("report.json", b"{}")  # of an earlier version
+    runs.fetch(here, "run")
+    write_run(tmp_path / "run")
+    write_report(tmp_path / "run")
+    for file in filter(Path.is_file, (tmp_path / "run").iterdir()):
+        run.write(file.name, file.read_bytes())
+    monkeypatch.setattr(evaluation.Evaluator, "_evaluate", lambda *_: {"validation_loss": 2.5})
+    monkeypatch.setattr(evaluation, "show_table", lambda *_: None)
+    evaluation.evaluate.fn.__wrapped__("run", store=uri, work_dir=str(tmp_path / "here"))
+    report = json.loads(run.read("report.json"))
+    assert report["evaluation"]["validation_loss"] == 7.4
+    assert report["evaluations"] == [{"step": 4, "validation_loss": 2.5}]
+    assert b"Evaluations of checkpoints" in run.read("report.html")
+    assert len(run.files("tensorboard/evaluations")) == 1
 
 
 def test_command_uses_its_work_dir_instead_of_the_run_s(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from flows.cli.main import main
+from modeling.supervision.time_account import TOTALS
+from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from profiles.schema import Profile
@@ -63,6 +65,10 @@ def test_the_cli_forks_in_its_work_dir(store, tmp_path, monkeypatch):
     assert main(["fork", "parent@100", "child", "--store", store.uri, *work]) == 0
     assert (found["fork"], found["name"]) == ("parent@100", "child")
     assert found["overrides"] == [f"cluster.work_dir={tmp_path}", "cluster.devices_per_node=1"]
+    stored = resolve.dump(load("tiny", [f"cluster.work_dir={tmp_path / 'work'}"], "parent"))
+    store.run_folder("parent").write("profile.yaml", stored.encode())
+    assert main(["fork", "parent@100", "child", "--store", store.uri]) == 0
+    assert not store.is_remote or found["profile"].startswith(str(tmp_path / "work"))
 
 
 def test_a_fork_keeps_its_checkpoint_while_the_parent_trains_on(store):
@@ -200,6 +206,40 @@ def test_a_fork_changes_weights_only_after_its_step(store):
         require_forkable(store, parent, child, replace=True)
 
 
+LORA = ["init.from=model", "lora.rank=8"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "message"),
+    [
+        (LORA, [*LORA, "lora.alpha=4", "lora.dropout=0.1"], None),
+        (LORA, [*LORA, "lora.targets=[down, gate_up, output, qkv]"], None),
+        (
+            LORA,
+            [*LORA, "lora.rank=16"],
+            r"lora\.rank = 16: a fork loads .* parent trained.*; nearest valid: 8$",
+        ),
+        (LORA, ["init.from=model"], r"lora\.rank = null: .*; nearest valid: 8$"),
+        (["init.from=model"], LORA, r"lora\.rank = 8: .*init\.from=run:parent; nearest valid: null$"),
+        (
+            LORA,
+            [*LORA, "lora.targets=[qkv]"],
+            r"lora\.targets = \['qkv'\]: .*; nearest valid: \['qkv', 'output', ",
+        ),
+    ],
+)
+def test_a_fork_trains_the_tensors_of_its_parent(tmp_path, theirs, ours, message):
+    store = Store(str(tmp_path))
+    runs.open_run(store, load("tiny", theirs, "parent"), "one", "flow", INPUTS)
+    save(store, 100)
+    parent, child = find_parent(store, "parent", "child"), load("tiny", ours, "child")
+    if message is None:
+        require_forkable(store, parent, child)
+        return
+    with pytest.raises(ProfileError, match=message):
+        require_forkable(store, parent, child)
+
+
 def test_a_fork_with_other_data_is_warned_of_once(store, caplog):
     for key in "de":
         with store.artifacts.publish("dataset", key) as folder:
@@ -226,18 +266,22 @@ def test_checkpoints_of_a_run_that_has_replaced_the_parent_are_not_copied(store)
         copy_checkpoint(store, parent, "child")
 
 
-def test_a_fork_has_the_rows_of_its_parent_in_the_store(store):
-    """The copy of the parent on this machine may be outdated."""
+def test_a_fork_has_the_rows_of_its_parent_in_the_store_without_its_totals(store):
+    """The copy of the parent on this machine may be outdated; the totals are of its time, not the fork's."""
     (store.run_folder("parent").path / "metrics.jsonl").write_text('{"step": 1}\n')
-    rows = "".join(f"{json.dumps({'step': step})}\n" for step in (1, 200, 201))
+    totals = dict.fromkeys(TOTALS, 36_000.0)
+    rows = "".join(f"{json.dumps({'step': step, 'loss': 3.0, **totals})}\n" for step in (1, 200, 201))
     store.backend.write("runs/parent/metrics.jsonl", f'{rows}{{"step": 20'.encode())
     parent = find_parent(store, "parent", "child")
     hold_checkpoint(store, parent, "child")
     store.backend.write("runs/parent/metrics.jsonl", b"")
     open_child(store, parent)
     copy_checkpoint(store, parent, "child")
-    rows = LogFollower(store.run_folder("child").path / "metrics.jsonl").rows(is_metrics)
-    assert [row["step"] for row in rows] == [1, 200]
+    child = store.run_folder("child")
+    rows = LogFollower(child.path / "metrics.jsonl").rows(is_metrics)
+    assert [*rows] == [{"step": 1, "loss": 3.0}, {"step": 200, "loss": 3.0}]
+    # Another machine may continue the fork before this one uploads it.
+    assert child.read("metrics.jsonl") == (child.path / "metrics.jsonl").read_bytes()
 
 
 def test_the_data_of_parents_that_never_ended_is_recorded(store, caplog):

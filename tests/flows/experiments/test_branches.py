@@ -1,5 +1,6 @@
 """Branches of a trunk through the real flow: losses, caching, averages of checkpoints, and the page."""
 
+import io
 import itertools
 import json
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 
+from flows.cli.experiments.branches import _print_result
 from flows.cli.main import main
 from flows.experiments.branches import load
 from modeling import run_files
@@ -111,6 +114,20 @@ def test_branches_equal_runs_of_their_length_and_are_trained_once(pretrain, prof
     assert main(["convert", run, str(tmp_path / "many"), "--to", "hf", "--average", "9"]) == 2
 
 
+def test_result_names_the_model_of_each_average(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = f"store/artifacts/average/{'0' * 60}/model"  # longer than a line of the terminal
+    average = {
+        "average": "soup",
+        "members": ["a@2", "a@4"],
+        "validation_loss": 1.0,
+        "model": str(tmp_path / model),
+    }
+    printed = io.StringIO()
+    _print_result(Console(file=printed, width=80), {"runs": [], "averages": [average], "page": "page.html"})
+    assert f"  model: {model}\n" in printed.getvalue()
+
+
 def test_averages_read_the_trunk_under_its_lock_and_end_if_they_lose_it(
     prefect_server, profile, tmp_path, monkeypatch
 ):
@@ -185,6 +202,12 @@ def test_average_excludes_checkpoints_that_interruptions_saved(profile, tmp_path
         ),
         ({"averages": [{"name": "a", "of": ["short"], "last": 2}]}, "is neither trunk, trunk@STEP nor a branch"),
         ({"averages": [{"name": "a", "of": ["trunk@7"], "last": 2}]}, "is not a checkpoint of the trunk"),
+        ({"averages": [{"name": "a", "of": ["trunk@0", "long"]}]}, "is not a checkpoint of the trunk"),
+        (
+            {"averages": [{"name": "a", "of": ["trunk", "6-4"], "last": 4}]},
+            "averages.a.last = 4: stable-trunk has the checkpoints 2, 4, 6 up to step 6",
+        ),
+        ({"averages": [{"name": "a", "of": ["trunk"]}]}, "averages.a: contains only one checkpoint"),
         ({"overrides": ["cluster.devices_per_node=2", "parallel.tensor=2"], "devices": 1}, "is less than the 2 of one run"),
     ],
 )  # fmt: skip

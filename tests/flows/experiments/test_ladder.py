@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -95,6 +96,25 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
     assert exported(rung / "export", dataset, 32)[0] == pytest.approx(measured, rel=1e-5)
 
 
+def test_no_run_starts_after_another_has_failed(monkeypatch):
+    from flows.experiments import side_by_side
+
+    def pretrain(target, overrides, name, store, fork):
+        begun.append(name)
+        raise ValueError(f"{name} failed")
+
+    begun, profile = [], load("tiny")
+    experiment = SimpleNamespace(name="ladder", target="tiny", devices=None)
+    runs = [
+        SimpleNamespace(name=name, flops=flops, profile=profile, overrides=(), fork="")
+        for name, flops in (("small", 1), ("medium", 2), ("large", 3))
+    ]
+    monkeypatch.setattr(side_by_side, "pretrain", pretrain)
+    with pytest.raises(ValueError, match="large failed"):
+        side_by_side.run_side_by_side(experiment, runs, "store")
+    assert begun == ["large"]
+
+
 def test_an_outcome_has_the_metrics_that_were_forecast(tmp_path):
     from tasks.experiments import forecasts
     from tasks.reporting import run_report
@@ -102,6 +122,7 @@ def test_an_outcome_has_the_metrics_that_were_forecast(tmp_path):
     forecast = {
         "key": "k",
         "written": "now",
+        "target": {"tokens": 100},
         "loss": 3.0,
         "interval": [2.9, 3.1],
         "share": 0.9,
@@ -109,12 +130,13 @@ def test_an_outcome_has_the_metrics_that_were_forecast(tmp_path):
     }
     accuracy = {"value": 0.5, "interval": [0.4, 0.6], "backtest_error": 0.01}
     found = forecasts.outcome(
-        {**forecast, "metrics": {"accuracy": accuracy}}, 3.05, {"accuracy": 0.7, "other": 1.0}
+        {**forecast, "metrics": {"accuracy": accuracy}}, 100, 3.05, {"accuracy": 0.7, "other": 1.0}
     )
     assert found["within"]
     assert found["metrics"] == {"accuracy": {**accuracy, "outcome": 0.7, "within": False}}
     assert ">accuracy<" in run_report.forecast_against_outcome(found)
-    assert forecasts.outcome(forecast, 3.05)["metrics"] == {}  # of an earlier version
+    assert forecasts.outcome(forecast, 100, 3.05)["metrics"] == {}  # of an earlier version
+    assert forecasts.outcome(forecast, 200, 2.8) is None  # of a run that was extended
     row = {"step": 6, "time": 1.0, "validation_loss": 3.05, "lm_eval/endings/acc": 0.5}
     (tmp_path / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
     assert forecasts.metrics_of(tmp_path, {"other": 1.0}, 6) == {"lm_eval/endings/acc": 0.5, "other": 1.0}

@@ -12,6 +12,7 @@ from flows.cli.main import main
 from profiles import resolve
 from tasks.step import Context
 from tasks.steps.tokenizer import TokenizerStep
+from tasks.store.garbage import find_garbage
 from tasks.store.store import Store
 from tests.forked_jobs import forked_jobs
 
@@ -93,6 +94,9 @@ def test_proxies_are_reused_when_a_source_is_added(mixture, write_mixture, tmp_p
         assert old["weights"] == new["weights"]
         assert {**new["losses"], **old["losses"]} == pytest.approx(new["losses"], rel=1e-6)
         assert new["losses"].keys() == set(SOURCES)
+    assert len([*store.glob("artifacts/checkpoint-evaluation/*/evaluation.json")]) == 4
+    garbage, _ = find_garbage(Store(str(store)))
+    assert not [each.name for each in garbage if "evaluation" in each.name]
     assert second["weights"].keys() == set(SOURCES)
     assert second["key"] != first["key"]
 

@@ -11,7 +11,7 @@ import pytest
 from modeling import run_files
 from profiles.resolve import load
 from tasks.evaluation import checkpoints, harness, results
-from tasks.evaluation.checkpoints import TaskStep, digest_of_tasks, metrics_of
+from tasks.evaluation.checkpoints import CheckpointEvaluationStep, TaskStep, digest_of_tasks, metrics_of
 from tasks.evaluation.harness import metrics_of as numbers_of
 from tasks.failures import FatalError
 from tasks.launchers.base import Unavailable
@@ -97,6 +97,14 @@ def test_task_is_retried_if_reading_its_data_again_may_succeed(tmp_path, monkeyp
     ) as caught:
         step.make(Context(load("tiny"), store, folder), "key")
     assert isinstance(caught.value, FatalError) == (kind is FatalError)
+
+
+def test_evaluation_of_a_checkpoint_stays_cached_when_its_run_is_extended(tmp_path):
+    store = Store(str(tmp_path))
+    folder, step = store.run_folder("run").prepare("identity"), CheckpointEvaluationStep(None, "digest")
+    profiles = [load("tiny", [f"train.steps={steps}"]) for steps in (300, 400)]
+    first, extended = (step.key(Context(profile, store, folder)) for profile in profiles)
+    assert first == extended
 
 
 def test_evaluations_of_a_fork_and_of_its_parent_export_to_separate_folders():

@@ -1,6 +1,7 @@
 """All runs of a store: states, caching, nodes, cost and the page."""
 
 import json
+import os
 
 import pytest
 
@@ -86,6 +87,36 @@ def test_started_run_is_not_queued_if_the_clocks_of_its_nodes_are_behind(tmp_pat
         (found,) = read_fleet(store, now=1_800_001_000.0).runs
     assert found.state == "running"
     assert found.use.seconds["queue"] == 0
+
+
+def test_a_fork_counts_only_the_steps_that_it_trained(tmp_path):
+    run = simulated(tmp_path, "fork", node_price=3600.0)
+    parent = {"run": "parent", "identity": "parent", "step": 15}
+    (run.folder / "run.json").write_text(json.dumps({"identity": "fork", "parent": parent}))
+    (found,) = read_fleet(Store(str(tmp_path))).runs
+    assert (found.step, found.tokens, found.planned_cost) == (20, 500, 5)
+
+
+def test_a_finished_run_that_is_opened_again_is_not_finished(tmp_path):
+    extended, evaluated = (simulated(tmp_path, name) for name in ("extended", "evaluated"))
+    profile = extended.folder / "profile.yaml"
+    profile.write_text("train: {steps: 40}")
+    store = Store(str(tmp_path))
+
+    def read(opened):
+        os.utime(profile, (opened, opened))
+        with store.lock("run-extended"), store.lock("run-evaluated"):
+            return by_name(read_fleet(store, now=1_800_001_000.0))
+
+    assert {run.state for run in read(1_800_000_000.0).values()} == {"finished"}  # opened before it started
+    found = read(1_800_000_500.0)["extended"]
+    assert (found.state, found.summary.steps) == ("running", 40)
+    for run in (extended, evaluated):  # the latter to make up its last evaluation
+        run.end()
+        run.submit(10, 0)
+    found = read(1_800_000_500.0)
+    assert {run.state for run in found.values()} == {"queued"}
+    assert all(run.use.seconds["queue"] > 500 for run in found.values())
 
 
 def test_cost_covers_the_time_in_which_jobs_held_nodes(store):
