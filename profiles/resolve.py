@@ -30,6 +30,7 @@ from profiles.validation_errors import profile_error
 __all__ = ["check", "check_start", "dump", "load", "names"]
 
 SHIPPED = Path(__file__).parent / "shipped"
+KIND = "rope_type"
 
 
 def load(name_or_path: str, overrides: Sequence[str] = (), name: str | None = None) -> Profile:
@@ -136,8 +137,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
-        both = isinstance(result.get(key), Mapping) and isinstance(value, Mapping)
-        result[key] = _merged(result[key], value) if both else value
+        old = result.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        # Another kind of RoPE scaling has other keys, so it replaces the section.
+        same = both and value.get(KIND, old.get(KIND)) == old.get(KIND)
+        result[key] = _merged(old, value) if same else value
     return result
 
 

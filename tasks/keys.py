@@ -161,7 +161,9 @@ def graphs(profile: Profile) -> str:
         ]
         settings = _without(SCHEDULE | {"seed"}, train_values(train))
         objective = profile.objective.model_dump(mode="json")
-        step = [functions, settings, objective, profile.packs, profile.world_size]
+        # The parametrization's rates decide which parameters share a bucket.
+        model = _model(profile, trained=True)
+        step = [functions, settings, objective, profile.packs, profile.world_size, model]
     # On such a device, blocks gather their shards inside the graph, and the optimizer's update of a shard is a program.
     sharded = device.gathers_in_graph
     return digest(
@@ -179,7 +181,7 @@ def graphs(profile: Profile) -> str:
             "loss": [train.loss, profile.rows_per_sample > 1],
             "step_programs": step,
             "document_masks": profile.document_masks,
-            "lora": profile.lora.model_dump(mode="json", exclude={"alpha"}) if profile.lora.rank else None,
+            "lora": profile.lora.model_dump(mode="json") if profile.lora.rank else None,
             "rates": profile.scores_pairs_in_step,
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),

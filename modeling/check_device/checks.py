@@ -213,7 +213,7 @@ def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> P
     parallel = {way: split} if way in ("tensor", "context", "pipeline") else {}
     if way == "fsdp":
         parallel = {"data_sharding": "fsdp"}
-    heads = split * max(1, 8 // split)
+    heads, length = split * max(1, 8 // split), 16 * split * -(-4 // split)
     return Profile.model_validate(
         {
             "name": "check",
@@ -224,7 +224,7 @@ def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> P
                 "num_attention_heads": heads,
                 "num_key_value_heads": 1 if split % 2 else 2,
                 "vocab_size": 512,
-                "max_position_embeddings": 16 * max(4, split),
+                "max_position_embeddings": length,
             },
             "tokenizer": {"source": "train", "vocabulary_size": 512},
             "data": {"sources": [{"kind": "python-docs"}]},
@@ -232,7 +232,7 @@ def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> P
             "train": {
                 "steps": STEPS,
                 "global_batch_size": 2 * ranks,
-                "sequence_length": 16 * max(4, split),
+                "sequence_length": length,
                 "learning_rate": 1e-3,
                 "precision": precision,
             },

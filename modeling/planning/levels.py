@@ -4,8 +4,10 @@
     node       chips of one node, over NeuronLink or NVLink: groups that shard parameters
     network    nodes, over EFA or InfiniBand: replicas and pipeline stages
 
-A group with several ranks per node sends between nodes over the links of all of them: a ring enters and leaves each node once,
-so its bandwidth is a device's share of the network times its ranks per node, limited by the links inside the node.
+A group with several ranks per node sends between nodes over the links of all of them: a collective's ring enters and leaves each
+node once, so its bandwidth is a device's share of the network times its ranks per node, limited by the links inside the node.
+Messages between single ranks have a device's share alone: those of ring attention and of pipelines, of which the slowest decides,
+and those of experts' all-to-all, of which a part stays inside the node.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def level(profile: Profile, axis: str) -> str:
 
 
 def bandwidth(profile: Profile, axis: str) -> float | None:
-    """Bytes/s that one rank sends to the next of its group; None if the device's bandwidths are unknown."""
+    """Bytes/s that one rank sends over an axis; None if the device's bandwidths are unknown."""
     device = device_of(profile)
     table = calibration.find(profile)
     measured = table.links if table else {}
@@ -46,19 +48,32 @@ def bandwidth(profile: Profile, axis: str) -> float | None:
         return speeds[slowest]
     stride, size = _span(profile, axis)
     ranks_per_node = max(1, min(size, profile.cluster.devices_per_node // stride))
-    return min(speeds["node"] or speeds["network"], speeds["network"] * ranks_per_node)
+    network, node = speeds["network"], speeds["node"] or speeds["network"]
+    if axis == "expert":
+        inside = (ranks_per_node - 1) / (size - 1)
+        return 1 / (inside / node + (1 - inside) / network)
+    # Messages to the next rank, unless K and V are gathered.
+    if axis == "pipeline" or (axis == "context" and not device.compiles_operators):
+        return network
+    return min(node, network * ranks_per_node)
 
 
 def _span(profile: Profile, axis: str) -> tuple[int, int]:
     """Distance between neighbouring ranks of an axis, and its size."""
     parallel = profile.parallel
-    # "data": the ranks over which states are sharded; "replica": those that hold the same shard
-    shards = profile.shard_degree
+    # "data": the ranks over which states are sharded; "replica": those that hold the same shard; also of experts
+    shards, expert_shards = profile.shard_degree, profile.expert_shard_degree
+    experts = parallel.tensor * parallel.expert
     return {
         "tensor": (1, parallel.tensor),
         "context": (parallel.tensor, parallel.context),
         "expert": (parallel.tensor, parallel.expert),
         "replica": (parallel.tensor * shards, profile.weight_replicas // shards),
+        "expert_data": (experts, expert_shards),
+        "expert_replica": (
+            experts * expert_shards,
+            profile.weight_replicas // parallel.expert // expert_shards,
+        ),
         "data": (parallel.tensor, shards),
         "pipeline": (parallel.tensor * profile.weight_replicas, parallel.pipeline),
     }[axis]

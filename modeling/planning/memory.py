@@ -97,21 +97,22 @@ def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str,
 
 
 def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:
-    """Bytes of gradients and weights that a rank sends per step: over its shard group, to its replicas.
+    """Bytes of gradients and weights that a rank sends per step: in its shard groups, to its replicas.
 
     Gradients are reduce-scattered and weights all-gathered over the shards; FSDP does so for blocks in every microbatch, with
     weights in each of `weight_passes`. Each shard of the gradients is all-reduced over its replicas.
     """
     train, keeps = profile.train, profile.parallel.keep_gathered
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
-    communication = {"data": 0, "replica": 0}
+    communication = dict.fromkeys(("data", "replica", "expert_data", "expert_replica"), 0)
     passes = weight_passes(profile)
     frozen_passes = passes + profile.scores_pairs_in_step  # the base model is the reference model
     for bucket in buckets:
+        shards, replicas = ("expert_data", "expert_replica") if bucket.experts else ("data", "replica")
         if bucket.frozen:
             if not bucket.resident:
                 gathered = frozen_passes * profile.accumulation_steps if bucket.block and not keeps else 1
-                communication["data"] += (
+                communication[shards] += (
                     bucket.size * gathered * weight * (bucket.shards - 1) // bucket.shards
                 )
             continue
@@ -122,8 +123,8 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
         if profile.copies_reference and not bucket.resident:  # for the reference model's forward pass
             gathered += scattered if bucket.block else 1
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
-        communication["data"] += exchanged * (bucket.shards - 1) // bucket.shards
-        communication["replica"] += (
+        communication[shards] += exchanged * (bucket.shards - 1) // bucket.shards
+        communication[replicas] += (
             2 * bucket.size * gradient // bucket.shards * (bucket.replicas - 1) // bucket.replicas
         )
     return communication

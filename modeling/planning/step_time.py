@@ -121,7 +121,8 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
     if parallel.data_sharding == "fsdp":
         hidden = 1 / profile.accumulation_steps if parallel.keep_gathered else 1.0
     exposed = max(
-        max(0.0, seconds(rank, "data") - hidden * work) + seconds(rank, "replica")
+        max(0.0, seconds(rank, "data", "expert_data") - hidden * work)
+        + seconds(rank, "replica", "expert_replica")
         for rank, work in zip(ranks, works, strict=True)
     )
     step = max(works) * (1 + idle) + exposed + max(rank.updated for rank in ranks) / memory

@@ -46,7 +46,7 @@ def check_trace(profile: Profile) -> None:
     trace, steps = profile.cluster.trace, profile.train.steps
     if trace and trace[0] > trace[1]:
         raise ProfileError("cluster.trace", list(trace), "ends before it begins", [list(reversed(trace))])
-    if trace and trace[0] > steps:
+    if trace and steps is not None and trace[0] > steps:
         last_steps = [max(1, steps - (trace[1] - trace[0])), steps]
         reason = f"begins after the last step, train.steps = {steps}"
         raise ProfileError("cluster.trace", list(trace), reason, [last_steps])

@@ -43,6 +43,10 @@ def test_tiny_is_accepted():
     accepted()
 
 
+def test_traced_steps_are_accepted_where_the_data_sets_the_number_of_steps():
+    resolve.check(resolve.load("tiny", ["train.steps=null", "train.epochs=1", "cluster.trace=[5,7]"]))
+
+
 @pytest.mark.parametrize(
     ("time", "minutes"),
     [

@@ -80,6 +80,9 @@ def test_extends_merges_keys_and_replaces_lists(tmp_path):
 
 
 def test_file_extends_a_shipped_profile(tmp_path):
+    linear = {"rope_type": "linear", "factor": 2.0}
+    child = write(tmp_path / "linear.yaml", extends="llama3.1-8b", model={"rope_scaling": linear})
+    assert resolve.load(str(child)).model.rope_scaling.model_dump() == linear
     profile = resolve.load(str(write(tmp_path / "longer.yaml", extends="tiny", train={"steps": 999})))
     assert (profile.name, profile.train.steps) == ("longer", 999)
     assert profile.model == resolve.load("tiny").model

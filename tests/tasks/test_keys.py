@@ -163,10 +163,11 @@ def test_name_and_schedule_change_training_keys_but_not_the_identity():
         "train.recompute=full",
         "cluster.threads=3",
         "cluster.device=cuda",
+        "lora.alpha=8",
     ],
 )
 def test_settings_of_graphs_change_their_key(override):
-    fixed = ["cluster.threads=1"]
+    fixed = ["cluster.threads=1"] + (["lora.rank=4"] if "lora" in override else [])
     assert keys.graphs(resolve.load("tiny", [*fixed, override])) != keys.graphs(resolve.load("tiny", fixed))
 
 
@@ -185,6 +186,7 @@ PAIRS = ["objective.kind=orpo", "objective.packing=true"]
             ["evaluate.metrics=[tests.emulation.user_functions:accuracy]"],
         ),
         ([*PAIRS, "objective.beta=0.1"], [*PAIRS, "objective.beta=0.2"]),
+        ([], ["model.parametrization=mup", "model.base_hidden_size=64"]),  # regroups the buckets
     ],
 )
 def test_step_settings_change_the_graphs_key_on_devices_that_compile_whole_steps(settings, others):

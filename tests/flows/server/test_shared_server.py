@@ -98,7 +98,7 @@ def test_server_of_up_remains_after_its_last_user(tmp_path):
 def test_home_is_locked_also_over_nfs(tmp_path, monkeypatch):
     faults.lock_as_nfs(monkeypatch)
     locks = ServerLocks(tmp_path)
-    with locks.locked(), locks.record_server(4200):
+    with locks.locked(), locks.record_server(4200, ends_with_users=True):
         port, users = locks.join()
     with users:
         assert port == 4200

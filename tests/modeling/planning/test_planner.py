@@ -236,9 +236,13 @@ def test_auto_recomputation_differs_by_stage_and_is_faster_than_one_mode(tensor)
 
 def test_auto_recomputation_of_layers_of_two_kinds_mixes_the_modes():
     """GPT-OSS alternates layers with a window and without; DeepSeek's first layers are dense."""
-    for name, modes in (("gpt-oss-20b", {"full", "selective"}), ("deepseek-v3", {"full", "none"})):
+    one_stage = ["parallel.pipeline=1", "parallel.data_sharding=fsdp", "parallel.expert=256"]
+    for name, overrides, modes in (
+        ("gpt-oss-20b", [], {"full", "selective"}),
+        ("deepseek-v3", one_stage, {"full", "none"}),
+    ):
         cache = {}
-        chosen = resolve_auto(resolve.load(name, ["train.recompute=auto"]), cache)
+        chosen = resolve_auto(resolve.load(name, ["train.recompute=auto", *overrides]), cache)
         assert set(layer_modes(chosen)) == modes
         planned = plan(chosen, cache)
         assert planned.fits
@@ -377,6 +381,14 @@ def test_links_follow_from_the_position_of_a_group():
     # A group with 16 ranks per node has 16 devices' share of the network.
     across_nodes = with_value(profile, "parallel.shard_degree", None)
     assert bandwidth(across_nodes, "data") == pytest.approx(0.3 * 16 * trn2.network)
+    # Of an all-to-all, each rank sends what goes to other nodes over its own share.
+    experts = resolve.load("deepseek-v3", ["parallel.pipeline=1", "parallel.expert=256"])
+    inside, outside = 31 / 255 / (0.6 * trn2.link), 224 / 255 / (0.3 * trn2.network)
+    assert bandwidth(experts, "expert") == pytest.approx(1 / (inside + outside))
+    # The groups that share experts have fewer ranks in a node than the others.
+    sharded = resolve.load("dbrx", ["parallel.tensor=2", "parallel.expert=8"])
+    assert bandwidth(sharded, "expert_data") == pytest.approx(0.3 * 4 * trn2.network)
+    assert bandwidth(sharded, "data") == pytest.approx(0.3 * 32 * trn2.network)
 
 
 def test_planned_step_uses_the_calibration_measured_on_this_machine(tmp_path, monkeypatch):

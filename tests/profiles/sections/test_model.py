@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -267,9 +268,10 @@ def test_unsupported_config_json_is_rejected(config, message):
 def test_invalid_config_json_is_rejected_by_file(config, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    with pytest.raises(ProfileError) as caught:
+    with pytest.raises(
+        ProfileError, match=rf"model\.config = .*config\.json: cannot be used: {re.escape(message)}"
+    ):
         read_config_json(path, "model.config")
-    assert f"model.config = {path}: cannot be used: {message}" in str(caught.value)
 
 
 def test_package_whose_family_is_broken_is_named_and_disturbs_no_other(tmp_path, monkeypatch):
