@@ -19,7 +19,7 @@ def upload(store):
     """Replace the contents of memory://artifacts by the store's shards."""
     remote = fsspec.filesystem("memory")
     remote.rm("/artifacts", recursive=True) if remote.exists("/artifacts") else None
-    remote.put(str(store / "artifacts/tokens"), "/artifacts/tokens", recursive=True)
+    remote.put(f"{store}/artifacts/tokens/", "/artifacts/tokens/", recursive=True)
 
 
 @pytest.fixture

@@ -60,7 +60,8 @@ def test_compare_reads_the_latest_copy_of_a_run_in_a_remote_store(capsys, tmp_pa
     write_run(tmp_path / "elsewhere/runs/first", losses=50)
     remote = fsspec.filesystem("memory")
     remote.store.clear()
-    remote.put(f"{tmp_path}/elsewhere/runs", "/bucket/store/runs", recursive=True)
+    # With a slash at the end, the contents are copied, even if an earlier test has left an empty folder there.
+    remote.put(f"{tmp_path}/elsewhere/runs/", "/bucket/store/runs/", recursive=True)
     command = ["compare", "--store", "memory://bucket/store", "--json"]
 
     def compared() -> tuple[int, str]:
