@@ -17,6 +17,7 @@ import yaml
 from flows.alerts import events
 from flows.cli.main import main
 from parallel.checkpoint.locations import MARKER
+from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from tasks.failures import FatalError
@@ -330,12 +331,12 @@ def test_invalid_evaluations_are_rejected(trained, tasks, monkeypatch):
             evaluate(store, run)
     with pytest.raises(ProfileError, match="not a folder"):
         evaluate(store, "run", tasks=["endings"], include=str(tasks / "missing"))
-    results = (store / "runs/run/evaluations.jsonl").read_text()
+    recorded = state_files.read_text(store / "runs/run/evaluations.jsonl")
     with pytest.raises(
         ProfileError, match=r"task = ending: lm-eval \S+ has no such task; nearest valid: endings"
     ):
         evaluate(store, "run@6", tasks=["endings", "ending"], include=str(tasks))
-    assert (store / "runs/run/evaluations.jsonl").read_text() == results
+    assert state_files.read_text(store / "runs/run/evaluations.jsonl") == recorded
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
         FatalError, match=r"the data of remote cannot be read .*nobody/has-this.*; without a network"
