@@ -39,12 +39,9 @@ def started(*overrides) -> None:
     resolve.check_start(resolve.load("tiny", overrides))
 
 
-def test_tiny_is_accepted():
+def test_tiny_is_accepted_also_where_the_data_sets_the_number_of_traced_steps():
     accepted()
-
-
-def test_traced_steps_are_accepted_where_the_data_sets_the_number_of_steps():
-    resolve.check(resolve.load("tiny", ["train.steps=null", "train.epochs=1", "cluster.trace=[5,7]"]))
+    accepted("train.steps=null", "train.epochs=1", "cluster.trace=[5,7]")
 
 
 @pytest.mark.parametrize(
@@ -392,8 +389,7 @@ def test_existing_files_are_accepted(tmp_path):
 
 @pytest.mark.parametrize("source", ["org/name", "s3://bucket/folder"])
 def test_hub_and_bucket_sources_are_not_checked_locally(source):
-    started(f"tokenizer.source={source}")
-    started(f"init.from={source}")
+    started(f"tokenizer.source={source}", f"init.from={source}")
 
 
 def test_kv_replication_is_derived():

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-import yaml
-
 from flows.cli import run as run_command
 from modeling import run_files
+from profiles import yaml_text
 from tasks.fork import decay_overrides, find_parent, parent_profile
 from tasks.store import runs
 from tasks.store.store import Store, open_store
@@ -30,5 +29,6 @@ def _work_dir(options: argparse.Namespace) -> str:
     """The parent's cluster.work_dir, which the new run uses too."""
     name = options.parent.partition("@")[0]
     stored = runs.existing_run(Store(options.store), "fork", name).read(run_files.PROFILE)
-    section = (yaml.safe_load(stored or b"") or {}).get("cluster") or {}
-    return section.get("work_dir") or "store"
+    values = yaml_text.parse((stored or b"").decode())
+    cluster = values.get("cluster") if isinstance(values, dict) else None
+    return (cluster or {}).get("work_dir") or "store"

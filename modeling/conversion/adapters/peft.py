@@ -18,6 +18,7 @@ from modeling.conversion.adapters import peft_experts
 from modeling.conversion.adapters.adapters import Adapters, Factors
 from modeling.conversion.weights import global_shapes
 from modeling.models.families import huggingface_tensor
+from profiles import state_files
 from profiles.sections.model import Model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -127,15 +128,9 @@ def write(adapters: Adapters, folder: Path) -> dict[str, int]:
 
 def read_configuration(path: Path) -> Mapping[str, Any]:
     """The contents of adapter_config.json. Raises ValueError if it is missing or corrupted."""
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path}: missing") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: corrupted: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: corrupted: not a JSON object")
-    return found
+    if (data := state_files.read(path)) is None:
+        raise ValueError(f"{path}: missing")
+    return state_files.require_json(data, path)
 
 
 def required(configuration: Mapping[str, Any], name: str, file: Path) -> Any:

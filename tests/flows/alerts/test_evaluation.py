@@ -27,7 +27,7 @@ def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
         register_evaluation(["endings", "others"])  # updates the existing one
         time.sleep(2)  # until the server's triggers know the automation
         emit("checkpoint", "first", "complete", step=20, folder="/fsx/store/runs/first")
-        remote = {"folder": "/fsx/work/runs/second", "store": "s3://bucket/store"}
+        remote = {"folder": "/fsx/shared/runs/second", "store": "s3://bucket/store"}
         emit("checkpoint", "second", "complete", step=20, **remote)
         of_deployment = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
 
@@ -41,5 +41,5 @@ def test_a_completed_checkpoint_is_evaluated_in_its_store(prefect_server):
     tasks = ["endings", "others"]
     assert sorted((run.parameters for run in found), key=lambda parameters: parameters["run"]) == [
         {"run": "first", "tasks": tasks, "store": "/fsx/store", "work_dir": "/fsx/store"},
-        {"run": "second", "tasks": tasks, "store": "s3://bucket/store", "work_dir": "/fsx/work"},
+        {"run": "second", "tasks": tasks, "store": "s3://bucket/store", "work_dir": "/fsx/shared"},
     ]

@@ -433,10 +433,8 @@ def test_kv_replicator_decides_the_kv_heads_and_is_checked(tmp_path):
 
 
 def test_several_models_of_the_same_numbers_are_named(tmp_path):
-    over = {
-        "model": {"rope_theta": None, "max_position_embeddings": None},
-        "data": {"train_dir": "/fsx/text"},
-    }
+    unknown = {"rope_theta": None, "max_position_embeddings": None}
+    over = {"model": unknown, "data": {"train_dir": "/fsx/text"}}
     with pytest.raises(
         ProfileError, match=r"llama3-8b and llama3\.1-8b has the dimensions.*pass --config FILE"
     ):
@@ -484,24 +482,19 @@ def test_hardware_plans_a_new_topology_and_keeps_the_mathematics(tmp_path, capsy
     assert result["plan"]["fits"]
     assert {line["key"] for line in result["keys"]} == nxdt.read(Path(config)).keys()
     before, after = resolve.load(str(theirs)), resolve.load(str(ours))
-    assert (after.cluster.accelerator, after.cluster.device, after.cluster.devices_per_node) == (
-        "h200",
-        "cuda",
-        8,
-    )
+    assert (after.cluster.accelerator, after.cluster.devices_per_node) == ("h200", 8)
     assert after.parallel.tensor < before.parallel.tensor
     assert after.model == before.model
-    changed = {"recompute"}
-    assert after.train.model_dump(exclude=changed) == before.train.model_dump(exclude=changed)
+    mathematics = [each.train.model_dump(exclude={"recompute"}) for each in (before, after)]
+    assert mathematics[0] == mathematics[1]
 
 
 def test_error_leaves_nothing_behind(tmp_path, capsys):
-    out = tmp_path / "mine.yaml"
     over = {"model": {"alibi": True}, "data": {"eod_mask_loss": True}}
     config = write(tmp_path, "megatron_llama_7B", over)
-    assert main(["import-config", str(config), str(out)]) == 2
+    assert main(["import-config", str(config), str(tmp_path / "mine.yaml")]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "data.eod_mask_loss = true" in shown.err
-    assert "also model.alibi = true" in shown.err
+    for part in ("data.eod_mask_loss = true", "also model.alibi = true"):
+        assert part in shown.err
     assert list(tmp_path.glob("*.yaml")) == [config]

@@ -155,7 +155,7 @@ def test_of_a_remote_run_only_its_latest_checkpoint_is_read(needed, others, tmp_
     with weights.fetch(source, None, tmp_path / "out", checkpoints=2) as folder:  # for an average
         steps = {path.name for path in folder.glob("checkpoints/*")}
         assert steps == ({"step_9", "step_10"} if "newest" not in needed else set())
-    (run / "metrics.jsonl").write_text("the run goes on")
+    (run / "metrics.jsonl").write_text("the run continues")
     assert weights.pin(source, None, None, "init.from", DigestCache()) == before
     (run / min(needed - {"newest"})).write_text("other weights")
     assert weights.pin(source, None, None, "init.from", DigestCache()) != before
