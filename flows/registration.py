@@ -6,7 +6,6 @@ without a heartbeat as crashed; otherwise a run whose worker was killed would st
 
 from __future__ import annotations
 
-import argparse
 import sys
 from datetime import timedelta
 
@@ -21,6 +20,7 @@ from prefect.exceptions import ObjectAlreadyExists
 
 from flows.alerts.automations import register_alerts
 from flows.server.prefect_settings import AUTOMATION, GATE_MISSED, POOL, REJECTED, SILENCE_SECONDS, STOPPED
+from profiles.arguments import Parser
 from profiles.errors import ProfileError
 
 CONCURRENT_RUNS = 4
@@ -74,7 +74,7 @@ def register_automation(silence: float = SILENCE_SECONDS) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="flows.registration")
+    parser = Parser(prog="flows.registration")
     about = "notification block that alerts are sent to, such as slack-webhook/team"
     parser.add_argument("--alerts", metavar="TYPE/NAME", help=about)
     options = parser.parse_args(arguments)

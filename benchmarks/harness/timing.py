@@ -10,15 +10,17 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from profiles.arguments import Parser
+
 WIDTH = 130  # columns of a table that is not printed to a terminal
 
 T = TypeVar("T")
 
 
-def make_parser(documentation: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+def make_parser(documentation: str | None, rounds: int | None = None) -> Parser:
     """Parser described by the benchmark's module docstring; `rounds` adds `--rounds` with this default."""
     spec = sys.modules["__main__"].__spec__  # None if `main` is called from a script
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"python -m {spec.name}" if spec else None,
         description=documentation,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -7,7 +7,6 @@ once disabled in Prefect's UI, it stays disabled.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.events.actions import RunDeployment
 
 from flows.alerts.automations import trigger_for
+from profiles.arguments import Parser
 
 NAME = "Evaluate completed checkpoints"
 DEPLOYMENT = "evaluate/evaluate"
@@ -50,7 +50,7 @@ def _template(text: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="flows.alerts.evaluation")
+    parser = Parser(prog="flows.alerts.evaluation")
     parser.add_argument("--task", dest="tasks", action="append", default=[], metavar="NAME")
     register_evaluation(parser.parse_args(arguments).tasks)
 

@@ -22,11 +22,12 @@ from modeling.check_device import checks, isolation
 from modeling.check_device.checks import Check, Result
 from parallel import device as devices
 from profiles import resolve
+from profiles.arguments import Parser
 from profiles.errors import ProfileError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.check_device", description=__doc__.splitlines()[0])
+    parser = Parser(prog="modeling.check_device", description=__doc__.splitlines()[0])
     about = "kind of device to check (default: this machine's accelerator)"
     parser.add_argument("--device", choices=sorted(devices.KINDS), help=about)
     parser.add_argument(

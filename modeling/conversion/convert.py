@@ -37,6 +37,7 @@ from parallel.checkpoint import locations
 from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.stages import cut_layers
 from profiles import state_files
+from profiles.arguments import Parser
 from profiles.errors import ProfileError
 from profiles.sections.model import neighbours
 
@@ -256,7 +257,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.conversion.convert")
+    parser = Parser(prog="modeling.conversion.convert")
     parser.add_argument("source", type=Path, help="checkpoint of any format, or a run folder")
     parser.add_argument("destination", type=Path, help="new or empty folder")
     parser.add_argument("--to", choices=MODEL_FORMATS, required=True, help="format to write")

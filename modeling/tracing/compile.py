@@ -7,7 +7,6 @@ Writes the result as JSON; an error names the module and source line of the mode
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import logging
@@ -31,6 +30,7 @@ from modeling.tracing.trace import Recorder, run_stage
 from modeling.training.trainer import threads
 from parallel import device as devices
 from parallel.torch_internals import FakeTensorMode, unset_fake_temporarily
+from profiles.arguments import Parser
 from profiles.resolve import load
 from profiles.schema import Profile
 
@@ -121,7 +121,7 @@ def _source_location(frame: tuple[str, str]) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.tracing.compile", description=__doc__.splitlines()[0])
+    parser = Parser(prog="modeling.tracing.compile", description=__doc__.splitlines()[0])
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--stage", type=int, required=True, help="a pipeline stage that runs the program")
     parser.add_argument("--program", required=True, help='program name, such as "block, training"')

@@ -14,7 +14,6 @@ Exit codes: 0 all operators are supported, 1 the table lacks some, 2 the profile
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections import Counter, defaultdict
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from modeling import job_log
 from modeling.tracing.trace import Trace, trace
+from profiles.arguments import Parser
 from profiles.errors import ProfileError
 from profiles.resolve import check, load
 
@@ -46,7 +46,7 @@ def unsupported(operators: Collection[str], table: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.tracing.operators", description=__doc__.splitlines()[0])
+    parser = Parser(prog="modeling.tracing.operators", description=__doc__.splitlines()[0])
     parser.add_argument("profile", help="a shipped profile, or the path of a YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--table", type=Path, help="text file that names the operators of a device")

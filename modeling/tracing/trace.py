@@ -14,7 +14,6 @@ Takes about 4 s plus 0.3 s per pipeline stage, and less than 1 GB, for a model o
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -67,6 +66,7 @@ from parallel.experts.layer import counting_choices
 from parallel.layers.lora import without_updates
 from parallel.random import sample_keys
 from parallel.torch_internals import FakeTensorMode
+from profiles.arguments import Parser
 from profiles.resolve import load
 from profiles.schema import Profile
 
@@ -301,7 +301,7 @@ def trace_device(profile: Profile) -> torch.device:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.tracing.trace", description=__doc__.splitlines()[0])
+    parser = Parser(prog="modeling.tracing.trace", description=__doc__.splitlines()[0])
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--cache", type=Path, help="compile cache folder to prepare for later compilations")

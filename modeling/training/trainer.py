@@ -11,7 +11,6 @@ Training, evaluation and the device check share it.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -61,6 +60,7 @@ from parallel.experts.layer import counting_choices
 from parallel.layers.lora import without_updates
 from parallel.layout import deferred_parameters
 from parallel.random import sample_keys
+from profiles.arguments import Parser
 from profiles.schema import Profile
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ if TYPE_CHECKING:
 Local = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
 
 
-def job_parser(module: str) -> argparse.ArgumentParser:
+def job_parser(module: str) -> Parser:
     """Argument parser of a job module in this folder, with the arguments that all of them accept."""
-    parser = argparse.ArgumentParser(prog=f"modeling.training.{module}")
+    parser = Parser(prog=f"modeling.training.{module}")
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--dataset", type=Path, required=True, help="folder of the dataset artifact")
     about = "folder of the graphs artifact; without it graphs compile on first use"

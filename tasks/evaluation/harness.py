@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiles import state_files
+from profiles.arguments import Parser
 from profiles.errors import ProfileError
 from profiles.retries import seconds_to_wait
 
@@ -28,7 +29,7 @@ PACKAGE = "lm_eval"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tasks.evaluation.harness")
+    parser = Parser(prog="tasks.evaluation.harness")
     parser.add_argument("--model", help="folder of a Hugging Face model; without it, only check the names")
     parser.add_argument("--task", action="append", required=True, help="name of a task or group; repeatable")
     parser.add_argument("--include", help="folder with task files, in addition to those of lm-eval")

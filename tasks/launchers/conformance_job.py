@@ -6,7 +6,6 @@ ignores the signals to stop, SIGTERM and SIGUSR1 as in training, which otherwise
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -14,12 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+from profiles.arguments import Parser
+
 FAILURE = 3  # exit code
 SECRETS = ("CONFORMANCE_SECRET", "PREFECT_API_KEY")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("orders", nargs="*")
     parser.add_argument("--attempt", type=int)

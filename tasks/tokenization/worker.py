@@ -9,7 +9,6 @@ Otherwise it is job I of N and processes every N-th of the listed shards, from t
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import Any
 
 from modeling import job_log
 from modeling.exit_codes import REJECTED
+from profiles.arguments import Parser
 from profiles.errors import ProfileError
 from tasks.sources import duplicates
 from tasks.store.store import Store
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tasks.tokenization.worker")
+    parser = Parser(prog="tasks.tokenization.worker")
     parser.add_argument("--plan", type=Path, required=True, help="JSON file of a dataset plan")
     parser.add_argument("--store", required=True, help="folder or s3:// prefix")
     parser.add_argument("--work-dir", default="store", help="local folder of a store on S3")

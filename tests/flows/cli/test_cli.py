@@ -290,6 +290,8 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["run", "tiny", "--overide", "a.b=c"], "no option --overide; nearest valid: --set\n"),
         (["run", "tiny", "--frob"], "no option --frob; valid: --help, --set, "),
         (["run", "tiny", "--stroe", "s"], "no option --stroe; nearest valid: --store\n"),
+        (["run", "tiny", "--st", "train.steps=5"], "no option --st; nearest valid: --store, --set\n"),
+        (["gc", "--y"], "no option --y; nearest valid: --yes\n"),
         (["run", "tiny", "train.steps=5"], "to override a key: --set train.steps=5"),
         (["convert", "a", "b", "--to", "hff"], "hff is not a valid value; nearest valid: hf\n"),
         (["plan"], "required: PROFILE"),

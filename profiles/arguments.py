@@ -1,0 +1,78 @@
+"""Parser of a program's arguments: options in full only, and errors with usage and the nearest valid choice."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a program or a subcommand; rejects abbreviated and unknown arguments, with its own usage.
+
+    argparse takes a unique prefix of an option for the option itself, so that a typo could start something else.
+
+    Attributes:
+        command_hints: what to advise in place of choices, by the name of a command that does not exist.
+    """
+
+    command_hints: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **settings})
+
+    def parse_known_args(
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown))
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with code 2."""
+        self.exit(2, f"{self.format_usage()}{self.prog}: {message}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        valid = [str(choice) for choice in action.choices]
+        name = "command" if isinstance(action, argparse._SubParsersAction) else "value"
+        hint = self.command_hints.get(value) if name == "command" else None
+        reason = f"{value} is not a valid {name}; {hint or _choices(difflib.get_close_matches(str(value), valid), valid)}"
+        raise argparse.ArgumentError(None if name == "command" else action, reason)
+
+    def _unknown(self, arguments: Sequence[str]) -> str:
+        """Why the first of these arguments is rejected, and what the user may have meant."""
+        first = arguments[0]
+        if not first.startswith("-"):
+            is_override = re.match(r"[a-z_]+(\.[a-z_0-9]+)+=", first) and "--set" in self._options()
+            meant = f"; to override a key: --set {first}" if is_override else ""
+            return f"unexpected argument {first}{meant}"
+        option = first.partition("=")[0]
+        return f"there is no option {option}; {_choices(self._nearest(option), list(self._options()))}"
+
+    def _nearest(self, option: str) -> list[str]:
+        """Options that the name abbreviates or resembles, else those with a similar word in their help."""
+        word, options = option.strip("-"), self._options()
+        names = {name.strip("-"): name for name in options}
+        close = [*(name for name in names if name.startswith(word)), *difflib.get_close_matches(word, names)]
+        if close:
+            return [names[name] for name in dict.fromkeys(close)]
+        return [
+            name
+            for name, action in options.items()
+            if difflib.get_close_matches(word, re.findall(r"[a-z]{4,}", (action.help or "").lower()), 1, 0.8)
+        ]
+
+    def _options(self) -> dict[str, argparse.Action]:
+        """Actions by the long name of their option."""
+        named = ((action.option_strings[-1], action) for action in self._actions if action.option_strings)
+        return dict(named)
+
+
+def _choices(nearest: Sequence[str], valid: Sequence[str]) -> str:
+    """The nearest choices, or all if none is near."""
+    return f"nearest valid: {', '.join(nearest)}" if nearest else f"valid: {', '.join(valid)}"
