@@ -155,7 +155,7 @@ def evaluate(
     """
     name, step = _split(run)
     require_harness(list(tasks), include)
-    opened = open_store(store, work_dir)
+    opened = open_store(store, work_dir, existing=True)
     folder = runs.fetch(opened, name)
     files = Path(include).absolute() if include else None
     if new := set(tasks) - _evaluated_tasks(folder):

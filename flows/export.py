@@ -32,7 +32,7 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         work_dir: With a store on S3, the local folder of run folders, like cluster.work_dir of a profile; a run missing there is
             restored from the store.
     """
-    opened = open_store(store, work_dir)
+    opened = open_store(store, work_dir, existing=True)
     runs.fetch(opened, run)  # rejects an unknown run
     with activities.begin(opened, "exporting", run) as lock:
         folder = runs.fetch(opened, run)  # again: it may have been replaced during the wait

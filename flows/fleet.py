@@ -28,7 +28,7 @@ def fleet(store: str = "./store", work_dir: str = "./store") -> str:
         store: Where runs are kept: a folder or an s3:// prefix.
         work_dir: With a store on S3, the local folder of run folders, like cluster.work_dir of a profile.
     """
-    opened = Store(store, Path(work_dir))
+    opened = Store(store, Path(work_dir)).existing()
     found = read_fleet(opened)
     opened.backend.write(PAGE, render(found).encode())
     location = opened.backend.location(PAGE)

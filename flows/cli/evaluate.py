@@ -20,7 +20,7 @@ from tasks.store.store import open_store
 def run(options: argparse.Namespace) -> int:
     """Evaluate; print the metrics by step. Raises ProfileError for an unknown run, checkpoint or override."""
     name = options.run.partition("@")[0]
-    folder = runs.fetch(open_store(options.store, options.work_dir), name)
+    folder = runs.fetch(open_store(options.store, options.work_dir, existing=True), name)
     profile = resolve.load(str(folder / run_files.PROFILE), options.overrides, name)
     profile = with_value(profile, "cluster.work_dir", options.work_dir)  # as the flow, instead of the run's
 

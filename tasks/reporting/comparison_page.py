@@ -123,8 +123,8 @@ def write_page(
 def _find_folder(store: Store, name: str, copies: Path) -> tuple[Path, str]:
     """Folder with a run's files, copied to `copies` from a remote store, and the run's path or URI."""
     if store.is_remote and "/" not in name:
-        return _copy(store, existing_run(store, "run", name).name, copies / name)
-    folder = Path(name) if "/" in name else store.work_dir / "runs" / name
+        return _copy(store, existing_run(store.existing(), "run", name).name, copies / name)
+    folder = Path(name) if "/" in name else store.existing().work_dir / "runs" / name
     if (folder / run_files.PROFILE).is_file():
         return folder, str(folder)
     raise unknown_local_run("run", name, folder.parent)

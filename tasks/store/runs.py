@@ -311,13 +311,13 @@ def files_by_run(store: Store) -> dict[str, dict[str, int]]:
 def unknown_run(store: Store, key: str, name: str) -> ProfileError:
     """The error for a run that the store does not have, with the nearest names that it has."""
     names = [entry for entry in store.backend.entries("runs") if not entry.startswith(".")]
-    return no_such_run(key, name, store.uri, names)
+    return no_such_run(key, name, store.location, names)
 
 
 def unknown_local_run(key: str, name: str, runs: Path) -> ProfileError:
     """As `unknown_run`, for a folder of run folders on this machine."""
     known = sorted(path.parent.name for path in runs.glob(f"*/{run_files.PROFILE}"))
-    return no_such_run(key, name, runs, known)
+    return no_such_run(key, name, runs.absolute(), known)
 
 
 def no_such_run(key: str, name: str, where: str | Path, known: Iterable[str]) -> ProfileError:

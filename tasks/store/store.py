@@ -16,30 +16,39 @@ A remote store has a local folder of the same layout, `work_dir`: artifacts are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from profiles import state_files
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, closest
 from profiles.rules import credentials
 from tasks.store import locks
 from tasks.store.artifacts import ArtifactStore
-from tasks.store.backends.backend import Backend, checked_name
+from tasks.store.backends.backend import Backend, FileInfo, checked_name
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.backends.objects import ObjectBackend
 from tasks.store.run_folder import RunFolder
 
 BELONGS_TO = "belongs-to"
+# What commands write into a store's folder. A folder with other files only is none.
+PARTS = {BELONGS_TO, "runs", "artifacts", "locks", "logs", "prefect-home"}
 LOCAL = "."  # content of BELONGS_TO in a store that is a folder
 
 
-def open_store(uri: str, work_dir: str | Path = "store") -> Store:
+def open_store(uri: str, work_dir: str | Path = "store", *, existing: bool = False) -> Store:
     """A store to write to; its local folder is recorded as this store's.
 
-    Raises ProfileError as `Store`, and if the local folder is another store's: two stores' runs would mix there.
+    Args:
+        existing: reject a location without a store (`Store.existing`) instead of making one.
+
+    Raises:
+        ProfileError: as `Store`, and if the local folder is another store's: two stores' runs would mix there.
     """
     store = Store(uri, work_dir)
+    if existing:
+        store.existing()
     folder, key = store.work_dir, "cluster.work_dir" if store.is_remote else "store"
     owner = store.work_dir_owner
     if owner == store.owner:
@@ -97,6 +106,38 @@ class Store:
     def lock_holder(self, name: str) -> str | None:
         """The holder of a lock that is not an artifact's; None if it is free."""
         return locks.holder(self.backend, f"locks/{name}")
+
+    @property
+    def location(self) -> str:
+        """Its absolute path, or its URI."""
+        return self.owner if self.is_remote else str(self.work_dir)
+
+    def existing(self) -> Store:
+        """This store. Raises ProfileError if there is none: commands that only read it would show it as empty."""
+        entries = self.backend.entries("")
+        if entries.keys() & PARTS:
+            return self
+        if not self.is_remote and self.work_dir.is_dir() and not entries:  # made for the first run
+            return self
+        if not self.is_remote and not state_files.exists(self.work_dir):
+            reason = f"there is no such folder: {self.work_dir}; the first run makes it"
+        elif not self.is_remote and not self.work_dir.is_dir():
+            reason = f"is not a folder: {self.work_dir}"
+        elif not entries:
+            reason = "there is nothing at this prefix; the first run makes the store"
+        else:
+            reason = f"is not a store: {self.location} has neither runs nor artifacts"
+        raise ProfileError("store", self.uri, reason, self._similar(entries))
+
+    def _similar(self, entries: Mapping[str, FileInfo]) -> list[str]:
+        """A store in this folder, or those beside a folder that does not exist with a similar name."""
+        if self.is_remote:
+            return []
+        given = Path(self.uri.removeprefix("file://"))
+        if entries:
+            return [str(given / name) for name in entries if os.path.isdir(self.work_dir / name / "runs")]
+        beside = sorted(folder.parent.name for folder in self.work_dir.parent.glob("*/runs"))
+        return [str(given.with_name(name)) for name in closest(given.name, beside, 0)]
 
     @property
     def work_dir_owner(self) -> str | None:

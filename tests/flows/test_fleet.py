@@ -31,7 +31,8 @@ def test_the_page_and_the_artifact_show_all_runs(prefect_server, tmp_path, capsy
     assert found["runs"][0]["goodput"] == 18 / 32
     assert main(["runs", "--store", str(tmp_path)]) == 0
     assert "56%" in capsys.readouterr().out
-    empty = str(tmp_path / "empty")
-    assert main(["fleet", "--store", empty, "--output", output]) == 0
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["fleet", "--store", str(empty), "--output", output]) == 0
     assert f"no runs in {empty}" in capsys.readouterr().err
     assert main(["fleet", "--store", str(tmp_path), "--output", str(tmp_path)]) == 2  # a folder

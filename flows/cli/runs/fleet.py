@@ -15,9 +15,10 @@ from tasks.store.store import Store
 
 def run(options: argparse.Namespace) -> int:
     """Write the page and print totals and warnings. Raises ProfileError for an invalid store or output."""
-    fleet = read_fleet(Store(options.store))
+    store = Store(options.store).existing()
+    fleet = read_fleet(store)
     if not fleet.runs:
-        print_stderr(f"warning: no runs in {options.store}")
+        print_stderr(f"warning: no runs in {store.location}")
     try:
         page = write_page(fleet, Path(options.output))
     except OSError as error:

@@ -14,7 +14,7 @@ from tasks.store.store import Store, open_store
 
 def run(options: argparse.Namespace) -> int:
     """Run the flow of the new run. Raises ProfileError for an unknown run, step, name or setting."""
-    store = open_store(options.store, options.work_dir or _work_dir(options))
+    store = open_store(options.store, options.work_dir or _work_dir(options), existing=True)
     parent = find_parent(store, options.parent, options.name)
     options.profile = str(parent_profile(store, parent, options.name))
     if options.work_dir:  # otherwise, the new run uses its parent's
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
 def _work_dir(options: argparse.Namespace) -> str:
     """The parent's cluster.work_dir, which the new run uses too."""
     name = options.parent.partition("@")[0]
-    stored = runs.existing_run(Store(options.store), "fork", name).read(run_files.PROFILE)
+    stored = runs.existing_run(Store(options.store).existing(), "fork", name).read(run_files.PROFILE)
     values = yaml_text.parse((stored or b"").decode())
     cluster = values.get("cluster") if isinstance(values, dict) else None
     return (cluster or {}).get("work_dir") or "store"

@@ -17,7 +17,7 @@ from tasks.store.store import Store
 
 def run(options: argparse.Namespace) -> int:
     """List garbage; `--yes` removes it. Raises ProfileError for an invalid store or while a run is active."""
-    store = Store(options.store)
+    store = Store(options.store).existing()
     found, notes = find_garbage(store)
     if options.yes:
         remove(store, found)
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if not found:
         empty = not store.backend.entries("runs")
         console.print(
-            f"no runs in {options.store}" if empty else "nothing to remove: runs refer to everything"
+            f"no runs in {store.location}" if empty else "nothing to remove: runs refer to everything"
         )
     elif options.yes:
         console.print(f"removed {total}")

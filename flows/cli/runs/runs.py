@@ -21,7 +21,7 @@ from tasks.store.store import Store
 
 def run(options: argparse.Namespace) -> int:
     """Print the runs, the latest first. Raises ProfileError for an invalid store."""
-    store = Store(options.store)
+    store = Store(options.store).existing()
     found = sorted(read_fleet(store).runs, key=lambda run: -run.summary.changed)
     stored = {name: _Files.of(files) for name, files in files_by_run(store).items()}
     rows = [(run, stored.get(run.name, _Files())) for run in found]
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     elif rows:
         _print(rows)
     else:
-        print_stderr(f"no runs in {options.store}")
+        print_stderr(f"no runs in {store.location}")
     return DONE
 
 

@@ -14,6 +14,7 @@ from flows.ui.console import print_stderr
 from modeling import run_files
 from profiles.errors import ProfileError
 from tasks.store.runs import unknown_local_run
+from tasks.store.store import Store
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,9 +48,11 @@ def log_folder(run: str | None, store: str) -> Path:
     if "://" in store:
         reason = "TensorBoard reads local run folders; give the profile's cluster.work_dir"
         raise ProfileError("store", store, reason)
+    if run is None or "/" not in run:
+        Store(store).existing()
     if run is None:
         if not any(runs.glob(f"*/{run_files.PROFILE}")):
-            raise ProfileError("store", store, f"there are no runs in {runs}")
+            raise ProfileError("store", store, f"there are no runs in {runs.absolute()}")
         return runs
     folder = Path(run) if "/" in run else runs / run
     if not folder.is_dir():

@@ -323,7 +323,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         ),
         (["profiles", "lamma3"], "WORD = lamma3: no profile has it in its name"),
         (["profiles", "lamma3"], "nearest valid: llama3"),
-        (["compare", "nope"], "no such run in"),
+        (["compare", "nope"], "store = ./store: there is no such folder: "),
         (["compare", "./nope"], "no such run in"),
         (["tensorboard", "--port", "99999"], "99999 is not an integer from 1 to 65535"),
         (["up", "--port", "no"], "no is not an integer from 1 to 65535"),
@@ -346,6 +346,37 @@ def test_user_error_exits_with_code_2_and_its_reason(capsys, monkeypatch, tmp_pa
     assert (code, out) == (2, "")
     assert expected in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["runs"],
+        ["gc", "--yes"],
+        ["fleet"],
+        ["compare", "tiny"],
+        ["tensorboard"],
+        ["evaluate", "tiny"],
+        ["fork", "tiny", "new"],
+        ["fork", "tiny", "new", "--work-dir", "elsewhere"],
+    ],
+    ids=" ".join,
+)
+def test_store_that_does_not_exist_is_not_an_empty_store(capsys, monkeypatch, tmp_path, arguments):
+    write_run(tmp_path / "project/store/runs/tiny")
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, "--store", "project/stroe"]) == 2
+    out, err = capsys.readouterr()
+    assert f"there is no such folder: {tmp_path}/project/stroe; " in err
+    assert "nearest valid: project/store\n" in err
+    assert main([*arguments, "--store", "project"]) == 2
+    assert (
+        f"{tmp_path}/project has neither runs nor artifacts; nearest valid: project/store\n"
+        in capsys.readouterr().err
+    )
+    assert out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["project"]
+    assert [path.name for path in (tmp_path / "project").iterdir()] == ["store"]
 
 
 def test_user_error_is_the_exit_code_of_the_process(command):

@@ -102,14 +102,16 @@ def test_unknown_run_is_rejected_with_existing_names(run, capsys, monkeypatch, t
     monkeypatch.chdir(tmp_path)
     assert main(["tensorboard", "frist"]) == 2
     assert capsys.readouterr().err == (
-        "trainshed: run = frist: no such run in store/runs; `trainshed runs` lists them; nearest valid: first\n"
+        f"trainshed: run = frist: no such run in {tmp_path}/store/runs; `trainshed runs` lists them; "
+        "nearest valid: first\n"
     )
 
 
 def test_store_without_runs_is_rejected(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "store").mkdir()
     assert main(["tensorboard"]) == 2
-    assert "there are no runs in store/runs" in capsys.readouterr().err
+    assert f"there are no runs in {tmp_path}/store/runs" in capsys.readouterr().err
 
 
 def test_taken_port_is_reported(command, run, port):
