@@ -19,7 +19,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,13 @@ def job_begin() -> float:
     with contextlib.suppress(KeyError, ValueError):
         return float(os.environ[BEGUN])
     return psutil.Process().create_time()
+
+
+def usual_step(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of the latest training rows, the one whose step took as long as steps usually do; None with fewer than two.
+
+    A process's first step includes warm-up, such as compiling, and is among the rows after a start or a resume. So the usual one
+    of two is the faster one, and of more the (lower) median.
+    """
+    timed = sorted((row for row in rows if "step_seconds" in row), key=itemgetter("step_seconds"))
+    return timed[(len(timed) - 1) // 2] if len(timed) > 1 else None

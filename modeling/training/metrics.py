@@ -130,14 +130,15 @@ class MetricsWriter:
             self.file.truncate(size)
             raise OSError(errno.ENOSPC, "no space left on the device")
 
-    def log_line(self, row: dict[str, Any], seconds_left: float) -> str:
-        """A step as a log line: loss, learning rate, norms, samples, seconds per step, time left."""
+    def log_line(self, row: dict[str, Any], seconds_left: float | None) -> str:
+        """A step as a log line: loss, learning rate, norms, samples, seconds per step, time left if it is known."""
+        left = "" if seconds_left is None else f"  left {timedelta(seconds=int(seconds_left))}"
         mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else ""
         return (
             f"step {row['step']}/{self.total_steps}  loss {row['loss']:.4f}  lr {row['learning_rate']:.3e}  "
             f"grad norm {row['gradient_norm']:.3f}  param norm {row['parameter_norm']:.2f}  "
             f"samples {row['consumed_samples']}  {row['step_seconds']:.3f} s/step  "
-            f"{row['tokens_per_second']:,.0f} tokens/s{mfu}  left {timedelta(seconds=int(seconds_left))}"
+            f"{row['tokens_per_second']:,.0f} tokens/s{mfu}{left}"
         )
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from modeling import run_files
 from modeling.models.flops import flops_per_token
 from modeling.supervision.stragglers import Stragglers
 from modeling.supervision.telemetry import Telemetry
-from modeling.supervision.time_account import TimeAccount, job_begin, record_attempt
+from modeling.supervision.time_account import TimeAccount, job_begin, record_attempt, usual_step
 from modeling.training.evaluate import Evaluation
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import MetricsWriter, record_event
@@ -45,7 +45,7 @@ class Reporter:
         self._telemetry = Telemetry(trainer.device)
         self._stragglers = Stragglers(nodes)
         self._row_totals = account.totals  # those of the last row
-        self._recent_seconds: deque[float] = deque(maxlen=20)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=20)  # rows
 
     def event(self, name: str, step: int, reason: str, **facts: Any) -> None:
         """Append an event to the run's events.jsonl."""
@@ -79,7 +79,6 @@ class Reporter:
     def step(self, record: StepRecord) -> None:
         """Write the metrics row of a step, its log line if due, and warnings."""
         settings, step = self._settings, record.step
-        self._recent_seconds.append(record.timings.total)
         if record.skip_reason:
             log.warning(f"step {step} skipped: {record.skip_reason}")
             self.event("skipped", step, record.skip_reason)
@@ -89,9 +88,11 @@ class Reporter:
         self._row_totals = self._account.totals
         row = self._row(record)
         self._metrics.write(row)
+        self._recent.append(row)
         if step % settings.log_every == 0 or step in (1, settings.steps):
-            mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
-            log.info(self._metrics.log_line(row, mean_seconds * (settings.steps - step)))
+            usual = usual_step(self._recent)
+            left = None if usual is None else usual["step_seconds"] * (settings.steps - step)
+            log.info(self._metrics.log_line(row, left))
             if record.statistics.experts:
                 self._write_loads(step, record.statistics.experts)
 

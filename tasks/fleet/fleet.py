@@ -25,7 +25,7 @@ from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
 
 CACHE = "fleet.json"  # in the store's local cache
-VERSION = 2  # of its contents
+VERSION = 3  # of its contents
 READERS = 16
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
 NODE_FAILURES = 3  # failures at which a node appears in the warnings
@@ -110,6 +110,7 @@ class RunView:
             "steps": summary.steps,
             "loss": summary.last["loss"] if summary.last else None,
             "validation_loss": summary.validation_loss,
+            "last_validation_loss": summary.last_validation_loss,
             "tokens": self.tokens,
             "tokens_per_second": summary.tokens_per_second,
             "speed_of_plan": self.speed_of_plan,

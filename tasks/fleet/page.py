@@ -201,8 +201,10 @@ def _progress_text(run: RunView) -> str:
 
 
 def _loss_text(run: RunView, loss: float | None) -> str:
-    validation = run.summary.validation_loss
-    shown = {"": loss, "validation ": validation}
+    summary = run.summary
+    shown = {"": loss, "validation ": summary.validation_loss}
+    if summary.validation_loss is None:
+        shown["validation, subset "] = summary.last_validation_loss
     return ", ".join(f"{name}{value:.4f}" for name, value in shown.items() if value is not None)
 
 

@@ -11,17 +11,18 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from statistics import median
 from typing import Any
 
 import orjson
 import yaml
 
 from modeling import run_files
+from modeling.supervision.time_account import usual_step
 from profiles.sections.objective import rows_per_sample
 from tasks.fleet.goodput import FAILURES
 from tasks.jsonl import is_event
 from tasks.reporting.downsampling import downsample
+from tasks.reporting.outcome import final_evaluation, validation_in_training
 from tasks.store.backends.backend import Backend, FileInfo
 
 FILES = (
@@ -32,13 +33,14 @@ FILES = (
     run_files.PROFILE,
     run_files.IDENTITY,
     run_files.REPORT,
+    run_files.REPORT_JSON,
 )
 POINTS = 48  # in a loss curve
 TAIL = 64 << 10  # bytes at the end of metrics.jsonl that are searched for the last evaluation
 WHOLE = 192 << 10  # metrics files up to this size are read in one request
 EVENT_BYTES = 1 << 20  # of events.jsonl, from its end
 ROWS = 2  # read at each offset of a curve
-LATEST = 24  # rows whose median is the speed
+LATEST = 24  # rows that the speed is computed from
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 LAST_KEYS = ("step", "loss", "time")  # kept from the last row, besides totals
 PLANNED = ("step_seconds", "tokens_per_second")  # kept from plan.json
@@ -58,7 +60,8 @@ class RunSummary:
     planned: dict[str, float | None] = field(default_factory=dict)
     last: Row | None = None  # step, loss, time and totals of the last training row
     curve: list[tuple[float, float]] = field(default_factory=list)  # (step, loss)
-    validation_loss: float | None = None  # of the last evaluation
+    validation_loss: float | None = None  # of the final evaluation
+    last_validation_loss: float | None = None  # of the latest evaluation during training, on a subset
     step_seconds: float | None = None  # of the latest steps
     tokens_per_second: float | None = None
     attempts: list[Row] = field(default_factory=list)
@@ -91,6 +94,8 @@ def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -
         summary.parent = f"{parent['run']}@{parent['step']}"
     _add_size(summary, reader)
     _add_metrics(summary, reader)
+    if evaluation := final_evaluation(reader.json(run_files.REPORT_JSON), summary.steps):
+        summary.validation_loss = _finite(evaluation["validation_loss"])
     return summary
 
 
@@ -145,10 +150,12 @@ def _add_metrics(summary: RunSummary, reader: _Reader) -> None:
         last = trained[-1].items()
         kept = {key: value for key, value in last if key in LAST_KEYS or key.endswith("_seconds")}
         summary.last = {key: _finite(value) for key, value in kept.items()}
-        summary.step_seconds = _median(trained, "step_seconds")
-        summary.tokens_per_second = _median(trained, "tokens_per_second")
+        usual = usual_step(trained) or {}
+        summary.step_seconds, summary.tokens_per_second = map(
+            usual.get, ("step_seconds", "tokens_per_second")
+        )
     evaluated = _rows(line for line in reversed(lines) if b'"validation_loss"' in line)
-    summary.validation_loss = next((_finite(row["validation_loss"]) for row in evaluated), None)
+    summary.last_validation_loss = _finite(validation_in_training(next(evaluated, None)))
     summary.curve = curve(rows)
 
 
@@ -162,12 +169,6 @@ def curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
 def _finite(value: Any) -> Any:
     """The value; None for a number that is not finite, as a summary that is read from the cache has it."""
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def _median(rows: Sequence[Row], key: str) -> float | None:
-    """Median without the first value (may include warm-up) unless it is the only one; None without values."""
-    values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
-    return median(values[1:] or values) if values else None
 
 
 def _lines(data: bytes) -> list[bytes]:

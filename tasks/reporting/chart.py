@@ -44,7 +44,7 @@ def line_chart(
     from_zero: bool = False,
     x_exponents: bool = False,
 ) -> str:
-    """HTML of a chart of all series that have finite points.
+    """HTML of a chart of all series that have finite points; "" if none has.
 
     Args:
         from_zero: start the y axis at 0.
@@ -52,7 +52,7 @@ def line_chart(
     """
     shown = _finite(series)
     if not shown:
-        return "<p>No data.</p>"
+        return ""
     frame = Frame.enclosing(shown, from_zero=from_zero)
     if x_exponents:
         frame = replace(frame, x_ticks=integer_ticks(frame.x_ticks[0], frame.x_ticks[-1]))

@@ -25,6 +25,7 @@ from tasks.reporting.format import (
     format_step_time,
 )
 from tasks.reporting.history import History
+from tasks.reporting.outcome import final_evaluation, validation_in_training
 from tasks.store.backends.backend import Backend
 from tasks.store.runs import existing_run, unknown_local_run, unknown_run
 from tasks.store.store import Store
@@ -152,21 +153,19 @@ def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
     profile = resolve.load(str(folder / run_files.PROFILE))
     run: dict[str, Any] = {"run": folder.name, "folder": location, "profile": flat_profile(profile)}
     run |= history.measurements(profile)
-    if history.last_evaluation:
-        run["last_validation_loss"] = history.last_evaluation["validation_loss"]
+    run["last_validation_loss"] = validation_in_training(history.last_evaluation)
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
-    if (folder / run_files.REPORT_JSON).is_file():
-        step, results = _read_report(folder, location)
-        if step in (None, profile.train.steps):  # otherwise the run has been extended since
-            run |= {"state": "finished", **results}
+    if results := _read_report(folder, location, profile.train.steps):
+        run |= {"state": "finished", **results}
     return run
 
 
-def _read_report(folder: Path, location: str) -> tuple[int | None, dict[str, Any]]:
-    """Last step, if recorded, and results that only the report has: parameters, loss and perplexity."""
+def _read_report(folder: Path, location: str, steps: int | None) -> dict[str, Any]:
+    """Results that only the report has: parameters, loss, perplexity; empty without one of the run's last step."""
+    if not (folder / run_files.REPORT_JSON).is_file():
+        return {}
     try:
         report = json.loads((folder / run_files.REPORT_JSON).read_text())
-        step = report["evaluation"].get("step")
         results = {"parameters": report["plan"]["parameters"]}
         results["validation_loss"] = report["evaluation"]["validation_loss"]
         if (perplexity := report["evaluation"]["perplexity"]) is not None:
@@ -176,7 +175,7 @@ def _read_report(folder: Path, location: str) -> tuple[int | None, dict[str, Any
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"{location}/{run_files.REPORT_JSON} is corrupted; start the run again to rewrite it"
         raise ProfileError("run", folder.name, reason) from error
-    return step, results
+    return results if final_evaluation(report, steps) else {}
 
 
 def flat_profile(profile: Profile) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, Self
 
 from modeling import run_files
+from modeling.supervision.time_account import usual_step
 from profiles.schema import Profile
 from tasks.jsonl import LogFollower, is_metrics
 from tasks.reporting.advice import lower_evaluation
@@ -157,13 +157,13 @@ class History:
 
 
 def seconds_left(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
-    """Seconds to the last step at the latest rows' median pace; None after it or with fewer than two rows.
-
-    A single row would not do: the first step of a process includes warm-up.
-    """
-    if len(rows) < 2 or rows[-1]["step"] >= steps:
-        return None
-    return (steps - rows[-1]["step"]) * median(row["step_seconds"] for row in rows)
+    """Seconds to the last step at the pace of the latest rows; None after it or if the pace is unknown."""
+    usual = usual_step(rows)
+    return (
+        None
+        if usual is None or rows[-1]["step"] >= steps
+        else (steps - rows[-1]["step"]) * usual["step_seconds"]
+    )
 
 
 def moving_average(points: Points) -> list[tuple[float, float]]:

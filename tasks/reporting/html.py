@@ -68,5 +68,6 @@ def details(summary: str, *contents: str) -> str:
 
 
 def columns(*contents: str) -> str:
-    """Contents side by side, stacked on narrow pages."""
-    return f'<div class="beside">{"".join(f"<div>{content}</div>" for content in contents)}</div>'
+    """Contents side by side, stacked on narrow pages; "" without contents."""
+    shown = "".join(f"<div>{content}</div>" for content in contents)
+    return f'<div class="beside">{shown}</div>' if any(contents) else ""

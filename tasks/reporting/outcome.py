@@ -1,4 +1,4 @@
-"""Outcome of one step of a flow, shown by the console, the run's page and the report."""
+"""Outcomes: of one step of a flow, and the validation loss of a run. All screens and pages read them from here."""
 
 from __future__ import annotations
 
@@ -18,3 +18,23 @@ class Outcome:
     note: str = ""  # one line for the reader, for example why a step was skipped
     summary: Mapping[str, Any] = field(default_factory=dict)  # summary of the step's artifact
     retries: int = 0  # failed attempts before this one
+
+
+def final_evaluation(report: Mapping[str, Any], steps: int | None) -> Mapping[str, Any] | None:
+    """The evaluation in a run's report.json; None if it is not of the last step, as after the run was extended.
+
+    A run's validation loss is that of this evaluation, on the whole validation split. Evaluations during training, in
+    metrics.jsonl, are on a subset of it (`validation_in_training`).
+    """
+    evaluation = report.get("evaluation")
+    if not isinstance(evaluation, Mapping) or evaluation.get("step") not in (None, steps):
+        return None  # reports of early versions have no step
+    return evaluation
+
+
+def validation_in_training(row: Mapping[str, Any] | None) -> float | None:
+    """Loss of the latest evaluation in metrics.jsonl, given its row; None without one.
+
+    An evaluation of the initial weights, in the row of step 0, says nothing about the run.
+    """
+    return None if row is None or row["step"] == 0 else row["validation_loss"]

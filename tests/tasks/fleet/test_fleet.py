@@ -6,6 +6,7 @@ import os
 import pytest
 
 from flows.cli.main import main
+from profiles import resolve
 from tasks.fleet import run_summary
 from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import render, warning_texts
@@ -119,6 +120,59 @@ def test_a_finished_run_that_is_opened_again_is_not_finished(tmp_path):
     assert all(run.use.seconds["queue"] > 500 for run in found.values())
 
 
+def test_validation_loss_is_that_of_the_final_evaluation_as_in_a_comparison(tmp_path, monkeypatch, capsys):
+    """Not the one before training, in the last row of a short fine-tuning run with such a row, or a subset's."""
+    monkeypatch.chdir(tmp_path)
+    for name, evaluations, steps in (
+        ("tuned", {0: 4.1472}, 20),
+        ("extended", {0: 4.1472, 20: 1.9}, 40),
+        ("training", {0: 4.1472}, None),
+    ):
+        run = simulated(tmp_path / "store", name, steps=steps or 20)
+        (run.folder / "profile.yaml").write_text(
+            resolve.dump(resolve.load("tiny", (f"train.steps={run.steps}",), name))
+        )
+        os.utime(run.folder / "profile.yaml", (1.7e9, 1.7e9))
+        with (run.folder / "metrics.jsonl").open("a") as file:
+            file.writelines(
+                f'{{"step": {step}, "validation_loss": {loss}}}\n' for step, loss in evaluations.items()
+            )
+        evaluation = {"step": 20, "validation_loss": 1.7433, "perplexity": 5.7}
+        if steps:
+            (run.folder / "report.json").write_text(
+                json.dumps({"plan": {"parameters": 5}, "evaluation": evaluation})
+            )
+    fleet = read_fleet(Store(str(tmp_path / "store")))
+    shown = {run.name: run.to_json() for run in fleet.runs}
+    assert main(["compare", *shown, "--json"]) == 0
+    for run in json.loads(capsys.readouterr().out)["runs"]:
+        losses = [shown[run["run"]][key] for key in ("validation_loss", "last_validation_loss")]
+        assert losses == [run.get("validation_loss"), run["last_validation_loss"]]
+        assert (
+            losses == {"tuned": [1.7433, None], "extended": [None, 1.9], "training": [None, None]}[run["run"]]
+        )
+    page = render(fleet)
+    assert "4.0000, validation 1.7433<" in page
+    assert "4.0000, validation, subset 1.9000<" in page
+    assert "4.1472" not in page
+
+
+def test_speed_excludes_warm_up_and_is_unknown_after_one_step(tmp_path):
+    store = Store(str(tmp_path))
+    for name, until in (("one", 1), ("two", 2)):
+        run = SimulatedRun(tmp_path / "runs" / name)
+        run.start(8, 2)
+        for step in range(until):
+            run.train(2.0, 100.0 if step == 0 else 0.0)
+    found = by_name(read_fleet(store))
+    assert found["two"].summary.step_seconds == 2.0
+    assert (found["one"].summary.step_seconds, found["one"].speed_of_plan, found["one"].seconds_left) == (
+        None,
+        None,
+        None,
+    )
+
+
 def test_cost_covers_the_time_in_which_jobs_held_nodes(store):
     run = by_name(read_fleet(store))["failed"]
     assert run.cost == pytest.approx(8 + 2 + 5 * 2 + 3 * 2 + 1)  # a node second costs 1; no queue
@@ -199,7 +253,7 @@ def test_a_long_curve_is_read_at_a_few_offsets(store, monkeypatch):
     assert all(loss == pytest.approx(10 - step / 1000) for step, loss in found.curve)
     assert found.curve[0][0] < 100
     assert found.curve[-1][0] > 4900
-    assert (found.last["step"], found.step_seconds, found.validation_loss) == (5000, 2.0, 5.5)
+    assert (found.last["step"], found.step_seconds, found.last_validation_loss) == (5000, 2.0, 5.5)
 
 
 def test_runs_on_s3_are_read_without_a_local_copy(store, tmp_path, monkeypatch):
@@ -211,4 +265,4 @@ def test_runs_on_s3_are_read_without_a_local_copy(store, tmp_path, monkeypatch):
         (run,) = read_fleet(Store(f"{uri}/store", tmp_path / "elsewhere")).runs
     assert (run.state, run.step) == ("finished", 5000)
     assert run.summary.curve == expected.curve
-    assert run.summary.validation_loss == 5.5
+    assert run.summary.last_validation_loss == 5.5

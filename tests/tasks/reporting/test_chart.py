@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tasks.reporting import html
 from tasks.reporting.chart import MAX_POINTS, Series, integer_ticks, line_chart, ticks
 from tasks.reporting.downsampling import downsample
 
@@ -64,8 +65,9 @@ def test_integer_ticks_enclose_the_range(low, high, marks):
     assert integer_ticks(low, high) == marks
 
 
-def test_chart_without_points_has_a_placeholder():
-    assert line_chart([Series("loss", "training", [])], x_label="step", y_label="loss") == "<p>No data.</p>"
+def test_chart_without_points_leaves_no_card():
+    chart = line_chart([Series("loss", "training", [])], x_label="step", y_label="loss")
+    assert html.section("Loss", chart, html.columns(), html.columns(chart, chart), html.properties({})) == ""
 
 
 def test_long_curves_are_downsampled_to_means():

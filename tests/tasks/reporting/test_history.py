@@ -82,3 +82,10 @@ def test_time_left_is_at_the_pace_of_the_latest_steps(tmp_path):
     recent = History.read(tmp_path).recent
     assert seconds_left(recent, 100) == 40 * 2.0
     assert seconds_left(recent, 60) is None
+
+
+@pytest.mark.parametrize("seconds", [(6.0, 0.5), (0.5, 6.0), (6.0, 0.5, 0.5), (0.5, 0.5, 6.0, 0.5)])
+def test_time_left_excludes_the_warm_up_of_the_first_step_after_a_start_or_a_resume(seconds):
+    rows = [{"step": step, "step_seconds": value} for step, value in enumerate(seconds, 1)]
+    assert seconds_left(rows, 10) == 0.5 * (10 - len(rows))
+    assert seconds_left(rows[:1], 10) is None  # perhaps nothing but warm-up
