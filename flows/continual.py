@@ -31,6 +31,7 @@ from flows.run_setup import (
     open_run,
     read_lockfile,
     resolve_inputs,
+    settle_compilation,
     with_training_progress,
 )
 from flows.runner import THREADS, Runner
@@ -189,6 +190,7 @@ def _train(
             held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
             before = _evaluate_promoted(runner, base, held_out, current, weights.name)
             graphs = compiling.result()
+            settle_compilation(runner, graphs)
             training = TrainingStep(dataset, identity, graphs, weights)
             runner.run(training, with_training_progress(runner.context))
             what = keys.digest([identity, held_out.key])

@@ -29,6 +29,7 @@ from flows.run_setup import (
     open_run,
     read_lockfile,
     resolve_inputs,
+    settle_compilation,
     suggest_commands,
     warn_about_data,
     with_training_progress,
@@ -167,7 +168,9 @@ def train_profile(
                 copy_checkpoint(opened, parent, run.name)
             # A ladder does not locate its target's tokenizer, whose location depends on the machine.
             _take_forecast(opened, run.model_copy(update={"tokenizer": named.tokenizer}))
-            evaluated, exported = _train(runner, identity, tokenizer, dataset, weights, compiling.result())
+            graphs = compiling.result()
+            settle_compilation(runner, graphs)
+            evaluated, exported = _train(runner, identity, tokenizer, dataset, weights, graphs)
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)
         return {

@@ -20,7 +20,9 @@ from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
 from modeling import run_files
 from modeling.planning import planner
+from profiles import resolve as resolve_profile
 from profiles import state_files
+from profiles.check import with_value
 from profiles.schema import Profile
 from tasks.inputs import Inputs, Lockfile, resolve
 from tasks.reporting.advice import data_warnings
@@ -191,6 +193,18 @@ def _store_alerts(run: RunFolder) -> None:
             run.write(run_files.ALERTS, emitted)
     except Exception as error:  # of any object store
         log.warning("alerts of %s: not recorded in the store: %s; some may be repeated", run.name, error)
+
+
+def settle_compilation(runner: Runner, graphs: Artifact | None) -> None:
+    """Record in the open run folder whether training compiles: not if the graphs step found that it should not."""
+    context = runner.context
+    enabled = bool(context.profile.compile.enabled) and not (graphs and graphs.summary.get("eager"))
+    if enabled != context.profile.compile.enabled:
+        profile = with_value(context.profile, "compile.enabled", enabled)
+        context.store.run_folder(profile.name).write(
+            run_files.PROFILE, resolve_profile.dump(profile).encode()
+        )
+        runner.context = replace_fields(context, profile=profile)
 
 
 def with_training_progress(context: Context) -> Context:

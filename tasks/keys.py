@@ -317,7 +317,7 @@ def _of_run(step: str, run: str, identity: str, train: Train | None, **more: Any
 
 def compiler_versions() -> Mapping[str, str]:
     """Versions of Python and of the installed compiler packages and C++ compiler."""
-    from modeling.compilation.compilers import cpp_compiler  # imports torch
+    from modeling.compilation.toolchain import cpp_compiler
 
     found = {"python": platform.python_version()}
     for package in COMPILERS:

@@ -99,7 +99,10 @@ def check_compilation(kind: str) -> Result:
     """Compiled losses compared with eager ones; seconds to compile, and to start again from the cache."""
     profile = _profile(kind, "float32", 1)
     with tempfile.TemporaryDirectory(prefix="trainshed-check-") as folder:
-        compilers.make_compiler(profile).use_cache(Path(folder))  # before anything runs on the device
+        compiler = compilers.make_compiler(profile)
+        if reason := compiler.missing_requirement() or compiler.fault(Path(folder)):
+            return Result(reason, passed=False)
+        compiler.use_cache(Path(folder))  # before anything runs on the device
         expected = _losses(profile)
         seconds = []
         for _ in range(2):

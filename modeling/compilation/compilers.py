@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import stat
 import tempfile
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from modeling.compilation import toolchain
 from parallel import device as devices
 from parallel.host_products import ONEDNN_PRODUCTS
 from profiles.schema import Profile
@@ -70,9 +70,13 @@ class Compiler(ABC):
         return f"no {self.device} device" if missing else None
 
     def missing_requirement(self) -> str | None:
-        """What this machine lacks for compiling, as a phrase for messages; None if it can compile."""
+        """What this machine lacks for compiling, as a phrase for messages; None if it has everything."""
         # Without a device, as on a head node, programs would be traced on the CPU, with operators that the device does not have.
         return self.missing_software() or self.missing_device()
+
+    def fault(self, folder: Path) -> str | None:
+        """Why this machine cannot compile into a folder although nothing is missing, as such a phrase; None if it can."""
+        return None
 
     def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:
         """Environment variables with which to start a process that will call `use_cache`."""
@@ -145,11 +149,15 @@ class Inductor(Compiler):
             return super().compile(graph, inputs)
 
     def missing_software(self) -> str | None:
-        if cpp_compiler() is None:
-            return "no C++ compiler (g++ or clang++)"
+        if lacks := toolchain.missing():
+            return lacks
         if self.device == "cuda" and not (torch.backends.cuda.is_built() and find_spec("triton")):
             return "no PyTorch for CUDA with Triton"
         return None
+
+    def fault(self, folder: Path) -> str | None:
+        # Triton compiles far less code, and reports its own errors.
+        return toolchain.fault(folder) if self.device == "cpu" else None
 
     def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
         if jobs is not None:
@@ -183,11 +191,6 @@ class Inductor(Compiler):
             return compile_fx_inner(graph, inputs, **{**options, "static_input_idxs": ()})
 
         return partial(compile_fx, inner_compile=compile_inner)
-
-
-def cpp_compiler() -> str | None:
-    """Path of the C++ compiler that inductor uses; None if there is none."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
 
 
 def _without_spaces(folder: Path) -> Path:

@@ -194,7 +194,7 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
         return None, False
     folder = unpack(artifact, run) if artifact else None
     compiler = compilers.make_compiler(profile)
-    if reason := compiler.missing_software():
+    if reason := compiler.missing_software() or compiler.fault(run / run_files.GRAPHS):
         if profile.cluster.device != "cpu":
             hint = f"{reason} on {platform.node()}; install what is missing"
             raise ProfileError("compile.enabled", True, hint, [False])

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from modeling.compilation import compilers
+from modeling.compilation import compilers, toolchain
 from modeling.compilation.graph_cache import CACHE
 from modeling.cores import usable_cores
 from modeling.planning import planner
@@ -60,7 +60,8 @@ class GraphsStep(Step):
     """Compiles the profile's graphs, once for all runs that share them.
 
     The artifact's summary: total, successful, failed and from_cache, in graphs; seconds; programs, each with its graphs, status,
-    seconds and peak_bytes; traced, the trace's statistics; note, if nothing could be compiled.
+    seconds and peak_bytes; traced, the trace's statistics. If nothing could be compiled: note, the reason; eager, whether
+    training must not compile either.
     """
 
     kind = "graphs"
@@ -83,17 +84,14 @@ class GraphsStep(Step):
             ProfileError: the traced memory does not fit a device.
         """
         store, profile = context.store, context.profile
+        if super().find(context, key):  # without graphs, see `find`
+            store.artifacts.remove(self.kind, key)
         if lacks := compilers.missing_requirement(profile):
-            # On devices other than the CPU, training runs on another machine, which may have the compiler.
-            here = profile.cluster.device == "cpu"
-            note = f"{lacks} on this machine: training {'runs in eager mode' if here else 'compiles graphs on first use'}"
-            log.warning("%s", note)
-            with store.artifacts.publish(self.kind, key, {**summarize([], 0.0), "note": note}):
-                pass
-            return store.artifacts.expect(self.kind, key)
-
+            return self._publish_none(context, key, lacks)
         begun = time.monotonic()
         work = store.scratch_folder(f"{self.kind}-{key}")
+        if fault := compilers.make_compiler(profile).fault(work / PREPARED):
+            return self._publish_none(context, key, fault, test_again=True)
         (work / "profile.yaml").write_text(resolve.dump(profile))
         runs.record_flow_run(work, context.flow_run)
         context.progress("tracing the programs of the run", None)
@@ -104,12 +102,38 @@ class GraphsStep(Step):
         summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
         _show(context, summary)
         if failed := [entry for entry in entries if entry["error"]]:
+            faults = [toolchain.of_machine(entry["error"]) for entry in failed]
+            if profile.cluster.device == "cpu" and all(faults) and profile.compile.memory_gib is None:
+                return self._publish_none(context, key, faults[0], test_again=True)
             raise GraphsFailed("; ".join(f"{entry['name']}: {entry['error']}" for entry in failed))
         with store.artifacts.publish(self.kind, key, summary) as staging:
             _pack_all(context, entries, staging / CACHE)
             shutil.copytree(work / "logs", staging / "logs")
         store.remove_scratch_folder(f"{self.kind}-{key}")
         return store.artifacts.expect(self.kind, key)
+
+    def find(self, context: Context, key: str) -> Artifact | None:
+        """The artifact of this key; None if it has no graphs for a reason that may have passed."""
+        found = super().find(context, key)
+        return None if found and found.summary.get("test_again") else found
+
+    def _publish_none(self, context: Context, key: str, reason: str, *, test_again: bool = False) -> Artifact:
+        """Publish an artifact without graphs.
+
+        Args:
+            reason: what this machine lacks for compiling, as a phrase.
+            test_again: whether the key does not depend on it, so that the next run tests again.
+        """
+        # On devices other than the CPU, training runs on another machine, which may have the compiler.
+        eager, artifacts = context.profile.cluster.device == "cpu", context.store.artifacts
+        note = f"{reason} on this machine: training {'runs in eager mode' if eager else 'compiles graphs on first use'}"
+        log.warning("%s", note)
+        with artifacts.publish(
+            self.kind, key, {**summarize([], 0.0), "note": note, "eager": eager, "test_again": test_again}
+        ):
+            pass
+        context.store.remove_scratch_folder(f"{self.kind}-{key}")
+        return artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return summary.get("note") or format_graphs(summary["total"])

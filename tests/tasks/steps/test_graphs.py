@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from modeling.compilation import compilers
 from profiles.resolve import load
 from tasks import keys
 from tasks.launchers import Job, JobFailed, local
@@ -233,8 +234,32 @@ def test_missing_cpp_compiler_is_one_warning_and_training_runs_eager(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     artifact = workspace.compile(run)
-    note = "no C++ compiler (g++ or clang++) on this machine: training runs in eager mode"
+    note = "no C++ compiler (install g++) on this machine: training runs in eager mode"
     assert artifact.summary["note"] == note
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [note]
     assert note in workspace.train(run, artifact, processes=1)
     assert micro.metrics(run)[0]["cold_compiles"] == micro.metrics(run)[0]["warm_graphs"] == 0
+
+
+def test_a_machine_that_cannot_compile_is_tested_again_by_the_next_run(run, tmp_path, monkeypatch, caplog):
+    killed = {"name": LOSS, "graphs": 1, "status": "failed", "seconds": None, "peak_bytes": None}
+    error = "CppCompileError: g++: fatal error: Killed signal terminated program cc1plus"
+    monkeypatch.setattr(graphs, "_trace", lambda *_: {"programs": [], "stages": []})
+    monkeypatch.setattr(graphs, "apply_trace", lambda profile, planned, traced: planned)
+    monkeypatch.setattr(graphs, "_compile_all", lambda *_: [{**killed, "error": error}])
+    context = Context(load(str(run / "profile.yaml")), Store(str(tmp_path / "store")))
+    for reason in ("too little memory", "no Python headers"):
+        summary = GraphsStep().run(context).summary
+        assert summary["eager"]
+        assert reason in summary["note"]
+        monkeypatch.setattr(compilers.Inductor, "fault", lambda *_: "no Python headers (install python3-dev)")
+    assert GraphsStep().find(context, GraphsStep().key(context)) is None
+
+    monkeypatch.undo()
+    monkeypatch.setattr(graphs, "_trace", lambda *_: {"programs": [], "stages": []})
+    monkeypatch.setattr(graphs, "apply_trace", lambda profile, planned, traced: planned)
+    monkeypatch.setattr(
+        graphs, "_compile_all", lambda *_: [{**killed, "error": "TypeError: not the machine's"}]
+    )
+    with pytest.raises(graphs.GraphsFailed, match="TypeError"):
+        GraphsStep().run(context)
