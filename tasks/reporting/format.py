@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+INITIAL = "validation loss of the initial weights"  # on the whole split
+
 
 def format_duration(seconds: float) -> str:
     """0.42 -> '0.4 s', 75 -> '1:15', 4000 -> '1:06:40'."""

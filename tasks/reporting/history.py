@@ -14,7 +14,7 @@ from tasks.jsonl import LogFollower, is_metrics
 from tasks.reporting.advice import lower_evaluation
 from tasks.reporting.chart import LINE_STYLES, Points, Series
 from tasks.reporting.downsampling import Curve, Sample
-from tasks.reporting.format import validation_name
+from tasks.reporting.format import INITIAL, validation_name
 
 SMOOTHING = 10  # points on each side that a smoothed value averages
 RECENT = 10  # steps that the time left is estimated from
@@ -130,14 +130,14 @@ class History:
         if smoothed := self.smoothed_loss():
             steps = (2 * SMOOTHING + 1) * self._curves["loss"].group_size
             lines.append(Series(f"training, mean of {steps:,} steps", "smooth", smoothed))
+        evaluated = self.curve("validation_loss")
+        initial, later = (
+            [point for point in evaluated if (point[0] == 0) == first] for first in (True, False)
+        )
         return [
             *lines,
-            Series(
-                validation_name(profile.evaluate.batches),
-                "validation",
-                self.curve("validation_loss"),
-                dots=True,
-            ),
+            Series(validation_name(profile.evaluate.batches), "validation", later, dots=True),
+            Series(INITIAL, "validation", initial, dots=True, joined=False),
         ]
 
     def source_series(self) -> list[Series]:

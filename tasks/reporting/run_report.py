@@ -62,11 +62,14 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Planned and measured", _planned(facts["plan"], facts["measured"])),
             html.section("Incidents", *_incidents(facts)),
             html.section(
-                "Evaluation on the whole validation split", _evaluation(facts["evaluation"], facts["before"])
+                "Evaluation on the whole validation split",
+                _evaluation(profile, facts["evaluation"], facts["before"]),
             ),
             html.section("Forecast and outcome", forecast_against_outcome(facts.get("forecast"))),
             html.section("Samples", *_samples(facts)),
-            html.section("Exported model", _export(facts["export"]) if facts["export"] else ""),
+            html.section(
+                "Exported model", _export(facts["export"], facts["samples"]) if facts["export"] else ""
+            ),
             html.section("Data", _data(profile, summaries)),
             html.section("Compiled graphs", *_graphs(summaries.get("graphs", {}), facts)),
             html.section(
@@ -246,28 +249,28 @@ def _incidents(facts: Mapping[str, Any]) -> list[str]:
     return shown or [html.paragraph("No retries and no skipped steps.", muted=True)]
 
 
-def _evaluation(evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The evaluation; for fine-tuning, beside that of the initial weights."""
-    if before:
-        one, other = (
-            {name: each[name] for name in ("validation_loss", "perplexity")} | each["metrics"]
-            for each in (before, evaluation)
-        )
-        rows = [
-            (name.replace("_", " "), format_value(one[name]), format_value(other[name]))
-            for name in other
-            if name in one and other[name] is not None
-        ]
-        return html.table(("", "before", "after"), rows) + _evaluation(evaluation, {})
-    shown = {
-        k.replace("_", " "): format_value(v)
-        for k, v in evaluation.items()
-        if k != "metrics" and v is not None
-    }
-    shown |= _perplexity(evaluation)
-    # Runs of earlier versions have no user metrics.
-    user_metrics = {name: format_value(value) for name, value in evaluation.get("metrics", {}).items()}
-    return html.properties(shown | user_metrics)
+def _evaluation(profile: Profile, evaluation: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The evaluation; for fine-tuning, its results beside those of the initial weights."""
+    counted = {_units(profile)[0]: evaluation["tokens"], "step": evaluation.get("step")}
+    size = {name: format_value(value) for name, value in counted.items() if value is not None}
+    results = _results(evaluation)
+    if not before:
+        return html.properties({**results, **size})
+    earlier = _results(before)
+    rows = [(name, earlier.get(name, ""), value) for name, value in results.items()]
+    return html.properties(size) + html.table(("", "before", "after"), rows)
+
+
+def _results(evaluation: Mapping[str, Any]) -> dict[str, str]:
+    """Loss, perplexity and metrics of an evaluation by name; runs of early versions have no metrics."""
+    metrics = {name: format_value(value) for name, value in evaluation.get("metrics", {}).items()}
+    loss = {"validation loss": format_value(evaluation["validation_loss"])}
+    return {**loss, **_perplexity(evaluation), **metrics}
+
+
+def _units(profile: Profile) -> tuple[str, str]:
+    """What an evaluation and a dataset count: tokens and documents, or pairs of answers."""
+    return ("tokens", "documents") if profile.rows_per_sample == 1 else ("pairs", "pairs")
 
 
 def _samples(facts: Mapping[str, Any]) -> list[str]:
@@ -288,15 +291,22 @@ def _sample(sample: Mapping[str, str]) -> str:
     return f'<blockquote><span class="quiet">{prompt}</span>{text}</blockquote>'
 
 
-def _export(folder: str) -> str:
+def _export(folder: str, samples: Sequence[Mapping[str, str]]) -> str:
+    """Code that loads the model and continues a prompt of the held-out data."""
     program = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"folder = {folder!r}\n"
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
-        'tokens = tokenizer("The function returns", return_tensors="pt").input_ids\n'
-        "print(tokenizer.decode(model.generate(tokens, max_new_tokens=40)[0]))\n"
     )
+    if samples:
+        # A short one; one that was cut within a character ends with a replacement character.
+        prompt = min((sample["prompt"] for sample in samples), key=lambda text: ("\ufffd" in text, len(text)))
+        program += (
+            f"prompt = {prompt!r}  # of the held-out data\n"
+            'tokens = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids\n'
+            "print(tokenizer.decode(model.generate(tokens, max_new_tokens=40)[0]))\n"
+        )
     return f"<p>In Hugging Face format: <code>{escape(folder)}</code></p>{html.code_block(program)}"
 
 
@@ -311,7 +321,8 @@ def _data(profile: Profile, summaries: Mapping[str, Mapping[str, Any]]) -> str:
             shown[split] = f"{dataset[f'{prefix}tokens']:,} tokens"
             # The new data of a continual round has only tokens and shards.
             if f"{prefix}documents" in dataset:
-                shown[split] += f" in {dataset[f'{prefix}documents']:,} documents"
+                count = dataset[f"{prefix}documents"] // profile.rows_per_sample
+                shown[split] += f" in {count:,} {_units(profile)[1]}"
         passes = training_tokens(profile) / max(1, tokens_of_pass(profile, dataset))
         shown["passes over the training split"] = format_number(passes)
     for change in profile.data.schedule:
@@ -319,7 +330,7 @@ def _data(profile: Profile, summaries: Mapping[str, Mapping[str, Any]]) -> str:
     if "bytes" in dataset:
         shown["text"] = f"{format_bytes(dataset['bytes'])}, {dataset['bytes_per_token']:.2f} bytes per token"
         dropped = [f"{dataset[key]:,} {reason}" for key, reason in DROPPED.items() if dataset.get(key)]
-        shown["dropped documents"] = ", ".join(dropped) or "none"
+        shown[f"dropped {_units(profile)[1]}"] = ", ".join(dropped) or "none"
         shown["shards"] = f"{dataset['shards']:,}"
     return html.properties(shown)
 

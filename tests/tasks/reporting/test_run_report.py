@@ -93,10 +93,27 @@ def test_report_makes_no_network_requests(page):
     assert not re.search(r"https?://|url\(|@import", page)
 
 
-def test_loading_code_names_the_export_folder(page, path):
+def test_loading_code_names_the_export_folder_and_continues_a_held_out_prompt(page, path):
     code = html.unescape(page.split("<pre>")[1].split("</pre>")[0])
     compile(code, "report", "exec")
     assert str(path.parent / "export") in code
+    assert "prompt = 'To be'" in code
+
+
+def test_report_on_pairs_counts_pairs_and_shows_each_result_once(tmp_path):
+    folder = tmp_path / "run"
+    preference = ("objective.kind=dpo", "objective.packing=true", "init.from=run:tiny")
+    write_run(folder, *preference)
+    rows = (folder / "metrics.jsonl").read_text() + '{"step": 0, "validation_loss": 0.69}\n'
+    (folder / "metrics.jsonl").write_text(rows)
+    before = {"step": 0, "validation_loss": 0.69, "perplexity": None, "tokens": 12345}
+    (folder / "before.json").write_text(json.dumps({**before, "metrics": {"user_accuracy": 0.0}}))
+    page = html.unescape(write_report(folder).read_text())
+    section = page.partition("Evaluation on the whole validation split")[2].partition("<section>")[0]
+    assert [section.count(text) for text in ("user_accuracy", "validation loss", "0.1235")] == [1, 1, 1]
+    assert "pairs</th><td>12,345<" in section
+    assert "604,605 tokens in 340 pairs" in page
+    assert "validation loss of the initial weights" in page
 
 
 def test_report_shows_the_load_of_experts(tmp_path):
