@@ -262,12 +262,20 @@ def _free_suffix(files: AbstractFileSystem, path: str, marker: str = "") -> str:
     return f"~{number}"
 
 
+def open_filesystem(location: str, **options: Any) -> tuple[AbstractFileSystem, str]:
+    """The fsspec filesystem of a path or URL, and the path in it; `::` in a local name separates nothing."""
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    if "://" not in location or location.startswith("file://"):
+        return LocalFileSystem(), LocalFileSystem._strip_protocol(location)
+    return url_to_fs(location, **options)
+
+
 def filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
     """The fsspec filesystem of a location, and the location's path in it."""
-    from fsspec.core import url_to_fs
-
     # A cached listing would hide what other processes write.
-    files, root = url_to_fs(str(location), use_listings_cache=False)
+    files, root = open_filesystem(str(location), use_listings_cache=False)
     renew_credentials(files)
     return files, root.rstrip("/")
 

@@ -102,6 +102,9 @@ def _check_source(source: Source, key: str) -> None:
         raise ProfileError(f"{key}.weight", source.weight, "only applies to training sources", ["null"])
     if source.repository is not None and not REPOSITORY.fullmatch(source.repository):
         raise ProfileError(f"{key}.repository", source.repository, "is not of the form org/name")
+    if "://" in (source.path or "") and "::" in source.path:
+        reason = "has `::`, which chains fsspec locations; give one location, with the files unpacked"
+        raise ProfileError(f"{key}.path", source.path, reason)
     if source.anonymous and not source.path.startswith("s3://"):
         raise ProfileError(f"{key}.anonymous", True, "only applies to s3:// paths", [False])
 

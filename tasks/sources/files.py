@@ -91,7 +91,7 @@ def describe_files(
             if not S_ISREG(stat.st_mode):  # a pipe would block
                 raise SourceError(f"{shown(path)}: not a regular file; move it out of the data")
             return SourceFile(path, stat.st_size, state, lambda: digests.sha256(local))
-        filesystem, remote_path = resolve_filesystem(path, anonymous=anonymous, token=token)
+        filesystem, remote_path = resolve_filesystem(path, anonymous=anonymous, token=token, refresh=False)
         info = remote.call(filesystem, remote_path, lambda: filesystem.info(remote_path))
         lfs = info.get("lfs")
         tag = (lfs and lfs["sha256"]) or info.get("blob_id") or info.get("ETag")

@@ -26,7 +26,7 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "az"}  # they list everything
 def list_files(source: Source, key: str) -> list[str]:
     """Sorted paths or URLs of a source's files: one file, a glob pattern's matches, or a folder's files.
 
-    A folder's README.md and hidden files are left out.
+    A folder's README.md and hidden files are left out; a pattern matches leading dots only if it names them, as in shells.
 
     Raises:
         ProfileError: for the profile key `key` if no file matches, or one is not a regular file or its name is not UTF-8.
@@ -118,9 +118,9 @@ class _Finder:
         for path, info in self._entries(folder):
             name = path.rpartition("/")[2]
             if first == "**":
-                if self._kind(info, follow=False) == "directory":
+                if self._kind(info, follow=False) == "directory" and not name.startswith("."):
                     yield from self._matches(path, parts)
-            elif fnmatchcase(name, first):
+            elif _is_name_match(name, first):
                 is_folder = self._kind(info) == "directory"
                 if rest and is_folder:
                     yield from self._matches(path, rest)
@@ -184,8 +184,14 @@ def _is_match(names: list[str], parts: list[str]) -> bool:
     if not parts or not names:
         return not parts and not names
     if parts[0] == "**":
-        return _is_match(names, parts[1:]) or _is_match(names[1:], parts)
-    return fnmatchcase(names[0], parts[0]) and _is_match(names[1:], parts[1:])
+        below = not names[0].startswith(".") and _is_match(names[1:], parts)
+        return below or _is_match(names, parts[1:])
+    return _is_name_match(names[0], parts[0]) and _is_match(names[1:], parts[1:])
+
+
+def _is_name_match(name: str, part: str) -> bool:
+    """Whether a name matches a part of a pattern; a leading dot, as of an unfinished upload, only matches itself."""
+    return fnmatchcase(name, part) and (part.startswith(".") or not name.startswith("."))
 
 
 def _is_metadata(name: str) -> bool:

@@ -39,7 +39,7 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
         raise ProfileError(f"{key}.path", source.path, "matches no .idx file")
     data = [path.removesuffix(".idx") + ".bin" for path in indices]
     for path in data:
-        filesystem, remote_path = resolve_filesystem(path, anonymous=source.anonymous)
+        filesystem, remote_path = resolve_filesystem(path, anonymous=source.anonymous, refresh=False)
         if not remote.info(filesystem, remote_path):
             raise ProfileError(f"{key}.path", source.path, f"there is no {path}")
     found = []

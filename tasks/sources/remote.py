@@ -1,20 +1,45 @@
 """Files on remote file systems (fsspec): calls and reads are retried, then raise ConnectionError.
 
 fsspec's `isfile`, `isdir`, `walk` and `glob` treat a failed request as absence, so this package uses `info`, `ls` and `find`.
+Its file systems cache listings for as long as the process runs, though other processes write; so a listing starts with
+`open_filesystem`, which forgets earlier ones.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from parallel.checkpoint import locations
 from parallel.checkpoint.credentials import renew_credentials
 from profiles import retries
+from profiles.huggingface import hub
 
 BLOCK = 1 << 23  # bytes per request to a remote file
 DENIED = (401, 403)  # HTTP status codes
+AT_COMMIT = re.compile("@[0-9a-f]{40}/")  # in a location on the hub
 T = TypeVar("T")
+
+
+def open_filesystem(location: str, *, refresh: bool = True, **options: Any) -> tuple[Any, str]:
+    """The fsspec file system of a path or URL, and the path within it.
+
+    Args:
+        refresh: forget earlier listings; False uses them, such as the one that `location` comes from.
+        options: of the file system.
+    """
+    if location.startswith("hf://"):
+        hub.set_timeout()
+        if not AT_COMMIT.search(
+            location
+        ):  # each thread has its own cached listings, which a new client has not
+            options["skip_instance_cache"] = True
+    filesystem, path = locations.open_filesystem(location, **options)
+    if refresh and not AT_COMMIT.search(location):
+        filesystem.invalidate_cache()
+    return filesystem, path
 
 
 def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:

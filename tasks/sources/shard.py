@@ -7,7 +7,6 @@ documents in the same order.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from profiles.huggingface import hub
 from tasks.sources import remote
 
 HUB_PREFIX = "hf://datasets/"
-AT_COMMIT = re.compile("@[0-9a-f]{40}/")
 # Keys of fsspec's info that identify the contents of a file, or else hold the time of its last change.
 STATE_KEYS = (
     "blob_id",
@@ -87,18 +85,16 @@ class Shard:
         return cls(**{**value, "paths": tuple(value["paths"]), "states": tuple(value.get("states", ()))})
 
 
-def resolve_filesystem(path: str, *, anonymous: bool = False, token: str | None = None) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path within it."""
-    from fsspec.core import url_to_fs
-
+def resolve_filesystem(
+    path: str, *, anonymous: bool = False, token: str | None = None, refresh: bool = True
+) -> tuple[Any, str]:
+    """The fsspec file system of a path or URL, and the path within it; see `remote.open_filesystem`."""
     options: dict[str, Any] = {}
-    if path.startswith("hf://"):
-        hub.set_timeout()
     if path.startswith("s3://"):
         options["anon"] = anonymous
     elif path.startswith(HUB_PREFIX) and token:
         options["token"] = token
-    return url_to_fs(path, **options)
+    return remote.open_filesystem(path, refresh=refresh, **options)
 
 
 def local_path(path: str) -> Path | None:
@@ -119,7 +115,7 @@ def open_file(shard: Shard, path: str, token: str | None = None) -> BinaryIO:
         path = _download(path, token)
     if local := local_path(path):
         return local.open("rb")
-    filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token)
+    filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token, refresh=False)
     return remote.open_file(filesystem, remote_path)
 
 
@@ -149,7 +145,6 @@ def _state(shard: Shard, path: str, token: str | None) -> str:
         finally:
             os.close(descriptor)
     filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token)
-    filesystem.invalidate_cache(remote_path)
     return remote_state(path, remote.call(filesystem, remote_path, lambda: filesystem.info(remote_path)))
 
 
@@ -172,4 +167,4 @@ def remote_state(path: str, info: Mapping[str, Any]) -> str:
 
 def _never_changes(path: str) -> bool:
     """Whether a path is at a commit of the hub."""
-    return path.startswith(HUB_PREFIX) and AT_COMMIT.search(path) is not None
+    return path.startswith(HUB_PREFIX) and remote.AT_COMMIT.search(path) is not None

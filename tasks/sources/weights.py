@@ -205,11 +205,8 @@ def _find_remote(source: str, key: str) -> tuple[Any, str, dict[str, dict[str, A
 
     Raises ProfileError if there is no such folder, or the URL has credentials.
     """
-    from fsspec.core import url_to_fs
-
     credentials.require_none(key, source)
-    filesystem, root = url_to_fs(source)
-    filesystem.invalidate_cache(root)
+    filesystem, root = remote.open_filesystem(source)
     found = remote.call(filesystem, root, lambda: filesystem.find(root, detail=True))
     if not found:
         raise ProfileError(key, source, "there is no such folder, or it is empty")

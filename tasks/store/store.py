@@ -81,7 +81,7 @@ class Store:
         credentials.require_none("store", uri)
         if not uri.strip():
             raise ProfileError("store", uri, "is empty; give a folder or an s3:// prefix", ["./store"])
-        if "::" in uri:
+        if "://" in uri and "::" in uri:
             reason = "chained fsspec locations (`::`) cannot be a store; give a folder or one prefix, such as s3://bucket/store"
             raise ProfileError("store", uri, reason)
         self.uri = uri

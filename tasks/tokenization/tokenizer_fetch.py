@@ -69,9 +69,7 @@ def folder_digest(source: str) -> str:
 
 
 def _list(source: str) -> tuple[Any, list[str]]:
-    from fsspec.core import url_to_fs
-
-    filesystem, folder = url_to_fs(source)
+    filesystem, folder = remote.open_filesystem(source)
     info = remote.info(filesystem, folder)
     if info is None or info["type"] != "directory":
         raise ProfileError("tokenizer.source", source, "folder does not exist")

@@ -212,6 +212,10 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         ),
         (["data.sources.0={kind: files}"], "data.sources.0.path", None, "is missing", ()),
         (
+            ["data.sources.0={kind: files, path: 'zip://*.txt::x.zip'}"],
+            *("data.sources.0.path", "zip://*.txt::x.zip", "chains fsspec locations", ()),
+        ),
+        (
             ["data.sources.0.path=x.txt"],
             "data.sources.0.path",
             "x.txt",

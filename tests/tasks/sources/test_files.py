@@ -1,6 +1,7 @@
 """File sources: all documents in order, content-keyed shards, and errors with file and position."""
 
 import errno
+import glob
 import gzip
 import io
 import json
@@ -17,6 +18,7 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.sources import file_shards
 from tasks.sources.formats import long_text, readers
+from tasks.sources.listing import list_files
 from tasks.sources.shard import Shard, SourceError
 from tests import s3
 from tests.tasks.source_files import (
@@ -55,8 +57,12 @@ SPLIT_FORMATS = {"a.jsonl", "a.json", "a.parquet", "a.arrow", "b.arrow"}
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_shards_contain_every_document_once_in_order(name, tmp_path, small_shards):
-    WRITERS[name](tmp_path / name)
-    shards = texts(profile(files(tmp_path / name)))
+    folder = tmp_path / "a::b"  # not a chain of file systems: it is local
+    folder.mkdir()
+    WRITERS[name](folder / name)
+    wanted = profile(files(folder / name))
+    resolve.check(wanted)
+    shards = texts(wanted)
     assert joined(shards) == DOCUMENTS
     assert (len(shards) > 3) is (name in SPLIT_FORMATS)
 
@@ -173,7 +179,14 @@ def test_a_folder_includes_nested_data_but_no_hidden_files(tmp_path, monkeypatch
     for name, documents in made.items():
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_bytes(lines(documents))
-    for name in "README.md", ".gitattributes", "_SUCCESS", ".cache/x.jsonl", "b/_temporary/y.jsonl":
+    for name in (
+        "README.md",
+        ".gitattributes",
+        "_SUCCESS",
+        ".cache/x.jsonl",
+        "b/_temporary/y.jsonl",
+        ".up.jsonl",
+    ):
         (tmp_path / "data" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "data" / name).write_text("# no training text")
     assert joined(texts(profile(files(tmp_path / "data")))) == DOCUMENTS
@@ -181,10 +194,36 @@ def test_a_folder_includes_nested_data_but_no_hidden_files(tmp_path, monkeypatch
     resolve.check(with_brackets)
     assert joined(texts(with_brackets)) == DOCUMENTS[20:]
     assert texts(profile(files(tmp_path / "data/*.md"))) == [["# no training text"]]  # if matched explicitly
+    patterns = (
+        "**",
+        "**/*.jsonl",
+        "*.jsonl",
+        "?up.jsonl",
+        "[.]*.jsonl",
+        ".*.jsonl",
+        "*/*.jsonl",
+        ".c*/*",
+        "**/.*/*",
+    )
+    shell = {pattern: {*glob.glob(str(tmp_path / "data" / pattern), recursive=True)} for pattern in patterns}
+    shell = {pattern: {path for path in found if os.path.isfile(path)} for pattern, found in shell.items()}
     with s3.bucket(monkeypatch) as bucket:
         s3.fill(tmp_path / "data", "data")
+        for pattern, wanted in shell.items():
+            for folder in str(tmp_path), bucket:
+                (source,) = profile(files(f"{folder}/data/{pattern}")).data.sources
+                found = list_files(source, "path") if wanted else []
+                assert {path.replace(bucket, str(tmp_path)) for path in found} == wanted, (folder, pattern)
         assert joined(texts(profile(files(f"{bucket}/data")))) == DOCUMENTS
         assert joined(texts(profile(files(f"{bucket}/data/e[1].jsonl")))) == DOCUMENTS[20:]
+        # Other processes add and replace files, and this one lists again.
+        digests = {shard.digest for shard in list_shards(profile(files(f"{bucket}/data")).data)}
+        (tmp_path / "data/a.jsonl").write_bytes(lines(DOCUMENTS[:8]))
+        (tmp_path / "data/f.jsonl").write_bytes(lines(["new"]))
+        s3.fill(tmp_path / "data", "data")
+        shards = list_shards(profile(files(f"{bucket}/data")).data)
+        assert len({shard.digest for shard in shards} - digests) == 2
+        assert joined(texts(profile(files(f"{bucket}/data")))) == [*DOCUMENTS[:8], *DOCUMENTS[9:], "new"]
     (tmp_path / "data/LICENSE").write_text("no known ending")
     with pytest.raises(ProfileError, match="LICENSE has an unknown format"):
         texts(profile(files(tmp_path / "data")))

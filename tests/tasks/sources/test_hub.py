@@ -82,15 +82,15 @@ def test_streaming_reads_lines_in_blocks(hub, monkeypatch):
 def test_shards_are_keyed_by_their_files_not_by_the_commit(hub):
     source = profile({"kind": "hub", "repository": "org/texts", "config": "en"})
     before = [shard.digest for shard in list_shards(source.data)]
+    branch = profile({"kind": "files", "path": "hf://datasets/org/texts/en/train-*.parquet"})
+    assert [shard.digest for shard in list_shards(branch.data)] == before
     content = dict(next(reversed(hub.repositories["datasets", "org/texts"].commits.values())))
     content["en/train-2.parquet"] = as_parquet(["new"])
     hub.commit("org/texts", content, kind="datasets")
-    from huggingface_hub import HfFileSystem
-
-    HfFileSystem.clear_instance_cache()
     after = [shard.digest for shard in list_shards(source.data)]
     assert after[:2] == before
     assert len(after) == 3
+    assert [shard.digest for shard in list_shards(branch.data)] == after
 
 
 @pytest.mark.parametrize(
