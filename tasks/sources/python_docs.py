@@ -1,7 +1,8 @@
-"""English text about Python that comes with Trainshed, the same on every machine: 1.2 MB in 498 documents.
+"""English text about Python that comes with Trainshed, the same on every machine: 1.2 MB.
 
-A document has paragraphs of one topic of Python's language reference, or of the docstrings of one module of its standard library
-in source order, a paragraph per line; no paragraph appears twice. `text/python-docs.license.txt` has the origin and the license.
+Each of 498 documents has paragraphs of one topic of Python's language reference, or of the docstrings of one module of its
+standard library in source order, a paragraph per line; no paragraph appears twice. `text/python-docs.license.txt` has the origin
+and the license.
 """
 
 from __future__ import annotations
