@@ -5,7 +5,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 # For Trainium: the address of AWS's package index for the Neuron SDK. If set, `make` also installs the extra `neuron`.
 NEURON_INDEX ?=
-INDEX = $(if $(NEURON_INDEX),--extra-index-url "$(NEURON_INDEX)")
+# Without a GPU: the address of PyTorch's package index for CPUs, whose torch is 0.2 GB instead of 3 GB.
+TORCH_INDEX ?=
+INSTALL := $(PYTHON) install.py --index "$(TORCH_INDEX)" --index "$(NEURON_INDEX)"
+WRONG_PYTHON := Trainshed needs Python 3.11 to 3.14, and $(PYTHON) is %d.%d; set another one: make PYTHON=python3.13
 INSTALLED := .venv/installed$(if $(NEURON_INDEX),-neuron)
 # Debian packages that some tests need: g++ to compile graphs for a CPU, slurm-wlm and munge to start a Slurm cluster of several
 # nodes on this machine, postgresql for a shared Prefect server, chromium for reports and Prefect's UI.
@@ -53,33 +56,15 @@ test-system:
 
 # Stamp files: the installation is complete and up to date.
 .venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Trainshed needs Python 3.11 or newer: make PYTHON=...")'
-	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(call install,'.')
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON): not found; as root: apt-get install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 11) <= v < (3, 15) and ("$(WRONG_PYTHON)" % v[:2]))'
+	@$(INSTALL)
 	@touch $@
 
 .venv/installed-neuron: .venv/installed
-	@$(call install,'.[neuron]')
+	@$(INSTALL) --extra neuron
 	@touch $@
 
 .venv/installed-for-tests: $(INSTALLED)
-	@$(call install,'.[test]')
+	@$(INSTALL) --extra test
 	@touch $@
-
-# Install with uv, which downloads and unpacks in parallel; without uv, or if it fails, with pip. pip prints nothing for minutes,
-# so progress is counted from its log. --no-compile: modules are compiled on their first import, and most are never imported.
-define install
-echo "installing into .venv, which takes a minute or two the first time"; \
-if test -z "$(NEURON_INDEX)" && command -v uv > /dev/null && uv pip install --python $(BIN)/python -c constraints.txt -e $(1); then exit; fi; \
-log=.venv/install.log; count() { ls -d .venv/lib/python*/site-packages/*.dist-info | wc -l; }; before=$$(count); \
-$(BIN)/pip install --no-compile --no-input --disable-pip-version-check -c constraints.txt $(INDEX) -e $(1) > $$log 2>&1 & pid=$$!; trap "kill $$pid; exit 1" INT TERM; \
-while kill -0 $$pid 2> /dev/null; do \
-  sleep 1; \
-  test -t 1 || continue; \
-  total=$$(sed -n 's/^Installing collected packages: //p' $$log | wc -w); \
-  if test $$total = 0; then printf '\r  downloading: package %d' $$(grep -c '^Collecting ' $$log); \
-  else printf '\r  installing: %d of %d packages' $$(($$(count) - before)) $$total; fi; \
-done; \
-test -t 1 && echo; \
-wait $$pid || { tail -n 20 $$log >&2; exit 1; }
-endef

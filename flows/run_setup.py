@@ -196,7 +196,7 @@ def _store_alerts(run: RunFolder) -> None:
 
 
 def settle_compilation(runner: Runner, graphs: Artifact | None) -> None:
-    """Record in the run folder whether training compiles: not if the graphs step found otherwise."""
+    """Record in the open run folder whether training compiles: not if the graphs step found that it should not."""
     context = runner.context
     enabled = bool(context.profile.compile.enabled) and not (graphs and graphs.summary.get("eager"))
     if enabled != context.profile.compile.enabled:

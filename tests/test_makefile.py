@@ -1,10 +1,15 @@
-"""Makefile: what its targets install, by `make -n`, which runs nothing."""
+"""Makefile and install.py: what targets install, and what they show, with a pip that downloads nothing."""
 
+import importlib.util
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import install
 
 ROOT = Path(__file__).parents[1]
 NEURON = "NEURON_INDEX=https://example.com/simple"
@@ -19,14 +24,47 @@ def commands(folder: Path, *arguments: str) -> str:
 @pytest.fixture
 def folder(tmp_path):
     """A folder in which nothing is installed."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    return tmp_path
+    folder = tmp_path / "a folder, größer"
+    folder.mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "install.py"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+PIP = """#!/bin/sh
+echo "$@" > arguments
+test -d "$TMPDIR" && echo "Obtaining file:///checkout"
+echo 'Collecting torch==2.13.0'
+echo '  Downloading torch-2.13.0-cp313-cp313-manylinux_2_28_x86_64.whl.metadata (32 kB)'
+sleep 0.5
+echo '  Downloading torch-2.13.0-cp313-cp313-manylinux_2_28_x86_64.whl (526.6 MB)'
+mkdir "$TMPDIR/pip-unpack-1"
+printf '%3000000s' '' > "$TMPDIR/pip-unpack-1/torch-2.13.0-cp313-cp313-manylinux_2_28_x86_64.whl"
+sleep 0.5
+echo 'Installing collected packages: torch, trainshed'
+sleep 0.5
+test ! -e broken || { echo 'ERROR: No space left on device'; exit 1; }
+"""
+
+
+@pytest.fixture
+def stub(folder, monkeypatch):
+    """A folder whose .venv has a pip that prints what pip prints, on a machine without uv and without a GPU."""
+    (folder / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "pip"):
+        (folder / ".venv/bin" / name).write_text(PIP)
+        (folder / ".venv/bin" / name).chmod(0o755)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(install, "GPU_FILES", ())
+    monkeypatch.setitem(install.SECONDS, False, 0.2)
+    monkeypatch.setattr(sys, "argv", ["install.py", "--index", "", "--index", "https://example.com/cpu"])
+    return folder
 
 
 def test_install_runs_nothing_else(folder):
     printed = commands(folder, "install")
-    assert "-e '.'" in printed
+    assert "install.py" in printed
     assert ".venv/bin/trainshed" not in printed
 
 
@@ -35,7 +73,61 @@ def test_extra_neuron_is_installed_after_an_installation_without_it(folder):
     (folder / ".venv/installed").touch()
     assert "install" not in commands(folder, "check-device")
     printed = commands(folder, NEURON, "check-device")
-    assert """-e '.[neuron]'""" in printed
-    assert '--extra-index-url "https://example.com/simple"' in printed
+    assert 'install.py --index "" --index "https://example.com/simple" --extra neuron' in printed
     (folder / ".venv/installed-neuron").touch()
     assert "install" not in commands(folder, NEURON, "check-device")
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 15), None])
+def test_a_missing_or_unsupported_python_is_one_line(folder, version):
+    python = folder.parent / "python3"
+    if version:
+        python.write_text(
+            f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = {version}\n$2"\n'
+        )
+        python.chmod(0o755)
+    made = subprocess.run(["make", "install", f"PYTHON={python}"], cwd=folder, capture_output=True, text=True)
+    line, failed = made.stderr.splitlines()
+    expected = "needs Python 3.11 to 3.14, and" if version else "not found; as root: apt-get install python3"
+    assert expected in line
+    assert "Error 1" in failed
+    assert not (folder / ".venv").exists()
+
+
+def test_installation_names_torchs_cuda_build_before_its_download_and_counts_bytes(stub, capsys):
+    install.main()
+    printed = capsys.readouterr().out
+    assert "--extra-index-url https://example.com/cpu" in (stub / "arguments").read_text()
+    notice = printed.index(
+        "torch: its CUDA build is downloaded, with CUDA's libraries about 3 GB, and this machine has no"
+    )
+    assert "make install TORCH_INDEX=ADDRESS" in printed
+    assert notice < printed.index("downloading torch 2.13.0: 3.0 of 526.6 MB, 3 MB in total")
+    assert "installing package 1 of 2" in printed
+    assert not (stub / ".venv/tmp").exists()
+
+    (stub / "broken").touch()
+    with pytest.raises(SystemExit, match="ERROR: No space left on device\npip failed; its complete output: "):
+        install.main()
+
+
+def test_python_without_ensurepip_names_the_package_to_install(stub, monkeypatch):
+    shutil.rmtree(stub / ".venv")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ensurepip" else find_spec(name)
+    )
+    with pytest.raises(SystemExit, match="as root: apt-get install python3-venv"):
+        install.main()
+    assert not (stub / ".venv").exists()
+    install.create_venv("uv")  # needs no pip in .venv
+    assert (stub / ".venv/bin/python").exists()
+    assert not (stub / ".venv/bin/pip").exists()
+
+
+def test_a_folder_of_another_user_is_named(stub, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(
+        SystemExit, match="größer: cannot be written; its owner has to install first: make install"
+    ):
+        install.main()

@@ -1,0 +1,226 @@
+"""Install Trainshed into .venv, as the Makefile does; shows what is downloaded, how much of it, and for how long.
+
+With uv, which downloads and unpacks in parallel; without it, or if it fails, with pip. It needs only Python's standard library,
+runs before anything is installed, and writes nothing outside .venv, except the caches of pip and uv and Trainshed's egg-info.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+VENV = Path(".venv")
+CONSTRAINTS = ["-c", "constraints.txt"]
+SECONDS = {True: 0.5, False: 20.0}  # between two lines of progress, if the output is a terminal or not
+WHEEL = re.compile(
+    r"\s*(Downloading|Using cached) (?:\S*/)?([^-\s/]+)-([^-\s]+)-\S*?\.whl(?: \(([\d.]+ ?\w+)\))?$"
+)
+# CUDA's libraries, which torch requires only if it is built for CUDA; nvidia-ml-py only reads a GPU's telemetry.
+CUDA = re.compile(r"(?:nvidia-(?!ml-py)|cuda-toolkit|.*\btorch-[\d.]+-cp\S+_x86_64\.whl)")
+GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one in WSL
+
+
+class PipLog:
+    """What pip is doing, read from its log line by line.
+
+    Attributes:
+        lines: all lines so far.
+        cuda: whether torch's CUDA build is going to be downloaded, or is being downloaded.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.cuda = False
+        self._doing, self._size, self._collected, self._total = "preparing", "", 0, 0
+
+    def read(self, line: str) -> None:
+        """Take in one line of the log."""
+        self.lines.append(line)
+        words = line.split()
+        if len(words) > 1 and words[0] in ("Collecting", "Downloading"):
+            self.cuda = self.cuda or CUDA.match(words[1]) is not None
+        if line.startswith("Collecting "):
+            self._collected += 1
+            self._doing, self._size = (
+                f"resolving package {self._collected}, {re.split('[^-._a-zA-Z0-9]', words[1])[0]}",
+                "",
+            )
+        elif found := WHEEL.match(line):
+            _, name, version, self._size = found.groups(default="")
+            self._doing = f"downloading {name} {version}"
+        elif line.startswith("Installing collected packages: "):
+            self._total = line.count(",") + 1
+
+    def progress(self, downloaded: Sequence[int], installed: int) -> str:
+        """One line: what pip is doing.
+
+        Args:
+            downloaded: bytes of the files downloaded so far, the current one last.
+            installed: number of packages installed so far.
+        """
+        if self._total:
+            return f"installing package {min(installed + 1, self._total)} of {self._total}"
+        if not downloaded:
+            return self._doing
+        current = f": {downloaded[-1] / 1e6:.1f} of {self._size}" if self._size else ""
+        return f"{self._doing}{current}, {sum(downloaded) / 1e6:.0f} MB in total"
+
+
+def cuda_notice(gpu: bool, uv: bool) -> str:
+    """What to say before torch's CUDA build is downloaded."""
+    if gpu:
+        return "torch: its CUDA build is downloaded, with CUDA's libraries about 3 GB"
+    if uv:
+        choice = "UV_TORCH_BACKEND=cpu make install"
+    else:
+        choice = "make install TORCH_INDEX=ADDRESS, with the address that pytorch.org/get-started/locally shows for pip and CPU"
+    return (
+        "torch: its CUDA build is downloaded, with CUDA's libraries about 3 GB, and this machine has no NVIDIA GPU; "
+        f"for the CPU build (0.2 GB), press Ctrl-C and run: {choice}"
+    )
+
+
+def create_venv(uv: str | None) -> None:
+    """Create .venv unless it is there. Raises SystemExit with the package that is missing, or who has to install."""
+    if (VENV / "bin/python").exists() and (uv or (VENV / "bin/pip").exists()):
+        return
+    pip = importlib.util.find_spec("ensurepip") is not None
+    if importlib.util.find_spec("venv") is None or not (pip or uv):
+        version = "{}.{}".format(*sys.version_info)
+        sys.exit(
+            f"Python {version} cannot create .venv, since it lacks ensurepip; as root: apt-get install python3-venv "
+            f"(for a second Python: python{version}-venv); or install uv, which needs neither"
+        )
+    options = [] if pip else ["--without-pip"]
+    made = subprocess.run([sys.executable, "-m", "venv", *options, str(VENV)], capture_output=True, text=True)
+    if made.returncode:
+        sys.exit(f"{VENV}: cannot be created: {(made.stderr or made.stdout).strip()}")
+
+
+def install_with_uv(uv: str, arguments: Sequence[str]) -> bool:
+    """Install with uv, which shows its progress itself; whether that succeeded."""
+    command = [uv, "pip", "install", "--python", str(VENV / "bin/python"), *arguments]
+    if "--extra-index-url" in arguments:
+        command += ["--index-strategy", "unsafe-best-match"]  # as pip does
+    planned = subprocess.run([*command, "--dry-run"], capture_output=True, text=True).stderr
+    if re.search(r"^ \+ (nvidia-(?!ml-py)|cuda-toolkit)", planned, re.MULTILINE):
+        print(cuda_notice(has_gpu(), uv=True), flush=True)
+    return subprocess.run(command).returncode == 0
+
+
+def install_with_pip(arguments: Sequence[str]) -> None:
+    """Install with pip, and show its progress. Raises SystemExit with the end of its log if it fails."""
+    # Not in /tmp, which is often in memory and too small for torch. Modules are compiled on their first import, and most are
+    # never imported.
+    temporary = VENV / "tmp"
+    temporary.mkdir(exist_ok=True)
+    command = [str(VENV / "bin/python"), "-m", "pip", "install", "--no-compile", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", *arguments]
+    environment = {
+        **os.environ,
+        "TMPDIR": str(temporary.absolute()),
+        "PYTHONUNBUFFERED": "1",
+        "LC_MESSAGES": "C",
+    }
+    log = PipLog()
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment}
+    with subprocess.Popen(command, text=True, errors="replace", **streams) as pip:
+        try:
+            reader = threading.Thread(target=_follow, args=(pip.stdout, log), daemon=True)
+            reader.start()
+            _show(log, reader, temporary)
+        except KeyboardInterrupt:
+            pip.terminate()
+            raise
+    shutil.rmtree(temporary, ignore_errors=True)
+    if pip.returncode:
+        sys.exit("\n".join([*log.lines[-20:], f"pip failed; its complete output: {VENV / 'install.log'}"]))
+
+
+def _follow(lines: Iterable[str], log: PipLog) -> None:
+    """Read pip's output, and write it to .venv/install.log."""
+    with (VENV / "install.log").open("w", encoding="utf-8", errors="replace") as file:
+        for line in lines:
+            file.write(line)
+            file.flush()
+            log.read(line.rstrip("\n"))
+
+
+def _show(log: PipLog, reader: threading.Thread, temporary: Path) -> None:
+    """Print the progress until pip has ended: over one line of a terminal, otherwise in lines."""
+    terminal = sys.stdout.isatty()
+    started, before, noticed = time.monotonic(), _installed(), False
+    while reader.is_alive():
+        reader.join(SECONDS[terminal])
+        if log.cuda and not noticed:
+            noticed = True
+            print(("\r\033[K" if terminal else "") + cuda_notice(has_gpu(), uv=False), flush=True)
+        minutes, seconds = divmod(int(time.monotonic() - started), 60)
+        line = f"  {minutes}:{seconds:02} {log.progress(_downloaded(temporary), _installed() - before)}"
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{line[:width]}" if terminal else line, end="" if terminal else "\n", flush=True)
+    if terminal:
+        print("\r\033[K", end="")
+
+
+def _downloaded(temporary: Path) -> list[int]:
+    """Bytes of each downloaded file, in the order of their last change."""
+    files = []
+    for file in temporary.glob("pip-*/*.whl"):
+        try:
+            files.append((file.stat().st_mtime, file.stat().st_size))
+        except FileNotFoundError:  # pip has just moved it
+            continue
+    return [size for _, size in sorted(files)]
+
+
+def _installed() -> int:
+    return sum(1 for _ in VENV.glob("lib/python*/site-packages/*.dist-info"))
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU and its driver."""
+    return any(map(os.path.exists, GPU_FILES)) or shutil.which("nvidia-smi") is not None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Install Trainshed into .venv.")
+    parser.add_argument("--extra", default="", help="extra of pyproject.toml to install, too")
+    parser.add_argument("--index", action="append", default=[], help="address of a further package index")
+    options = parser.parse_args()
+    arguments = [*CONSTRAINTS, "-e", f".[{options.extra}]" if options.extra else "."]
+    for index in filter(None, options.index):
+        arguments += ["--extra-index-url", index]
+    for folder in (Path(), VENV):
+        if folder.exists() and not os.access(folder, os.W_OK):
+            sys.exit(f"{folder.absolute()}: cannot be written; its owner has to install first: make install")
+    uv = shutil.which("uv")
+    create_venv(uv)
+    print("installing into .venv, which takes some minutes the first time", flush=True)
+    started = time.monotonic()
+    if not (uv and install_with_uv(uv, arguments)):
+        if not (VENV / "bin/pip").exists():
+            sys.exit(
+                "uv failed, and without ensurepip there is no pip; as root: apt-get install python3-venv"
+            )
+        install_with_pip(arguments)
+    minutes, seconds = divmod(int(time.monotonic() - started), 60)
+    print(f"installed {_installed()} packages in {minutes}:{seconds:02}", flush=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; the same command continues")
