@@ -70,7 +70,7 @@ class DatasetStep(Step):
         if self._plan is None:
             profile = context.profile
             _require_shares(profile)
-            self._plan = DatasetPlan.of(profile, self.tokenizer, context.inputs.shards)
+            self._plan = DatasetPlan.of(profile, self.tokenizer, context.inputs.shards, context.store)
         return self._plan
 
     def key(self, context: Context) -> str:
@@ -205,10 +205,21 @@ class ShardJob:
         # Files with the same contents have the same key and are processed once.
         missing = {key: k for key, k in zip(wanted, numbers, strict=True) if not artifacts[key]}
         if missing:
+            self._report_misread(context.store, list(missing.values()))
             self._make(context, list(missing.values()), len(numbers))
             for key, artifact in zip(missing, store.find_many(self.kind, list(missing), 0), strict=True):
                 artifacts[key] = artifact or store.expect(self.kind, key)
         return [artifacts[key] for key in wanted]
+
+    def _report_misread(self, store: Store, missing: Sequence[int]) -> None:
+        if self.kind == TOKENS and (misread := self.plan.misread(store, missing)):
+            log.warning(
+                "%s tokenized shards in the store, such as tokens/%s, may have wrong ids for added tokens of the tokenizer %s, "
+                "since an earlier version confused them; their text is tokenized again: repeat the runs trained on them",
+                f"{len(misread):,}",
+                misread[0].key,
+                self.plan.tokenizer.summary["source"],
+            )
 
     def _make(self, context: Context, missing: Sequence[int], count: int) -> None:
         cores, store = usable_cores(), context.store

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from profiles.errors import ProfileError
@@ -11,7 +11,9 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.sources.shard import Shard
 from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tasks.tokenization import chat_templates
+from tasks.tokenization.tokenizer_files import has_plain_added_tokens
 
 RECORD_OPTIONS = {"kind", "template", "too_long", "maximum_prompt_length", "truncation"}  # of `objective`
 TOKENS = "tokens"  # artifact kind of a tokenized shard
@@ -32,9 +34,10 @@ class DatasetPlan:
     drops: tuple[str, ...] = ()
     duplicates: str | None = None  # key of the artifact that lists those indices
     records: Mapping[str, Any] | None = None  # examples.RecordOptions as a mapping; None: texts, not records
+    engine: int | None = None  # keys.ENGINE if tokens may depend on it
 
     @classmethod
-    def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard]) -> DatasetPlan:
+    def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard], store: Store) -> DatasetPlan:
         """Plan of a profile's data, not deduplicated. Raises ProfileError if the tokenizer lacks BOS or EOS."""
         data, summary = profile.data, tokenizer.summary
         for key, name in (("prepend_bos", "bos"), ("append_eos", "eos")):
@@ -47,9 +50,12 @@ class DatasetPlan:
             template = objective["template"] and chat_templates.read_template(objective["template"])
             length = profile.train.sequence_length
             records = {**objective, "template": template, "sequence_length": length}
+        engine = None
+        if not records and has_plain_added_tokens(store.artifacts.path(tokenizer)):
+            engine = keys.ENGINE
         names = [field.name for field in fields(cls) if hasattr(data, field.name)]
         options = {name: getattr(data, name) for name in names}
-        return cls(tokenizer, tuple(shards), records=records, **options)
+        return cls(tokenizer, tuple(shards), records=records, engine=engine, **options)
 
     def key(self, k: int) -> str:
         """Cache key of the tokens of shard k."""
@@ -61,8 +67,17 @@ class DatasetPlan:
         options = {name: getattr(self, name) for name in ("append_eos", "prepend_bos", "minimum_length")}
         if self.records:
             options["records"] = self.records
+        if self.engine is not None and shard.format != "tokens":
+            options["engine"] = self.engine
         drops = self.drops[k] if self.drops else ""
         return keys.tokens(self.tokenizer.key, shard.digest, held_out, drops=drops, **options)
+
+    def misread(self, store: Store, numbers: Sequence[int]) -> list[Artifact]:
+        """Tokens of these shards in the store whose ids of added tokens are wrong, from version 1 of the engines."""
+        earlier = replace(self, engine=None)
+        changed = [key for k in numbers if (key := earlier.key(k)) != self.key(k)]
+        found = store.artifacts.find_many(TOKENS, changed, hash_limit=0)
+        return [tokens for tokens in found if tokens and tokens.summary.get("engine") == "gigatoken"]
 
     def to_json(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

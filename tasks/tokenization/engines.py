@@ -2,7 +2,8 @@
 
 `HuggingFaceEngine` supports every tokenizer. `GigatokenEngine` (MIT, github.com/marcelroed/gigatoken) is many times faster
 where it supports a tokenizer; otherwise `WordCacheEngine` tokenizes each distinct word once. Both are verified against
-`tokenizers`, on the first texts of each shard and on one short text of every batch.
+`tokenizers`: before use on every added token, on random ids and on the first texts of each shard, then on one short text of
+every batch.
 
 Special tokens in text are encoded as plain text: "<|endoftext|>" in a document is thirteen characters, not an end of document.
 Otherwise the author of a web page could end documents or begin chat turns inside the training data. Megatron's GPT-2 tokenizer
@@ -15,9 +16,9 @@ from __future__ import annotations
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -29,7 +30,14 @@ log = logging.getLogger(__name__)
 
 SAMPLE_CHARACTERS = 1 << 17  # on which an engine is verified before it is used
 SPOT_CHECK_CHARACTERS = 4096  # maximum length of a batch's text that is encoded twice
+RANDOM_TEXTS, RANDOM_IDS = 128, 32  # texts of random ids to verify an engine on, and ids in each
 MANY_THREADS = 4  # from here on, `tokenizers` is faster than the word cache on one thread
+
+# Texts that the first documents may lack: whitespace, digits, several scripts.
+EDGE_CASES = (
+    "1234567 12.5\t\n\n  x   y\r\n\r\nit's I'LL don’t",
+    "naïve Ελλάδα Привет 日本語 한국어 العربية हिन्दी 👩‍👩‍👧 e\u0301",
+)
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts, concatenated, and the number of ids of each text
 
@@ -89,8 +97,9 @@ class VerifiedEngine(ABC):
             self._require_equal(ids[start : start + int(counts[spot])], expected)
         return ids, counts
 
-    def verify(self, texts: Sequence[str]) -> None:
+    def verify(self, sample: Sequence[str], probes: Sequence[str]) -> None:
         """Raises EngineMismatch unless the ids of all texts equal those of `tokenizers`."""
+        texts = [*sample, *probes]
         for actual, expected in zip(self._encode(texts), self._reference.encode(texts), strict=True):
             self._require_equal(actual, expected)
 
@@ -111,7 +120,8 @@ class GigatokenEngine(VerifiedEngine):
         import gigatoken
 
         self._parallel = threads > 1
-        self._encoder = gigatoken.Tokenizer(_without_special_tokens(tokenizer))
+        # From JSON: a `Tokenizer` without the special tokens would number the other added tokens anew.
+        self._encoder = gigatoken.Tokenizer.from_json(json.dumps(_without_special_tokens(tokenizer)))
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
         rows = self._encoder.encode_batch(list(texts), parallel=self._parallel).layout
@@ -130,9 +140,9 @@ class WordCacheEngine(VerifiedEngine):
             raise UnsupportedTokenizer(f"tokenizers is faster on {threads} threads")
         self._cache = create_word_cache(_without_special_tokens(tokenizer))
 
-    def verify(self, texts: Sequence[str]) -> None:
-        super().verify(texts)
-        if not self._cache.is_effective(texts):
+    def verify(self, sample: Sequence[str], probes: Sequence[str]) -> None:
+        super().verify(sample, probes)
+        if not self._cache.is_effective(sample):
             raise UnsupportedTokenizer("few words of the text repeat")
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
@@ -155,11 +165,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], threads: int = 1) -> Engine:
     """Fastest engine verified for the tokenizer and sample; logs why others are not used."""
-    texts = [*sample, *_edge_cases(tokenizer)]
+    probes = [*EDGE_CASES, *_added_token_texts(tokenizer), *_random_texts(tokenizer)]
     for kind in (GigatokenEngine, WordCacheEngine):
         try:
             engine = kind(tokenizer, threads)
-            engine.verify(texts)
+            engine.verify(sample, probes)
             return engine
         except ImportError:
             reason = "it is not installed"
@@ -171,19 +181,24 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], threads: int = 1)
     return HuggingFaceEngine(tokenizer)
 
 
-def _edge_cases(tokenizer: Tokenizer) -> list[str]:
-    """Texts that the first documents may lack: added tokens, whitespace, digits, several scripts."""
-    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:64]
-    return [
-        f"a {' '.join(added)} b{''.join(added)}",
-        "1234567 12.5\t\n\n  x   y\r\n\r\nit's I'LL don’t",
-        "naïve Ελλάδα Привет 日本語 한국어 العربية हिन्दी 👩‍👩‍👧 e\u0301",
-    ]
+def _added_token_texts(tokenizer: Tokenizer) -> Iterator[str]:
+    """Every added token, special or not: alone, within a word, between words, and beside another."""
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    for token, other in zip(added, [*added[1:], *added[:1]], strict=True):
+        yield token
+        yield f"a{token}b {token} c\n  {token}\t\n.{token}{other}"
 
 
-def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy of the tokenizer without special tokens."""
+def _random_texts(tokenizer: Tokenizer) -> list[str]:
+    """What random ids decode to, the same for equal tokenizers."""
+    ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
+    rows = np.random.default_rng(0).choice(ids, (RANDOM_TEXTS, RANDOM_IDS))
+    return tokenizer.decode_batch(rows.tolist(), skip_special_tokens=False)
+
+
+def _without_special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
+    """JSON of the tokenizer without special tokens; each other token has its id in it."""
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
     state["post_processor"] = None
-    return Tokenizer.from_str(json.dumps(state))
+    return state

@@ -32,6 +32,7 @@ def convert(source: str, raw: Path, folder: Path) -> None:
     try:
         if (path := raw / "tokenizer.json").exists():
             tokenizer, special = Tokenizer.from_file(str(path)), {}
+            _require_same_ids(tokenizer, json.loads(path.read_text()))
             shutil.copyfile(path, folder / "tokenizer.json")
         elif (path := raw / "tokenizer.model").exists():
             tokenizer, special = from_sentencepiece(path)
@@ -74,6 +75,12 @@ def load(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def has_plain_added_tokens(folder: Path) -> bool:
+    """Whether the folder's tokenizer recognizes added tokens that are not special, such as <think>, in text."""
+    state = json.loads((folder / "tokenizer.json").read_text())
+    return any(not token["special"] for token in state["added_tokens"])
 
 
 def special_token_id(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
@@ -140,6 +147,17 @@ def _merges(proto: ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, st
         splits = [(piece.piece[:i], piece.piece[i:]) for i in range(1, len(piece.piece))]
         merges += [(left, right) for left, right in splits if left in vocabulary and right in vocabulary]
     return merges
+
+
+def _require_same_ids(tokenizer: Tokenizer, state: dict[str, Any]) -> None:
+    """Raise ValueError if `tokenizers`, which numbers added tokens in their order, read other ids than the file's."""
+    for token in state["added_tokens"]:
+        found = tokenizer.token_to_id(token["content"])
+        if found != token["id"]:
+            reason = (
+                f"the added token {token['content']!r} has id {token['id']}, and tokenizers gives it {found}"
+            )
+            raise ValueError(f"{reason}; list the added tokens by id, without gaps after the vocabulary")
 
 
 def _configuration(

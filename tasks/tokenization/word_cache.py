@@ -85,13 +85,12 @@ class WordCache(dict[str, bytes], ABC):
         return word
 
 
-def create_word_cache(tokenizer: Tokenizer) -> WordCache:
-    """A cache for a tokenizer without special tokens.
+def create_word_cache(state: dict[str, Any]) -> WordCache:
+    """A cache for a tokenizer, from its JSON without special tokens.
 
     Raises:
         UnsupportedTokenizer: it splits neither by regular expressions nor at spaces, normalizes text, or uses BPE dropout.
     """
-    state = json.loads(tokenizer.to_str())
     if state["model"].get("dropout"):
         raise UnsupportedTokenizer("it uses BPE dropout")
     marker = _space_marker(state)

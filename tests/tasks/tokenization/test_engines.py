@@ -1,5 +1,6 @@
 """Tokenization engines: the ids of `tokenizers` from every engine, and the choice between them."""
 
+import json
 import logging
 import sys
 
@@ -12,11 +13,13 @@ from tokenizers import AddedToken, normalizers
 from tasks.tokenization import engines, word_cache
 from tests.tasks.tokenization.tokenizers import (
     DOCUMENTS,
+    add_tokens,
     deepseek,
     gpt2,
     llama2,
     llama3,
     metaspace,
+    qwen3,
     spanning_spaces,
     trained,
     unsplit,
@@ -38,13 +41,26 @@ def assert_equal_ids(engine, tokenizer, texts):
         assert np.array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("kind", [gpt2, llama3])
-def test_gigatoken_encodes_byte_level_tokenizers_with_the_same_ids(kind):
-    pytest.importorskip("gigatoken", reason="gigatoken is not installed")
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        *((kind, "gigatoken") for kind in (gpt2, llama3, qwen3)),
+        *((kind, WORD_CACHE) for kind in (deepseek, metaspace, unsplit)),
+        (llama2, "tokenizers"),  # normalizes the text before it searches for a token
+    ],
+)
+def test_added_tokens_keep_their_ids_among_special_tokens(kind, engine):
     tokenizer = text_tokenizer(kind)
-    engine = engines.choose_engine(tokenizer, DOCUMENTS[:5])
-    assert engine.name == "gigatoken"
-    assert_equal_ids(engine, tokenizer, DOCUMENTS)
+    plain = add_tokens(tokenizer)
+    ids = {token["content"]: token["id"] for token in json.loads(tokenizer.to_str())["added_tokens"]}
+    texts = [f"a{token.content}b {token.content} c<|7|>{other.content}" for token in plain for other in plain]
+    chosen = engines.choose_engine(tokenizer, DOCUMENTS[:60])
+    assert chosen.name == engine
+    for engine in (chosen, engines.HuggingFaceEngine(tokenizer)):
+        assert [engine.encode([token.content])[0].tolist() for token in plain] == [
+            [ids[token.content]] for token in plain
+        ]
+    assert_equal_ids(chosen, tokenizer, [*texts, *DOCUMENTS])
 
 
 @pytest.fixture(scope="module", params=[gpt2, llama3, deepseek, metaspace, llama2, unsplit])
@@ -87,12 +103,21 @@ def test_tokenizers_is_chosen_where_the_word_cache_cannot_be_used(monkeypatch, c
     assert "it normalizes the text" in caplog.text
 
 
-def test_engine_with_other_ids_is_not_chosen_and_logged(caplog, monkeypatch):
-    def wrong(self, texts):
-        return np.zeros(9, np.uint32), np.array([9])
+@pytest.mark.parametrize("wrong", ["an added token", "ids that the texts lack"])
+def test_engine_with_other_ids_is_not_chosen_and_logged(wrong, caplog, monkeypatch):
+    tokenizer = text_tokenizer(llama3)
+    changed = [tokenizer.token_to_id(add_tokens(tokenizer)[-1].content)]
+    if wrong != "an added token":
+        found, _ = engines.HuggingFaceEngine(tokenizer).encode([*DOCUMENTS, *engines.EDGE_CASES])
+        changed = [*set(range(600)) - set(found)]
+    correct = engines.GigatokenEngine._encode
 
-    monkeypatch.setattr(engines.GigatokenEngine, "_encode", wrong)
+    def encode(self, texts):
+        ids, counts = correct(self, texts)
+        return np.where(np.isin(ids, changed), ids + 1, ids), counts
+
+    monkeypatch.setattr(engines.GigatokenEngine, "_encode", encode)
     with caplog.at_level(logging.INFO):
-        assert engines.choose_engine(text_tokenizer(gpt2), DOCUMENTS[:5]).name == WORD_CACHE
+        assert engines.choose_engine(tokenizer, DOCUMENTS[:60]).name == WORD_CACHE
     assert "not tokenizing with gigatoken: " in caplog.text
     assert "encode the same text differently" in caplog.text

@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.sources import duplicates
 from tasks.sources.formats import long_text
@@ -14,10 +15,10 @@ from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
-from tasks.tokenization import engines, tokenize_shard, tokenizer_files
+from tasks.tokenization import dataset_plan, engines, tokenize_shard, tokenizer_files
 from tasks.tokenization.tokenizer_files import EOS
 from tests.tasks.source_files import documents_of, files, lines, profile, write_pair
-from tests.tasks.tokenization.tokenizers import DOCUMENTS, PROSE
+from tests.tasks.tokenization.tokenizers import DOCUMENTS, PROSE, add_tokens, gpt2, trained
 
 
 def make(wanted, store, **more):
@@ -77,6 +78,34 @@ def test_special_tokens_in_text_are_encoded_as_text(store, tmp_path):
         )
         == texts[0]
     )
+
+
+def test_shards_with_confused_added_tokens_are_made_again_and_reported_once(
+    store, tmp_path, monkeypatch, caplog
+):
+    tokenizer = trained(gpt2)
+    (think, *_) = add_tokens(tokenizer)
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(str(tmp_path / "tokenizer/tokenizer.json"))
+    (tmp_path / "a.jsonl").write_bytes(lines([f"a{think.content}b", *DOCUMENTS]))
+    source, made = f"tokenizer.source={tmp_path / 'tokenizer'}", []
+    sources = f"data.sources={json.dumps([files(tmp_path / 'a.jsonl')])}"
+
+    def warnings(length):
+        caplog.clear()
+        overrides = [source, sources, "tokenizer.vocabulary_size=null", f"train.sequence_length={length}"]
+        made.append(make(resolve.load("tiny", [*overrides, "data.validation_fraction=0"]), store))
+        return [line for line in caplog.messages if "added tokens" in line]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_plan, "has_plain_added_tokens", lambda folder: False)  # as in earlier versions
+        assert not warnings(16)
+    (message,) = warnings(16)
+    assert message.startswith("1 tokenized shards in the store, such as tokens/")
+    assert not warnings(32)
+    earlier, now, _ = made
+    assert now.key != earlier.key
+    assert documents_of(now, store)[0][1] == tokenizer.token_to_id(think.content)
 
 
 def test_bos_and_eos_are_added_as_configured(store, tmp_path):

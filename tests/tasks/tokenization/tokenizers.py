@@ -3,7 +3,7 @@
 import functools
 import random
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tasks.tokenization.tokenizer_files import EOS, byte_level
 
@@ -49,6 +49,13 @@ def llama3():
     return train(tokenizer)
 
 
+def qwen3():
+    """Qwen3: as Llama 3, in NFC."""
+    tokenizer = llama3()
+    tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
 def deepseek():
     """DeepSeek Coder: several splits one after another, single digits."""
     tokenizer = Tokenizer(models.BPE())
@@ -88,21 +95,37 @@ def spanning_spaces():
     """A tokenizer whose tokens span several words, since it was trained without a pre-tokenizer."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = prepend_marker()
-    return train(tokenizer, "<unk>")
+    return train(tokenizer, "<unk>", texts=DOCUMENTS)  # as one word, PROSE takes long
 
 
 def prepend_marker():
     return normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 
 
-def train(tokenizer, *special):
+def add_tokens(tokenizer):
+    """Add tokens that are not special among 80 special ones; returns the former."""
+    plain = [
+        AddedToken("<think>", normalized=False),
+        AddedToken("</think>", normalized=True),
+        AddedToken("<tool>", lstrip=True),
+        AddedToken("<é>", normalized=False),
+        AddedToken("    ", normalized=False),
+    ]
+    special = [AddedToken(f"<|{i}|>", special=True, normalized=False) for i in range(80)]
+    for i, token in enumerate(plain):
+        tokenizer.add_special_tokens(special[16 * i : 16 * i + 16])
+        tokenizer.add_tokens([token])
+    return plain
+
+
+def train(tokenizer, *special, texts=(PROSE,)):
     trainer = trainers.BpeTrainer(
         vocab_size=600,
         special_tokens=list(special or [EOS]),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([PROSE], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
