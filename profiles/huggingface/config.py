@@ -8,12 +8,13 @@ prediction modules are left out: num_nextn_predict_layers is not read, and writt
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError
-from profiles.huggingface import dbrx_config
+from profiles.huggingface import config_keys, dbrx_config
 from profiles.sections import families
 from profiles.sections.model import Model
 from profiles.sections.rope import LinearRope, Llama3Rope, YarnRope
@@ -38,6 +39,13 @@ GPT_FIELDS = {  # our name: name in GPT-2's config.json
     "attention_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
 }
+GPT_ALIASES = {  # other names for the same keys in transformers
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+EXPERT_ALIASES = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys that belong to the tokenizer
 GENERATION_CONFIG = "generation_config.json"  # its token ids take precedence in transformers and vLLM
 WINDOWS = {"sliding_window", "full_attention_every"}  # fields that follow from layer_types
@@ -50,6 +58,10 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+# Keys of RoPE parameters that have no effect in any kind, or only in some.
+ROPE_UNUSED = {"original_max_position_embeddings", "finetuned"}
+
+log = logging.getLogger(__name__)
 
 
 def read_config_json(path: Path, key: str, value: str | None = None) -> dict[str, Any]:
@@ -94,24 +106,42 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get(name, value) != value:
             raise ProfileError(name, config[name], f"is not supported for {architecture}", [value])
     values: dict[str, Any] = {"architecture": architecture}
-    if family.rotary:
-        config = dbrx_config.to_llama_names(config) if architecture == "dbrx" else config
-        if architecture == "gpt_oss" and not (config.get("rope_parameters") or config.get("rope_scaling")):
-            config = {**config, "rope_scaling": GPT_OSS_ROPE}
-        config = {**family.defaults, **_canonical_experts(config)}
-        values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
-        for ours, theirs in family.fields.items():
-            name = theirs if theirs in config else ours
-            if ours not in WINDOWS and name in config:
-                values[ours] = config[name]
-        if architecture == "deepseek_v3":
-            values.pop("head_dim", None)  # of the rotated elements alone
-        values["norm_eps"] = config["rms_norm_eps"]
-        if "sliding_window" in family.fields:
-            values |= _windows(config, architecture)
-        return values | _rope(config)
-    config = GPT_DEFAULTS | dict(config)
-    values |= {ours: config[theirs] for ours, theirs in GPT_FIELDS.items() if config.get(theirs) is not None}
+    if not family.rotary:
+        return values | _gpt(config, family)
+    if architecture == "dbrx":
+        config = dbrx_config.to_llama_names(config, family)
+    else:
+        config_keys.check(config, architecture, family, _read_keys(family))
+    if architecture == "gpt_oss" and not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_scaling": GPT_OSS_ROPE}
+    config = {**family.defaults, **config_keys.renamed(config, dict.fromkeys(EXPERT_ALIASES, "num_experts"))}
+    values |= {name: config[name] for name in LLAMA_FIELDS if config.get(name) is not None}
+    for ours, theirs in family.fields.items():
+        name = theirs if theirs in config else ours
+        if ours not in WINDOWS and name in config:
+            values[ours] = config[name]
+    if architecture == "deepseek_v3":
+        values.pop("head_dim", None)  # of the rotated elements alone
+    values["norm_eps"] = config["rms_norm_eps"]
+    if "sliding_window" in family.fields:
+        values |= _windows(config, architecture)
+    return values | _rope(config)
+
+
+def _read_keys(family: families.Family) -> set[str]:
+    """Keys that are read from the config.json of a family with RoPE and Llama's names."""
+    keys = {*LLAMA_FIELDS, "rms_norm_eps", "rope_parameters", *family.fixed, *family.fields.values()}
+    if "num_experts" in family.fields:
+        keys |= {*EXPERT_ALIASES}
+    return keys | {"layer_types"} if "sliding_window" in family.fields else keys
+
+
+def _gpt(config: Mapping[str, Any], family: families.Family) -> dict[str, Any]:
+    """Fields from GPT-2's config.json."""
+    read = {*GPT_FIELDS.values(), *GPT_ALIASES, *GPT_DROPOUTS, *family.fixed}
+    config_keys.check(config, "gpt", family, read)
+    config = GPT_DEFAULTS | config_keys.renamed(config, GPT_ALIASES)
+    values = {ours: config[theirs] for ours, theirs in GPT_FIELDS.items() if config.get(theirs) is not None}
     if "hidden_size" in values:
         values.setdefault("intermediate_size", 4 * values["hidden_size"])
     dropouts = {config[name] for name in GPT_DROPOUTS}
@@ -122,15 +152,16 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
     return values | {"dropout": float(dropouts.pop())}
 
 
-def _canonical_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the number of experts under one name; transformers has three."""
-    names = dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts")
-    return {names.get(name, name): value for name, value in config.items()}
-
-
 def _windows(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """sliding_window and full_attention_every from layer_types."""
     window, types = config.get("sliding_window"), config.get("layer_types")
+    if architecture != "gpt_oss" and types and set(types) == {"full_attention"}:
+        if window is not None:
+            reason = (
+                "layer_types: not used for %s, as in transformers; sliding_window %d applies to every layer"
+            )
+            log.warning(reason, architecture, window)
+        return {"sliding_window": window}
     full = {"full_attention_every": None}
     if architecture == "gpt_oss":
         types = types or ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
@@ -151,16 +182,19 @@ def _windows(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """rope_theta and rope_scaling, from rope_parameters (transformers 5) or separate fields (version 4)."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    section = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as in transformers 5
+    scaling = {name: value for name, value in (config.get(section) or {}).items() if value is not None}
     theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     kinds = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
-    if kind == "default":
-        return {"rope_theta": float(theta), "rope_scaling": None}
-    if kind not in kinds:
+    if kind not in ("default", *kinds):
         raise ProfileError("rope_scaling.rope_type", kind, "is not supported", ["default", *kinds])
-    fields = {name: value for name, value in scaling.items() if name in kinds[kind].model_fields}
-    return {"rope_theta": float(theta), "rope_scaling": {"rope_type": kind, **fields}}
+    known = kinds[kind].model_fields if kind in kinds else {}
+    for name in scaling.keys() - known - ROPE_UNUSED:
+        if name not in config_keys.DEFAULTS or scaling[name] != config_keys.DEFAULTS[name]:
+            raise ProfileError(f"{section}.{name}", scaling[name], f"is not known for rope_type {kind}")
+    fields = {name: value for name, value in scaling.items() if name in known}
+    return {"rope_theta": float(theta), "rope_scaling": {"rope_type": kind, **fields} if known else None}
 
 
 def to_config_json(model: Model) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from profiles.errors import ProfileError
+from profiles.huggingface import config_keys
+from profiles.sections.families import Family
 
 NORM_EPS = 1e-5  # not in the config.json
 TOP = {  # Llama's name: (DBRX's, transformers' default)
@@ -23,17 +25,40 @@ EXPERTS = {
     "num_experts": ("moe_num_experts", 4),
     "num_experts_per_tok": ("moe_top_k", 1),
 }
+ALIASES = {  # other names for the same keys in transformers
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "max_position_embeddings": "max_seq_len",
+}
+DROPOUTS = ("emb_pdrop", "resid_pdrop", "attn_pdrop")
+# Keys that are read from the config.json, attn_config and ffn_config, besides those above. transformers 5 also writes the sizes
+# num_key_value_heads and, into ffn_config, hidden_size, which it derives.
+ROPE = ("rope_theta", "rope_parameters", "rope_scaling")
+READ = ("attn_config", "ffn_config", "num_key_value_heads", *ROPE, *ALIASES)
+READ_ATTENTION = ("rope_theta",)
+READ_EXPERTS = ("ffn_act_fn", "moe_normalize_expert_weights", "hidden_size")
 
 
-def to_llama_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with Llama's names. Raises ProfileError for dropout and other norms of expert weights.
+def to_llama_names(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The config with Llama's names. Raises ProfileError for dropout, other norms of expert weights and unknown keys.
 
     The router's training noise, `moe_jitter_eps`, and the coefficient of its loss are not read: they belong to the run.
     """
     attention, experts = config.get("attn_config") or {}, config.get("ffn_config") or {}
-    for name, section in (("emb_pdrop", config), ("resid_pdrop", config), ("attn_pdrop", attention)):
-        if section.get(name):
-            raise ProfileError(name, section[name], "is not supported for dbrx", [0.0])
+    sections = (config, TOP, READ), (attention, ATTENTION, READ_ATTENTION), (experts, EXPERTS, READ_EXPERTS)
+    for section, fields, others in sections:
+        for name in DROPOUTS:
+            if section.get(name):
+                raise ProfileError(name, section[name], "is not supported for dbrx", [0.0])
+        read = {*DROPOUTS, *others, *(theirs for theirs, _ in fields.values())}
+        config_keys.check(section, "dbrx", family, read)
+    activation = experts.get("ffn_act_fn") or {}
+    if further := activation.keys() - {"name"}:
+        raise ProfileError(
+            "ffn_act_fn", str(activation), f"has {min(further)}, which is not supported for dbrx"
+        )
+    config = config_keys.renamed(config, ALIASES)
     norm = experts.get("moe_normalize_expert_weights", 1.0)
     if norm not in (None, 1):
         reason = "is not supported; the weights of a token's experts sum to 1, or are not normalized"
@@ -41,9 +66,12 @@ def to_llama_names(config: Mapping[str, Any]) -> dict[str, Any]:
     names: dict[str, Any] = {}
     for section, fields in ((config, TOP), (attention, ATTENTION), (experts, EXPERTS)):
         names |= {ours: section.get(theirs, default) for ours, (theirs, default) in fields.items()}
-    parameters = config.get("rope_parameters") or {}
-    names["rope_theta"] = attention.get("rope_theta", parameters.get("rope_theta", 10000.0))
-    names["hidden_act"] = (experts.get("ffn_act_fn") or {}).get("name", "silu")
+    names |= {name: config[name] for name in ROPE if name in config}
+    if theta := attention.get("rope_theta"):  # rope_parameters of transformers 5 may have its default instead
+        names["rope_theta"] = theta
+        parameters = names.get("rope_scaling") or names.get("rope_parameters") or {}
+        names["rope_scaling"] = {**parameters, "rope_theta": theta}
+    names["hidden_act"] = activation.get("name", "silu")
     names["clip_qkv"] = names["clip_qkv"] and float(names["clip_qkv"])
     return {**names, "rms_norm_eps": NORM_EPS, "norm_topk_prob": norm is not None}
 
@@ -56,5 +84,6 @@ def from_llama_names(fields: Mapping[str, Any]) -> dict[str, Any]:
     experts |= {"ffn_act_fn": {"name": fields["hidden_act"]}, "moe_jitter_eps": None}
     experts["moe_normalize_expert_weights"] = 1.0 if fields["norm_topk_prob"] else None
     theta = fields["rope_theta"]
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}  # transformers 5
+    scaling = fields["rope_scaling"] or {"rope_type": "default"}
+    config["rope_parameters"] = {**scaling, "rope_theta": theta}  # transformers 5
     return {**config, "attn_config": {**attention, "rope_theta": theta}, "ffn_config": experts}

@@ -67,6 +67,7 @@ class Family:
         values: supported values that differ from Llama's, the default first.
         defaults: transformers' defaults of fields that a config.json omits, by names of `Model`'s fields and `rms_norm_eps`.
         fixed: config.json fields with a single supported value.
+        unused: further config.json keys that training does not need; other unknown keys are rejected.
         rotary: whether it has RoPE, and Llama's names in config.json.
         parametrized: whether the scales of μP and CompleteP are known.
         selection_bias: whether experts are chosen by logits plus a bias per expert.
@@ -82,6 +83,7 @@ class Family:
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0})
+    unused: tuple[str, ...] = ()
     rotary: bool = True
     parametrized: bool = False
     selection_bias: bool = False
@@ -107,6 +109,7 @@ _FIXED = {"attention_dropout": 0.0}
 _EXPERTS = _same("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 _FEW_EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 _NO_BIAS = {"attention_bias": (False,)}
+_NO_WINDOW = ("sliding_window", "max_window_layers")  # have no effect, because use_sliding_window is false
 
 OWN = {
     "llama": _own(
@@ -129,6 +132,7 @@ OWN = {
         "Qwen3",
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "head_dim": 128},
         fixed={**_FIXED, "use_sliding_window": False},
+        unused=_NO_WINDOW,
         parametrized=True,
         further_parameters=lambda model: 2 * model.head_dim,
     ),
@@ -168,6 +172,7 @@ OWN = {
             "norm_topk_prob": False,
         },
         fixed={**_FIXED, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        unused=_NO_WINDOW,
         further_parameters=lambda model: 2 * model.head_dim,
     ),
     "dbrx": _own(
@@ -178,7 +183,6 @@ OWN = {
             **_NO_BIAS,
             "norm_eps": (1e-5,),  # not in the config.json
             "tie_word_embeddings": (False,),
-            "rope_scaling": (None,),
         },
         fixed={},
     ),
@@ -197,6 +201,7 @@ OWN = {
             "num_experts_per_tok": 4,
         },
         fixed={**_FIXED, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        unused=("experts_per_token", "initial_context_length"),
         expert_bias=True,
         further_parameters=lambda model: model.num_attention_heads,  # sinks
     ),
@@ -236,6 +241,7 @@ OWN = {
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
         },
+        unused=("qk_head_dim", "num_nextn_predict_layers"),
         selection_bias=True,
         further_parameters=lambda model: (model.q_lora_rank or 0) + (model.kv_lora_rank or 0),  # norms
     ),
@@ -256,6 +262,7 @@ OWN = {
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
+        unused=("reorder_and_upcast_attn",),  # the same numbers, more precisely
         rotary=False,
         mlp_matrices=2,
         further_parameters=lambda model: 2 * model.hidden_size,  # biases of two norms

@@ -6,19 +6,13 @@ import re
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.huggingface import config_keys
 from profiles.huggingface.config import from_config_json, read_config_json, to_config_json
+from profiles.sections import families
 from profiles.sections.model import Model
 
 LLAMA = {
@@ -75,6 +69,12 @@ MODELS = [
     {**LLAMA, "architecture": "mistral"},
     {**EXPERTS, "architecture": "dbrx", "norm_eps": 1e-5, "clip_qkv": 8.0},
     {**EXPERTS, "architecture": "dbrx", "norm_eps": 1e-5, "norm_topk_prob": False},
+    {
+        **EXPERTS,
+        "architecture": "dbrx",
+        "norm_eps": 1e-5,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
     {**EXPERTS, "architecture": "gpt_oss", "sliding_window": 128, "full_attention_every": 2},
     {**EXPERTS, "architecture": "gpt_oss", "sliding_window": 128, "rope_scaling": YARN},
     {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -182,7 +182,11 @@ def test_config_json_agrees_with_transformers(values, tmp_path):
     shapes = {name: tuple(tensor.shape) for name, tensor in (*built.named_parameters(), *biases)}
     h, f, v = model.hidden_size, model.intermediate_size, model.vocab_size
     assert sum(map(math.prod, shapes.values())) == model.parameters
-    if model.num_experts is not None:
+    if model.architecture == "dbrx":
+        theta, scaling = model.rope_theta, model.rope_scaling
+        expected = {"rope_theta": theta, **(scaling.model_dump() if scaling else {"rope_type": "default"})}
+        assert config.rope_parameters == expected
+    elif model.num_experts is not None:
         assert getattr(config, "sliding_window", None) == model.sliding_window
     elif model.architecture != "gpt":
         assert shapes["model.layers.1.self_attn.k_proj.weight"] == (
@@ -205,22 +209,62 @@ def test_config_json_agrees_with_transformers(values, tmp_path):
     assert Model(**from_config_json(json.loads((tmp_path / "again/config.json").read_text()))) == model
 
 
-def test_omitted_config_fields_get_transformers_defaults():
-    small = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2}
-    sizes = {"vocab_size": 32, "max_position_embeddings": 64}
-    full = LlamaConfig(**small, **sizes).to_dict()
-    bare = {"model_type": "llama", **small, **sizes}
-    assert Model(**from_config_json(full)) == Model(**from_config_json(bare))
-    for other in (MixtralConfig, Qwen3Config, Qwen3MoeConfig):
-        heads = {**small, "hidden_size": 256, "num_attention_heads": 64, **sizes}
-        expected = other(**heads).num_key_value_heads
-        assert (
-            Model(**from_config_json({"model_type": other.model_type, **heads})).num_key_value_heads
-            == expected
+def other(value):
+    """A value of the same type that is not equal."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 + 1
+    return "another" if isinstance(value, str) else {"another": 1} if isinstance(value, dict) else ["another"]
+
+
+def read(config):
+    """The model of a config.json; None if it is rejected."""
+    try:
+        return Model(**from_config_json(config))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+@pytest.mark.parametrize("name", families.OWN)
+def test_every_key_of_transformers_is_read_or_rejected_and_has_its_default(name):
+    family = families.OWN[name]
+    config = AutoConfig.for_model(family.model_type or name).to_dict()
+    model = Model(**from_config_json(config))
+    sizes = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
+    sizes |= {"max_position_embeddings", "model_type", "n_embd", "n_layer", "n_head", "n_positions"}
+    for key, value in config.items():
+        without = read({other: value for other, value in config.items() if other != key})
+        assert without == model or (without is None and key in sizes), key
+        derived = (
+            {"head_dim"} if name == "deepseek_v3" else {"num_key_value_heads"} if name == "dbrx" else set()
         )
-    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 32, "n_positions": 64}
-    full = GPT2Config(**sizes).to_dict()
-    assert Model(**from_config_json(full)) == Model(**from_config_json({"model_type": "gpt2", **sizes}))
+        if key not in config_keys.UNUSED | {*family.unused} | derived:
+            assert read({**config, key: other(value)}) != model, key
+    for key in ("num_selects", "weight_bits", "quantization", "no_rope_layers"):
+        with pytest.raises(
+            ProfileError, match=f"{key} = .*: is not a key that Trainshed or transformers know"
+        ):
+            from_config_json({**config, key: 1})
+        assert read({**config, key: None}) == model
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        # as published
+        {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048, "pretraining_tp": 2},
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "use_mrope": False},
+        {"auto_map": {"AutoModelForCausalLM": "acme/kernels--modeling_llama.LlamaForCausalLM", "AutoTokenizer": ["t.T", None]}},
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
+        {"layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 8}},
+    ],
+)  # fmt: skip
+def test_published_keys_that_training_does_not_need_are_accepted(keys):
+    config = to_config_json(Model(**LLAMA))
+    expected = {"rope_type": "linear", "factor": 2.0} if "rope_scaling" in keys else None
+    assert read({**config, **keys}) == Model(**LLAMA, rope_scaling=expected)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +276,32 @@ def test_omitted_config_fields_get_transformers_defaults():
             "scoring_func = softmax: is not supported for deepseek_v3",
         ),
         ({"model_type": "dbrx", "emb_pdrop": 0.1}, "emb_pdrop = 0.1: is not supported for dbrx"),
+        ({"model_type": "dbrx", "ffn_config": {"shared": 1}}, "shared = 1: is not a key"),
+        ({"model_type": "dbrx", "ffn_config": {"ffn_act_fn": {"name": "silu", "beta": 2}}}, "has beta"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForTokenClassification"]},
+            "architectures = LlamaForTokenClassification: is another model than llama",
+        ),
+        (
+            {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "m.LlamaMoEForCausalLM"}},
+            "auto_map.AutoModelForCausalLM = m.LlamaMoEForCausalLM: names code of another model",
+        ),
+        (
+            {"model_type": "gpt2", "attention_head_type": "multiquery", "architectures": ["Custom"]},
+            "attention_head_type = multiquery: is not supported for gpt; nearest valid: multihead",
+        ),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "bitnet"}}, "quant_method = bitnet"),
+        (
+            {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
+            "quantization_config.weight_block_size = None: is not supported for float8 weights",
+        ),
+        ({"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}, "num_local_experts = 8"),
+        ({"model_type": "gpt2", "hidden_size": 64, "n_embd": 32}, "n_embd = 32: is another name of a key"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types = sliding_attention"),
+        (
+            {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}},
+            "rope_scaling.mrope_section = [1]: is not known for rope_type linear",
+        ),
         (
             {
                 "model_type": "gpt_oss",
@@ -255,13 +325,21 @@ def test_unsupported_config_json_is_rejected(config, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_mistral_keeps_its_window_whatever_layer_types_say(kind, caplog):
+    """As in transformers, which does not read layer_types for it."""
+    config = to_config_json(Model(**{**LLAMA, "architecture": "mistral", "sliding_window": 256}))
+    assert read({**config, "layer_types": [kind] * 2}).sliding_window == 256
+    assert ("layer_types: not used for mistral" in caplog.text) == (kind == "full_attention")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "gpt_oss"}, "KeyError('num_hidden_layers')"),
         ({"model_type": "gpt_oss", "num_hidden_layers": 1, "layer_types": ["chunked"]}, "ValueError"),
         ({"model_type": "llama", "rope_theta": None}, "TypeError"),
-        ({"model_type": "llama", "rope_scaling": [1]}, "TypeError"),
+        ({"model_type": "llama", "rope_scaling": [1]}, "AttributeError"),
         ({"model_type": "dbrx", "attn_config": [1]}, "AttributeError"),
     ],
 )
