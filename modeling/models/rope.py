@@ -21,28 +21,37 @@ from profiles.sections.rope import YarnRope
 
 
 def inverse_frequencies(model: Model) -> Tensor:
-    """θ (d/2), scaled, in radians per position, float32; d: number of rotated elements of a head."""
-    d = model.rotary_dim
-    theta = model.rope_theta ** -(torch.arange(0, d, 2, dtype=torch.int64).float() / d)
-    scaling = model.rope_scaling
+    """θ (d/2), scaled, in radians per position, float32; d: number of rotated elements of a head.
+
+    Each operation and its order are those of transformers, so that the bits are too: at position 10^5, an error in the last bit
+    of θ is an error of 0.01 radians.
+    """
+    d, scaling = model.rotary_dim, model.rope_scaling
+    wavelengths = model.rope_theta ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d)  # over 2π
+    theta = 1.0 / wavelengths
     if scaling is None:
         return theta
     if scaling.rope_type == "linear":
         return theta / scaling.factor
     if scaling.rope_type == "yarn":
-        return _yarn(theta, model.rope_theta, scaling)
+        smooth = _yarn(d, model.rope_theta, scaling)
+        return 1.0 / (scaling.factor * wavelengths) * (1 - smooth) + theta * smooth
     # llama3: by wavelength, relative to the context length of the original training
     wavelength = 2 * math.pi / theta
-    original = scaling.original_max_position_embeddings
-    smooth = (original / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
+    original, low, high = (
+        scaling.original_max_position_embeddings,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
     )
-    smooth = smooth.clamp(0, 1)  # 0: low frequency, divided by the factor; 1: high frequency, kept
-    return theta * (smooth + (1 - smooth) / scaling.factor)
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * theta / scaling.factor + smooth * theta
+    scaled = torch.where(wavelength > original / low, theta / scaling.factor, between)
+    return torch.where(wavelength < original / high, theta, scaled)
 
 
-def _yarn(theta: Tensor, base: float, scaling: YarnRope) -> Tensor:
-    d, original = 2 * len(theta), scaling.original_max_position_embeddings
+def _yarn(d: int, base: float, scaling: YarnRope) -> Tensor:
+    """(d/2), from 0, for a low frequency, which is divided by the factor, to 1, for a high one, which is kept."""
+    original = scaling.original_max_position_embeddings
 
     def pair(turns: float) -> float:
         """Index i of the pair that makes this many turns within the original context."""
@@ -52,9 +61,10 @@ def _yarn(theta: Tensor, base: float, scaling: YarnRope) -> Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, d - 1)
-    ramp = (torch.arange(d // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
-    smooth = 1 - ramp.clamp(0, 1)  # 0: low frequency, divided by the factor; 1: high frequency, kept
-    return theta / scaling.factor * (1 - smooth) + theta * smooth
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(d // 2, dtype=torch.float32) - low) / (high - low)
+    return 1 - ramp.clamp(0, 1)
 
 
 def attention_factor(model: Model) -> float:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 HEADS, KV_HEADS, D, HIDDEN, FFN, LAYERS, VOCABULARY = 8, 2, 4, 32, 48, 4, 101
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,

@@ -1,7 +1,11 @@
 """Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 against transformers."""
 
+import importlib
+
 import pytest
+import torch
 from transformers import (
+    AutoConfig,
     DbrxConfig,
     DbrxForCausalLM,
     DeepseekV3Config,
@@ -22,6 +26,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from modeling.models.rope import inverse_frequencies
+from profiles.huggingface.config import from_config_json
+from profiles.sections import families
+from profiles.sections.model import Model
 from tests.modeling.models.families.huggingface import assert_match
 
 LLAMA3 = {
@@ -182,3 +190,24 @@ EXPERTS = {
 @pytest.mark.parametrize(("kind", "config"), EXPERTS.values(), ids=EXPERTS.keys())
 def test_families_with_experts_match_transformers(kind, config):
     assert_match(kind, config)
+
+
+@pytest.mark.parametrize("name", [name for name, family in families.OWN.items() if family.rotary])
+def test_rope_frequencies_have_the_bits_of_transformers(name):
+    """At the families' default sizes, where the small models above have too few frequencies to show a difference."""
+    for theta in (1e4, 1.5e5, 5e5, 1e6):
+        for scaling in (
+            {"rope_type": "default"},
+            {"rope_type": "linear", "factor": 3.0},
+            {**LLAMA3, "original_max_position_embeddings": 8192},
+            {**YARN, "original_max_position_embeddings": 4096},
+            {**YARN, "original_max_position_embeddings": 4096, "truncate": True, "factor": 40.0},
+        ):
+            config = AutoConfig.for_model(name, rope_parameters={**scaling, "rope_theta": theta})
+            if name == "mixtral":
+                config.head_dim = 128  # its default, null, is not understood by transformers' YaRN
+            package = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+            kind = type(config).__name__.replace("Config", "RotaryEmbedding")
+            expected = getattr(package, kind)(config).inv_freq
+            ours = inverse_frequencies(Model(**from_config_json(config.to_dict())))
+            assert torch.equal(ours, expected), (theta, scaling)
