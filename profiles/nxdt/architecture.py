@@ -75,8 +75,14 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
         for name in set(NUMBERS) - set(OVERRIDES):
             found.report(f"model.{name}", Effect.HARMLESS, "NxD Training reads it from the config.json")
     elif all(found.has(f"model.{name}") for name in REQUIRED):
-        found.translate("model.model_config", {}, "not needed: the config states the dimensions")
-        base = {"architecture": "llama"}
+        base = {"architecture": _dense_families(found)[0]}
+        note, effect = "not needed: the config states the dimensions", Effect.TRANSLATED
+        if base["architecture"] == "mistral":
+            note, effect = (
+                "does not state whether it has a sliding window; set model.sliding_window",
+                Effect.TO_DO,
+            )
+        found.translate("model.model_config", {}, note, effect)
         found.ours |= _section(_replicated_heads(found))
         _numbers(found, NUMBERS)
     else:
@@ -97,9 +103,14 @@ def _hugging_face(found: Translation, config: Path | None) -> Published | None:
 def _published(found: Translation, named: str | None) -> Published | None:
     """The published model with the dimensions in the config; reports an error unless there is exactly one."""
     numbers = stated(found) | experts.stated(found) | _replicated_heads(found)
-    numbers["architecture"] = "mixtral" if found.has_section("model.moe") else "llama"
-    hint = " ".join(value for value in found.theirs.values() if isinstance(value, str))
-    matches = published.find(numbers, hint) if "hidden_size" in numbers else []
+    families = ["mixtral"] if found.has_section("model.moe") else _dense_families(found)
+    matches = []
+    if "hidden_size" in numbers:
+        for family in families:
+            matches += published.find({**numbers, "architecture": family}, _texts(found))
+    fewest = min((len(match.different) for match in matches), default=0)
+    matches = [match for match in matches if len(match.different) == fewest]
+    numbers["architecture"] = " or ".join(families)
     where = f"{named} is not on this machine" if named else "is missing"
     shown = ", ".join(f"{name} {format_value(value)}" for name, value in numbers.items())
     if len(matches) != 1:
@@ -108,12 +119,24 @@ def _published(found: Translation, named: str | None) -> Published | None:
         found.report("model.model_config", Effect.ERROR, note)
         return None
     match = matches[0]
+    numbers["architecture"] = match.published.model.architecture
     note = f"{where}: the dimensions are those of the published {match.published.name}, which has "
     note += ", ".join(f"{name} {format_value(numbers[name])}" for name in match.equal)
     if match.different:
         note += "; but not " + ", ".join(f"{name} {format_value(numbers[name])}" for name in match.different)
     found.translate("model.model_config", {}, f"{note}; --config FILE to use another", Effect.TO_DO)
     return match.published
+
+
+def _dense_families(found: Translation) -> list[str]:
+    """Families without experts that a config may describe; the same keys describe Llama and Mistral, so its texts count."""
+    text = _texts(found).lower()
+    named = [family for family in ("mistral", "llama") if family in text]
+    return named[:1] or ["llama", "mistral"]
+
+
+def _texts(found: Translation) -> str:
+    return " ".join(value for value in found.theirs.values() if isinstance(value, str))
 
 
 def _replicated_heads(found: Translation) -> dict[str, int]:

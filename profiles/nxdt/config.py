@@ -3,6 +3,9 @@
 `${a.b}` refers to another key or a whole section, `${.b}` to one in the same section, `${..b}` to one in the section above;
 `${multiply:x, y}` is a product, `${oc.env:NAME,default}` an environment variable, `${oc.decode:text}` text read as YAML, and
 `${now:format}` the time. A number or a boolean in quotes, or from an environment variable, is a number or a boolean.
+
+HyperPod merges a recipe into the config of its launcher, as the section `recipes`: `${recipes.a.b}` refers to the recipe itself,
+and what only the launcher defines, such as `${base_results_dir}`, cannot be resolved. Such a value is `Unresolved`.
 """
 
 from __future__ import annotations
@@ -17,14 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from profiles import yaml_text
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, format_value
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 MAX_DEPTH = 20  # nested references
 
 
+class Unresolved(str):
+    """A value with a reference that cannot be resolved, as written.
+
+    Attributes:
+        reason: why not, to follow the value in a message.
+    """
+
+    reason: str
+
+
 def read(path: Path) -> dict[str, Any]:
-    """Values by dotted key, references resolved. Raises ProfileError for an invalid file or reference."""
+    """Values by dotted key, references resolved. Raises ProfileError for an invalid file."""
     try:
         values = yaml_text.parse(path.read_text())
     except FileNotFoundError:
@@ -38,15 +51,20 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise ProfileError("config", str(path), "is not a mapping of sections")
     try:
-        return {key: _scalar(value) for key, value in _flatten(_resolve("", values, values, ()), "")}
+        return dict(_flatten(_resolved("", values, values), ""))
     except RecursionError:
         raise ProfileError("config", str(path), "a section or a list contains itself") from None
 
 
+def _scalars(value: Any) -> Any:
+    """A value, or the entries of a list or section, as by `_scalar`."""
+    if isinstance(value, Mapping):
+        return {name: _scalars(entry) for name, entry in value.items()}
+    return [_scalars(entry) for entry in value] if isinstance(value, list) else _scalar(value)
+
+
 def _scalar(value: Any) -> Any:
     """The number or boolean that a text states; other values unchanged."""
-    if isinstance(value, list):
-        return [_scalar(entry) for entry in value]
     if not isinstance(value, str):
         return value
     try:
@@ -62,6 +80,20 @@ def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _resolved(key: str, value: Any, root: Mapping[str, Any]) -> Any:
+    """A value or section with its references replaced; each value with one that cannot be is `Unresolved`."""
+    if isinstance(value, Mapping):
+        prefix = f"{key}." if key else ""
+        return {name: _resolved(f"{prefix}{name}", entry, root) for name, entry in value.items()}
+    try:
+        return _scalars(_resolve(key, value, root, ()))
+    except ProfileError as error:
+        unresolved = Unresolved(value)
+        nearest = f"; nearest: ${{{error.choices[0]}}}" if error.choices else ""
+        unresolved.reason = f"{format_value(error.value)} {error.reason}{nearest}"
+        return unresolved
 
 
 def _resolve(key: str, value: Any, root: Mapping[str, Any], users: tuple[str, ...]) -> Any:
@@ -97,6 +129,8 @@ def _lookup(key: str, reference: str, root: Mapping[str, Any], users: tuple[str,
     up = len(name) - len(name.lstrip("."))  # each leading dot goes up one section
     if up:
         name = ".".join([*key.split(".")[:-up], name.lstrip(".")])
+    if "recipes" not in root:
+        name = name.removeprefix("recipes.")
     found, path = root, ""
     for part in name.split("."):
         if isinstance(found, str):  # refers to a section itself

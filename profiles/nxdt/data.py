@@ -20,7 +20,10 @@ def translate(found: Translation, objective: str) -> None:
         _megatron(found) if found.has(PREFIX) or found.has_section(PREFIX) else _folders(found, objective)
     )
     if all(source.get("use") == "validation" for source in sources):
-        found.report("data.train_dir", Effect.ERROR, "is missing; no other key names training data")
+        note = "no other key names training data; set data.sources"
+        found.report("data.train_dir", Effect.TO_DO, note)
+        use = {"use": "train"} if sources else {}
+        sources = [_source(str(found.get("data.train_dir", "TRAINING_DATA")), objective) | use, *sources]
     found.ours["data.sources"] = sources
     found.report("data.test_dir", Effect.HARMLESS, "there is no test split")
     if (count := found.get("data.dev_choose_samples")) is not None:
@@ -123,10 +126,7 @@ def _folders(found: Translation, objective: str) -> list[dict[str, Any]]:
             )
             found.report(key, Effect.HARMLESS, note)
             continue
-        source = {"kind": "files", "path": path, "use": use}
-        if objective == "pretrain":
-            source |= {"kind": "tokens", "text": "input_ids"}
-        sources.append(source)
+        sources.append({**_source(path, objective), "use": use})
         absent = "://" not in path and not Path(path).exists()
         note = "token ids in its column input_ids" if objective == "pretrain" else "records"
         note = "not on this machine" if absent else note
@@ -134,3 +134,10 @@ def _folders(found: Translation, objective: str) -> list[dict[str, Any]]:
     if [source["use"] for source in sources] == ["train"]:
         sources[0].pop("use")
     return sources
+
+
+def _source(path: str, objective: str) -> dict[str, Any]:
+    """A source of token ids to pretrain on, or of records."""
+    if objective == "pretrain":
+        return {"kind": "tokens", "path": path, "text": "input_ids"}
+    return {"kind": "files", "path": path}

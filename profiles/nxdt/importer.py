@@ -66,7 +66,8 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
         config: config.json of the model, instead of the one that the config names.
 
     Raises:
-        ProfileError: the file or a reference is invalid, or some keys change the mathematics and have no equivalent.
+        ProfileError: the file is invalid, or some keys change the mathematics and have no equivalent, or a reference that
+            cannot be resolved.
     """
     found = Translation(read(path), path.parent)
     model = architecture.translate(found, config)
@@ -75,6 +76,7 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
     kind = objective.kind(found)
     data.translate(found, kind)
     rules.apply(found)
+    found.report_unresolved()
     _cluster(found)
     order = {key: number for number, key in enumerate(found.theirs)}
     lines = tuple(sorted(found.lines.values(), key=lambda line: order.get(line.key, len(order))))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from profiles.errors import ProfileError, format_value
+from profiles.nxdt.config import Unresolved
 
 
 class Effect(StrEnum):
@@ -125,15 +126,28 @@ class Translation:
             self._add(Line(key, self.theirs[key], effect, ", ".join(values) or None, note))
 
     def report(self, key: str, effect: Effect, note: str) -> None:
-        """Report a key that sets nothing; a key that the config lacks is only reported with Effect.ERROR."""
+        """Report a key that sets nothing; a key that the config lacks is only reported if something has to be done."""
         self.known.add(key)
-        if key in self.theirs or effect is Effect.ERROR:
+        if key in self.theirs or effect in (Effect.TO_DO, Effect.ERROR):
             self._add(Line(key, self.theirs.get(key), effect, None, note))
 
+    def report_unresolved(self) -> None:
+        """Report each value that is not resolved as a thing to do; one that is required remains an error."""
+        for key, value in self.theirs.items():
+            if isinstance(value, Unresolved):
+                line = self.lines[key]
+                error, note = line.effect is Effect.ERROR, f"; {line.note}" if line.note else ""
+                effect, note = (Effect.ERROR, "") if error else (Effect.TO_DO, note)
+                self.lines[key] = replace(line, effect=effect, note=f"{value.reason}{note}")
+
     def path(self, key: str) -> str | None:
-        """The path that a key names, environment variables and ~ expanded."""
+        """The path that a key names, environment variables and ~ expanded; None if it is missing or unresolved."""
         value = self.get(key)
-        return None if value is None else os.path.expandvars(os.path.expanduser(str(value)))
+        return (
+            None
+            if value is None or isinstance(value, Unresolved)
+            else os.path.expandvars(os.path.expanduser(str(value)))
+        )
 
     def _add(self, line: Line) -> None:
         """Keep the more severe of two lines for one key: an error is never replaced."""

@@ -48,6 +48,8 @@ def translate(found: Translation, config: Path | None, model: Published | None) 
 def _source(found: Translation, config: Path | None, model: Published | None) -> None:
     named = found.path(TYPE) or found.path("data.tokenizer")
     key = TYPE if found.has(TYPE) else "data.tokenizer"
+    if named is None and found.has(key):  # unresolved
+        found.report(key, Effect.TO_DO, "set tokenizer.source")
     files = [found.path(f"data.tokenizer.{name}") for name in ("vocab_file", "merge_file", "model")]
     folders = {str(Path(file).parent) for file in files if file}
     if folders and (named is None or "/" not in named):
