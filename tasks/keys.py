@@ -68,7 +68,7 @@ PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_produ
 
 
 # By objective.kind; changed when the same input is tokenized differently.
-RECIPES = {"pretrain": 2, "sft": 3, "dpo": 4, "orpo": 4}
+RECIPES = {"pretrain": 2, "sft": 4, "dpo": 5, "orpo": 5}
 # Version of the engines that tokenize texts: 1 could confuse the tokens added to a vocabulary that are not special.
 ENGINE = 2
 SETTINGS = 3  # number of the settings with which inductor compiles for GPUs (modeling.compilation.compilers)

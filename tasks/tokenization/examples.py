@@ -6,7 +6,8 @@ a sequence is never counted, since nothing predicts it.
     sft         messages (or conversations) · prompt and completion · instruction, input or both, and output
     dpo, orpo   prompt, chosen, rejected, of strings or messages; without a prompt, the common beginning of chosen and rejected
 
-Prompt and completion are tokenized separately, so that a prompt has the same tokens as at inference.
+Prompt and completion have the tokens of their joined text, as in TRL, so that a completion never begins with the space that a
+SentencePiece tokenizer writes before a text. The completion starts at the first token that a prompt alone lacks.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class Examples:
                 if not answered:
                     raise UnusableRecord(f"{answer} is empty")
                 if isinstance(asked, str) and isinstance(answered, str):
-                    ids = [*self.bos, *self._encode(asked)], [*self._encode(answered), *self.eos]
+                    prompt, (answer,) = _split(self._plain, asked, [answered])
+                    ids = [*self.bos, *prompt], [*answer, *self.eos]
                     return _marked(*ids), _size(asked, answered)
                 return self._conversation([*_messages(asked), *_messages(answered, "assistant")])
         raise UnusableRecord(f"no messages, and no prompt with a completion; its fields: {_names(record)}")
@@ -144,8 +146,8 @@ class Examples:
         if prompt is None:
             prompt = _shared_words(*answers)
             answers = [answer[len(prompt) :] for answer in answers]
-        ids = [[*self._encode(answer), *self.eos] for answer in answers]
-        return [*self.bos, *self._encode(prompt)], ids, _size(prompt, *answers)
+        asked, ids = _split(self._plain, prompt, answers)
+        return [*self.bos, *asked], [[*answer, *self.eos] for answer in ids], _size(prompt, *answers)
 
     def _chat_pair(self, prompt: Any, chats: list[list[Message]]) -> tuple[list[int], list[list[int]], int]:
         equal = [a == b for a, b in zip(*chats, strict=False)]
@@ -162,11 +164,8 @@ class Examples:
         texts = [self._chat.render([*asked, *chat]) for chat in chats]
         if not all(text.startswith(before) for text in texts):
             raise TemplateFailed("the chat template changes earlier turns, so that answers cannot be located")
-        ids = [
-            self._special.encode(text, add_special_tokens=False).ids
-            for text in (before, *(text[len(before) :] for text in texts))
-        ]
-        return ids[0], ids[1:], _size(*texts)
+        ids = _split(self._special, before, [text[len(before) :] for text in texts])
+        return *ids, _size(*texts)
 
     def _fit(
         self, prompt: list[int], answers: list[list[int]]
@@ -182,12 +181,6 @@ class Examples:
             prompt = prompt[:limit] if options.truncation == "keep_start" else prompt[-limit:]
         return [(prompt, answer[: s - len(prompt)]) for answer in answers], cut
 
-    def _encode(self, text: str) -> list[int]:
-        try:
-            return self._plain.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
-            raise UnusableRecord("its text cannot be encoded") from error
-
     def _require_plain(self, messages: Sequence[Message]) -> None:
         """Reject messages with a special token's text, with which their author could forge other turns."""
         for message in messages:
@@ -197,6 +190,19 @@ class Examples:
     @cached_property
     def _special_texts(self) -> list[str]:
         return [token.content for token in self._special.get_added_tokens_decoder().values() if token.special]
+
+
+def _split(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    """Ids of a prompt, and of each answer, in their joined text; a token across their boundary is the answer's."""
+    try:
+        alone, *joined = (
+            tokenizer.encode(text, add_special_tokens=False).ids
+            for text in (prompt, *(prompt + answer for answer in answers))
+        )
+    except UnicodeEncodeError as error:
+        raise UnusableRecord("its text cannot be encoded") from error
+    start = min(_shared_length(alone, ids) for ids in joined)
+    return alone[:start], [ids[start:] for ids in joined]
 
 
 def _joined(record: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -241,8 +247,12 @@ def _names(record: Mapping[str, Any]) -> str:
 
 def _shared_words(a: str, b: str) -> str:
     """The common beginning of two texts, up to the end of a line or word."""
-    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    length = _shared_length(a, b)
     return a[: max(a.rfind("\n", 0, length), a.rfind(" ", 0, length)) + 1]
+
+
+def _shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _size(*texts: str) -> int:

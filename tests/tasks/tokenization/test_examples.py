@@ -1,14 +1,19 @@
 """Records as training examples: tokens that count, chat templates, truncation, unusable records."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import DPOTrainer
 
 from profiles.errors import ProfileError
 from tasks.tokenization import chat_templates
 from tasks.tokenization.chat_templates import TemplateFailed
 from tasks.tokenization.examples import Examples, RecordOptions, UnusableRecord
+from tests.tasks.tokenization.tokenizers import byte_fallback, gpt2, llama2, metaspace, trained, unsplit
 
 EOS = "<|im_end|>"
 OWN = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{{ m.content }}\n{% endgeneration %}{% else %}U:{{ m.content }}\n{% endif %}{% endfor %}"  # noqa: E501
@@ -66,6 +71,55 @@ def counted(folder, record, **options):
 def test_only_completion_and_eos_count(folder, record):
     (sequence,) = examples(folder).of(record).sequences
     assert parts(folder, sequence) == ("2+2=", "4" + EOS)
+
+
+@pytest.mark.parametrize("kind", [gpt2, metaspace, unsplit, llama2, byte_fallback])
+def test_prompt_and_answer_have_the_tokens_of_trl(kind, tmp_path):
+    tokenizer = trained(kind)
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    records = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        for prompt, chosen, rejected in (
+            ("a naïve und", " the 2024", " don't"),
+            ("x=1;", "und", "3.14"),
+            ("na", "ïve a", "a"),  # a token across the boundary
+            ("the ", "Ελλάδα", " a"),
+            ("", "a", "the"),
+            ("日本", "語。🙂", "\n"),
+        )
+    ]
+    trainer, arguments = (
+        SimpleNamespace(_tokenizer=fast),
+        SimpleNamespace(dataset_num_proc=None, max_length=None),
+    )
+
+    def trl(rows):
+        return DPOTrainer._prepare_dataset(trainer, Dataset.from_list(rows), fast, arguments, "train")
+
+    ours = {
+        name: Examples(
+            tmp_path, RecordOptions(name, None, 99, "drop", None, "keep_end"), [], [fast.eos_token_id]
+        )
+        for name in ("sft", "dpo")
+    }
+    for record, expected in zip(records, trl(records), strict=True):
+        assert [sequence.tolist() for sequence in ours["dpo"].of(record).sequences] == [
+            marked(expected["prompt_ids"], expected[f"{name}_ids"]) for name in ("chosen", "rejected")
+        ]
+    for record, expected in zip(
+        records, trl([{**each, "rejected": each["chosen"]} for each in records]), strict=True
+    ):
+        (sequence,) = ours["sft"].of({"prompt": record["prompt"], "completion": record["chosen"]}).sequences
+        assert sequence.tolist() == marked(expected["prompt_ids"], expected["chosen_ids"])
+
+
+def marked(prompt, answer):
+    """Ids of a prompt and its answer, of which the first and those of the prompt are complements."""
+    given = max(1, len(prompt))
+    return [~token for token in (prompt + answer)[:given]] + (prompt + answer)[given:]
 
 
 def test_instruction_and_input_are_one_prompt(folder):

@@ -1,6 +1,7 @@
 """Small tokenizers of every supported kind, and the text they are trained on."""
 
 import functools
+import json
 import random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -89,6 +90,15 @@ def unsplit():
     tokenizer = metaspace()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return tokenizer
+
+
+def byte_fallback():
+    """Llama 2 as converted from SentencePiece, with tokens for the bytes of characters that the vocabulary lacks."""
+    state = json.loads(trained(llama2).to_str())
+    vocabulary = state["model"]["vocab"]
+    vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
+    state["model"]["byte_fallback"] = True
+    return Tokenizer.from_str(json.dumps(state))
 
 
 def spanning_spaces():
