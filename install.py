@@ -1,4 +1,4 @@
-"""Install Trainshed into .venv, as the Makefile does; shows what is downloaded, how much of it, and for how long.
+"""Install Trainshed into .venv, for the Makefile; shows what is downloaded, and its progress.
 
 With uv, which downloads and unpacks in parallel; without it, or if it fails, with pip. It needs only Python's standard library,
 runs before anything is installed, and writes nothing outside .venv, except the caches of pip and uv and Trainshed's egg-info.
@@ -91,7 +91,7 @@ def cuda_notice(gpu: bool, uv: bool) -> str:
 
 
 def create_venv(uv: str | None) -> None:
-    """Create .venv unless it is there. Raises SystemExit with the package that is missing, or who has to install."""
+    """Create .venv unless it is there; raises SystemExit with the name of a missing package."""
     if (VENV / "bin/python").exists() and (uv or (VENV / "bin/pip").exists()):
         return
     pip = importlib.util.find_spec("ensurepip") is not None
