@@ -72,7 +72,7 @@ class PipLog:
             return f"installing package {min(installed + 1, self._total)} of {self._total}"
         if not downloaded:
             return self._doing
-        current = f": {downloaded[-1] / 1e6:.1f} of {self._size}" if self._size else ""
+        current = f": {downloaded[-1] / 1e6:.1f} of {self._size}" if self._size.endswith("MB") else ""
         return f"{self._doing}{current}, {sum(downloaded) / 1e6:.0f} MB in total"
 
 

@@ -29,7 +29,19 @@ def locked(path: Path, *, shared: bool = False, wait: bool = True, required: boo
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
-            if required or error.errno not in UNSUPPORTED:
+            if error.errno not in UNSUPPORTED:
                 raise
+            if required:
+                reason = f"{error.strerror}; its file system has no file locks"
+                raise OSError(error.errno, reason, str(path)) from error
             held = False
         yield held
+
+
+def supported(path: Path) -> bool:
+    """Whether the file system of a file has locks; creates the file if needed."""
+    try:
+        with locked(path, wait=False, required=False) as held:
+            return held
+    except BlockingIOError:  # held by another process
+        return True

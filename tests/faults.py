@@ -135,3 +135,15 @@ def lock_as_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", checked)
+
+
+def deny_locks(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Make flock fail in these folders, as on a file system without locks."""
+    flock = fcntl.flock
+
+    def checked(file: Any, operation: int) -> None:
+        if any(Path(file.name).is_relative_to(folder) for folder in folders):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", checked)

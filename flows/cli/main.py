@@ -6,7 +6,10 @@ A subcommand's module is imported when it is called, so that `--help` and `profi
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import locale
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -21,6 +24,8 @@ from profiles.errors import ProfileError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code; errors are printed in one line."""
+    if arguments is None:
+        _use_utf8()
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given or ["--help"])
     try:
@@ -45,6 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(error, OSError):  # an OSError's message suffices
             print_stderr(f"traceback: {save_traceback()}")
         return FAILED
+
+
+def _use_utf8() -> None:
+    """Restart Python in UTF-8 mode if the locale's encoding is another; child processes inherit the mode.
+
+    With LANG=de_DE.ISO-8859-1, for instance, profiles would be read, and reports written, in that encoding. For the locales C
+    and POSIX, Python itself does this.
+    """
+    if codecs.lookup(locale.getencoding()).name != "utf-8" and not sys.flags.utf8_mode:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def parser() -> argparse.ArgumentParser:

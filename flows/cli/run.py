@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -157,6 +158,7 @@ def _report_failure(error: BaseException, log_file: Path) -> int:
 @contextlib.contextmanager
 def prefect_api(work_dir: Path) -> Iterator[None]:
     """Context manager: use the configured Prefect server, else the one that commands on this store share."""
+    chosen = os.environ.get("PREFECT_HOME")
     home = configure(work_dir)
     with contextlib.ExitStack() as stack:
 
@@ -186,7 +188,12 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
         with waiting(lambda: "starting Prefect's server"):
             url = server.wait()
-        database = f", database in {relative(str(home))} (or in PREFECT_HOME)" if new else ""
+        why = (
+            ""
+            if chosen or home.is_relative_to(work_dir.absolute())
+            else ", as the store's file system has no locks"
+        )
+        database = f", database in {relative(str(home))}{why} (or in PREFECT_HOME)" if new else ""
         print_stderr(_where_to_watch(url, database))
         settings = {PREFECT_API_URL: url, PREFECT_API_SSL_CERT_FILE: certificate}
         # No other client needs this run's heartbeats, and the last one delays the exit by up to a second.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import os
 import sys
+import tempfile
 from pathlib import Path
+
+from profiles import file_locks
 
 POOL = "trainshed"  # the work pool
 ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
@@ -61,17 +65,36 @@ SETTINGS = {
 def configure(store: Path) -> Path:
     """Set default Prefect settings in the environment, before Prefect is imported; returns Prefect's home.
 
-    The home, with the database of a local server, is in the store's local folder, and each user has one there. A server that the
-    user has configured in ~/.prefect is still used.
+    The home, with the database of a local server, is in the store's local folder, and each user has one there. If that file
+    system has no file locks, which SQLite needs, too, it is in the user's state folder or in the folder for temporary files. A
+    server that the user has configured in ~/.prefect is still used.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if not os.environ.get("PREFECT_HOME"):
-        profiles = Path("~/.prefect/profiles.toml").expanduser()
+        profiles = Path(os.path.expanduser("~/.prefect/profiles.toml"))  # as it is for a user without a home
         if profiles.exists():
             os.environ.setdefault("PREFECT_PROFILES_PATH", str(profiles))
-        os.environ["PREFECT_HOME"] = str(_private_home(store.absolute() / "prefect-home"))
+        os.environ["PREFECT_HOME"] = str(_with_locks(_private_home(store.absolute() / "prefect-home")))
     return Path(os.environ["PREFECT_HOME"]).expanduser()
+
+
+def _with_locks(home: Path) -> Path:
+    """This home, or the first of two others outside the store whose file system has file locks; this one if none has."""
+    name = f"trainshed-{os.geteuid()}-{hashlib.sha256(os.fsencode(home)).hexdigest()[:12]}"
+    folders = [home, Path(tempfile.gettempdir()) / name]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        folders.insert(1, Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / name)
+    for folder in folders:
+        try:
+            folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+            # Another user could have made the folder in /tmp, and would read the database.
+            if folder.stat().st_uid == os.geteuid() and file_locks.supported(folder / "server.lock"):
+                return folder
+        except OSError:  # not writable; ServerLocks reports it
+            if folder == home:
+                break
+    return home
 
 
 def _private_home(home: Path) -> Path:

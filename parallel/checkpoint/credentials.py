@@ -20,7 +20,9 @@ def renew_credentials(filesystem: Any) -> None:
     """Reconnect an S3 filesystem if a credentials file has changed; costs no request."""
     if "s3" not in filesystem.protocol:
         return
-    stamps = [_stamp(Path(os.environ.get(name) or default).expanduser()) for name, default in FILES.items()]
+    stamps = [
+        _stamp(Path(os.path.expanduser(os.environ.get(name) or default))) for name, default in FILES.items()
+    ]
     if getattr(filesystem, "credentials_stamps", stamps) != stamps:
         filesystem.connect(refresh=True)
     filesystem.credentials_stamps = stamps

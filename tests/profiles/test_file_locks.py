@@ -3,11 +3,12 @@
 import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from profiles.file_locks import locked
+from profiles.file_locks import locked, supported
 from tests import faults
 
 
@@ -36,8 +37,11 @@ def test_file_system_without_locks_stops_only_what_requires_one(tmp_path, monkey
 
     with locked(tmp_path / "lock", required=False) as held:
         assert held
+        assert supported(tmp_path / "lock")  # although it is held
     monkeypatch.setattr(fcntl, "flock", reject)
+    assert not supported(tmp_path / "lock")
     with locked(tmp_path / "lock", required=False) as held:
         assert not held
-    with pytest.raises(OSError, match=os.strerror(missing)), locked(tmp_path / "lock"):
+    message = f"{os.strerror(missing)}; its file system has no file locks: '{tmp_path / 'lock'}'"
+    with pytest.raises(OSError, match=re.escape(message)), locked(tmp_path / "lock"):
         pass

@@ -406,6 +406,15 @@ def test_help_imports_neither_prefect_nor_torch(command):
     assert not imported & {"prefect", "torch", "transformers", "numpy"}
 
 
+def test_locale_of_another_encoding_starts_python_in_utf8_mode():
+    code = "import sys; from flows.cli import main; main.parser = lambda: sys.exit(sys.flags.utf8_mode + 40); main.main()"
+    # ASCII stands for ISO-8859-1, whose locales need not be installed.
+    other = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for variables, mode in ((other, 41), ({"LC_ALL": "C.UTF-8"}, 40)):
+        environment = {**os.environ, "PYTHONUTF8": "0", **variables}
+        assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == mode
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
