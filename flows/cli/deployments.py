@@ -42,6 +42,7 @@ FIELDS = (
     "pull_steps",
     "job_variables",
 )
+RECORD = "flows.working_folder.record"  # the pull step
 NOT_FOUND, UNAVAILABLE = 404, 503
 ATTEMPTS = 10  # a server on SQLite is unavailable for moments
 
@@ -78,6 +79,12 @@ def count_unregistered(api: str, home: Path) -> int:
     """Number of deployments that the server lacks."""
     known = {(deployment["entrypoint"], deployment["name"]) for deployment in _registered(api)}
     return sum((entry["entrypoint"], entry["name"]) not in known for entry in listed(home))
+
+
+def working_folder(api: str) -> str | None:
+    """The folder in which the server's deployments run, whose store they use; None if it has none."""
+    steps = (step for deployment in _registered(api) for step in deployment["pull_steps"] or ())
+    return next((step[RECORD]["directory"] for step in steps if RECORD in step), None)
 
 
 def listed(home: Path) -> list[dict[str, Any]]:

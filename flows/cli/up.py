@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.cli.deployments import count_unregistered, listed, named, query, register
+from flows.cli.deployments import count_unregistered, listed, named, query, register, working_folder
 from flows.cli.exit_codes import DONE, FAILED
 from flows.server.prefect_settings import (
     ALERTS,
@@ -59,6 +59,14 @@ def run(options: argparse.Namespace) -> int:
         if found is None:
             advice = "perhaps by another `trainshed up`; choose one with --port"
             print_stderr(f"trainshed: port {port} is taken, {advice}")
+            return FAILED
+        elsewhere = working_folder(f"{address}/api")
+        if WORKER not in found and elsewhere not in (None, str(Path.cwd())):
+            whose = (
+                f"the Prefect server of another store, {elsewhere}/store, where runs started from it are kept"
+            )
+            advice = "to start one for this folder, choose another port with --port"
+            print_stderr(f"trainshed: port {port} is taken by {whose}; {advice}")
             return FAILED
         if not found and not options.alerts and options.evaluate is None:
             print_stderr(f"Prefect's UI: {address}\nalready running; nothing was changed")

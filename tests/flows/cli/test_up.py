@@ -92,7 +92,7 @@ def plain_server(port, prefect_home, tmp_path):
 
 
 def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_run(
-    command, plain_server, port, profile, tmp_path, capsys
+    command, plain_server, port, profile, tmp_path, capsys, monkeypatch
 ):
     write_shadowing_modules(tmp_path)
     api = plain_server
@@ -133,8 +133,12 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
     assert float(artifacts["training"]["data"]) == 100
     assert json.loads(artifacts["last-steps"]["data"])[0]["step"] == "6"
 
-    # A second `up` finds nothing to do; a second run is interrupted while it trains.
+    # A second `up` in another folder is told whose server this is; in the same one, it finds nothing to do. A second run is
+    # interrupted while it trains.
     capsys.readouterr()
+    assert main(["up", "--port", str(port)]) == 1
+    assert f"the Prefect server of another store, {tmp_path}/store, where" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
     assert main(["up", "--port", str(port)]) == 0
     assert "already running" in capsys.readouterr().err
     (worker,) = ask(f"{api}/work_pools/trainshed/workers/filter")
