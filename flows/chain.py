@@ -20,9 +20,8 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import NamePrefix, ProfileNames
 from flows.pretrain import profile_name, train_profile
-from flows.run_setup import RunCommand
 from flows.runner import THREADS
-from modeling.planning.auto import resolve_auto
+from flows.start_checks import RunCommand, on_devices
 from tasks.gate import check_gate
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def chain(
     for number, each in enumerate(load_chain(profiles, overrides, name), 1):
         log.info("run %d of %d: %s", number, len(profiles), each.name)
         command = RunCommand(each.profile, overrides, name or None, store, profiles)
-        result = train_profile(resolve_auto(each.run), command, replace=replace)
+        result = train_profile(on_devices(each.run), command, replace=replace)
         check_gate(each.name, each.run.evaluate, result["evaluation"], result["before"])
         results.append(result)
     return results

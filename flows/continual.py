@@ -24,7 +24,7 @@ from flows.alerts.events import emit
 from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
-from flows.pretrain import load, run_name
+from flows.pretrain import run_name
 from flows.run_setup import (
     check_plan,
     flow_context,
@@ -35,6 +35,7 @@ from flows.run_setup import (
     with_training_progress,
 )
 from flows.runner import THREADS, Runner
+from flows.start_checks import load
 from modeling import run_files
 from profiles import resolve, state_files
 from profiles.errors import ProfileError

@@ -23,35 +23,29 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, ProfileName, RunName
 from flows.run_setup import (
-    RunCommand,
     check_plan,
     flow_context,
     open_run,
     read_lockfile,
     resolve_inputs,
     settle_compilation,
-    suggest_commands,
     warn_about_data,
     with_training_progress,
     write_lockfile,
 )
 from flows.runner import THREADS, Background, Runner
+from flows.start_checks import RunCommand, find_parent_of, load, suggest_commands
 from modeling import run_files
-from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
-from profiles import resolve, state_files
-from profiles.check import with_value
+from profiles import state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.experiments import forecasts
 from tasks.fork import (
     copy_checkpoint,
-    find_parent,
     hold_checkpoint,
     record_data,
-    require_forkable,
-    require_new_name,
 )
 from tasks.inputs import locate_runs
 from tasks.report import ReportStep
@@ -87,14 +81,6 @@ def profile_name(profile: str) -> str:
     """Name of a profile that is given by name or path."""
     path = Path(profile)
     return path.stem if path.suffix in (".yaml", ".yml") else path.name
-
-
-def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
-    """Resolve a profile, and reject one that cannot start here."""
-    run = resolve.load(profile, overrides, name)
-    resolve.check(run)
-    resolve.check_start(run)
-    return resolve_auto(run)
 
 
 @flow(name="pretrain", flow_run_name=run_name, task_runner=THREADS, **HOOKS)
@@ -139,7 +125,7 @@ def train_profile(
         with suggest_commands(command, run.name):
             runs.check_name(opened, run)  # rather than wait for a run that this one cannot continue
     with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened), lock) as runner:
-        run, parent = _find_parent(opened, run, fork, replace)
+        run, parent = find_parent_of(opened, run, fork, replace=replace)
         if not replace:
             with suggest_commands(command, run.name):
                 runs.check_name(opened, run)
@@ -178,18 +164,6 @@ def train_profile(
             "parameters": planned.parameters,
             "steps": [asdict(outcome) for outcome in runner.outcomes],
         }
-
-
-def _find_parent(store: Store, run: Profile, fork: str, replace: bool) -> tuple[Profile, Parent | None]:
-    """The profile of a run or of a fork, and what it forks from, which must be possible."""
-    if not fork:
-        return run, None
-    parent = find_parent(store, fork, run.name)
-    run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
-    require_forkable(store, parent, run, replace=replace)
-    if not replace:
-        require_new_name(store, parent, run.name)
-    return run, parent
 
 
 def _prepare(

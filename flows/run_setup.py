@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from prefect.runtime import flow_run
 from flows.alerts.events import alerts
 from flows.runner import Runner
 from flows.server.secrets import hub_token
+from flows.start_checks import RunCommand, suggest_commands
 from flows.ui.overview import Overview
 from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
@@ -48,53 +47,12 @@ def check_plan(runner: Runner) -> planner.Plan:
     profile = runner.context.profile
 
     def plan() -> planner.Plan:
+        planner.require_devices(profile)
         planned = planner.plan(profile)
         planner.require_fit(profile, planned)
-        planner.require_devices(profile)
         return planned
 
     return runner.run_function("plan", plan, plan_summary)
-
-
-@dataclass(frozen=True)
-class RunCommand:
-    """The `trainshed run`, `chain` or `fork` command that is equivalent to a flow run's parameters."""
-
-    profile: str  # of the run
-    overrides: Sequence[str]
-    name: str | None  # of the run, or the prefix of a chain's names
-    store: str
-    chain: Sequence[str] = ()  # the profiles of the chain; empty for `trainshed run`
-    fork: str = ""  # RUN or RUN@STEP of `trainshed fork`
-
-    def alternatives(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
-        """(description, command) pairs that avoid a conflict with an existing run of different mathematics."""
-        settings = [part for override in self.overrides for part in ("--set", override)]
-        settings += ["--store", self.store] if self.store != "./store" else []
-        if self.fork:  # `trainshed fork` replaces no run
-            command = ["trainshed", "fork", self.fork, f"{name}-2", *settings]
-            return [("fork under another name", shlex.join(command))]
-        begin = ["chain", *self.chain] if self.chain else ["run", self.profile]
-        same, other, does = ["trainshed", *begin, *settings], f"{name}-2", "train under another name"
-        named = ["--name", self.name] if self.name else []
-        if self.chain:
-            other, does = f"{self.name}-2" if self.name else "second", "train under other names"
-        found = [([*same, "--name", other], does)]
-        if conflict.forkable and not self.chain:  # a chain cannot start from a fork
-            command = ["trainshed", "fork", f"{name}@{conflict.step}", other, *settings]
-            found.append((command, f"continue from its step {conflict.step:,}"))
-        found.append(([*same, *named, "--replace"], f"move it to {name}~N and start over"))
-        return [(does, shlex.join(command)) for command, does in found]
-
-
-@contextmanager
-def suggest_commands(command: RunCommand | None, name: str) -> Iterator[None]:
-    """Add the commands that avoid the conflict to a RunExists raised in the block."""
-    try:
-        yield
-    except runs.RunExists as conflict:
-        conflict.commands = command.alternatives(conflict, name) if command else ()
-        raise
 
 
 def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> bytes | None:

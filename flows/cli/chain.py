@@ -9,11 +9,18 @@ from rich.console import Console
 
 from flows.chained_runs import load_chain
 from flows.cli.run import print_results, run_flow
+from flows.ui.console import waiting
+from modeling.start import without_garbage_collection
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the flow and print the results. Raises ProfileError for an invalid profile or store."""
     runs = load_chain(options.profiles, options.overrides, options.name or "")
+    with without_garbage_collection(), waiting(lambda: f"planning {len(runs)} runs"):
+        from flows.start_checks import check_plan
+
+        for each in runs:
+            check_plan(each.run)
 
     def start() -> list[dict[str, Any]]:
         from flows.chain import chain

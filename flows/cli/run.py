@@ -50,6 +50,13 @@ def run(options: argparse.Namespace) -> int:
     profile = resolve.load(options.profile, options.overrides, options.name)
     resolve.check(profile)
     resolve.check_start(profile)
+    with without_garbage_collection(), waiting(lambda: f"planning {profile.name}"):
+        from flows.start_checks import RunCommand, check_run
+
+        command = RunCommand(
+            options.profile, options.overrides, options.name, options.store, fork=options.fork or ""
+        )
+        check_run(profile, command, replace=options.replace)
 
     def start() -> dict[str, Any]:
         from flows.pretrain import finetune, pretrain

@@ -15,38 +15,25 @@ from typing import Any
 
 from prefect import flow
 
-from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
+from flows.experiments.plans import load_branches, require_startable
+from flows.experiments.side_by_side import file_name, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS
 from flows.pretrain import pretrain
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from modeling import run_files
-from modeling.planning.planner import Plan
 from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
-from profiles.errors import ProfileError
 from profiles.experiments.branches import Branches
 from profiles.experiments.load import load_experiment
 from tasks.evaluation.average import MODEL, AverageStep, identity_of
-from tasks.experiments.branches import branches_of, members_of, require_members, trunk_of
+from tasks.experiments.branches import members_of
 from tasks.reporting import branches_page
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
 from tasks.store.store import Store, open_store
-
-
-def load(file: str, store: Store | None = None) -> tuple[Branches, PlannedRun, list[PlannedRun], list[Plan]]:
-    """Load a branches file with its trunk, branches and plans. Raises ProfileError if one cannot run."""
-    described = load_experiment(Branches, file)
-    trunk = trunk_of(described, store)
-    branches = branches_of(described, trunk)
-    if trunk.profile.lora.rank and described.averages:
-        reason = "need full weights, but this profile trains LoRA adapters"
-        raise ProfileError("averages", None, reason)
-    require_members(described, trunk, branches)
-    return described, trunk, branches, plan_within(described, [trunk, *branches])
 
 
 @flow(name="branches", flow_run_name=file_name, task_runner=THREADS, **EXPERIMENT_HOOKS)
@@ -61,7 +48,7 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
     first = load_experiment(Branches, file)
     work_dir = resolve.load(first.target, first.overrides).cluster.work_dir
     opened = open_store(store, work_dir or "store")
-    described, trunk, found, _ = load(file, opened)
+    described, trunk, found, _ = load_branches(file, opened)
     require_startable([trunk, *found])
     grown = pretrain(described.target, list(trunk.overrides), trunk.name, store)
     results = [grown, *run_side_by_side(described, found, store)]

@@ -17,28 +17,18 @@ from typing import Any
 
 from prefect import flow
 
-from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
+from flows.experiments.plans import load_ladder, require_startable
+from flows.experiments.side_by_side import file_name, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS
 from flows.pretrain import pretrain
-from modeling.planning.planner import Plan
-from modeling.scaling.planned_run import PlannedRun, target_of
-from modeling.scaling.rungs import rungs_of, warnings_of
-from profiles.experiments.ladder import Ladder
-from profiles.experiments.load import load_experiment
+from modeling.scaling.planned_run import PlannedRun
+from modeling.scaling.rungs import warnings_of
 from tasks.experiments import forecasts, json_artifacts
 from tasks.reporting import ladder_page
 from tasks.store.store import open_store
 
 log = logging.getLogger(__name__)
-
-
-def load(file: str) -> tuple[Ladder, PlannedRun, list[PlannedRun], list[Plan]]:
-    """Ladder, target, rungs and plans. Raises ProfileError if one cannot run or all exceed the budget."""
-    ladder = load_experiment(Ladder, file)
-    target = target_of(ladder)
-    rungs = rungs_of(ladder, target)
-    return ladder, target, rungs, plan_within(ladder, rungs)
 
 
 @flow(name="ladder", flow_run_name=file_name, **EXPERIMENT_HOOKS)
@@ -51,7 +41,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
         target: Also train the target, once the forecast is in the store.
     """
-    described, goal, rungs, _ = load(file)
+    described, goal, rungs, _ = load_ladder(file)
     require_startable(rungs)
     for warning in warnings_of(goal, rungs):
         log.warning("warning: %s", warning)

@@ -16,18 +16,15 @@ from typing import Any
 
 from prefect import flow
 
-from flows.experiments.side_by_side import file_name, plan_within, require_startable, run_side_by_side
+from flows.experiments.plans import load_mixture, require_startable
+from flows.experiments.side_by_side import file_name, run_side_by_side
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from modeling.planning.auto import resolve_auto
-from modeling.planning.planner import Plan
-from modeling.scaling.planned_run import PlannedRun
-from modeling.scaling.proxies import Proxy, mixture_target, proposed, proxies_of, training_sources
+from modeling.scaling.proxies import Proxy, proposed, training_sources
 from profiles.errors import ProfileError
-from profiles.experiments.load import load_experiment
-from profiles.experiments.mixture import Mixture
 from tasks import keys
 from tasks.evaluation.held_out import OtherDataEvaluationStep
 from tasks.experiments import json_artifacts, mixtures
@@ -43,14 +40,6 @@ from tasks.store.store import Store, open_store
 log = logging.getLogger(__name__)
 
 
-def load(file: str) -> tuple[Mixture, PlannedRun, list[Proxy], list[Plan]]:
-    """Mixture, target, proxies and plans. Raises ProfileError if one cannot run or all exceed the budget."""
-    mixture = load_experiment(Mixture, file)
-    target = mixture_target(mixture)
-    proxies = proxies_of(mixture, target)
-    return mixture, target, proxies, plan_within(mixture, [proxy.run for proxy in proxies])
-
-
 @flow(name="mixture", flow_run_name=file_name, task_runner=THREADS, **EXPERIMENT_HOOKS)
 @final_states
 def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str, Any]:
@@ -61,7 +50,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
         check: Also train a proxy with the proposed weights, and compare it with its forecast.
     """
-    described, target, proxies, _ = load(file)
+    described, target, proxies, _ = load_mixture(file)
     require_startable([proxy.run for proxy in proxies])
     opened = open_store(store, target.profile.cluster.work_dir or "store")
     results = run_side_by_side(described, [proxy.run for proxy in proxies], store)

@@ -1,4 +1,4 @@
-"""Runs of a ladder, mixture or branches: plan them within the budget, and train several at a time.
+"""Runs of a ladder, mixture or branches: train several at a time.
 
 Each is an ordinary run of the pretraining flow, so finished ones are cached and interrupted ones resume.
 """
@@ -19,11 +19,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from flows.pretrain import pretrain
-from modeling.planning import planner
-from modeling.planning.auto import resolve_auto
-from modeling.planning.planner import Plan, plan
 from modeling.scaling.planned_run import PlannedRun
-from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments.experiment import Experiment
 from tasks.reporting.format import format_duration
@@ -36,39 +32,6 @@ _run: ContextVar[str] = ContextVar("run", default="")  # name of the run that lo
 def file_name() -> str:
     """Name of the flow run in Prefect's UI: the name of the file that describes the runs."""
     return Path(flow_run.parameters["file"]).stem
-
-
-def plan_within(experiment: Experiment, runs: Sequence[PlannedRun]) -> list[Plan]:
-    """Plan the runs. Raises ProfileError if one does not fit its devices or all exceed the budget."""
-    plans = []
-    for run in runs:
-        profile = resolve_auto(run.profile)
-        plans.append(plan(profile))
-        planner.require_fit(profile, plans[-1])
-    largest = max(run.profile.world_size for run in runs)
-    if experiment.devices is not None and experiment.devices < largest:
-        raise ProfileError("devices", experiment.devices, f"is less than the {largest} of one run", [largest])
-    flops = sum(run.flops for run in runs)
-    if experiment.maximum_flops is not None and flops > experiment.maximum_flops:
-        reason = f"is exceeded: the runs take {flops:.3g} FLOPs; remove the largest, or shorten them"
-        raise ProfileError("maximum_flops", experiment.maximum_flops, reason)
-    if experiment.maximum_price is None:
-        return plans
-    if any(planned.price is None for planned in plans):
-        reason = "cannot be checked: the price of a run is unknown; set cluster.node_price"
-        raise ProfileError("maximum_price", experiment.maximum_price, reason, ["null"])
-    price = sum(planned.price * run.share for planned, run in zip(plans, runs, strict=True))
-    if price > experiment.maximum_price:
-        reason = f"is exceeded: the runs cost {price:,.2f}; remove the largest, or shorten them"
-        raise ProfileError("maximum_price", experiment.maximum_price, reason)
-    return plans
-
-
-def require_startable(runs: Sequence[PlannedRun]) -> None:
-    """Raise ProfileError for a run whose data or devices are not on this machine."""
-    for run in runs:
-        resolve.check_start(run.profile)
-        planner.require_devices(run.profile)
 
 
 def run_side_by_side(experiment: Experiment, runs: Sequence[PlannedRun], store: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import yaml
 
 from flows.chained_runs import chained_runs
 from flows.cli.main import main
-from flows.run_setup import RunCommand
+from flows.start_checks import RunCommand
 from profiles.errors import ProfileError
 from tasks.store.runs import RunExists
 from tests.flows.micro import losses, shown

@@ -10,10 +10,12 @@ from rich.console import Console
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
+from flows.experiments.plans import load_branches, require_startable
 from flows.ui.console import relative
 from profiles.experiments.branches import Branches
 from profiles.experiments.load import load_experiment
 from tasks.experiments.branches import trunk_of
+from tasks.store.store import Store
 
 SAME = ("parameters", "batch", "learning_rate")  # for all runs, so the table omits them
 
@@ -22,21 +24,21 @@ def run(options: argparse.Namespace) -> int:
     """Plan or run the branches; returns the exit code. Raises ProfileError for an invalid file."""
     if options.action == "plan":
         return _plan(options)
-    described = load_experiment(Branches, options.file)
-    profile = trunk_of(described).profile
+    first = trunk_of(load_experiment(Branches, options.file)).profile
+    store = Store(options.store, first.cluster.work_dir or "store")
+    described, trunk, found, _ = load_branches(options.file, store)
+    require_startable([trunk, *found])
 
     def start() -> dict[str, Any]:
         from flows.experiments.branches import branches as flow
 
         return flow(options.file, options.store)
 
-    return run_command.run_flow(options, profile, described.name, start, _print_result)
+    return run_command.run_flow(options, trunk.profile, described.name, start, _print_result)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.experiments.branches import load
-
-    described, trunk, branches, plans = load(options.file)
+    described, trunk, branches, plans = load_branches(options.file)
     runs = [trunk, *branches]
     rows = [row_of(run, planned) for run, planned in zip(runs, plans, strict=True)]
     total = total_of(rows, "all runs")

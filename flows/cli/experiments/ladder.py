@@ -10,34 +10,30 @@ from rich.console import Console
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
+from flows.experiments.plans import load_ladder, require_startable
 from flows.ui.console import print_facts, relative
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import plan
-from modeling.scaling.planned_run import target_of
 from modeling.scaling.rungs import warnings_of
-from profiles.experiments.ladder import Ladder
-from profiles.experiments.load import load_experiment
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan or run a ladder; returns the exit code. Raises ProfileError for an invalid ladder."""
     if options.action == "plan":
         return _plan(options)
-    ladder = load_experiment(Ladder, options.file)
-    profile = target_of(ladder).profile
+    ladder, target, rungs, _ = load_ladder(options.file)
+    require_startable(rungs)
 
     def start() -> dict[str, Any]:
         from flows.experiments.ladder import ladder as flow
 
         return flow(options.file, options.store, options.target)
 
-    return run_command.run_flow(options, profile, ladder.name, start, _print_result)
+    return run_command.run_flow(options, target.profile, ladder.name, start, _print_result)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.experiments.ladder import load
-
-    ladder, target, rungs, plans = load(options.file)
+    ladder, target, rungs, plans = load_ladder(options.file)
     rows = [row_of(rung, planned) for rung, planned in zip(rungs, plans, strict=True)]
     total = total_of(rows, "all rungs")
     goal = row_of(target, plan(resolve_auto(target.profile)))

@@ -12,10 +12,9 @@ from rich.table import Table
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments.table import print_plan, row_of, total_of
+from flows.experiments.plans import load_mixture, require_startable
 from flows.ui.console import print_facts, relative
-from modeling.scaling.proxies import Proxy, mixture_target
-from profiles.experiments.load import load_experiment
-from profiles.experiments.mixture import Mixture
+from modeling.scaling.proxies import Proxy
 from tasks.reporting.mixture_page import source_label
 
 SAME = ("batch", "learning_rate")  # for all proxies, so the table omits them
@@ -25,21 +24,19 @@ def run(options: argparse.Namespace) -> int:
     """Plan or run a mixture; returns the exit code. Raises ProfileError for an invalid one."""
     if options.action == "plan":
         return _plan(options)
-    mixture = load_experiment(Mixture, options.file)
-    profile = mixture_target(mixture).profile
+    mixture, target, proxies, _ = load_mixture(options.file)
+    require_startable([proxy.run for proxy in proxies])
 
     def start() -> dict[str, Any]:
         from flows.experiments.mixture import mixture as flow
 
         return flow(options.file, options.store, options.check)
 
-    return run_command.run_flow(options, profile, mixture.name, start, print_result)
+    return run_command.run_flow(options, target.profile, mixture.name, start, print_result)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.experiments.mixture import load
-
-    mixture, _, proxies, plans = load(options.file)
+    mixture, _, proxies, plans = load_mixture(options.file)
     rows = [
         {**row_of(proxy.run, planned), "weights": proxy.weights, "mixture": _percent(proxy)}
         for proxy, planned in zip(proxies, plans, strict=True)

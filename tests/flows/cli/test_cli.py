@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from flows.cli.main import main, parser
+from tests.flows.experiments.test_ladder import write_ladder
 from tests.flows.micro import settings, write_shadowing_modules
 from tests.tasks.reporting.run_folders import write_run
 from tests.tasks.source_files import write_pair
@@ -71,23 +72,49 @@ def test_profile_that_does_not_fit_is_rejected(capsys, profile):
     assert "GiB" in capsys.readouterr().err
 
 
+@pytest.fixture
+def without_prefect(monkeypatch, tmp_path):
+    """An empty working folder, in which a command that starts a flow fails."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flows.cli.run.prefect_api", lambda _: pytest.fail("Prefect was started"))
+
+
 @pytest.mark.parametrize(
     ("device", "card", "says"),
-    [("cuda", "h200", "this machine has none"), ("neuron", "trn2", "torch-neuronx")],
+    [
+        ("cuda", "h200", "this machine has none"),
+        ("cuda", None, "this machine has none"),
+        ("neuron", "trn2", "torch-neuronx"),
+    ],
 )
-def test_missing_devices_reject_a_run_but_not_its_plan(
-    prefect_server, capsys, monkeypatch, tmp_path, profile, device, card, says
-):
+def test_missing_devices_reject_a_run_but_not_its_plan(without_prefect, capsys, profile, device, card, says):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("an accelerator is here")
-    monkeypatch.chdir(tmp_path)
-    there = settings(f"cluster.device={device}", f"cluster.accelerator={card}")
-    assert main(["plan", str(profile), *there]) == 0
-    capsys.readouterr()
-    assert main(["run", str(profile), *there]) == 2
-    err = capsys.readouterr().err
-    assert f"cluster.device = {device}" in err
-    assert says in err
+    there = settings(f"cluster.device={device}", *([f"cluster.accelerator={card}"] if card else []))
+    if card:  # without one, a plan asks which to plan for
+        assert main(["plan", str(profile), *there]) == 0
+        capsys.readouterr()
+    for command in ("run", "chain"):
+        assert main([command, str(profile), *there]) == 2
+        err = capsys.readouterr().err
+        assert f"cluster.device = {device}" in err
+        assert says in err
+
+
+def test_runs_are_rejected_before_prefect_is_imported(without_prefect, capsys, profile, tmp_path):
+    """By the store's runs, by memory, and by the runs and budget of a ladder."""
+    ladder = write_ladder(tmp_path, profile, maximum_flops=1)
+    huge = settings(
+        "model.hidden_size=65536", "model.intermediate_size=262144", "model.num_hidden_layers=100"
+    )
+    for arguments, expected in (
+        (["run", "tiny-sft"], "run:tiny: the store ./store has no run tiny with an export; train it first"),
+        (["run", str(profile), *huge], "stage 0 needs"),
+        (["ladder", "run", str(ladder)], "maximum_flops"),
+    ):
+        assert main(arguments) == 2
+        assert expected in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [ladder]
 
 
 def test_the_plan_as_json_is_one_document_with_the_keys_that_tools_rely_on(capsys):

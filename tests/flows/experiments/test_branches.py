@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from flows.cli.experiments.branches import _print_result
 from flows.cli.main import main
-from flows.experiments.branches import load
+from flows.experiments.plans import load_branches as load
 from modeling import run_files
 from modeling.conversion.convert import Options, convert
 from parallel.checkpoint.locations import MARKER

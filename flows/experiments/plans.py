@@ -1,0 +1,87 @@
+"""Plans of a ladder, a mixture or branches: their runs, within the budget and on this machine's devices.
+
+Neither needs Prefect: the commands plan before they import it, and the flows again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from modeling.planning import planner
+from modeling.planning.auto import resolve_auto
+from modeling.planning.planner import Plan, plan
+from modeling.scaling.planned_run import PlannedRun, target_of
+from modeling.scaling.proxies import Proxy, mixture_target, proxies_of
+from modeling.scaling.rungs import rungs_of
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.experiments.branches import Branches
+from profiles.experiments.experiment import Experiment
+from profiles.experiments.ladder import Ladder
+from profiles.experiments.load import load_experiment
+from profiles.experiments.mixture import Mixture
+from tasks.experiments.branches import branches_of, require_members, trunk_of
+from tasks.store.store import Store
+
+
+def load_ladder(file: str) -> tuple[Ladder, PlannedRun, list[PlannedRun], list[Plan]]:
+    """Ladder, target, rungs and plans. Raises ProfileError if one cannot run or all exceed the budget."""
+    ladder = load_experiment(Ladder, file)
+    target = target_of(ladder)
+    rungs = rungs_of(ladder, target)
+    return ladder, target, rungs, plan_within(ladder, rungs)
+
+
+def load_mixture(file: str) -> tuple[Mixture, PlannedRun, list[Proxy], list[Plan]]:
+    """Mixture, target, proxies and plans. Raises ProfileError if one cannot run or all exceed the budget."""
+    mixture = load_experiment(Mixture, file)
+    target = mixture_target(mixture)
+    proxies = proxies_of(mixture, target)
+    return mixture, target, proxies, plan_within(mixture, [proxy.run for proxy in proxies])
+
+
+def load_branches(
+    file: str, store: Store | None = None
+) -> tuple[Branches, PlannedRun, list[PlannedRun], list[Plan]]:
+    """Load a branches file with its trunk, branches and plans. Raises ProfileError if one cannot run."""
+    described = load_experiment(Branches, file)
+    trunk = trunk_of(described, store)
+    branches = branches_of(described, trunk)
+    if trunk.profile.lora.rank and described.averages:
+        reason = "need full weights, but this profile trains LoRA adapters"
+        raise ProfileError("averages", None, reason)
+    require_members(described, trunk, branches)
+    return described, trunk, branches, plan_within(described, [trunk, *branches])
+
+
+def plan_within(experiment: Experiment, runs: Sequence[PlannedRun]) -> list[Plan]:
+    """Plan the runs. Raises ProfileError if one does not fit its devices or all exceed the budget."""
+    plans = []
+    for run in runs:
+        profile = resolve_auto(run.profile)
+        plans.append(plan(profile))
+        planner.require_fit(profile, plans[-1])
+    largest = max(run.profile.world_size for run in runs)
+    if experiment.devices is not None and experiment.devices < largest:
+        raise ProfileError("devices", experiment.devices, f"is less than the {largest} of one run", [largest])
+    flops = sum(run.flops for run in runs)
+    if experiment.maximum_flops is not None and flops > experiment.maximum_flops:
+        reason = f"is exceeded: the runs take {flops:.3g} FLOPs; remove the largest, or shorten them"
+        raise ProfileError("maximum_flops", experiment.maximum_flops, reason)
+    if experiment.maximum_price is None:
+        return plans
+    if any(planned.price is None for planned in plans):
+        reason = "cannot be checked: the price of a run is unknown; set cluster.node_price"
+        raise ProfileError("maximum_price", experiment.maximum_price, reason, ["null"])
+    price = sum(planned.price * run.share for planned, run in zip(plans, runs, strict=True))
+    if price > experiment.maximum_price:
+        reason = f"is exceeded: the runs cost {price:,.2f}; remove the largest, or shorten them"
+        raise ProfileError("maximum_price", experiment.maximum_price, reason)
+    return plans
+
+
+def require_startable(runs: Sequence[PlannedRun]) -> None:
+    """Raise ProfileError for a run whose data or devices are not on this machine."""
+    for run in runs:
+        resolve.check_start(run.profile)
+        planner.require_devices(run.profile)

@@ -1,0 +1,111 @@
+"""Checks of a run that need neither Prefect nor its steps: devices, memory, and the runs of the store.
+
+The command makes them before it imports Prefect or starts a server, and the flow again, since a worker may have started it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from modeling.planning import planner
+from modeling.planning.auto import resolve_auto
+from profiles import resolve
+from profiles.check import with_value
+from profiles.schema import Profile
+from tasks.fork import find_parent, require_forkable, require_new_name
+from tasks.inputs import locate_runs
+from tasks.store import runs
+from tasks.store.run_folder import Parent
+from tasks.store.store import Store
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """The `trainshed run`, `chain` or `fork` command that is equivalent to a flow run's parameters."""
+
+    profile: str  # of the run
+    overrides: Sequence[str]
+    name: str | None  # of the run, or the prefix of a chain's names
+    store: str
+    chain: Sequence[str] = ()  # the profiles of the chain; empty for `trainshed run`
+    fork: str = ""  # RUN or RUN@STEP of `trainshed fork`
+
+    def alternatives(self, conflict: runs.RunExists, name: str) -> list[tuple[str, str]]:
+        """(description, command) pairs that avoid a conflict with an existing run of different mathematics."""
+        settings = [part for override in self.overrides for part in ("--set", override)]
+        settings += ["--store", self.store] if self.store != "./store" else []
+        if self.fork:  # `trainshed fork` replaces no run
+            command = ["trainshed", "fork", self.fork, f"{name}-2", *settings]
+            return [("fork under another name", shlex.join(command))]
+        begin = ["chain", *self.chain] if self.chain else ["run", self.profile]
+        same, other, does = ["trainshed", *begin, *settings], f"{name}-2", "train under another name"
+        named = ["--name", self.name] if self.name else []
+        if self.chain:
+            other, does = f"{self.name}-2" if self.name else "second", "train under other names"
+        found = [([*same, "--name", other], does)]
+        if conflict.forkable and not self.chain:  # a chain cannot start from a fork
+            command = ["trainshed", "fork", f"{name}@{conflict.step}", other, *settings]
+            found.append((command, f"continue from its step {conflict.step:,}"))
+        found.append(([*same, *named, "--replace"], f"move it to {name}~N and start over"))
+        return [(does, shlex.join(command)) for command, does in found]
+
+
+@contextmanager
+def suggest_commands(command: RunCommand | None, name: str) -> Iterator[None]:
+    """Add the commands that avoid the conflict to a RunExists raised in the block."""
+    try:
+        yield
+    except runs.RunExists as conflict:
+        conflict.commands = command.alternatives(conflict, name) if command else ()
+        raise
+
+
+def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:
+    """Resolve a profile. Raises ProfileError for one that cannot start here."""
+    run = resolve.load(profile, overrides, name)
+    resolve.check(run)
+    resolve.check_start(run)
+    return on_devices(run)
+
+
+def on_devices(run: Profile) -> Profile:
+    """A profile whose `auto` values are resolved. Raises ProfileError if this machine lacks its devices."""
+    planner.require_devices(run)  # first: without a GPU, planning asks which one to plan for
+    return resolve_auto(run)
+
+
+def check_plan(profile: Profile) -> Profile:
+    """As `on_devices`; also raises ProfileError for a run that does not fit in its devices' memory."""
+    run = on_devices(profile)
+    planner.require_fit(run, planner.plan(run))
+    return run
+
+
+def check_run(profile: Profile, command: RunCommand, *, replace: bool = False) -> None:
+    """Check a valid profile of `trainshed run` or `fork` as the flow does before its first step.
+
+    Raises:
+        ProfileError: the devices are missing or too small, or the store lacks a run that it needs.
+        RunExists: the name belongs to another run.
+    """
+    run = check_plan(profile)
+    store = Store(command.store, run.cluster.work_dir or "store")
+    run, _ = find_parent_of(store, locate_runs(run, store), command.fork, replace=replace)
+    if not replace:
+        with suggest_commands(command, run.name):
+            runs.check_name(store, run)
+
+
+def find_parent_of(store: Store, run: Profile, fork: str, *, replace: bool) -> tuple[Profile, Parent | None]:
+    """The profile of a run or of a fork, and what it forks from, which must be possible."""
+    if not fork:
+        return run, None
+    parent = find_parent(store, fork, run.name)
+    run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
+    require_forkable(store, parent, run, replace=replace)
+    if not replace:
+        require_new_name(store, parent, run.name)
+    return run, parent
