@@ -3,9 +3,9 @@
     shipped or user's file, over what it `extends`  →  overrides  →  defaults from model.config  →  Profile
 
 Sections merge key by key; lists are replaced. A `model.config` replaces the model that the profile extends or overrides; keys of
-`model` beside it take precedence over the config.json. Paths in `extends` and `model.config` are relative to the file that
-contains them; those in overrides, and all other paths, to the working folder. `model.config` may be a hub repository, org/name
-or org/name@revision, whose config.json is fetched.
+`model` beside it take precedence over the config.json. Paths are relative to the file that contains them (local_paths.py),
+those in overrides to the working folder. `model.config` may be a hub repository, org/name or org/name@revision, whose config.json
+is fetched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiles import yaml_text
+from profiles import local_paths, yaml_text
 from profiles.check import check, check_start
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError
 from profiles.huggingface.config import read_config_json
@@ -33,18 +33,21 @@ SHIPPED = Path(__file__).parent / "shipped"
 KIND = "rope_type"
 
 
-def load(name_or_path: str, overrides: Sequence[str] = (), name: str | None = None) -> Profile:
+def load(
+    name_or_path: str, overrides: Sequence[str] = (), name: str | None = None, folder: Path | None = None
+) -> Profile:
     """Resolve a shipped profile by name, or a YAML file by path (with a slash or ending in .yaml or .yml).
 
     Args:
         overrides: `key.path=value` in YAML; later ones win; list entries are addressed by number.
         name: name of the run; None: the profile's.
+        folder: that paths in the file are relative to; None: its own.
 
     Raises:
         ProfileError: no such profile or file, an unknown key, or a value of the wrong type. `check` has the rules
             between sections and for files.
     """
-    values = _load_chain(_find(str(name_or_path), Path(), "profile"), ())
+    values = _load_chain(_find(str(name_or_path), Path(), "profile"), (), folder)
     for override in sorted(overrides, key=_configures_model, reverse=True):
         _apply(values, override)
     if name is not None:
@@ -96,13 +99,14 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
     raise ProfileError(key, name_or_path, reason, close)
 
 
-def _load_chain(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None = None) -> dict[str, Any]:
     """The values of a file, merged over those of the profile it extends."""
     path = path.resolve()
     if path in extended_by:
         cycle = " → ".join(step.stem for step in (*extended_by[extended_by.index(path) :], path))
         raise ProfileError("extends", path.stem, f"is circular: {cycle}")
     values = _read(path)
+    local_paths.from_folder(values, path, (folder or path.parent).absolute())
     model = values.get("model")
     if isinstance(model, Mapping):
         values["model"] = model = _canonical(model)

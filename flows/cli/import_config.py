@@ -71,7 +71,7 @@ def _load(imported: nxdt.Imported, target: Path) -> Profile:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, target.name)
         path.write_text(imported.text())
-        return resolve.load(str(path))
+        return resolve.load(str(path), folder=target.parent)
 
 
 def _plan(profile: Profile) -> Plan:

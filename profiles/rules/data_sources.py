@@ -8,6 +8,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from profiles.errors import ProfileError
+from profiles.local_paths import local_path, searched
 from profiles.schema import Data, Profile, Source
 
 # Keys that only some kinds of sources accept, with these kinds.
@@ -110,8 +111,10 @@ def _check_source(source: Source, key: str) -> None:
 
 
 def _check_local_path(source: Source, key: str) -> None:
-    path = str(Path(source.path).expanduser())
+    path = str(local_path(source.path))
     is_prefix = source.kind == "megatron" and Path(f"{path}.idx").is_file()
     if not is_prefix and not Path(path).exists() and not glob.glob(path, recursive=True):
         reason = "no file matches" if glob.has_magic(source.path) else "there is no such file or folder"
-        raise ProfileError(key, source.path, reason)
+        raise ProfileError(key, source.path, reason + searched(source.path))
+    if Path(path).is_file() and not Path(path).stat().st_size:
+        raise ProfileError(key, source.path, "the file is empty" + searched(source.path))

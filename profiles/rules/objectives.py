@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, closest
+from profiles.local_paths import local_path, searched
 from profiles.schema import Objective, Profile
-from profiles.sections.objective import LORA_LAYERS, LORA_PROJECTIONS
+from profiles.sections.objective import LORA_LAYERS, LORA_PROJECTIONS, TEMPLATES
 
 # Keys of `objective` that only some kinds accept, with these kinds.
 KINDS = {
@@ -33,7 +34,11 @@ def check(profile: Profile) -> None:
 
 
 def check_start(profile: Profile) -> None:
-    """Raise ProfileError if the initial weights that a run needs are not named; planning needs none."""
+    """Raise ProfileError if initial weights are missing, or the chat template; planning needs neither."""
+    template = profile.objective.template
+    if template is not None and template not in TEMPLATES and not local_path(template).is_file():
+        reason = "is neither a chat template's name nor a file" + searched(template)
+        raise ProfileError("objective.template", template, reason, closest(template, TEMPLATES))
     if profile.init.from_ is None and (profile.objective.kind == "dpo" or profile.lora.rank):
         needs = "dpo needs a trained model as its reference"
         if profile.lora.rank:

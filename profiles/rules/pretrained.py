@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from profiles.errors import ProfileError
+from profiles.local_paths import RUN, searched
 from profiles.schema import Profile
 
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-RUN = "run:"  # prefix of a source that is a run's export: run:NAME
 
 
 def check_vocabulary(profile: Profile) -> None:
@@ -40,4 +40,5 @@ def _folder_or_repository(key: str, source: str) -> None:
     if "://" in source or source.startswith(RUN) or Path(source).expanduser().is_dir():
         return
     if source.startswith((".", "~")) or not REPOSITORY.fullmatch(source):
-        raise ProfileError(key, source, "there is no such folder; a hub repository has the form org/name")
+        reason = f"there is no such folder{searched(source)}; a hub repository has the form org/name"
+        raise ProfileError(key, source, reason)

@@ -19,6 +19,8 @@ LORA_PROJECTIONS = {
 LORA_LAYERS = {target: layer for layer, parts in LORA_PROJECTIONS.items() for target in (layer, *parts)}
 LoraTarget = Literal[*LORA_PROJECTIONS, *(part for parts in LORA_PROJECTIONS.values() for part in parts)]
 
+TEMPLATES = ("chatml", "llama3")  # chat templates by name
+
 
 class Objective(Section):
     """Training objective: continue text, answer prompts, or prefer one answer to another."""

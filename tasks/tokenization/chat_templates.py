@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from profiles.errors import ProfileError
+from profiles.sections.objective import TEMPLATES
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -28,7 +29,7 @@ LLAMA3 = (
 MARKER = re.compile(r"<\|[^|<>{}\s]+\|>")
 # Marks answers for transformers; here they are located by rendering the turns before them.
 GENERATION_TAG = re.compile(r"\{%-? (?:end)?generation -?%\}")
-NAMED = {"chatml": CHATML, "llama3": LLAMA3}
+NAMED = dict(zip(TEMPLATES, (CHATML, LLAMA3), strict=True))
 
 
 class TemplateFailed(ValueError):

@@ -76,7 +76,59 @@ def test_extends_merges_keys_and_replaces_lists(tmp_path):
     assert (profile.name, profile.description) == ("child", "")
     assert (profile.parallel.tensor, profile.parallel.data_sharding) == (4, "none")
     assert (profile.train.steps, profile.train.sequence_length) == (20, 32)
-    assert [source.path for source in profile.data.sources] == ["x"]
+    assert [source.path for source in profile.data.sources] == [str(child.with_name("x"))]
+
+
+def test_paths_are_relative_to_the_file_that_sets_them(tmp_path, monkeypatch, caplog):
+    """Those in overrides, and in a resolved profile, to the working folder."""
+    monkeypatch.chdir(tmp_path)
+    for file in (
+        "configs/data/a.txt",
+        "configs/tok/tokenizer.json",
+        "mine/chat.jinja",
+        "shared/b.bin",
+        "shared/b.idx",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("text")
+    sources = [
+        {"kind": "files", "path": path} for path in ("data/*.txt", "./data", str(tmp_path), "s3://bucket/a")
+    ]
+    sources.append({"kind": "megatron", "path": "../shared/b"})
+    base = {"extends": "tiny", "data": {"sources": sources}, "tokenizer": {"source": "tok"}}
+    (tmp_path / "configs/base.yaml").write_text(yaml.safe_dump(base))
+    child = {"extends": "../configs/base.yaml", "objective": {"kind": "sft", "template": "chat.jinja"}}
+    child["init"] = {"from": "org/name"}
+    (tmp_path / "mine/child.yaml").write_text(yaml.safe_dump(child))
+    profile = resolve.load("mine/child.yaml", ["data.sources.3.path=data/c"])
+    assert [source.path for source in profile.data.sources] == [
+        *("configs/data/*.txt", "configs/data", str(tmp_path), "data/c", "configs/../shared/b"),
+    ]
+    found = profile.tokenizer.source, profile.init.from_, profile.objective.template
+    assert found == ("configs/tok", "org/name", "mine/chat.jinja")
+    stored = tmp_path / "store/runs/child/profile.yaml"
+    stored.parent.mkdir(parents=True)
+    stored.write_text(resolve.dump(profile))
+    assert resolve.load(str(stored)) == profile
+    assert not caplog.text
+
+
+def test_path_that_exists_only_in_the_working_folder_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "texts").mkdir()
+    file = tmp_path / "configs/mine.yaml"
+    file.write_text(
+        yaml.safe_dump({"extends": "tiny", "data": {"sources": [{"kind": "files", "path": "texts"}]}})
+    )
+    assert [resolve.load(str(file)).data.sources[0].path for _ in range(2)] == ["texts", "texts"]
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        f"{file}: data.sources.0.path = texts: there is no {tmp_path}/configs/texts; the one in the"
+    )
+    (tmp_path / "configs/texts").mkdir()
+    assert resolve.load(str(file)).data.sources[0].path == "configs/texts"
+    assert caplog.messages[1].endswith(f"is used, not the one in the working folder, {tmp_path}/texts")
 
 
 def test_file_extends_a_shipped_profile(tmp_path):

@@ -1,0 +1,93 @@
+"""Local paths in a profile: relative to the file that sets them, those in overrides to the working folder.
+
+A resolved profile has paths relative to the working folder, or absolute ones, so that they mean the same wherever it is stored.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from profiles.sections.objective import TEMPLATES
+
+log = logging.getLogger(__name__)
+
+RUN = "run:"  # prefix of a source that is a run's export: run:NAME
+STORED = "profile.yaml"  # a run's resolved profile
+SECTIONS = {"model", "tokenizer", "data", "init", "parallel", "train", "compile", "checkpoint", "cluster"}
+
+
+def local_path(path: str) -> Path:
+    """The absolute path of a file or folder."""
+    return Path(path).expanduser().absolute()
+
+
+def searched(path: str) -> str:
+    """For an error's end: where a relative path was looked for; empty for an absolute one."""
+    return "" if Path(path).is_absolute() else f": {local_path(path)}"
+
+
+def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
+    """Replace the paths that a profile's file sets, relative to `folder`, by paths from the working folder.
+
+    A path that exists only in the working folder, as in earlier versions, is used with a warning. Resolved profiles, which the
+    program has written, have paths from the working folder already.
+    """
+    resolved = "extends" not in values and (file.name == STORED or values.keys() >= SECTIONS)
+    if resolved or folder.resolve() == Path.cwd():
+        return
+
+    def replace(section: Any, name: str, key: str) -> None:
+        value = section.get(name) if isinstance(section, Mapping) else None
+        if isinstance(value, str) and _is_path(value, name, folder):
+            section[name] = _located(value, key, file, folder)
+
+    data = values.get("data")
+    sources = data.get("sources") if isinstance(data, Mapping) else None
+    for number, source in enumerate(sources if isinstance(sources, list) else ()):
+        replace(source, "path", f"data.sources.{number}.path")
+    for section, name in (("tokenizer", "source"), ("init", "from"), ("objective", "template")):
+        replace(values.get(section), name, f"{section}.{name}")
+
+
+def _is_path(value: str, name: str, folder: Path) -> bool:
+    """Whether a key's value is a relative local path, rather than a URL, a run, a repository or a template's name."""
+    if not value or value[0] in "/~" or "://" in value:
+        return False
+    if name in ("path", "template"):
+        return name == "path" or value not in TEMPLATES
+    if value == "train" or value.startswith(RUN):
+        return False
+    return value.startswith(".") or (folder / value).is_dir() or Path(value).is_dir()
+
+
+def _located(value: str, key: str, file: Path, folder: Path) -> str:
+    """The path from the working folder of a path from another folder."""
+    path = folder / value
+    beside, here = _exists(path), _exists(Path(value))
+    if here and not beside:
+        _warn(
+            f"{file}: {key} = {value}: there is no {path}; the one in the working folder, {local_path(value)}, is used: "
+            "write this path relative to the profile's folder"
+        )
+        return value
+    if here and beside and path.resolve() != local_path(value).resolve():
+        _warn(
+            f"{file}: {key} = {value}: {path} is used, not the one in the working folder, {local_path(value)}"
+        )
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is a file or folder, a match of a pattern, or a Megatron pair with this prefix."""
+    return path.exists() or Path(f"{path}.idx").is_file() or bool(glob.glob(str(path), recursive=True))
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log a warning once, however often the profile is loaded."""
+    log.warning("%s", message)
