@@ -23,6 +23,7 @@ from profiles import yaml_text
 from profiles.errors import ProfileError, format_value
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+SECTIONS = {"trainer", "distributed_strategy"}  # that only a config has
 MAX_DEPTH = 20  # nested references
 
 
@@ -50,6 +51,8 @@ def read(path: Path) -> dict[str, Any]:
         raise ProfileError("config", str(path), str(error)) from error
     if not isinstance(values, Mapping):
         raise ProfileError("config", str(path), "is not a mapping of sections")
+    if not values.keys() & SECTIONS:
+        raise ProfileError("config", str(path), f"is {_kind(values, path)}")
     try:
         return dict(_flatten(_resolved("", values, values), ""))
     except RecursionError:
@@ -61,6 +64,15 @@ def _scalars(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _scalars(entry) for name, entry in value.items()}
     return [_scalars(entry) for entry in value] if isinstance(value, list) else _scalar(value)
+
+
+def _kind(values: Mapping[str, Any], path: Path) -> str:
+    """What a file is that has none of the sections of a config, and what to do with it."""
+    if values.keys() >= {"train", "cluster"} or "extends" in values:
+        return f"a profile of Trainshed already; plan it: trainshed plan {path}"
+    if values.keys() & {"architectures", "model_type"}:
+        return "a model's config.json; name the NxD Training config, and this file with --config"
+    return f"not a config of NxD Training, which has the sections {' and '.join(sorted(SECTIONS))}"
 
 
 def _scalar(value: Any) -> Any:

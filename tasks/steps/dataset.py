@@ -436,6 +436,8 @@ def _require_records(profile: Profile, total: dict[str, int]) -> None:
 def _require_windows(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> None:
     """Reject a corpus, or a weighted source, with less than one window to read."""
     total = _sum(tokens)
+    if not total["tokens"] and not total["validation_tokens"]:
+        raise ProfileError("data.sources", None, "hold no text: every document is empty")
     length, fraction = profile.train.sequence_length, profile.data.validation_fraction
     streams = [("the sources hold", total["tokens"])]
     shards = _by_source(profile, plan, tokens)

@@ -21,6 +21,7 @@ from pathlib import Path
 import regex
 from tokenizers import models, pre_tokenizers, trainers
 
+from profiles.errors import ProfileError
 from tasks.sources import corpus
 from tasks.sources.formats import readers
 from tasks.sources.formats.long_text import LongText
@@ -58,6 +59,12 @@ def train(shards: list[Shard], held_out: float, size: int, folder: Path, token: 
         if count > SMALL:
             break
     else:
+        if not count:
+            raise ProfileError(
+                "data.sources",
+                None,
+                "hold no text to train a tokenizer on: all documents are empty or held out",
+            )
         _train(texts, size, folder)
         return
     with tempfile.TemporaryDirectory(prefix="trainshed-") as jobs:

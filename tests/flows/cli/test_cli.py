@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from flows.cli.main import main, parser
+from profiles import resolve
 from tests.flows.experiments.test_ladder import write_ladder
 from tests.flows.micro import settings, write_shadowing_modules
 from tests.tasks.reporting.run_folders import write_run
@@ -21,6 +22,7 @@ from tests.tasks.source_files import write_pair
 
 pytestmark = pytest.mark.slow
 
+TINY = str(resolve.SHIPPED / "tiny.yaml")
 COMMANDS = ("run", "branches", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
 
 
@@ -104,17 +106,30 @@ def test_missing_devices_reject_a_run_but_not_its_plan(without_prefect, capsys, 
 def test_runs_are_rejected_before_prefect_is_imported(without_prefect, capsys, profile, tmp_path):
     """By the store's runs, by memory, and by the runs and budget of a ladder."""
     ladder = write_ladder(tmp_path, profile, maximum_flops=1)
+    (tmp_path / "empty.txt").touch()
+    sft = settings(
+        "objective.kind=sft", "init.from=org/model", "tokenizer.source=org/model", "objective.template=chatlm"
+    )
     huge = settings(
         "model.hidden_size=65536", "model.intermediate_size=262144", "model.num_hidden_layers=100"
     )
     for arguments, expected in (
         (["run", "tiny-sft"], "run:tiny: the store ./store has no run tiny with an export; train it first"),
+        (["run", str(profile), "-s", "data.sources.0.path=empty.txt"], f"is empty: {tmp_path}/empty.txt\n"),
+        (
+            ["run", str(profile), "-s", "data.sources.0.path=nope"],
+            f"no such file or folder: {tmp_path}/nope\n",
+        ),
+        (
+            ["run", str(profile), *sft],
+            f"nor a file: {tmp_path}/chatlm; nearest valid: chatml\n",
+        ),
         (["run", str(profile), *huge], "stage 0 needs"),
         (["ladder", "run", str(ladder)], "maximum_flops"),
     ):
         assert main(arguments) == 2
         assert expected in capsys.readouterr().err
-    assert [*tmp_path.iterdir()] == [ladder]
+    assert {*tmp_path.iterdir()} == {ladder, tmp_path / "empty.txt"}
 
 
 def test_the_plan_as_json_is_one_document_with_the_keys_that_tools_rely_on(capsys):
@@ -356,6 +371,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["up", "--port", "no"], "no is not an integer from 1 to 65535"),
         (["import-config", "nope.yaml"], "config = nope.yaml: there is no such file"),
         (["import-config", "."], "config = .: Is a directory"),
+        (["import-config", TINY], "is a profile of Trainshed already; plan it: trainshed plan /"),
         (["convert", "nope", "out"], "--to: is missing"),
         (["convert", "./nope", "out", "--to", "hf"], "SOURCE = ./nope: there is no such file"),
         (["convert", "nope", "out", "--to", "hf", "--budget", "0"], "0 is not an integer of at least 1"),

@@ -523,6 +523,24 @@ def test_command_writes_the_profile_and_ends_with_its_plan(tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"train": {}, "cluster": {}}, "is a profile of Trainshed already"),
+        ({"architectures": ["LlamaForCausalLM"], "rope_theta": 1}, "is a model's config.json; name the NxD"),
+        (
+            {"seed": "${undefined}"},
+            "is not a config of NxD Training, which has the sections distributed_strategy",
+        ),
+    ],
+)
+def test_another_file_is_rejected_by_its_kind(tmp_path, values, kind):
+    path = tmp_path / "other.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ProfileError, match=kind):
+        nxdt.import_config(path)
+
+
 def test_profile_is_named_after_the_file_of_its_config(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("hf_llama3_8B", "hf_llama3.1_8B"):  # their key `name` is the same

@@ -275,7 +275,10 @@ def test_unknown_format_is_rejected_with_the_known_ones(tmp_path):
 
 
 def test_split_shorter_than_one_window_is_rejected(store, tmp_path):
-    path = write(tmp_path / "a.jsonl", ["few words"])
+    path = write(tmp_path / "a.jsonl", [""])
+    with pytest.raises(ProfileError, match=r"data\.sources: hold no text"):
+        make(profile(path), store)
+    write(path, ["few words"])
     with pytest.raises(ProfileError, match=r"train\.sequence_length = 16: the sources hold \d+ tokens"):
         make(profile(path, "data.validation_fraction=0"), store)
     write(path)

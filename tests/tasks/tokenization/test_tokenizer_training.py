@@ -7,6 +7,7 @@ import string
 
 import pytest
 
+from profiles.errors import ProfileError
 from tasks.sources.shard import SourceError
 from tasks.tokenization import tokenizer_training
 from tasks.tokenization.tokenizer_training import MAX_WORD, cut_long_words, train
@@ -45,6 +46,12 @@ def test_words_beyond_the_limit_are_cut_and_others_are_trained_on_unchanged(tmp_
     cut = trained(shards, tmp_path / "cut")
     monkeypatch.setattr(tokenizer_training, "cut_long_words", lambda text: [text])
     assert trained(shards, tmp_path / "whole") == cut
+
+
+def test_no_tokenizer_is_trained_on_documents_without_text(tmp_path):
+    with pytest.raises(ProfileError, match=r"data\.sources: hold no text to train a tokenizer on"):
+        trained(shards_of(tmp_path / "a.jsonl", ["", ""]), tmp_path / "a")
+    assert not (tmp_path / "a/tokenizer.json").exists()
 
 
 def test_a_large_training_in_its_own_process_gives_the_same_tokenizer(tmp_path, monkeypatch):
