@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, print_stderr, waiting
+from flows.ui.console import TrimmedConsole, print_json, print_stderr, waiting
 from profiles import nxdt, resolve, state_files
 from profiles.errors import ProfileError
 from profiles.nxdt.translation import Effect, Line
@@ -92,7 +92,7 @@ def _problem(profile: Profile) -> ProfileError | None:
 def _print(
     imported: nxdt.Imported, target: Path, profile: Profile, planned: Plan | None, *, verbose: bool
 ) -> None:
-    console = Console(highlight=False)
+    console = TrimmedConsole()
     counts = ", ".join(f"{len(imported.of(effect))} {effect}" for effect in Effect if imported.of(effect))
     console.print(f"{len(imported.lines)} keys: {counts}" + ("" if verbose else "; --verbose lists all"))
     for effect in Effect:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, waiting
+from flows.ui.console import TrimmedConsole, print_json, waiting
 from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import Plan, plan, require_fit
 from modeling.planning.search import neighbours
@@ -43,7 +43,7 @@ def show_plan(profile: Profile, *, as_json: bool) -> int:
     if as_json:
         print_json(planned.to_json())
     else:
-        print_plan(Console(highlight=False), profile, planned)
+        print_plan(TrimmedConsole(), profile, planned)
     require_fit(profile, planned)
     return DONE
 
@@ -145,25 +145,26 @@ def _memory(planned: Plan) -> Table:
     unit, unit_bytes = ("MiB", 2**20) if planned.needs < GIB else ("GiB", GIB)
     kinds = {"weights": "parameters", **{kind: kind for kind in ("gradients", "optimizer", "activations")}}
     process = [planned.host_bytes] if planned.host_bytes else []
+    bar_width = BAR_WIDTH // 2 if process else BAR_WIDTH  # "process" takes a column
     rows = []
     for number in _selected_stages(planned):
         stage = planned.stages[number]
         total = stage.total + planned.host_bytes
         sizes = (*(stage.bytes[kind] for kind in kinds.values()), *process, total)
         layers = [f"{first}–{end - 1}" for first, end in stage.layers]
-        rows.append((number, layers, [f"{size / unit_bytes:,.2f}" for size in sizes], total))
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+        shown = [f"{size / unit_bytes:,.{2 if size < 1000 * unit_bytes else 0}f}" for size in sizes]
+        bar = _bar(total / planned.device_bytes, planned.reserve, bar_width)
+        rows.append((number, layers, shown, bar))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("stage", no_wrap=True, min_width=len("stage"))
     longest = max(len(f"{chunk},") for _, layers, _, _ in rows for chunk in layers)
     table.add_column("layers", min_width=max(longest, len("layers")))
     titles = (*kinds, *(["process"] if process else []), unit)
     for title, cells in zip(titles, zip(*(sizes for _, _, sizes, _ in rows), strict=True), strict=True):
         table.add_column(title, justify="right", no_wrap=True, min_width=max(map(len, (title, *cells))))
-    bar_width = BAR_WIDTH // 2 if process else BAR_WIDTH  # "process" takes a column
     title = f"of {format_bytes(planned.device_bytes)}"
-    table.add_column(title, no_wrap=True, min_width=max(len(title), bar_width + len(" 100%")))
-    for number, layers, sizes, total in rows:
-        bar = _bar(total / planned.device_bytes, planned.reserve, bar_width)
+    table.add_column(title, no_wrap=True, min_width=max(len(title), *(len(bar) for *_, bar in rows)))
+    for number, layers, sizes, bar in rows:
         style = "bold" if number == planned.fullest and len(planned.stages) > 1 else ""
         table.add_row(str(number), ", ".join(layers), *sizes, bar, style=style)
     return table

@@ -6,13 +6,12 @@ import argparse
 from difflib import get_close_matches
 from typing import Any
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json
+from flows.ui.console import TrimmedConsole, print_json
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -69,7 +68,7 @@ def _print(profiles: list[Profile]) -> None:
     titles = ("profile", "parameters", "nodes × devices", "status")
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)) for row in (titles, *rows)]
-    console = Console(highlight=False)
+    console = TrimmedConsole()
     meanings = {}
     for status in MEANINGS:
         names = [

@@ -7,13 +7,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE, REJECTED
-from flows.ui.console import print_json, print_stderr, waiting
+from flows.ui.console import TrimmedConsole, print_json, print_stderr, waiting
 from flows.ui.summaries import cluster_summary
 from modeling.planning import calibration
 from modeling.planning.planner import device_bytes, reserved_share
@@ -65,7 +64,7 @@ def _describe(topology: Topology) -> dict[str, object]:
 
 
 def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[RejectedDegrees]) -> None:
-    console = Console(highlight=False)
+    console = TrimmedConsole()
     timed = all(topology.plan.step_seconds is not None for topology in found)
     order = "fastest first" if timed else "least communication first"
     several = f"{len(found)} topologies fit, {order}"

@@ -17,11 +17,13 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
 from rich.live import Live
+from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.text import Text
 
@@ -150,9 +152,45 @@ class PipeTolerantConsole(Console):
         redirect_to_devnull(self.file)
 
 
+class TrimmedConsole(Console):
+    """A console without blanks at the ends of lines, with which rich fills tables, indented and wrapped text."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+        self.push_render_hook(_Trimming())
+
+
+class _Trimming(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Trimmed(each) for each in renderables]
+
+
+@dataclass(frozen=True)
+class _Trimmed:
+    """A renderable without the blanks at the ends of its lines."""
+
+    inner: ConsoleRenderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        blanks: list[Segment] = []  # dropped if the line ends here
+        for text, style, control in console.render(self.inner, options):
+            for part in [text] if control else text.splitlines(keepends=True):
+                shown = part.rstrip()
+                if shown or control:
+                    yield from blanks
+                    blanks.clear()
+                    yield Segment(shown or part, style, control)
+                if part.endswith("\n"):
+                    blanks.clear()
+                    yield Segment.line()
+                elif not control and (rest := part[len(shown) :]):
+                    blanks.append(Segment(rest, style))
+        yield from blanks
+
+
 def table_console() -> Console:
     """A console for tables with long names; without a terminal it is wide, to keep cells whole."""
-    console = Console(highlight=False)
+    console = TrimmedConsole()
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     return console

@@ -186,7 +186,8 @@ def test_plan_figures_are_complete_on_a_narrow_terminal(capsys, monkeypatch, cut
     assert len(rows) == 4
     for row in rows:
         assert len(re.findall(r"\d+\.\d\d", row)) == 5
-        assert re.search(r" \d+% *$", row)
+        assert re.search(r" \d+%$", row)
+    assert [line for line in lines if line.endswith(" ")] == []
 
 
 def test_search_without_speeds_ranks_by_communication_volume(capsys):
@@ -244,6 +245,7 @@ def test_search_prints_each_reason_once_and_device_memory(capsys, monkeypatch):
         assert text.count(reason) == 1
     assert "GiB per device" in out
     assert len(out.splitlines()) <= 28
+    assert [line for line in out.splitlines() if line.endswith(" ")] == []
 
 
 def test_search_without_result_prints_available_and_needed_memory(capsys):
@@ -272,6 +274,7 @@ def test_plan_only_profiles_are_marked_in_plan_and_list(capsys, monkeypatch, tmp
         assert main(["profiles", "--all"]) == 0
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= columns
+        assert [line for line in out.splitlines() if line.endswith(" ")] == []
         text = " ".join(out.split())
         assert all(entry["description"] in text for entry in listed.values())
         assert "runs here `trainshed run tiny` trains on this machine" in text
