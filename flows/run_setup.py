@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace as replace_fields
 from pathlib import Path
 
+import yaml
 from prefect.runtime import flow_run
 
 from flows.alerts.events import alerts
@@ -22,6 +23,7 @@ from modeling.planning import planner
 from profiles import resolve as resolve_profile
 from profiles import state_files
 from profiles.check import with_value
+from profiles.recompute import AUTO
 from profiles.schema import Profile
 from tasks.inputs import Inputs, Lockfile, resolve
 from tasks.reporting.advice import data_warnings
@@ -151,6 +153,14 @@ def _store_alerts(run: RunFolder) -> None:
             run.write(run_files.ALERTS, emitted)
     except Exception as error:  # of any object store
         log.warning("alerts of %s: not recorded in the store: %s; some may be repeated", run.name, error)
+
+
+def recorded_compilation(store: Store, profile: Profile) -> Profile:
+    """The profile, with `compile.enabled` as decided when the run began if it is `auto` now."""
+    recorded = profile.compile.enabled == AUTO and store.run_folder(profile.name).read(run_files.PROFILE)
+    enabled = ((yaml.safe_load(recorded) or {}).get("compile") or {}).get("enabled") if recorded else None
+    # Compiled and eager steps round differently, so that a resumed run would not repeat its losses.
+    return with_value(profile, "compile.enabled", enabled) if isinstance(enabled, bool) else profile
 
 
 def settle_compilation(runner: Runner, graphs: Artifact | None) -> None:

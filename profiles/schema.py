@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from parallel.constraints import expert_shard_degree, kv_replicas
 from profiles import recompute
 from profiles.errors import ProfileError
-from profiles.recompute import Recompute
+from profiles.recompute import AUTO, Recompute
 from profiles.sections.base import (
     CONDITION,
     FUNCTION,
@@ -250,7 +250,11 @@ class Train(Section):
 class Compile(Section):
     """Compilation of the training graphs."""
 
-    enabled: bool = Field(True, description="compile graphs ahead of time; false: eager mode")
+    enabled: bool | Literal["auto"] = Field(
+        AUTO,
+        description="compile graphs ahead of time; false: eager mode; auto: on a cpu, only if training is long enough that it "
+        "pays, as the graphs step measures; elsewhere true",
+    )
     backend: str | None = Field(
         None, min_length=1, description="inductor or neuron; null: the device's default"
     )

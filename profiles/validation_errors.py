@@ -125,6 +125,8 @@ def _translate(key: str, errors: list[dict[str, Any]], root: type[BaseModel]) ->
             wanted = SYNONYMS.get(value, value)
             choices.sort(key=lambda each: difflib.SequenceMatcher(None, wanted, each).ratio(), reverse=True)
         also = "" if len(errors) == 1 else ", nor a whole number from 0"
+        if any(member["type"].startswith("bool_") for member in errors):
+            also, choices = ", nor true or false", [*choices, "true", "false"]
         return ProfileError(key, _brief(value), f"is not one of the choices{also}", choices)
     if kind in LIMITS:
         limit, reason = LIMITS[kind]

@@ -149,6 +149,13 @@ def reference(profile: Profile, weights: str, dataset: str) -> str:
     return digest({"step": "reference", "model": _model(profile), **inputs})
 
 
+def trial(profile: Profile) -> str:
+    """Key of the decision whether to compile a profile's graphs, from them and the run's length."""
+    return digest(
+        {"step": "trial", "graphs": graphs(profile), "tokens": profile.train.steps * profile.step_tokens}
+    )
+
+
 def graphs(profile: Profile) -> str:
     """Key of the compiled graphs: what shapes them, what compiles them and the target platform."""
     from parallel import device as devices

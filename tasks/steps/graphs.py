@@ -3,6 +3,7 @@
     modeling.tracing.trace    profile -> the distinct programs, by digest                 one process
     modeling.tracing.compile  program -> its part of the compiler's cache                 a process each, several at a time
 
+With `compile.enabled: auto` on a CPU, modeling.tracing.trial first measures whether compiling pays over the run's length.
 Needs only the profile, so it runs beside the tokenizer and dataset steps. Each program is a separate artifact, keyed by its
 graphs and its compiler: runs that differ elsewhere share it, concurrent flows compile it once, and a retry compiles only what
 failed. The run's artifact packs the caches of all its programs into one file.
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from modeling.cores import usable_cores
 from modeling.planning import planner
 from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
+from profiles.check import with_value
+from profiles.recompute import AUTO
 from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, Launcher, execute
@@ -45,6 +49,7 @@ PROGRAM = "graph"  # artifact kind of a single program
 TIMEOUT = 6 * 3600.0  # seconds, of one program
 MEMORY_FRACTION = 0.9  # of this machine's memory that all compiles together may use
 PREPARED = "prepared"  # folder that each program's cache starts from
+SAVES = 0.25  # of an eager run's time at most, if it is compiled for a CPU
 LOCAL_ONLY = ("locks", "precompiled_headers")  # folders of inductor's cache, useless on other machines
 
 
@@ -60,8 +65,8 @@ class GraphsStep(Step):
     """Compiles the profile's graphs, once for all runs that share them.
 
     The artifact's summary: total, successful, failed and from_cache, in graphs; seconds; programs, each with its graphs, status,
-    seconds and peak_bytes; traced, the trace's statistics. If nothing could be compiled: note, the reason; eager, whether
-    training must not compile either.
+    seconds and peak_bytes; traced, the trace's statistics. If the run's graphs were not compiled: note, the reason; eager,
+    whether training must not compile them either.
     """
 
     kind = "graphs"
@@ -74,10 +79,11 @@ class GraphsStep(Step):
         return None if profile.compile.enabled else "compile.enabled is false"
 
     def key(self, context: Context) -> str:
-        return keys.graphs(context.profile)
+        """Of the graphs or, if a trial decides whether to compile them, of its decision."""
+        return (keys.trial if decides(context.profile) else keys.graphs)(context.profile)
 
     def make(self, context: Context, key: str) -> Artifact:
-        """Trace and compile.
+        """Trace and compile, unless a trial shows that it does not pay.
 
         Raises:
             GraphsFailed: names each program that failed, and why.
@@ -93,6 +99,12 @@ class GraphsStep(Step):
         if fault := compilers.make_compiler(profile).fault(work / PREPARED):
             return self._publish_none(context, key, fault, test_again=True)
         (work / "profile.yaml").write_text(resolve.dump(profile))
+        (work / PREPARED).mkdir(exist_ok=True)
+        if decides(profile):
+            if summary := _trial(context, work):
+                return self._publish(context, key, summary)
+            store.remove_scratch_folder(f"{self.kind}-{key}")
+            return self.run(replace(context, profile=with_value(profile, "compile.enabled", True)))
         runs.record_flow_run(work, context.flow_run)
         context.progress("tracing the programs of the run", None)
         traced = _trace(profile, work)
@@ -115,6 +127,8 @@ class GraphsStep(Step):
     def find(self, context: Context, key: str) -> Artifact | None:
         """The artifact of this key; None if it has no graphs for a reason that may have passed."""
         found = super().find(context, key)
+        if decides(context.profile):  # graphs that another run has compiled cost nothing
+            found = super().find(context, keys.graphs(context.profile)) or found
         return None if found and found.summary.get("test_again") else found
 
     def _publish_none(self, context: Context, key: str, reason: str, *, test_again: bool = False) -> Artifact:
@@ -125,23 +139,58 @@ class GraphsStep(Step):
             test_again: whether the key does not depend on it, so that the next run tests again.
         """
         # On devices other than the CPU, training runs on another machine, which may have the compiler.
-        eager, artifacts = context.profile.cluster.device == "cpu", context.store.artifacts
+        eager = context.profile.cluster.device == "cpu"
         note = f"{reason} on this machine: training {'runs in eager mode' if eager else 'compiles graphs on first use'}"
         log.warning("%s", note)
-        with artifacts.publish(
-            self.kind, key, {**summarize([], 0.0), "note": note, "eager": eager, "test_again": test_again}
-        ):
+        summary = {**summarize([], 0.0), "note": note, "eager": eager, "test_again": test_again}
+        return self._publish(context, key, summary)
+
+    def _publish(self, context: Context, key: str, summary: Mapping[str, Any]) -> Artifact:
+        """Publish an artifact that is only a summary."""
+        with context.store.artifacts.publish(self.kind, key, summary):
             pass
         context.store.remove_scratch_folder(f"{self.kind}-{key}")
-        return artifacts.expect(self.kind, key)
+        return context.store.artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return summary.get("note") or format_graphs(summary["total"])
 
 
+def decides(profile: Profile) -> bool:
+    """Whether a trial decides if the run's graphs are compiled."""
+    return (
+        profile.compile.enabled == AUTO
+        and profile.cluster.device == "cpu"
+        and profile.train.steps is not None
+    )
+
+
+def _trial(context: Context, work: Path) -> dict[str, Any] | None:
+    """Compile a small graph. The summary of a run that trains eagerly, None if compiling all graphs pays."""
+    context.progress("measuring whether compiling pays", None)
+    output = work / "logs" / "trial.json"
+    arguments = ("--run-folder", str(work), "--cache", str(work / PREPARED), "--output", str(output))
+    job = Job("trial", "modeling.tracing.trial", arguments, work / "logs", threads=1)
+    try:
+        execute(_launcher(context.profile, work / PREPARED), job, timeout=TIMEOUT)
+    except (JobFailed, TimeoutError) as error:
+        note = f"{toolchain.of_machine(str(error)) or error}: training runs in eager mode"
+        log.warning("%s", note)
+        return {**summarize([], 0.0), "note": note, "eager": True, "test_again": True}
+    trial = json.loads(output.read_text())
+    saved = SAVES * trial["training"]
+    if trial["compiling"] < saved:
+        return None
+    entry = {"name": "activation", "graphs": 1, "status": "compiled", "seconds": trial["seconds"]}
+    needed, saves = format_duration(trial["compiling"]), format_duration(saved)
+    note = (
+        f"1 graph as a trial; all would take {needed} of CPU to compile and save at most {saves}: eager mode"
+    )
+    return {**summarize([{**entry, "peak_bytes": None}], trial["seconds"]), "note": note, "eager": True}
+
+
 def _trace(profile: Profile, work: Path) -> dict[str, Any]:
     output = work / "logs" / "trace.json"
-    (work / PREPARED).mkdir(exist_ok=True)
     arguments = ("--run-folder", str(work), "--output", str(output), "--cache", str(work / PREPARED))
     job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
     execute(_launcher(profile, work / PREPARED), job, timeout=TIMEOUT)

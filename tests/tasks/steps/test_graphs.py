@@ -1,5 +1,6 @@
 """Ahead-of-time compilation of graphs, and training with them; tests repeat parts of one compilation."""
 
+import json
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from modeling.compilation import compilers
+from profiles.check import with_value
 from profiles.resolve import load
 from tasks import keys
 from tasks.launchers import Job, JobFailed, local
@@ -263,3 +265,33 @@ def test_a_machine_that_cannot_compile_is_tested_again_by_the_next_run(run, tmp_
     )
     with pytest.raises(graphs.GraphsFailed, match="TypeError"):
         GraphsStep().run(context)
+
+
+def test_auto_compiles_only_where_a_trial_shows_that_it_pays(run, tmp_path, monkeypatch):
+    store, jobs = Store(str(tmp_path / "store")), []
+    trial = {"seconds": 2.0, "compiling": 32.0}
+
+    def execute(launcher: local.LocalLauncher, job: Job, *_: object, **__: object) -> None:
+        jobs.append(job.name)
+        job.folder.mkdir()
+        (job.folder / "trial.json").write_text(json.dumps({**trial, "training": steps}))
+
+    monkeypatch.setattr(graphs, "execute", execute)
+    traced = {"programs": [], "stages": []}
+    monkeypatch.setattr(graphs, "_trace", lambda _, work: (work / "logs").mkdir() or traced)
+    monkeypatch.setattr(graphs, "apply_trace", lambda profile, planned, traced: planned)
+    monkeypatch.setattr(graphs, "_compile_all", lambda *_: [])
+    profile = load(str(run / "profile.yaml"), ["compile.enabled=auto"])
+    contexts = {n: Context(with_value(profile, "train.steps", n), store) for n in (100, 200)}
+    steps = 100
+    for _ in range(2):  # the second time, the decision is in the store
+        summary = GraphsStep().run(contexts[steps]).summary
+        assert (summary["eager"], summary["total"]) == (True, 1)
+        assert "all would take 32.0 s of CPU to compile and save at most 25.0 s" in summary["note"]
+    steps = 200
+    artifact = GraphsStep().run(contexts[steps])
+    assert artifact.key == keys.graphs(with_value(profile, "compile.enabled", True))
+    assert "eager" not in artifact.summary
+    assert jobs == ["trial", "trial"]
+    # Also for the shorter run, these graphs cost nothing now.
+    assert GraphsStep().run(contexts[100]).key == artifact.key

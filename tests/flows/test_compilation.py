@@ -1,0 +1,22 @@
+"""`compile.enabled: auto` is decided once per run, and recorded in its folder."""
+
+from types import SimpleNamespace
+
+from flows.run_setup import recorded_compilation, settle_compilation
+from profiles import resolve
+from tasks.step import Context
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
+
+
+def test_decision_is_recorded_and_kept_when_the_run_resumes(tmp_path):
+    store = Store(str(tmp_path))
+    for eager, given in ((True, "auto"), (False, "auto"), (True, "true")):
+        profile = resolve.load("tiny", [f"compile.enabled={given}"], f"run-{eager}-{given}")
+        assert recorded_compilation(store, profile) == profile
+        runner = SimpleNamespace(context=Context(profile, store))
+        store.run_folder(profile.name).prepare("identity")
+        settle_compilation(runner, Artifact("graphs", "key", "", {"eager": True} if eager else {}))
+        assert runner.context.profile.compile.enabled is not eager
+        again = recorded_compilation(store, profile)
+        assert again.compile.enabled is (not eager if given == "auto" else True)
