@@ -30,7 +30,7 @@ from flows.run_setup import (
     recorded_compilation,
     resolve_inputs,
     settle_compilation,
-    warn_about_data,
+    warn,
     with_training_progress,
     write_lockfile,
 )
@@ -140,7 +140,7 @@ def train_profile(
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
             planned = plan(run)  # again: the number of steps follows from the data
-        warnings = warn_about_data(run, tokenizer, dataset)
+        warnings = warn(runner, run, tokenizer, dataset, parent)
         weights = converting.result()
         origin = parent and keys.digest([parent.identity, parent.step])
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)

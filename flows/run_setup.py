@@ -25,6 +25,7 @@ from profiles import state_files
 from profiles.check import with_value
 from profiles.recompute import AUTO
 from profiles.schema import Profile
+from tasks.fork import rate_warnings
 from tasks.inputs import Inputs, Lockfile, resolve
 from tasks.reporting.advice import data_warnings
 from tasks.step import Context
@@ -94,9 +95,12 @@ def write_lockfile(context: Context) -> None:
         run.write(run_files.LOCKFILE, context.inputs.lockfile.to_bytes())
 
 
-def warn_about_data(profile: Profile, tokenizer: Artifact, dataset: Artifact) -> list[str]:
-    """Log warnings about the tokenizer and the amount of data; returns them."""
+def warn(
+    runner: Runner, profile: Profile, tokenizer: Artifact, dataset: Artifact, parent: Parent | None
+) -> list[str]:
+    """Log warnings about tokenizer, amount of data and, of a new fork, learning rate; returns them."""
     warnings = data_warnings(profile, tokenizer.summary, dataset.summary)
+    warnings += rate_warnings(runner.context.store, parent, profile) if parent else []
     for warning in warnings:
         log.warning("warning: %s", warning)
     return warnings

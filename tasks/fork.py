@@ -33,6 +33,7 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 HELD = f"{run_files.CHECKPOINTS}.partial"  # a parent's checkpoint, until the new run is opened; never synced
+RATE_RISE = 1.05  # factor by which a fork may raise the learning rate without a warning
 HELD_PARENT = f"{HELD}/parent.json"  # written once the copy is complete
 
 
@@ -206,6 +207,25 @@ def require_new_name(store: Store, parent: Parent, name: str) -> None:
     names = {each.split("/")[0] for each in store.backend.entries("runs")}
     free = next(f"{name}-{number}" for number in itertools.count(2) if f"{name}-{number}" not in names)
     raise ProfileError("name", name, reason, [free])
+
+
+def rate_warnings(store: Store, parent: Parent, profile: Profile) -> list[str]:
+    """A warning if a new fork begins at a higher learning rate than its parent ended with; else nothing.
+
+    A longer run stretches the decay, so a fork from the end of a run returns to a rate from the middle of its schedule.
+    """
+    if not _needs_checkpoint(store.run_folder(profile.name)):
+        return []  # it resumes
+    theirs, ours = resolve.load(str(parent_profile(store, parent, profile.name))).train, profile.train
+    last, first = learning_rate(theirs, parent.step), learning_rate(ours, parent.step + 1)
+    following = learning_rate(theirs, min(parent.step + 1, theirs.steps))  # higher during the warm-up
+    if first <= RATE_RISE * max(last, following):
+        return []
+    return [
+        f"the learning rate rises from {last:.2e}, at step {parent.step:,} of {parent.run}, to {first:.2e} at step "
+        f"{parent.step + 1:,}, as the fork's schedule ends at step {ours.steps:,}; to continue at the parent's rate, set "
+        f"train.schedule=constant and train.learning_rate={last:g}"
+    ]
 
 
 def hold_checkpoint(store: Store, parent: Parent, name: str) -> None:

@@ -1,7 +1,7 @@
 """Checkpoint step: pretrained weights (hub, folder or S3) as the checkpoint that training starts from.
 
-Skipped for a run from scratch. The weights are split for the profile's topology, so each rank reads its own file; any
-other topology can start from them too.
+Skipped without init.from: the run starts from scratch, or from a checkpoint of its own or of its parent. The weights are split
+for the profile's topology, so each rank reads its own file; any other topology can start from them too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CheckpointStep(Step):
         return f"checkpoint from {profile.init.from_}"
 
     def skip_reason(self, profile: Profile) -> str | None:
-        return "from scratch" if profile.init.from_ is None else None
+        return "init.from is null" if profile.init.from_ is None else None
 
     def key(self, context: Context) -> str:
         """From the model and weights (contents or hub commit). Raises ProfileError if init.from has none."""

@@ -17,6 +17,7 @@ from tasks.fork import (
     find_parent,
     hold_checkpoint,
     parent_profile,
+    rate_warnings,
     record_data,
     require_forkable,
     require_new_name,
@@ -149,6 +150,31 @@ def test_a_fork_resumes_without_its_parent(store, replaced, caplog):
     else:
         with pytest.raises(ProfileError, match="fork = parent: no such run"):
             find_parent(store, "parent", "other")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "rates"),
+    [
+        ([], ["train.steps=600"], ("3.00e-04, at step 300 of base", "1.75e-03 at step 301")),
+        (
+            [],
+            ["train.steps=600", "train.schedule=constant", "train.learning_rate=0.0003"],
+            None,
+        ),  # as it proposes
+        (["train.schedule=constant"], ["train.steps=600", "train.schedule=constant"], None),
+        ([], ["train.learning_rate=1e-3", "train.steps=600"], ("3.00e-04", "6.77e-04")),
+    ],
+)
+def test_a_fork_that_raises_the_learning_rate_is_warned_of_with_both_rates(tmp_path, theirs, ours, rates):
+    store, parent = Store(str(tmp_path)), Parent("base", "one", 300)
+    cosine = [
+        f"train.{each}"
+        for each in ("steps=300", "warmup_steps=30", "learning_rate=3e-3", "minimum_learning_rate=3e-4")
+    ]
+    runs.open_run(store, load("tiny", [*cosine, *theirs], "base"), "one", "flow", INPUTS)
+    warnings = rate_warnings(store, parent, load("tiny", [*cosine, *ours], "child"))
+    assert [all(rate in text for rate in rates) for text in warnings] == [True] * bool(rates), warnings
+    assert all("set train.schedule=constant and train.learning_rate=0.0003" in text for text in warnings)
 
 
 def test_a_fork_changes_weights_only_after_its_step(store):
