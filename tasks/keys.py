@@ -68,7 +68,7 @@ PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_produ
 
 
 # By objective.kind; changed when the same input is tokenized differently.
-RECIPES = {"pretrain": 2, "sft": 4, "dpo": 5, "orpo": 5}
+RECIPES = {"pretrain": 2, "sft": 5, "dpo": 6, "orpo": 6}
 # Version of the engines that tokenize texts: 1 could confuse the tokens added to a vocabulary that are not special.
 ENGINE = 2
 SETTINGS = 3  # number of the settings with which inductor compiles for GPUs (modeling.compilation.compilers)
@@ -260,6 +260,8 @@ def forecast_target(profile: Profile) -> str:
         name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")
     }
     del sections["data"]["cache_gigabytes"]
+    if profile.objective.kind == "pretrain":
+        del sections["objective"]["turns"]  # keeps the keys of forecasts and mixtures made before it existed
     return digest({"model": _model(profile, trained=True), "train": train, **sections})
 
 

@@ -13,6 +13,7 @@ from profiles.sections.objective import LORA_LAYERS, LORA_PROJECTIONS, TEMPLATES
 # Keys of `objective` that only some kinds accept, with these kinds.
 KINDS = {
     "template": ("sft", "dpo", "orpo"),
+    "turns": ("sft",),
     "packing": ("sft", "dpo", "orpo"),
     "too_long": ("sft", "dpo", "orpo"),
     "maximum_prompt_length": ("dpo", "orpo"),

@@ -35,6 +35,11 @@ class Objective(Section):
         min_length=1,
         description="sft, dpo, orpo: chat template of messages: chatml, llama3 or a Jinja file; null: the tokenizer's",
     )
+    turns: Literal["all", "last"] = Field(
+        "all",
+        description="sft: turns of the assistant that the loss covers; last: each conversation's last one, for templates that "
+        "render earlier turns differently, such as those of Qwen3 and GPT-OSS",
+    )
     packing: bool | None = Field(
         None,
         description="sft, dpo, orpo: pack records into samples, with document masks; false: one record a sample, padded; "

@@ -356,7 +356,8 @@ def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact
         if share > limit:
             reason = f"{missing:,} of {count:,} records in {row['source']} {problem}"
             causes = (shard.summary.get("unusable") for shard in found)
-            reason += next((f"; the first: {cause}" for cause in causes if cause), "")
+            if cause := next(filter(None, causes), None):  # says what to do
+                raise ProfileError("data.maximum_missing", limit, f"{reason}; the first: {cause}")
             raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
 
 

@@ -1,19 +1,22 @@
-"""Chat templates: a conversation's text as its model was trained on it, by Jinja in a sandbox."""
+"""Chat templates: a conversation's text as transformers' `apply_chat_template` renders it, and where its answers are."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
 
 from profiles.errors import ProfileError
 from profiles.sections.objective import TEMPLATES
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 Message = Mapping[str, Any]
 
@@ -26,10 +29,27 @@ LLAMA3 = (
     "{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-MARKER = re.compile(r"<\|[^|<>{}\s]+\|>")
-# Marks answers for transformers; here they are located by rendering the turns before them.
-GENERATION_TAG = re.compile(r"\{%-? (?:end)?generation -?%\}")
 NAMED = dict(zip(TEMPLATES, (CHATML, LLAMA3), strict=True))
+FILE = "chat_template.jinja"
+MARKER = re.compile(r"<[|｜][^|｜<>{}\s]+[|｜]>")
+# Special tokens of a tokenizer that transformers passes to templates.
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names of a message's reasoning, the standard one first
+RESERVED = {"messages", "add_generation_prompt"}  # variables that no record may set
+QUESTION, ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": {}}}
+CHANGES_TURNS = (
+    "the chat template changes earlier turns when later ones follow, so that answers cannot be located; train on the last turn "
+    "alone (objective.turns: last), or use a template with {% generation %} marks"
+)
+OTHER_PROMPT = (
+    "the chat template's prompt for an answer is not how it renders answers, so that they cannot be located; use a template with "
+    "{% generation %} marks"
+)
 
 
 class TemplateFailed(ValueError):
@@ -55,6 +75,7 @@ class ChatTemplate:
         source: of the template; None: the tokenizer's own.
 
     Attributes:
+        source: of the template for conversations without tools.
         markers: the texts of the form <|...|> in its source.
 
     Raises:
@@ -63,64 +84,215 @@ class ChatTemplate:
 
     def __init__(self, folder: Path, source: str | None = None) -> None:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
-        if source is None:
-            file = folder / "chat_template.jinja"
-            source = file.read_text() if file.exists() else settings.get("chat_template")
-        if isinstance(source, list):  # several by name
-            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-        if source is None:
+        sources = {"default": source} if source is not None else own_templates(folder)
+        if "default" not in sources:
             reason = "is missing: the data has messages, and the tokenizer has no chat template"
             raise ProfileError("objective.template", None, reason, list(NAMED))
-        tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        self._variables = {
-            name: token["content"] if isinstance(token, dict) else token or ""
-            for name, token in tokens.items()
+        tokens = {name: settings.get(name) for name in SPECIAL}
+        tokens = {
+            name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
         }
-        self.markers = [*dict.fromkeys(MARKER.findall(source))]
-        self._template = _compiled(source)
+        self._variables = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        self.source = sources["default"]
+        self.markers = [*dict.fromkeys(MARKER.findall(self.source))]
+        # By whether a record has tools: transformers then prefers the template of that name.
+        self._templates = {
+            tools: _Template(sources.get("tool_use", self.source) if tools else self.source)
+            for tools in (False, True)
+        }
 
-    def render(self, messages: Sequence[Message], *, answer_next: bool = False) -> str:
-        """The text of messages, with the beginning of an answer if one is next. Raises TemplateFailed."""
-        from jinja2 import TemplateError
+    def uses(self, name: str, *, tools: bool = False) -> bool:
+        """Whether the template's source has a name, such as that of a message's field."""
+        return re.search(rf"\b{re.escape(name)}\b", self._templates[tools].source) is not None
 
+    def render(self, messages: Sequence[Message], *, answer_next: bool = False, **variables: Any) -> str:
+        """The text of messages, with the beginning of an answer if one is next. Raises TemplateFailed.
+
+        Args:
+            variables: tools, documents, and others of a record's chat_template_kwargs.
+        """
+        return self._render(messages, answer_next, variables)[0]
+
+    def with_answers(
+        self, messages: Sequence[Message], trained: Sequence[bool] | None = None, **variables: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A conversation's text, and each trained assistant turn's range of characters. Raises TemplateFailed.
+
+        Args:
+            trained: whether the loss covers each message, if it is the assistant's; None: all.
+            variables: as in `render`.
+        """
+        text, marks = self._render(messages, False, variables)
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        wanted = [i for i in turns if trained is None or trained[i]]
+        if self._template(variables).marks_answers:
+            if len(wanted) < len(turns):
+                if len(marks) != len(turns):
+                    reason = f"the chat template marks {len(marks)} texts as generated in {len(turns)} turns of the assistant"
+                    raise TemplateFailed(f"{reason}, so that those to train on cannot be located")
+                marks = [mark for i, mark in zip(turns, marks, strict=True) if i in wanted]
+            return text, marks
+        ranges = []
+        for i in wanted:
+            before = self.render(messages[:i], answer_next=True, **variables)
+            after = self._without_next_header(messages[: i + 1], before, variables)
+            if not after.startswith(before):
+                raise TemplateFailed(OTHER_PROMPT)
+            if not text.startswith(after):
+                raise TemplateFailed(CHANGES_TURNS)
+            ranges.append((len(before), len(after)))
+        return text, ranges
+
+    def answered(
+        self, messages: Sequence[Message], answers: Sequence[Message], **variables: Any
+    ) -> tuple[str, str]:
+        """The text of a prompt's messages, and of answers to them alone. Raises TemplateFailed."""
+        before = self.render(messages, answer_next=True, **variables)
+        after = self._without_next_header([*messages, *answers], before, variables)
+        if not after.startswith(before):
+            raise TemplateFailed(OTHER_PROMPT)
+        return before, after[len(before) :]
+
+    def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
+        """Ids of the tokens that end a turn of the assistant: an answer and, if there are any, a call of a tool."""
+        found: dict[int, None] = {}  # an ordered set
+        ids = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
+        for answer in (ANSWER, {"role": "assistant", "content": "", "tool_calls": [CALL]}):
+            if "tool_calls" in answer and not self.uses("tool_calls"):
+                continue
+            try:
+                before = self.render([QUESTION], answer_next=True)
+                text = self._without_next_header([QUESTION, answer], before, {}).rstrip()
+            except TemplateFailed:  # it has no calls, or wants other messages
+                continue
+            ending = max((token for token in ids if token and text.endswith(token)), key=len, default=None)
+            if ending is not None:
+                found[ids[ending]] = None
+        return [*found]
+
+    def _without_next_header(
+        self, messages: Sequence[Message], before: str, variables: Mapping[str, Any]
+    ) -> str:
+        """The text of messages up to an answer's end, without the header of a next one.
+
+        Templates that ignore add_generation_prompt, such as Llama 3's first one, end every conversation with that header.
+
+        Args:
+            before: text before the answer, which ends with the same header.
+        """
+        text = self.render(messages, **variables)
+        if text != self.render(messages, answer_next=True, **variables):
+            return text
+        answer = text[len(before) :]
+        for ending in re.finditer("|".join(map(re.escape, self._endings)) or "(?!)", answer):
+            if before.endswith(header := answer[ending.end() :]):
+                return text.removesuffix(header)
+        return text
+
+    @property
+    def _endings(self) -> list[str]:
+        """Texts that may end a turn, longest first."""
+        return sorted({*self.markers, *filter(None, self._variables.values())}, key=len, reverse=True)
+
+    def _template(self, variables: Mapping[str, Any]) -> _Template:
+        return self._templates[variables.get("tools") is not None]
+
+    def _render(
+        self, messages: Sequence[Message], answer_next: bool, variables: Mapping[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        given = {"tools": None, "documents": None, **self._variables, **variables}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=answer_next, **self._variables
+            return self._template(variables).render(
+                {
+                    **given,
+                    "messages": [*map(_as_in_transformers, messages)],
+                    "add_generation_prompt": answer_next,
+                }
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except Exception as error:  # a template can raise what Python's operators and methods raise
             raise TemplateFailed(f"the chat template rejects the messages: {error}") from error
 
-    def with_answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation's text, and each assistant turn's range of characters. Raises TemplateFailed."""
-        text, turns = self.render(messages), []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before, after = self.render(messages[:i], answer_next=True), self.render(messages[: i + 1])
-            if not after.startswith(before) or not text.startswith(after):
-                raise TemplateFailed(
-                    "the chat template changes earlier turns, so that answers cannot be located"
-                )
-            turns.append((len(before), len(after)))
-        return text, turns
+
+def own_templates(folder: Path) -> dict[str, str]:
+    """The chat templates of a tokenizer's folder by name; without names, the only one is the default."""
+    if (file := folder / FILE).exists():
+        return {"default": file.read_text()}
+    found = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
+    if isinstance(found, list):
+        return {entry["name"]: entry["template"] for entry in found}
+    return {"default": found} if isinstance(found, str) else {}
 
 
-@lru_cache(maxsize=8)
-def _compiled(source: str) -> Template:
-    from jinja2 import TemplateError, TemplateSyntaxError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _as_in_transformers(message: Message) -> dict[str, Any]:
+    """A message without fields that are None, its reasoning under each name that templates use."""
+    found = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((found[name] for name in REASONING if name in found), None)
+    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
-    def reject(message: str) -> None:
-        raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    environment.globals["raise_exception"] = reject
-    try:
-        return environment.from_string(GENERATION_TAG.sub("", source))
-    except TemplateSyntaxError as error:
-        raise ProfileError("objective.template", None, f"is not a Jinja template: {error}") from error
+class _Generation(Extension):
+    """The block {% generation %}: records the ranges of the text that it renders, if the environment asks for them."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def __init__(self, environment: ImmutableSandboxedEnvironment) -> None:
+        super().__init__(environment)
+        self.rendered: list[str] = []  # the text before the block, in parts
+        self.marks: list[tuple[int, int]] = []
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
+
+    def _record(self, caller: Callable[[], str]) -> str:
+        text, start = caller(), sum(map(len, self.rendered))
+        self.marks.append((start, start + len(text)))
+        return text
+
+
+class _Template:
+    """A compiled template in an environment of its own, with the functions that transformers gives to templates.
+
+    Attributes:
+        source: its text.
+        marks_answers: whether it has {% generation %} blocks.
+
+    Raises:
+        ProfileError: it is not a Jinja template.
+    """
+
+    def __init__(self, source: str) -> None:
+        def reject(message: str) -> None:
+            raise TemplateError(message)
+
+        def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+        # One time for all renderings, which are compared with each other.
+        now = datetime.now()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals |= {"raise_exception": reject, "strftime_now": now.strftime}
+        self.source = source
+        self._generation = next(
+            each for each in environment.extensions.values() if isinstance(each, _Generation)
+        )
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ProfileError("objective.template", None, f"is not a Jinja template: {error}") from error
+        self.marks_answers = any(
+            isinstance(block.call.node, nodes.ExtensionAttribute) for block in tree.find_all(nodes.CallBlock)
+        )
+
+    def render(self, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the ranges of its generated parts."""
+        generation = self._generation
+        generation.rendered, generation.marks = [], []
+        for part in self._template.generate(variables):
+            generation.rendered.append(part)
+        return "".join(generation.rendered), generation.marks

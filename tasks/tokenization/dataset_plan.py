@@ -15,7 +15,8 @@ from tasks.store.store import Store
 from tasks.tokenization import chat_templates
 from tasks.tokenization.tokenizer_files import has_plain_added_tokens
 
-RECORD_OPTIONS = {"kind", "template", "too_long", "maximum_prompt_length", "truncation"}  # of `objective`
+# Keys of `objective`.
+RECORD_OPTIONS = {"kind", "template", "turns", "too_long", "maximum_prompt_length", "truncation"}
 TOKENS = "tokens"  # artifact kind of a tokenized shard
 
 

@@ -6,32 +6,35 @@ a sequence is never counted, since nothing predicts it.
     sft         messages (or conversations) · prompt and completion · instruction, input or both, and output
     dpo, orpo   prompt, chosen, rejected, of strings or messages; without a prompt, the common beginning of chosen and rejected
 
+Each of them may have `system` and `history`, which come first; with messages also tools, documents and chat_template_kwargs.
+
 Prompt and completion have the tokens of their joined text, as in TRL, so that a completion never begins with the space that a
 SentencePiece tokenizer writes before a text. The completion starts at the first token that a prompt alone lacks.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from tasks.tokenization import engines, tokenizer_files
-from tasks.tokenization.chat_templates import ChatTemplate, Message, TemplateFailed
+from tasks.tokenization import conversations, engines, tokenizer_files
+from tasks.tokenization.chat_templates import REASONING, ChatTemplate
+from tasks.tokenization.conversations import CONTEXT, VARIABLES, Conversation, UnusableRecord, names
 
 # Fields of a prompt, by that of the answer.
 PROMPTS = {"completion": ("prompt",), "output": ("instruction", "input")}
 CHATS = ("messages", "conversations")
-ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
-
-
-class UnusableRecord(ValueError):
-    """A record that lacks what its objective trains on."""
+PAIR = ("prompt", "chosen", "rejected")
+# Fields of a message without which a template would train on something else.
+NEEDED = ("tool_calls", "function_call", *REASONING)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class RecordOptions:
     too_long: str
     maximum_prompt_length: int | None
     truncation: str
+    turns: str = "all"  # or "last": turns of a conversation that the loss covers
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,16 @@ class Examples:
     Args:
         folder: of the tokenizer.
         bos, eos: ids that begin and end each sequence of prompt and completion; templates have their own.
+
+    Attributes:
+        unused: for each field that neither the objective nor the chat template uses, the number of records that have it.
     """
 
     folder: Path
     options: RecordOptions
     bos: list[int]
     eos: list[int]
+    unused: Counter[str] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
         self._plain = engines.load_tokenizer(self.folder)  # special tokens in text are plain text
@@ -103,26 +111,41 @@ class Examples:
         """The marked ids of a record's prompt and answer, or of its conversation, and the bytes of its text."""
         for name in CHATS:
             if record.get(name):
-                return self._conversation(_messages(record[name]))
+                self._count_unused(record, (name,))
+                return self._conversation(
+                    conversations.in_context(record, conversations.messages(record[name]))
+                )
         for answer, prompts in PROMPTS.items():
             if record.get(answer) is not None:
-                asked, answered = _joined(record, prompts), record[answer]
+                self._count_unused(record, (answer, *prompts))
+                answered = record[answer]
                 if not answered:
                     raise UnusableRecord(f"{answer} is empty")
-                if isinstance(asked, str) and isinstance(answered, str):
+                if isinstance(answered, str) and conversations.is_text(record, prompts):
+                    self._require_no_variables(record)
+                    asked = conversations.prompt_text(record, prompts)
                     prompt, (answer,) = _split(self._plain, asked, [answered])
                     ids = [*self.bos, *prompt], [*answer, *self.eos]
                     return _marked(*ids), _size(asked, answered)
-                return self._conversation([*_messages(asked), *_messages(answered, "assistant")])
-        raise UnusableRecord(f"no messages, and no prompt with a completion; its fields: {_names(record)}")
+                answers = conversations.messages(answered, "assistant")
+                return self._conversation(conversations.prompt(record, prompts) + answers)
+        raise UnusableRecord(f"no messages, and no prompt with a completion; its fields: {names(record)}")
 
-    def _conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, int]:
-        text, turns = self._chat.with_answers(messages)
-        if not turns:
-            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise UnusableRecord(f"no turn of the role assistant; its roles: {roles or 'none'}")
-        self._require_plain(messages)
-        encoding = self._special.encode(text, add_special_tokens=False)
+    def _conversation(self, chat: Conversation) -> tuple[np.ndarray, int]:
+        if not any(chat.trained):
+            roles = [message["role"] for message in chat.messages]
+            if "assistant" in roles:
+                raise UnusableRecord(
+                    "no turn of the assistant to train on: those of a prompt and of weight 0 do not count"
+                )
+            raise UnusableRecord(
+                f"no turn of the role assistant; its roles: {', '.join(dict.fromkeys(roles)) or 'none'}"
+            )
+        if self.options.turns == "last":
+            chat = chat.up_to_last_answer()
+        self._require_usable(chat)
+        text, turns = self._chat.with_answers(chat.messages, chat.trained, **chat.variables)
+        encoding = _encode(self._special, text)
         starts = np.array([start for start, _ in encoding.offsets])
         counted = np.zeros(len(starts), bool)
         for start, end in turns:
@@ -136,36 +159,53 @@ class Examples:
         prompt = record.get("prompt")
         for name in ("chosen", "rejected"):
             if not record.get(name):
-                raise UnusableRecord(f"{name} is missing or empty; its fields: {_names(record)}")
+                raise UnusableRecord(f"{name} is missing or empty; its fields: {names(record)}")
+        self._count_unused(record, PAIR)
         answers = [record["chosen"], record["rejected"]]
         if all(isinstance(answer, str) for answer in answers) and isinstance(prompt, str | None):
-            return self._text_pair(prompt, answers)
-        return self._chat_pair(prompt, [_messages(answer, "assistant") for answer in answers])
+            self._require_no_variables(record)
+            return self._text_pair(record, answers)
+        return self._chat_pair(record, [conversations.messages(answer, "assistant") for answer in answers])
 
-    def _text_pair(self, prompt: str | None, answers: list[str]) -> tuple[list[int], list[list[int]], int]:
-        if prompt is None:
-            prompt = _shared_words(*answers)
-            answers = [answer[len(prompt) :] for answer in answers]
+    def _text_pair(
+        self, record: Mapping[str, Any], answers: list[str]
+    ) -> tuple[list[int], list[list[int]], int]:
+        if record.get("prompt") is None:
+            shared = _shared_words(*answers)
+            answers = [answer[len(shared) :] for answer in answers]
+            record = {**record, "prompt": shared}
+        prompt = conversations.prompt_text(record, ("prompt",))
         asked, ids = _split(self._plain, prompt, answers)
         return [*self.bos, *asked], [[*answer, *self.eos] for answer in ids], _size(prompt, *answers)
 
-    def _chat_pair(self, prompt: Any, chats: list[list[Message]]) -> tuple[list[int], list[list[int]], int]:
-        equal = [a == b for a, b in zip(*chats, strict=False)]
+    def _chat_pair(
+        self, record: Mapping[str, Any], chats: list[Conversation]
+    ) -> tuple[list[int], list[list[int]], int]:
+        first, other = (chat.messages for chat in chats)
+        equal = [a == b for a, b in zip(first, other, strict=False)]
         shared = equal.index(False) if False in equal else len(equal)
-        given, asked, chats = _messages(prompt or []), chats[0][:shared], [chat[shared:] for chat in chats]
+        given, asked = conversations.messages(record.get("prompt") or []).messages, first[:shared]
         # Conversations that begin with the question contain the prompt, which some datasets give a second time. Others continue
         # the prompt: they begin with a turn of the other speaker.
         if not asked or (
             given and given[-1] not in asked and asked[0]["role"] not in ("system", given[-1]["role"])
         ):
             asked = [*given, *asked]
-        self._require_plain([*asked, *chats[0], *chats[1]])
-        before = self._chat.render(asked, answer_next=True)
-        texts = [self._chat.render([*asked, *chat]) for chat in chats]
-        if not all(text.startswith(before) for text in texts):
-            raise TemplateFailed("the chat template changes earlier turns, so that answers cannot be located")
-        ids = _split(self._special, before, [text[len(before) :] for text in texts])
-        return *ids, _size(*texts)
+        prompt = conversations.in_context(record, Conversation(asked, [False] * len(asked)))
+        answers = [
+            Conversation(chat.messages[shared:], chat.trained[shared:], prompt.variables) for chat in chats
+        ]
+        for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+            if not all(answer.trained):
+                roles = ", ".join(dict.fromkeys(message["role"] for message in answer.messages))
+                reason = "its turns that differ must all be the assistant's, of weight 1"
+                raise UnusableRecord(f"{name} cannot be used: {reason}; their roles: {roles}")
+            self._require_usable(prompt + answer)
+        texts = [
+            self._chat.answered(prompt.messages, answer.messages, **prompt.variables) for answer in answers
+        ]
+        ids = _split(self._special, texts[0][0], [answer for _, answer in texts])
+        return *ids, _size(*map("".join, texts))
 
     def _fit(
         self, prompt: list[int], answers: list[list[int]]
@@ -181,38 +221,60 @@ class Examples:
             prompt = prompt[:limit] if options.truncation == "keep_start" else prompt[-limit:]
         return [(prompt, answer[: s - len(prompt)]) for answer in answers], cut
 
-    def _require_plain(self, messages: Sequence[Message]) -> None:
-        """Reject messages with a special token's text, with which their author could forge other turns."""
-        for message in messages:
-            if any(token in message["content"] for token in self._special_texts):
-                raise UnusableRecord("a message has the text of a special token")
+    def _require_usable(self, chat: Conversation) -> None:
+        """Reject a conversation that could forge other turns, or of which the template would leave out a part.
+
+        An author could forge turns with the text of a special token.
+        """
+        if any(map(self._special_texts.search, chat.texts())):
+            raise UnusableRecord("a message has the text of a special token")
+        has_tools, unused = "tools" in chat.variables, set()
+
+        def is_used(*aliases: str) -> bool:
+            return any(self._chat.uses(name, tools=has_tools) for name in aliases)
+
+        for name, value in chat.variables.items():
+            if not is_used(name):
+                if name in VARIABLES and value:
+                    raise UnusableRecord(f"the chat template does not use {name}")
+                unused.add(name)
+        for name in {name for message in chat.messages for name in message} - {"role", "content"}:
+            if not is_used(*(REASONING if name in REASONING else (name,))):
+                if name in NEEDED and any(message.get(name) for message in chat.messages):
+                    raise UnusableRecord(f"the chat template does not use {name} of messages")
+                unused.add(f"messages.{name}")
+        self.unused.update(unused)
+
+    def _require_no_variables(self, record: Mapping[str, Any]) -> None:
+        if variables := conversations.template_variables(record):
+            raise UnusableRecord(
+                f"{', '.join(variables)} cannot be used without a chat template; give messages, not texts"
+            )
+
+    def _count_unused(self, record: Mapping[str, Any], used: Sequence[str]) -> None:
+        known = {*used, *CONTEXT, *VARIABLES}
+        self.unused.update(name for name, value in record.items() if name not in known and value is not None)
 
     @cached_property
-    def _special_texts(self) -> list[str]:
-        return [token.content for token in self._special.get_added_tokens_decoder().values() if token.special]
+    def _special_texts(self) -> re.Pattern[str]:
+        tokens = self._special.get_added_tokens_decoder().values()
+        texts = [re.escape(token.content) for token in tokens if token.special and token.content]
+        return re.compile("|".join(texts) or "(?!)")
 
 
 def _split(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     """Ids of a prompt, and of each answer, in their joined text; a token across their boundary is the answer's."""
-    try:
-        alone, *joined = (
-            tokenizer.encode(text, add_special_tokens=False).ids
-            for text in (prompt, *(prompt + answer for answer in answers))
-        )
-    except UnicodeEncodeError as error:
-        raise UnusableRecord("its text cannot be encoded") from error
+    texts = (prompt, *(prompt + answer for answer in answers))
+    alone, *joined = (_encode(tokenizer, text).ids for text in texts)
     start = min(_shared_length(alone, ids) for ids in joined)
     return alone[:start], [ids[start:] for ids in joined]
 
 
-def _joined(record: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The prompt in a record's fields, a text or messages; two texts are separated by an empty line."""
-    parts = [record[name] for name in names if record.get(name)]
-    if len(parts) < 2:
-        return parts[0] if parts else ""
-    if not all(isinstance(part, str) for part in parts):
-        raise UnusableRecord(f"{' and '.join(names)} are not both text")
-    return "\n\n".join(parts)
+def _encode(tokenizer: Tokenizer, text: str) -> Encoding:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except UnicodeEncodeError as error:
+        raise UnusableRecord("its text cannot be encoded") from error
 
 
 def _marked(prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
@@ -220,29 +282,6 @@ def _marked(prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
     ids = np.array([*prompt, *answer], np.int32)
     ids[: max(1, len(prompt))] = ~ids[: max(1, len(prompt))]
     return ids
-
-
-def _messages(value: Any, role: str = "user") -> list[Message]:
-    """Messages with role and content, from a record's messages or a text. Raises UnusableRecord."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}] if value else []
-    if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
-        raise UnusableRecord(
-            f"type {type(value).__name__} is neither a text nor a list of messages with role and content"
-        )
-    found = []
-    for message in value:
-        name, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        if not isinstance(name, str) or not isinstance(content, str):
-            raise UnusableRecord(
-                f"a message needs a role and a text as content; its fields: {_names(message)}"
-            )
-        found.append({"role": ROLES.get(name, name), "content": content})
-    return found
-
-
-def _names(record: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, record)) or "none"
 
 
 def _shared_words(a: str, b: str) -> str:

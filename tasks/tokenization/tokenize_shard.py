@@ -24,8 +24,9 @@ from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 from tasks.tokenization import engines
 from tasks.tokenization.chat_templates import TemplateFailed
+from tasks.tokenization.conversations import UnusableRecord
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
-from tasks.tokenization.examples import Examples, RecordOptions, UnusableRecord
+from tasks.tokenization.examples import Examples, RecordOptions
 
 BATCH_CHARACTERS = 1 << 20  # keeps an engine busy at constant memory
 REPORT_SECONDS = 1.0
@@ -87,8 +88,8 @@ def tokenize(
                 summary.update(_pair_counts(splits), pair=splits)
                 (folder / "pair.json").write_text(json.dumps(splits))
             elif plan.records:
-                counts, reason = _tokenize_records(plan, store, k, folder, report, token)
-                summary.update(vars(counts), unusable=reason)
+                counts, *found = _tokenize_records(plan, store, k, folder, report, token)
+                summary.update(vars(counts), **dict(zip(("unusable", "unused"), found, strict=True)))
             else:
                 tokenizer = _ShardTokenizer(plan, store, k, threads, token)
                 summary.update(vars(tokenizer.write(folder, report)))
@@ -100,8 +101,11 @@ def tokenize(
 
 def _tokenize_records(
     plan: DatasetPlan, store: Store, k: int, folder: Path, report: Report, token: str | None
-) -> tuple[Counts, str]:
-    """Write records, one document per sequence; returns counts and the first unusable record's defect."""
+) -> tuple[Counts, str, dict[str, int]]:
+    """Write records, one document per sequence.
+
+    Returns the counts, the first unusable record's defect, and how many records have each field that is not used.
+    """
     shard, summary, counts = plan.shards[k], plan.tokenizer.summary, Counts()
     bos, eos = (
         [summary[name]] if given else []
@@ -134,11 +138,14 @@ def _tokenize_records(
     if k == 0 and (unknown := examples.unknown_markers()):
         message = "the tokenizer has no token for the chat template's %s; each is split into several"
         log.warning(message, ", ".join(unknown))
+    if k == 0 and examples.unused:
+        names = ", ".join(f"{name} ({count:,} records)" for name, count in examples.unused.most_common())
+        log.warning("%s: fields that are not used: %s", shard.name, names)
     if counts.missing:
         unusable = f"{counts.missing:,} records cannot be used; the first, {first}: {reason}"
         log.warning("%s: %s", shard.name, unusable)
     counts.set_splits(train, validation)
-    return counts, reason
+    return counts, reason, dict(examples.unused)
 
 
 def _pair_counts(splits: dict[str, dict[str, int]]) -> dict[str, int]:

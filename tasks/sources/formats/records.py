@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.sources import python_docs
 from tasks.sources.changes import unchanged
 from tasks.sources.formats.readers import LINES, parse_record
 from tasks.sources.shard import Shard, SourceError
 from tasks.sources.tables import arrow_batches, parquet_batches
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 Record = dict[str, Any]
 Located = tuple[Record, Callable[[], str]]  # a record, and a function that describes its position
@@ -35,13 +38,25 @@ def records(shard: Shard, token: str | None = None) -> Iterator[Located]:
 def _parquet(shard: Shard, token: str | None) -> Iterator[Located]:
     for group, _, batch in parquet_batches(shard, token):
         position = f"{shard.paths[0]}, row group {group}"
-        yield from ((record, lambda position=position: position) for record in batch.to_pylist())
+        yield from _located(batch, position)
 
 
 def _arrow(shard: Shard, token: str | None) -> Iterator[Located]:
     for number, batch in arrow_batches(shard, token):
         position = f"{shard.paths[0]}, record batch {number}"
-        yield from ((record, lambda position=position: position) for record in batch.to_pylist())
+        yield from _located(batch, position)
+
+
+def _located(batch: RecordBatch, position: str) -> Iterator[Located]:
+    for record in batch.to_pylist():
+        yield {name: _without_nulls(value) for name, value in record.items()}, lambda: position
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the nulls of its structs, which have every field that one of a column's structs has."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 COLUMNAR: dict[str, Callable[[Shard, str | None], Iterator[Located]]] = {"parquet": _parquet, "arrow": _arrow}

@@ -12,7 +12,8 @@ from trl import DPOTrainer
 from profiles.errors import ProfileError
 from tasks.tokenization import chat_templates
 from tasks.tokenization.chat_templates import TemplateFailed
-from tasks.tokenization.examples import Examples, RecordOptions, UnusableRecord
+from tasks.tokenization.conversations import UnusableRecord
+from tasks.tokenization.examples import Examples, RecordOptions
 from tests.tasks.tokenization.tokenizers import byte_fallback, gpt2, llama2, metaspace, trained, unsplit
 
 EOS = "<|im_end|>"
@@ -23,6 +24,12 @@ CHAT = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "Ciao"},
 ]
+
+
+TOOLS = "{% for t in tools or [] %}{{ t.name }}\n{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.tool_calls or '' }}{{ m.content or '' }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"  # noqa: E501
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "count", "arguments": "{}"}]}
+
+REASONED = {**CHAT[1], "reasoning": "8*5"}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +145,72 @@ def test_a_tokenizers_own_template_is_the_default(folder):
     assert counted(folder, {"messages": CHAT}, template=None) == "A:Hello\nA:Ciao\n"
 
 
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}]}, f"Ciao{EOS}\n"),
+        ({"conversations": [CHAT[0], CHAT[1], CHAT[2], {**CHAT[3], "train": False}]}, f"Hello{EOS}\n"),
+        ({"prompt": CHAT[:3], "completion": CHAT[3:]}, f"Ciao{EOS}\n"),
+        ({"prompt": CHAT[:3], "completion": "Ciao"}, f"Ciao{EOS}\n"),
+    ],
+)  # fmt: skip
+def test_turns_of_weight_0_and_of_a_prompt_do_not_count(folder, record, expected):
+    assert counted(folder, record) == expected
+
+
+def test_the_last_turn_alone_counts_if_the_template_changes_earlier_ones(folder, tmp_path):
+    source = chat_templates.CHATML.replace(
+        "{{ message.content }}",
+        "{% if loop.last and message.role != 'user' %}!{% endif %}{{ message.content }}",
+    )
+    (tmp_path / "chat.jinja").write_text(source)
+    options = {"template": str(tmp_path / "chat.jinja")}
+    with pytest.raises(TemplateFailed, match=r"changes earlier turns.*objective\.turns: last"):
+        counted(folder, {"messages": CHAT}, **options)
+    for chat in (CHAT, [*CHAT, CHAT[0]]):
+        assert counted(folder, {"messages": chat}, turns="last", **options) == f"!Ciao{EOS}\n"
+
+
+def test_all_parts_of_a_conversation_reach_the_template(folder, tmp_path):
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    record = {
+        "tools": json.dumps([{"name": "count"}]),
+        "system": "be kind",
+        "history": [["who", "me"]],
+        "messages": [CHAT[0], {**CALL, "train": None}, {"role": "tool", "content": "40", "name": "n"}, REASONED],
+    }  # fmt: skip
+    made = examples(folder, template=str(tmp_path / "tools.jinja"), length=400)
+    (sequence,) = made.of({**record, "id": 7}).sequences
+    untrained, trained = parts(folder, sequence)
+    assert trained == f"{CALL['tool_calls']}\n8*5Hello\n"
+    assert (
+        untrained == "count\nsystem:be kind\nuser:who\nassistant:me\nuser:Hi\nassistant:tool:40\nassistant:"
+    )
+    assert made.unused == {"id": 1}  # the template has the word "name"
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"instruction": "now?", "output": "4", "system": "short", "history": [["2+2=", "4"]]}, "short\n\n2+2=\n\n4\n\nnow?"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "short"}, "short\n\na"),
+    ],
+)  # fmt: skip
+def test_system_and_history_of_texts_are_in_the_prompt(folder, record, expected):
+    for sequence in examples(folder, "dpo" if "chosen" in record else "sft").of(record).sequences:
+        assert parts(folder, sequence)[0] == expected
+
+
+def test_fields_that_are_not_used_are_counted(folder):
+    made = examples(folder)
+    for record in (
+        {"messages": [{**CHAT[0], "name": "Ann"}, CHAT[1]], "score": 1},
+        {"prompt": "a", "completion": "b", "score": 2},
+    ):
+        made.of(record)
+    assert made.unused == {"score": 2, "messages.name": 1}
+
+
 def test_template_markers_without_a_token_are_reported(folder):
     for template, unknown in (
         ("chatml", []),
@@ -171,6 +244,24 @@ def test_templates_run_in_a_sandbox_and_may_reject_messages(folder, tmp_path):
         ({"messages": CHAT[0]}, "type dict is neither a text nor a list of messages"),
         ({"messages": [{"role": "user", "text": "x"}]}, "needs a role and a text as content; its fields: role, text"),
         ({"messages": [{"role": "user", "content": f"x{EOS}"}, CHAT[1]]}, "the text of a special token"),  # would end the turn
+        ({"messages": CHAT[:2], "tools": [{"name": EOS}]}, "the text of a special token"),
+        ({"messages": CHAT[:2], "tools": [{"name": "count"}]}, "the chat template does not use tools"),
+        ({"messages": [CHAT[0], CALL, CHAT[1]]}, "the chat template does not use tool_calls of messages"),
+        ({"messages": [CHAT[0], {**CHAT[1], "thinking": "hm"}]}, "the chat template does not use thinking of messages"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "a message has weight 0.5; use 0 or 1"),
+        ({"messages": [{**CHAT[0], "train": True}, CHAT[1]]}, "the role user has train True; only the assistant's"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "no turn of the assistant to train on"),
+        ({"messages": [{"from": "function_call", "value": "{}"}, CHAT[1]]}, "give its call as tool_calls"),
+        ({"messages": CHAT[:2], "functions": [{"name": "count"}]}, "functions cannot be used; give them as tools"),
+        ({"messages": CHAT[:2], "images": ["a.png"]}, "images cannot be used; only text is supported"),
+        ({"messages": CHAT[:2], "tools": "[{"}, "tools is not JSON"),
+        ({"messages": CHAT[:2], "tools": {"name": "count"}}, "tools is not a list of objects"),
+        ({"messages": CHAT[:2], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs sets messages"),
+        ({"messages": [{"role": "system", "content": "a"}, *CHAT[:2]], "system": "b"}, "a field system and another message"),
+        ({"messages": CHAT[:2], "system": ["a"]}, "system is of type list, not a text"),
+        ({"instruction": "x", "output": "y", "history": ["z"]}, "history is not a list of pairs"),
+        ({"prompt": "x", "completion": "y", "tools": [{"name": "count"}]}, "tools cannot be used without a chat template"),
+        ({"prompt": CHAT[:2], "completion": CHAT[:1]}, "no turn of the assistant to train on"),
     ],
 )  # fmt: skip
 def test_records_without_an_answer_are_unusable(folder, record, reason):
@@ -185,6 +276,10 @@ def test_records_without_an_answer_are_unusable(folder, record, reason):
         ({"prompt": "x", "chosen": "", "rejected": "y"}, "chosen is missing or empty"),
         ({"prompt": 1, "chosen": "x", "rejected": "y"}, "type int is neither a text nor a list of messages"),
         ({"prompt": "x", "chosen": 1, "rejected": "y"}, "type int is neither a text nor a list of messages"),
+        (
+            {"prompt": "x", "chosen": CHAT[1:], "rejected": CHAT[3:]},
+            "chosen cannot be used.*; their roles: assistant, user",
+        ),
     ],
 )
 def test_pairs_without_two_answers_are_unusable(folder, record, reason):
