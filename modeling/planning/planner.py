@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
 from torch import nn
 
+from modeling.cores import usable_memory
 from modeling.models.build import device_of, partition_layers
 from modeling.models.flops import flops_per_token, idle_updates
 from modeling.planning import memory
@@ -308,4 +308,4 @@ def device_bytes(profile: Profile) -> int:
     if size is None and cluster.device != "cpu":
         reason = f"is missing: this machine has no {cluster.device} device to read the memory size from"
         raise ProfileError("cluster.accelerator", None, reason, ACCELERATORS[cluster.device])
-    return size or psutil.virtual_memory().total // cluster.devices_per_node
+    return size or usable_memory() // cluster.devices_per_node

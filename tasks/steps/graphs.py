@@ -24,11 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from modeling.compilation import compilers, toolchain
 from modeling.compilation.graph_cache import CACHE
-from modeling.cores import usable_cores
+from modeling.cores import usable_cores, usable_memory
 from modeling.planning import planner
 from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
@@ -207,7 +205,7 @@ def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, A
     """Compile the programs concurrently; returns entries in order. An exception stops all compiles."""
     settings, cores = context.profile.compile, usable_cores()
     workers = min(len(programs), settings.processes or cores)
-    share = MEMORY_FRACTION * psutil.virtual_memory().total / workers
+    share = MEMORY_FRACTION * usable_memory() / workers
     memory = int(settings.memory_gib * 2**30 if settings.memory_gib else share)
     limits = ("--memory", str(memory), "--jobs", str(max(1, cores // workers)))
     stop = threading.Event()
