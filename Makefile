@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 # Without cached bytecode, each process of a run or a test compiles torch's modules again: 4 s each, and the suite starts hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run install up check-device lint test test-fast test-cuda test-system
+.PHONY: run install up check-device lint test test-fast test-cuda test-machines test-system
 
 run: $(INSTALLED)
 	@$(BIN)/trainshed run tiny
@@ -48,6 +48,10 @@ test-fast: lint
 # Only the tests that need a GPU; `python -m benchmarks.gpu` runs them too.
 test-cuda: .venv/installed-for-tests
 	$(BIN)/python -m pytest -m cuda
+
+# As root, before a release: the quickstart in fresh Debian machines (tests/machines).
+test-machines: .venv/installed-for-tests
+	@$(BIN)/python -m tests.machines $(MACHINES)
 
 test-system:
 	@dpkg -s $(SYSTEM_PACKAGES) > /dev/null 2>&1 || { \

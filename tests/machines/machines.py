@@ -1,0 +1,97 @@
+"""The machines: Debian releases, packages and circumstances, chosen so that few machines have all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPILER = ("g++", "python3-dev")
+PLAIN = "trainshed"  # name of the checkout's folder
+UNUSUAL = "a folder, größer & 漢字"
+READY = r"validation loss"  # what `make run` prints at its end
+NO_VENV = r"as root: apt-get install python3-venv"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine, and what is missing or unusual there.
+
+    Attributes:
+        name: row of the table.
+        release: Debian's release, as debootstrap names it.
+        packages: Debian packages besides python3 and make.
+        uv: whether uv is installed.
+        git: whether the checkout has its history.
+        folder: name of the checkout's folder.
+        user: has a name, a home and HOME; otherwise it is a number, as in a container.
+        root: commands run as root.
+        locale: of LANG.
+        terminal: the output is a terminal of 80 columns.
+        cores: that commands may use; None: all.
+        gigabytes: of memory that commands may use; None: all.
+        locks: whether file systems have file locks.
+        read_only: only the store is writable once the installation is complete.
+        tests: also run `make test`, with one of its folders.
+        prints: regular expression that the output of `make run` contains.
+        starts: whether `make run` succeeds.
+    """
+
+    name: str
+    release: str
+    packages: tuple[str, ...] = ("python3-venv", *COMPILER)
+    uv: bool = False
+    git: bool = False
+    folder: str = PLAIN
+    user: bool = True
+    root: bool = False
+    locale: str = "C.UTF-8"
+    terminal: bool = False
+    cores: int | None = None
+    gigabytes: int | None = None
+    locks: bool = True
+    read_only: bool = False
+    tests: bool = False
+    prints: str = READY
+    starts: bool = True
+
+    @property
+    def circumstances(self) -> str:
+        """What differs from a complete machine, for the table."""
+        missing = [f"no {package}" for package in ("python3-venv", *COMPILER) if package not in self.packages]
+        facts = {
+            "uv": self.uv,
+            "git history": self.git,
+            "spaces and non-ASCII in the path": self.folder != PLAIN,
+            "a user without name and HOME": not self.user,
+            "root": self.root,
+            f"LANG={self.locale}": self.locale != "C.UTF-8",
+            "terminal": self.terminal,
+            f"{self.cores} core": self.cores,
+            f"{self.gigabytes} GB": self.gigabytes,
+            "no file locks": not self.locks,
+            "read-only checkout": self.read_only,
+            "make test": self.tests,
+        }
+        return ", ".join([*missing, *(name for name, applies in facts.items() if applies)]) or "complete"
+
+
+MACHINES = (
+    Machine("trixie", "trixie", ("python3-venv", "g++"), terminal=True, git=True),
+    Machine(
+        "trixie-container",
+        "trixie",
+        ("python3-venv",),
+        folder=UNUSUAL,
+        user=False,
+        locale="POSIX",
+        cores=1,
+        gigabytes=3,
+        locks=False,
+        read_only=True,
+        prints=r"install g\+\+",
+    ),
+    Machine("trixie-bare", "trixie", (), prints=NO_VENV, starts=False),
+    Machine("bookworm", "bookworm", tests=True, locks=False),
+    Machine("bookworm-uv", "bookworm", COMPILER, uv=True, folder=UNUSUAL, root=True, gigabytes=3, locale="C"),
+    Machine("testing", "testing", terminal=True, tests=True),
+    Machine("testing-uv", "testing", ("g++",), uv=True, user=False, cores=1, read_only=True),
+)
