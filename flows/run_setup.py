@@ -168,7 +168,7 @@ def recorded_compilation(store: Store, profile: Profile) -> Profile:
 
 
 def settle_compilation(runner: Runner, graphs: Artifact | None) -> None:
-    """Record in the open run folder whether training compiles: not if the graphs step found that it should not."""
+    """Record in the run folder whether training compiles: not if the graphs step found otherwise."""
     context = runner.context
     enabled = bool(context.profile.compile.enabled) and not (graphs and graphs.summary.get("eager"))
     if enabled != context.profile.compile.enabled:

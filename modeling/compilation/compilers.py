@@ -75,7 +75,7 @@ class Compiler(ABC):
         return self.missing_software() or self.missing_device()
 
     def fault(self, folder: Path) -> str | None:
-        """Why this machine cannot compile into a folder although nothing is missing, as such a phrase; None if it can."""
+        """Why nothing can be compiled into a folder although nothing is missing, as such a phrase; or None."""
         return None
 
     def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:

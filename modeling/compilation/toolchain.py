@@ -1,4 +1,4 @@
-"""Test of the C++ toolchain: builds and loads a small Python extension, as inductor does for every graph on a CPU.
+"""Test of the C++ toolchain: builds and loads a small Python extension, as inductor does on a CPU.
 
 Whatever is wrong is told in one phrase that says what to install or to change, instead of by pages of the compiler's output.
 """
@@ -65,7 +65,7 @@ def missing() -> str | None:
 
 
 def fault(folder: Path) -> str | None:
-    """Why compiled code cannot be built, or loaded from a folder, as such a phrase; None if it can. Tests once."""
+    """Why code cannot be compiled, or loaded from a folder, as such a phrase; or None. Tests once."""
     return missing() or _fault(cpp_compiler(), folder.absolute())
 
 

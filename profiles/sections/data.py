@@ -31,8 +31,9 @@ class Source(Section):
     """A source of text or tokens."""
 
     kind: Literal["python-docs", "files", "hub", "tokens", "megatron"] = Field(
-        description="python-docs: Python's documentation; files: txt and md, JSON lines (.jsonl, .json, also with .gz or .zst), "
-        "parquet, arrow; hub: a hub dataset; tokens: a save_to_disk folder with a column of token ids; megatron: .bin/.idx files"
+        description="python-docs: Python's documentation, which comes with Trainshed; files: txt and md, JSON lines (.jsonl, "
+        ".json, also with .gz or .zst), parquet, arrow; hub: a hub dataset; tokens: a save_to_disk folder with a column of token "
+        "ids; megatron: .bin/.idx files"
     )
     path: str | None = Field(
         None,

@@ -61,7 +61,7 @@ def _tokens(source: Source, key: str, column: str, digests: DigestCache, token: 
 
 Lister = Callable[[Source, str, str, DigestCache, str | None], list[Shard]]
 KINDS: dict[str, Lister] = {
-    "python-docs": lambda *_: [Shard("python-docs", "python-docs", python_docs.digest())],
+    "python-docs": lambda *_: [Shard("python-docs", "python-docs", python_docs.DIGEST)],
     "files": _files,
     "tokens": _tokens,
     "megatron": lambda source, key, _, digests, __: megatron.shards(source, key, digests),

@@ -1,94 +1,61 @@
-"""English text from Python itself: the language reference and stdlib docstrings, about 2 MB.
+"""English text about Python that comes with Trainshed, the same on every machine: 1.2 MB.
 
-A document is one topic of `pydoc_data.topics`, or the docstrings of one module in source order; no text appears twice. Modules
-are parsed, not imported. Test suites are excluded, since many installations lack them.
+Each of 498 documents has paragraphs of one topic of Python's language reference, or of the docstrings of one module of its
+standard library in source order, a paragraph per line; no paragraph appears twice. `text/python-docs.license.txt` has the origin
+and the license.
 """
 
 from __future__ import annotations
 
-import ast
+import gzip
 import hashlib
-import sys
-import sysconfig
-import warnings
+import json
+import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-RECIPE = 2  # increment when the same files give different documents or records
+from tasks.sources.shard import SourceError
+
+FILE = Path(__file__).parent / "text/python-docs.jsonl.gz"
+# The file's sha256, so that nobody trains on another text without noticing.
+DIGEST = "fe6bd7dc370a31b39f2c5bb9a8c0c62d9577248e74398a4146727611c18d4503"
+Texts = list[
+    tuple[str, str]
+]  # names of classes and functions, empty for a module or a topic, and what is said of them
 
 
 def documents() -> Iterator[str]:
-    """Topics by name, then modules by path."""
-    from pydoc_data.topics import topics
-
-    seen = dict.fromkeys(topics[name] for name in sorted(topics))
-    yield from list(seen)
-    for path in _modules():
-        docstrings = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
-        seen.update(dict.fromkeys(docstrings))
-        if docstrings:
-            yield "\n\n".join(docstrings)
+    """Topics by name, then modules by path. Raises SourceError for a corrupted file."""
+    for _, texts in _read(FILE):
+        yield "\n".join(text for _, text in texts)
 
 
 def records() -> Iterator[dict[str, str]]:
-    """Fine-tuning records: what a class or function does, answered by its docstring's first paragraph.
+    """Fine-tuning records: what a module, class or function does, answered by its first paragraph.
 
     The rejected answer ends after half of its words.
     """
-    root, before = _root(), None
-    for path in _modules():
-        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        for name, text in _named_docstrings(path):
-            answer = " ".join(text.partition("\n\n")[0].split())
+    before = None
+    for module, texts in _read(FILE):
+        for name, text in texts:
+            answer = text.partition("\n")[0]
             if not 20 <= len(answer) <= 400 or answer == before:
                 continue
-            prompt = f"What does {module}.{name} do?\n"
             words = answer.split()
             half = " ".join(words[: max(1, len(words) // 2)])
+            prompt = f"What does {'.'.join(filter(None, (module, name)))} do?\n"
             yield {"prompt": prompt, "completion": answer, "chosen": answer, "rejected": half}
             before = answer
 
 
-def digest() -> str:
-    """Hash of the names and contents of the source files."""
-    total = hashlib.sha256(f"python-docs {RECIPE}".encode())
-    root = _root()
-    for path in _modules():
-        total.update(path.relative_to(root).as_posix().encode())
-        total.update(hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
-
-
-def _root() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def _modules() -> list[Path]:
-    """Source files of the standard library, without test suites and site-packages."""
-    root = _root()
-    tests = {"test", "tests", "idle_test"}
-    top = [path for path in root.iterdir() if path.stem in sys.stdlib_module_names]
-    files = [file for path in top for file in (path.rglob("*.py") if path.is_dir() else [path])]
-    sources = [file for file in files if file.suffix == ".py"]
-    return sorted(file for file in sources if not tests & {*file.relative_to(root).parts})
-
-
-def _docstrings(path: Path) -> Iterator[str]:
-    return (text for _, text in _named_docstrings(path))
-
-
-def _named_docstrings(path: Path) -> Iterator[tuple[str, str]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escape sequences in old modules
-        yield from _walk(ast.parse(path.read_bytes()), "")
-
-
-def _walk(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Docstrings in source order, each with its object's name in the module."""
-    name = ".".join(filter(None, (name, getattr(node, "name", ""))))
-    documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    if documented and (text := ast.get_docstring(node)):
-        yield name, text
-    for block in ("body", "handlers", "cases", "orelse", "finalbody"):  # fields with statements
-        for statement in getattr(node, block, ()):
-            yield from _walk(statement, name)
+@cache
+def _read(file: Path) -> list[tuple[str, Texts]]:
+    """The documents' names and texts."""
+    try:
+        data = file.read_bytes()
+        if hashlib.sha256(data).hexdigest() != DIGEST:
+            raise SourceError(f"{file}: differs from the text of this version; install Trainshed again")
+        return [json.loads(line) for line in gzip.decompress(data).splitlines()]
+    except (OSError, EOFError, zlib.error) as error:
+        raise SourceError(f"{file}: cannot be read: {error}; install Trainshed again") from error

@@ -189,8 +189,8 @@ def _extract_long_strings(line: bytes) -> tuple[bytes, dict[str, memoryview]]:
 
 
 def _python_docs(shard: Shard, _: str | None) -> Iterator[Document]:
-    if shard.digest != python_docs.digest():
-        reason = "this machine's Python differs from the one that listed the data; use the same Python on all machines"
+    if shard.digest != python_docs.DIGEST:
+        reason = "another version of Trainshed listed the data; use the same version on all machines"
         raise SourceError(f"{shard.name}: {reason}")
     return python_docs.documents()
 
