@@ -31,9 +31,9 @@ class Source(Section):
     """A source of text or tokens."""
 
     kind: Literal["python-docs", "files", "hub", "tokens", "megatron"] = Field(
-        description="python-docs: Python's documentation, which comes with Trainshed; files: txt and md, JSON lines (.jsonl, "
-        ".json, also with .gz or .zst), parquet, arrow; hub: a hub dataset; tokens: a save_to_disk folder with a column of token "
-        "ids; megatron: .bin/.idx files"
+        description="python-docs: Python's documentation, which comes with Trainshed; files: txt and md, JSON lines or arrays "
+        "(.jsonl, .json, also with .gz, .zst, .xz or .bz2), parquet, arrow, csv; hub: a hub dataset; tokens: a save_to_disk "
+        "folder with a column of token ids; megatron: .bin/.idx files"
     )
     path: str | None = Field(
         None,
@@ -51,7 +51,9 @@ class Source(Section):
         False, description="hub: stream over the network; false: download the files first"
     )
     text: str | None = Field(
-        None, min_length=1, description="name of the field with the text or the token ids; null: data.text"
+        None,
+        min_length=1,
+        description="name or dotted path of the field with the text or the token ids; null: data.text",
     )
     lines: bool = Field(False, description="plain text: one document per line; false: one per file")
     anonymous: bool = Field(False, description="s3:// paths: read without credentials")
@@ -85,7 +87,9 @@ class Data(Section):
     schedule: list[MixtureChange] = Field(
         [], description="changes of the sources' weights during training, in the order of their steps"
     )
-    text: str = Field("text", min_length=1, description="name of the field with a record's text")
+    text: str = Field(
+        "text", min_length=1, description="name or dotted path of the field with a record's text"
+    )
     validation_fraction: Fraction = Field(
         0.01,
         description="fraction of documents held out for validation: chosen by hash; for Megatron pairs, the last ones",

@@ -29,9 +29,22 @@ def tokens_of_pass(profile: Profile, dataset: Mapping[str, Any]) -> int:
 def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mapping[str, Any]) -> list[str]:
     """Warnings that follow from the summaries of the tokenizer and the dataset step."""
     return [
+        *_missing(profile, dataset),
         *_tokenizer(profile, tokenizer),
         *passes_warning(profile, tokens_of_pass(profile, dataset)),
     ]
+
+
+def _missing(profile: Profile, dataset: Mapping[str, Any]) -> Iterator[str]:
+    if count := dataset.get("missing"):
+        records = "1 record" if count == 1 else f"{count:,} records"
+        kind = profile.objective.kind
+        reason = "without text" if kind == "pretrain" else f"that are unusable for objective.kind {kind}"
+        files = dataset.get("incomplete_files", {})
+        names = [f"{name} ({missing:,})" for name, missing in files.items()]
+        if more := dataset.get("incomplete", 0) - len(files):
+            names.append(f"{more:,} more files")
+        yield f"left out {records} {reason}{': ' if names else ''}{', '.join(names)}"
 
 
 def _tokenizer(profile: Profile, summary: Mapping[str, Any]) -> Iterator[str]:

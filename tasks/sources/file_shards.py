@@ -8,19 +8,22 @@ one document each, are grouped; group ends depend only on the files before them,
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from profiles.schema import Source
+from tasks.sources import json_layout
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.files import SourceFile, file_format, map_concurrently
-from tasks.sources.shard import Shard, local_path
-from tasks.sources.tables import all_arrow_batches, row_group_sizes
+from tasks.sources.shard import Shard, local_path, open_file
+from tasks.sources.tables import all_arrow_batches, arrow_encoding, parquet_layout
 
 SHARD_BYTES = 100_000_000
 READ = 1 << 22  # bytes
+START = 1 << 16  # bytes of a file from which its layout is known
 GROUP_FILES = 64  # average number of text files in a shard
 
 
@@ -33,13 +36,17 @@ def split_files(
     def split(file: SourceFile) -> list[Shard]:
         kind = "lines" if file_format(file.path) == "text" else file_format(file.path)
         shard = replace(base, format=kind, paths=(file.path,), states=(file.state,))
-        if kind in ("jsonl", "lines"):
+        if kind in ("jsonl", "lines") and _has_lines(shard, file, token):
             return _split_by_lines(shard, file, digests)
         if kind == "parquet":
-            return _split_by_groups(shard, file, _row_group_sizes(shard, digests, token))
-        if kind == "arrow" and file.size > 2 * SHARD_BYTES and local_path(file.path):
-            sizes = [batch.nbytes for batch in all_arrow_batches(shard, token)]
-            return _split_by_groups(shard, file, sizes)
+            encoding, sizes = _parquet_layout(shard, digests, token)
+            return _with_encoding(_split_by_groups(shard, file, sizes), encoding)
+        if kind == "arrow":
+            sizes = [0]
+            if file.size > 2 * SHARD_BYTES and local_path(file.path):
+                sizes = [batch.nbytes for batch in all_arrow_batches(shard, token)]
+            encoding = arrow_encoding(replace(shard, fetch=False), token) if shard.column else ""
+            return _with_encoding(_split_by_groups(shard, file, sizes), encoding)
         return [_whole_file(shard, file)]
 
     if any(file_format(file.path) == "text" for file in files) and not source.lines:
@@ -77,6 +84,14 @@ def _split_by_lines(shard: Shard, file: SourceFile, digests: DigestCache) -> lis
     return _parts(shard, file, ranges)
 
 
+def _has_lines(shard: Shard, file: SourceFile, token: str | None) -> bool:
+    """Whether a file can be cut at lines: a large JSON file may be an array, or have records of several lines."""
+    if shard.format != "jsonl" or file.size <= SHARD_BYTES:
+        return True
+    with open_file(replace(shard, fetch=False), file.path, token, block=START) as content:
+        return json_layout.is_lines(content.read(START).removeprefix(BOM_UTF8))
+
+
 def _line_ranges(path: Path) -> Iterator[tuple[int, int, str]]:
     """Start, stop and sha256 of parts of complete lines; appending to the file changes only the last one."""
     size = path.stat().st_size
@@ -100,14 +115,19 @@ def range_digest(path: Path, start: int, stop: int) -> str:
     return sha256.hexdigest()
 
 
-def _row_group_sizes(shard: Shard, digests: DigestCache, token: str | None) -> list[int]:
-    """Uncompressed bytes of the column in each row group, cached for local files."""
+def _parquet_layout(shard: Shard, digests: DigestCache, token: str | None) -> tuple[str, list[int]]:
+    """Encoding of the column, and its uncompressed bytes in each row group, cached for local files."""
 
-    def read() -> list[int]:
-        return row_group_sizes(replace(shard, fetch=False), token)
+    def read() -> tuple[str, list[int]]:
+        return parquet_layout(replace(shard, fetch=False), token)
 
     local = local_path(shard.paths[0])
-    return read() if local is None else digests.get(local, f"groups of {shard.column}", read)
+    return read() if local is None else digests.get(local, f"layout of {shard.column}", read)
+
+
+def _with_encoding(shards: list[Shard], encoding: str) -> list[Shard]:
+    """Shards whose digests begin with their column's encoding: earlier versions read no text from some."""
+    return [replace(shard, digest=f"{encoding}{shard.digest}") for shard in shards]
 
 
 def _split_by_groups(shard: Shard, file: SourceFile, sizes: list[int]) -> list[Shard]:

@@ -25,12 +25,10 @@ from tasks.sources.shard import SourceError, local_path, local_state, remote_sta
 FORMATS = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
-    ".jsonl.gz": "jsonl.gz",
-    ".json.gz": "jsonl.gz",
-    ".jsonl.zst": "jsonl.zst",
-    ".json.zst": "jsonl.zst",
+    **{f"{name}.{end}": f"jsonl.{end}" for name in (".jsonl", ".json") for end in ("gz", "zst", "xz", "bz2")},
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".csv": "csv",
     ".txt": "text",
     ".md": "text",
 }

@@ -67,17 +67,18 @@ def info(filesystem: Any, path: str) -> dict[str, Any] | None:
         return None
 
 
-def open_file(filesystem: Any, path: str) -> io.BufferedReader:
+def open_file(filesystem: Any, path: str, block: int | None = None) -> io.BufferedReader:
     """Open a file for reading in blocks: fsspec's own readline requests a whole block for each line."""
-    return io.BufferedReader(_RemoteFile(filesystem, path), BLOCK)
+    block = block or BLOCK
+    return io.BufferedReader(_RemoteFile(filesystem, path, block), block)
 
 
 class _RemoteFile(io.RawIOBase):
     """A file whose reads are retried, each from its own position."""
 
-    def __init__(self, filesystem: Any, path: str) -> None:
+    def __init__(self, filesystem: Any, path: str, block: int) -> None:
         self._filesystem, self._path, self._position = filesystem, path, 0
-        self._file = self._call(lambda: filesystem.open(path, "rb", block_size=BLOCK))
+        self._file = self._call(lambda: filesystem.open(path, "rb", block_size=block))
 
     def _call(self, function: Callable[[], T]) -> T:
         return call(self._filesystem, self._path, function)

@@ -6,6 +6,7 @@ documents in the same order.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -29,6 +30,12 @@ STATE_KEYS = (
     "mtime",
     "updated",
     "created",
+)
+
+
+OTHER_ENCODINGS = (  # by their byte order marks; that of UTF-16 begins that of UTF-32
+    *(("UTF-32", mark) for mark in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)),
+    *(("UTF-16", mark) for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)),
 )
 
 
@@ -97,6 +104,14 @@ def resolve_filesystem(
     return remote.open_filesystem(path, refresh=refresh, **options)
 
 
+def without_bom(start: bytes, path: str) -> bytes:
+    """The start of a file without a UTF-8 byte order mark; raises SourceError for that of another encoding."""
+    for encoding, mark in OTHER_ENCODINGS:
+        if start.startswith(mark):
+            raise SourceError(f"{path}, byte 0: {encoding}, not UTF-8 text; convert it to UTF-8")
+    return start.removeprefix(codecs.BOM_UTF8)
+
+
 def local_path(path: str) -> Path | None:
     """A path or file:// URL as a path on this machine; None if it is remote."""
     if "://" in path and not path.startswith("file://"):
@@ -109,14 +124,18 @@ def shown(path: str) -> str:
     return os.fsencode(path.removeprefix("file://")).decode("utf-8", "backslashreplace")
 
 
-def open_file(shard: Shard, path: str, token: str | None = None) -> BinaryIO:
-    """Open one of a shard's files for binary reading; failed reads of a remote file are retried."""
+def open_file(shard: Shard, path: str, token: str | None = None, *, block: int | None = None) -> BinaryIO:
+    """Open one of a shard's files for binary reading; failed reads of a remote file are retried.
+
+    Args:
+        block: bytes per request to a remote file; None: remote.BLOCK.
+    """
     if shard.fetch and path.startswith(HUB_PREFIX):
         path = _download(path, token)
     if local := local_path(path):
         return local.open("rb")
     filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token, refresh=False)
-    return remote.open_file(filesystem, remote_path)
+    return remote.open_file(filesystem, remote_path, block)
 
 
 def _download(url: str, token: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Reads parquet and arrow files by row group and record batch.
+"""Reads parquet, arrow and CSV files by row group, record batch and block.
 
 Memory is one batch: a parquet batch is sized to BATCH_BYTES from the metadata of its row group, and a local arrow file is
 memory-mapped.
@@ -8,30 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
-from profiles.errors import ProfileError
-from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, open_file
+from tasks.sources import column_types
+from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, open_file, without_bom
 
 BATCH_BYTES = 1 << 21
 MAX_ROWS = 1024  # per batch
 # Per batch of a dictionary-encoded column, whose decoded size is not in the metadata.
 MAX_DICTIONARY_ROWS = 128
 BUFFER = 1 << 20  # bytes per read of a column
+SCHEMA_BLOCK = 1 << 16  # bytes per read of a schema
+CSV_BLOCK = 1 << 23  # bytes; a record of CSV must fit
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zeros before arrow 0.15
 
 
 def parquet_batches(
-    shard: Shard, token: str | None, columns: list[str] | None = None
+    shard: Shard, token: str | None, column: str | None = None
 ) -> Iterator[tuple[int, int, Any]]:
     """Batches of the shard's row groups, with the numbers of their row group and first record in it.
 
     Args:
-        columns: the shard's column; None reads all columns.
+        column: the column to read, or its dotted path; None reads all columns.
 
     Raises:
         SourceError: a corrupted file.
-        ProfileError: it has no such column.
+        ProfileError: it has no such column, or one of another type.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -40,10 +43,11 @@ def parquet_batches(
         with source_errors(f"{path}, footer", "parquet"):
             # The defaults (no buffer, pre_buffer) would hold the whole column of a row group in memory.
             table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
-        if columns:
-            require_column(shard, table.schema_arrow.names)
+        if column:
+            column_types.find(shard, table.schema_arrow)
         for group in range(shard.start, table.num_row_groups if shard.stop is None else shard.stop):
-            first, rows = 0, _batch_rows(table, group, shard.column) if columns else MAX_DICTIONARY_ROWS
+            first, rows = 0, _batch_rows(table, group, column) if column else MAX_DICTIONARY_ROWS
+            columns = [column] if column else None
             batches = table.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
             while True:
                 with source_errors(f"{path}, row group {group}, from record {first} on", "parquet"):
@@ -105,17 +109,66 @@ def _stream_batches(file: Any, path: str) -> Iterator[Any]:
         raise SourceError(f"{path}, record batch {number}: truncated: the end of the stream is missing")
 
 
-def row_group_sizes(shard: Shard, token: str | None) -> list[int]:
-    """Uncompressed bytes of the shard's column in each row group of a parquet file. Raises SourceError."""
+def parquet_layout(shard: Shard, token: str | None) -> tuple[str, list[int]]:
+    """Encoding of the shard's column, and its uncompressed bytes in each row group of a parquet file.
+
+    Raises:
+        SourceError: a corrupted file.
+        ProfileError: the column is neither text nor token ids.
+    """
     from pyarrow.parquet import ParquetFile
 
     path = shard.paths[0]
     with open_file(shard, path, token) as file, source_errors(f"{path}, footer", "parquet"):
         table = ParquetFile(file)
-        return [
+        return column_types.encoding(shard, table.schema_arrow), [
             sum(chunk.total_uncompressed_size for chunk in _column_chunks(table, group, shard.column))
             for group in range(table.num_row_groups)
         ]
+
+
+def arrow_encoding(shard: Shard, token: str | None) -> str:
+    """Encoding of the shard's column in an arrow file; "" if the file is corrupted, which reading reports.
+
+    Raises ProfileError if the column is neither text nor token ids.
+    """
+    import pyarrow
+
+    with open_file(shard, shard.paths[0], token, block=SCHEMA_BLOCK) as file:
+        if file.read(8)[:6] != b"ARROW1":  # before a file's schema, which is that of a stream
+            file.seek(0)
+        try:
+            schema = pyarrow.ipc.read_schema(pyarrow.ipc.read_message(file))
+        except (pyarrow.ArrowException, EOFError, OSError) as error:
+            if not is_corruption(error):
+                raise
+            return ""
+    return column_types.encoding(shard, schema)
+
+
+def csv_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
+    """Record batches of a CSV file with a header, all columns as text, with their numbers. Raises SourceError."""
+    import pyarrow
+    from pyarrow import csv
+
+    path = shard.paths[0]
+    parse, read = csv.ParseOptions(newlines_in_values=True), csv.ReadOptions(block_size=CSV_BLOCK)
+    with open_file(shard, path, token) as file, source_errors(f"{path}, block 0", "CSV"):
+        without_bom(file.read(4), path)
+        file.seek(0)
+        names = csv.open_csv(file, read, parse).schema.names
+    if len(set(names)) < len(names):
+        raise SourceError(f"{path}, line 1: two columns have the same name; rename one")
+    convert = csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
+    with open_file(shard, path, token) as file:
+        with source_errors(f"{path}, block 0", "CSV"):
+            batches = csv.open_csv(file, read, parse, convert)
+        for number in count():
+            with source_errors(f"{path}, block {number}", "CSV"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield number, batch
 
 
 @contextmanager
@@ -125,23 +178,17 @@ def source_errors(position: str, kind: str) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         if not is_corruption(error):
             raise
         raise SourceError(f"{position}: corrupted {kind}: {error}") from error
 
 
-def require_column(shard: Shard, columns: list[str]) -> None:
-    """Raise ProfileError if a file lacks the shard's column."""
-    if shard.column not in columns:
-        raise ProfileError("data.text", shard.column, f"{shard.paths[0]} has no such column", tuple(columns))
-
-
 def _column_chunks(table: Any, group: int, column: str) -> list[Any]:
-    """Metadata of a column's chunks in a row group; of all columns for the column ""."""
+    """Metadata of a column's chunks in a row group, nested ones by their dotted path; of all for the column ""."""
     metadata = table.metadata.row_group(group)
     chunks = (metadata.column(i) for i in range(metadata.num_columns))
-    return [chunk for chunk in chunks if column in ("", chunk.path_in_schema.partition(".")[0])]
+    return [chunk for chunk in chunks if not column or f"{chunk.path_in_schema}.".startswith(f"{column}.")]
 
 
 def _batch_rows(table: Any, group: int, column: str) -> int:

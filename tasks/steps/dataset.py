@@ -43,6 +43,7 @@ CORPUS = "corpus.json"
 LOCATION = {"path", "anonymous"}  # keys of an entry in corpus.json that locate a shard
 # Shuffle spans a node caches per stream: the current one, the next, and shards that reach beyond them.
 SPANS = 3
+SHOWN_FILES = 5  # files with missing records that a warning names
 log = logging.getLogger(__name__)
 
 
@@ -144,6 +145,9 @@ class DatasetStep(Step):
         _require_room(profile, store, plan, tokens, total)
         count = total["tokens"] + total["validation_tokens"]
         summary = {**total, "shards": len(tokens), "bytes_per_token": round(total["bytes"] / count, 3)}
+        if incomplete := _missing_by_file(plan.shards, tokens):
+            summary["incomplete_files"] = dict(list(incomplete.items())[:SHOWN_FILES])
+            summary["incomplete"] = len(incomplete)
         pairs = list(zip(plan.shards, tokens, strict=True))
         contents = {
             "format": 1,
@@ -334,8 +338,18 @@ def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> 
         rate = round(counts["bytes"] / made, 3) if made else None
         engines = sorted({shard.summary["engine"] for shard in found if shard.summary.get("engine")})
         row = {"source": where, "shards": len(found), **counts, "bytes_per_token": rate, "engines": engines}
-        rows.append(row)
+        shards = [shard for shard in plan.shards if shard.source == len(rows)]
+        rows.append({**row, "missing_by_file": _missing_by_file(shards, found)})
     return rows
+
+
+def _missing_by_file(shards: Sequence[Shard], tokens: Sequence[Artifact]) -> dict[str, int]:
+    """Number of records without text, or that the objective cannot use, by file, the most first."""
+    counts: Counter[str] = Counter()
+    for shard, artifact in zip(shards, tokens, strict=True):
+        if missing := artifact.summary.get("missing"):
+            counts[shard.name.partition(" part ")[0]] += missing
+    return dict(counts.most_common())
 
 
 def _sum(tokens: Sequence[Artifact]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Helpers for tests of sources: documents, files that contain them, profiles that name the files."""
 
+import io
 import json
 from dataclasses import replace
 from itertools import chain
@@ -58,6 +59,13 @@ def table(documents=DOCUMENTS):
 def arrow(path, form):
     with form(str(path), table().schema) as writer:
         writer.write_table(table(), max_chunksize=40)
+
+
+def arrow_stream(rows=40):
+    out = io.BytesIO()
+    with pa.ipc.new_stream(out, table().schema) as writer:
+        writer.write_table(table(), max_chunksize=rows)
+    return out.getvalue()
 
 
 def list_shards(data, digests=None, token=None):

@@ -1,4 +1,4 @@
-"""Reads documents from a column of parquet and arrow files, one record at a time.
+"""Reads documents from a column of parquet, arrow and CSV files, one record at a time.
 
 Positions in messages count from 0, as in pyarrow.
 """
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from tasks.sources import column_types
 from tasks.sources.formats import long_text
 from tasks.sources.formats.long_text import LongText
 from tasks.sources.shard import Shard, SourceError
-from tasks.sources.tables import MAX_ROWS, arrow_batches, parquet_batches, require_column
+from tasks.sources.tables import MAX_ROWS, arrow_batches, csv_batches, parquet_batches
 
 LONG_VALUE = 1 << 22  # bytes; longer texts are decoded in chunks
 
@@ -32,62 +33,68 @@ Value = str | LongText | TokenIds | None
 
 
 def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the column, by row group. Raises SourceError, or ProfileError if it is missing."""
-    for group, first, batch in parquet_batches(shard, token, [shard.column]):
-        yield from _values(batch.column(0), f"{shard.paths[0]}, row group {group}", first)
+    """Values of the column, by row group. Raises SourceError, or ProfileError if it is missing or no text."""
+    for group, first, batch in parquet_batches(shard, token, shard.column):
+        column = column_types.select(batch, column_types.find(shard, batch.schema))
+        yield from _values(column, f"{shard.paths[0]}, row group {group}", first)
 
 
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the column, by record batch. Raises SourceError, or ProfileError if it is missing."""
+    """Values of the column, by record batch. Raises SourceError, or ProfileError if it is missing or no text."""
     for number, batch in arrow_batches(shard, token):
-        require_column(shard, batch.schema.names)
-        yield from _values(batch.column(shard.column), f"{shard.paths[0]}, record batch {number}")
+        column = column_types.select(batch, column_types.find(shard, batch.schema))
+        yield from _values(column, f"{shard.paths[0]}, record batch {number}")
+
+
+def csv(shard: Shard, token: str | None) -> Iterator[Value]:
+    """Values of the column, by block. Raises SourceError, or ProfileError if it is missing."""
+    for number, batch in csv_batches(shard, token):
+        if shard.column not in batch.schema.names:
+            raise column_types.missing(shard, batch.schema.names)
+        yield from _values(batch.column(shard.column), f"{shard.paths[0]}, block {number}")
 
 
 def _values(column: Any, position: str, first: int = 0) -> Iterator[Value]:
-    """Texts or token ids of an arrow array with records from `first` at `position`; None for other types."""
+    """Texts or token ids of an arrow array with records from `first` at `position`."""
+    import pyarrow.compute
     from pyarrow import types
 
-    kind = column.type
-    lists = types.is_list, types.is_large_list, types.is_fixed_size_list
-    if _is_text(kind) or (types.is_dictionary(kind) and _is_text(kind.value_type)):
-        read = _text
-    elif any(is_kind(kind) for is_kind in lists) and types.is_integer(kind.value_type):
-        read = _ids
-    else:
-        yield from (None for _ in range(len(column)))
-        return
+    kind = column_types.value_type(column.type)
+    read = _text if column_types.is_text(kind) or column_types.is_binary(kind) else _ids
     for low in range(0, len(column), MAX_ROWS):
         part = column.slice(low, MAX_ROWS)
-        texts = _short_texts(part) if _is_text(kind) else None
+        if types.is_run_end_encoded(part.type):
+            part = pyarrow.compute.run_end_decode(part)
+        texts = _short_texts(part)
         if texts is not None:
             yield from texts
             continue
         for i, scalar in enumerate(part, first + low):
+            scalar = scalar.value if isinstance(scalar, pyarrow.DictionaryScalar) else scalar
             yield read(scalar, lambda i=i: f"{position}, record {i}") if scalar.is_valid else None
 
 
 def _short_texts(column: Any) -> list[str | None] | None:
     """Texts of an array, decoded at once in a fifth of the time; None if one may be long or is invalid."""
-    if column.nbytes < LONG_VALUE:
+    import pyarrow
+
+    strings = {
+        pyarrow.binary(): pyarrow.string(),
+        pyarrow.large_binary(): pyarrow.large_string(),
+        pyarrow.binary_view(): pyarrow.string_view(),
+    }
+    if (kind := strings.get(column.type)) is not None:
+        column = column.view(kind)  # not checked until it is decoded
+    if column_types.is_text(column.type) and column.nbytes < LONG_VALUE:
         with suppress(UnicodeDecodeError):
             return column.to_pylist()
     return None
 
 
-def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-
-
 def _text(scalar: Any, locate: Callable[[], str]) -> str | LongText | None:
     import pyarrow
 
-    scalar = scalar.value if isinstance(scalar, pyarrow.DictionaryScalar) else scalar
     data = scalar.as_buffer()
-    if data is None:
-        return None
     if data.size >= LONG_VALUE:
         return long_text.of_file(lambda: pyarrow.BufferReader(data), locate())
     try:

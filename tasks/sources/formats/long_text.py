@@ -48,13 +48,14 @@ def of_text(text: str) -> LongText:
     return LongText(lambda: (text[start : start + SEGMENT] for start in range(0, len(text), SEGMENT)))
 
 
-def of_file(open_binary: Callable[[], object], name: str) -> LongText:
-    """A UTF-8 file in chunks; raises SourceError, with `name` and the byte, while it is read."""
+def of_file(open_binary: Callable[[], object], name: str, start: int = 0) -> LongText:
+    """A UTF-8 file in chunks, from a byte on; raises SourceError, with `name` and the byte, while it is read."""
 
     def chunks() -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        offset = 0
+        offset = start
         with open_binary() as file:
+            file.seek(start)
             while True:
                 data = file.read(READ)
                 pending = len(decoder.getstate()[0])

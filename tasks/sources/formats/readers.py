@@ -7,25 +7,26 @@ match the file's format raise a SourceError with file and position.
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 from uuid import uuid4
 
-from tasks.sources import python_docs
+from tasks.sources import column_types, json_layout, python_docs
 from tasks.sources.changes import unchanged
 from tasks.sources.formats import columnar, long_text
 from tasks.sources.formats.columnar import TokenIds
 from tasks.sources.formats.long_text import LongText
-from tasks.sources.shard import Shard, SourceError, is_corruption, open_file
-from tasks.sources.tables import require_column
+from tasks.sources.json_layout import Line
+from tasks.sources.shard import Shard, SourceError, is_corruption, open_file, without_bom
 
 Document = str | LongText | TokenIds | None
-Line = tuple[Callable[[], str], bytes]  # function that describes its position, and its contents
 LONG_FILE = 1 << 24  # bytes; longer text files and lines are read in chunks
 LONG_STRING = 1 << 22  # bytes; longer JSON strings of a long line are decoded in chunks
 HIGH_OR_LOW_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -48,8 +49,9 @@ def _text(shard: Shard, token: str | None) -> Iterator[Document]:
     for path in shard.paths:
         with open_file(shard, path, token) as file:
             start = file.read(LONG_FILE)
-            if len(start) == LONG_FILE:
-                yield long_text.of_file(lambda path=path: open_file(shard, path, token), path)
+            is_long, mark = len(start) == LONG_FILE, len(start) - len(start := without_bom(start, path))
+            if is_long:
+                yield long_text.of_file(lambda path=path: open_file(shard, path, token), path, mark)
                 continue
         try:
             yield start.decode()
@@ -68,20 +70,25 @@ def _lines(shard: Shard, token: str | None) -> Iterator[Document]:
 
 
 def _json_lines(shard: Shard, token: str | None) -> Iterator[Document]:
-    return _json_texts(shard, LINES[shard.format](shard, token))
+    return _json_texts(shard, json_records(shard, token))
 
 
-def _gzip_lines(shard: Shard, token: str | None) -> Iterator[Line]:
-    with _open_compressed(shard, token, "gzip") as file, gzip.open(file) as content:
-        yield from _numbered(shard, content, "gzip")
+def json_records(shard: Shard, token: str | None) -> Iterator[Line]:
+    """The lines of JSON Lines, or the records of other JSON, of a shard. Raises SourceError."""
+    lines = LINES[shard.format](shard, token)
+    return lines if shard.stop is not None else json_layout.records(lines)
 
 
-def _zstd_lines(shard: Shard, token: str | None) -> Iterator[Line]:
+def _compressed_lines(shard: Shard, token: str | None) -> Iterator[Line]:
+    compression, decompress = DECOMPRESSORS[shard.format.rpartition(".")[2]]
+    with _open_compressed(shard, token, compression) as file, decompress(file) as content:
+        yield from _numbered(shard, content, compression)
+
+
+def _zstd(file: BinaryIO) -> io.BufferedReader:
     import pyarrow
 
-    with _open_compressed(shard, token, "zstd") as file:
-        content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
-        yield from _numbered(shard, content, "zstd")
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
 
 
 def _open_compressed(shard: Shard, token: str | None, compression: str) -> BinaryIO:
@@ -104,6 +111,8 @@ def _plain_lines(shard: Shard, token: str | None) -> Iterator[Line]:
         for number, line in enumerate(file, 1):
             if shard.stop is not None and offset >= shard.stop:
                 return
+            if not offset:
+                offset, line = len(line) - len(start := without_bom(line, path)), start
             position = f"{path}, line {number}" + (f" after byte {shard.start}" if shard.start else "")
             yield (lambda position=position: position), line
             offset += len(line)
@@ -114,10 +123,17 @@ def _numbered(shard: Shard, content: Iterable[bytes], compression: str) -> Itera
     path = shard.paths[0]
     try:
         for number, line in enumerate(content, 1):
+            if number == 1:
+                line = without_bom(line, path)
             yield (lambda number=number: f"{path}, line {number}"), line
-    except (EOFError, OSError, zlib.error) as error:
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if not is_corruption(error):
             raise
+        if "too much memory" in str(error):
+            reason = (
+                f"its {compression} window is too large; compress it again without --long, or with --long=27"
+            )
+            raise SourceError(f"{path}: {reason}") from error
         raise SourceError(f"{path}, after line {number}: corrupted {compression}: {error}") from error
 
 
@@ -129,8 +145,8 @@ def _json_texts(shard: Shard, lines: Iterator[Line]) -> Iterator[Document]:
         line, long_strings = _extract_long_strings(line)
         record = parse_record(line, locate)
         if shard.column not in columns:
-            columns.update(dict.fromkeys(record))
-        value = record.get(shard.column)
+            columns.update(dict.fromkeys(_names(record, shard.column.count("."))))
+        value = _field(record, shard.column)
         if not isinstance(value, str):
             yield None
         elif value in long_strings:
@@ -139,8 +155,25 @@ def _json_texts(shard: Shard, lines: Iterator[Line]) -> Iterator[Document]:
             yield text if not HIGH_OR_LOW_SURROGATE.search(literal) or _is_encodable(text.chunks()) else None
         else:
             yield value if _is_encodable([value]) else None
-    if columns:
-        require_column(shard, list(columns))
+    if columns and shard.column not in columns:
+        raise column_types.missing(shard, columns)
+
+
+def _names(record: dict[str, Any], depth: int, prefix: str = "") -> Iterator[str]:
+    """Names of a record's fields, and dotted paths of those nested at most `depth` levels."""
+    for name, value in record.items():
+        yield f"{prefix}{name}"
+        if depth and isinstance(value, dict):
+            yield from _names(value, depth - 1, f"{prefix}{name}.")
+
+
+def _field(record: Any, column: str) -> Any:
+    """A record's field by its name, or else by its dotted path; None if there is none."""
+    if column in record:
+        return record[column]
+    for name in column.split("."):
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
 
 
 def parse_record(line: bytes, locate: Callable[[], str]) -> dict[str, Any]:
@@ -195,11 +228,17 @@ def _python_docs(shard: Shard, _: str | None) -> Iterator[Document]:
     return python_docs.documents()
 
 
-# Readers of lines, for the formats with one JSON object per line.
+# Names of compressions, and what opens them, by extension.
+DECOMPRESSORS: dict[str, tuple[str, Callable[[BinaryIO], Any]]] = {
+    "gz": ("gzip", gzip.open),
+    "zst": ("zstd", _zstd),
+    "xz": ("xz", lzma.open),
+    "bz2": ("bzip2", bz2.open),
+}
+# Readers of lines, for the formats with JSON.
 LINES: dict[str, Callable[[Shard, str | None], Iterator[Line]]] = {
     "jsonl": _plain_lines,
-    "jsonl.gz": _gzip_lines,
-    "jsonl.zst": _zstd_lines,
+    **{f"jsonl.{extension}": _compressed_lines for extension in DECOMPRESSORS},
 }
 READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
     "python-docs": _python_docs,
@@ -208,5 +247,6 @@ READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
     **dict.fromkeys(LINES, _json_lines),
     "parquet": columnar.parquet,
     "arrow": columnar.arrow,
+    "csv": columnar.csv,
     "tokens": columnar.arrow,
 }

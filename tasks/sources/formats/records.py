@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.sources import python_docs
 from tasks.sources.changes import unchanged
-from tasks.sources.formats.readers import LINES, parse_record
+from tasks.sources.formats.readers import LINES, json_records, parse_record
 from tasks.sources.shard import Shard, SourceError
-from tasks.sources.tables import arrow_batches, parquet_batches
+from tasks.sources.tables import arrow_batches, csv_batches, parquet_batches
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -22,7 +22,7 @@ def records(shard: Shard, token: str | None = None) -> Iterator[Located]:
     """All records of a shard, in order. Raises SourceError for a corrupted file, or one without records."""
     with unchanged(shard, token):
         if shard.format in LINES:
-            for locate, line in LINES[shard.format](shard, token):
+            for locate, line in json_records(shard, token):
                 if not line.isspace():
                     yield parse_record(line, locate), locate
         elif shard.format == "python-docs":
@@ -37,18 +37,25 @@ def records(shard: Shard, token: str | None = None) -> Iterator[Located]:
 
 def _parquet(shard: Shard, token: str | None) -> Iterator[Located]:
     for group, _, batch in parquet_batches(shard, token):
-        position = f"{shard.paths[0]}, row group {group}"
-        yield from _located(batch, position)
+        yield from _located(batch, f"{shard.paths[0]}, row group {group}")
 
 
 def _arrow(shard: Shard, token: str | None) -> Iterator[Located]:
     for number, batch in arrow_batches(shard, token):
-        position = f"{shard.paths[0]}, record batch {number}"
-        yield from _located(batch, position)
+        yield from _located(batch, f"{shard.paths[0]}, record batch {number}")
+
+
+def _csv(shard: Shard, token: str | None) -> Iterator[Located]:
+    for number, batch in csv_batches(shard, token):
+        yield from _located(batch, f"{shard.paths[0]}, block {number}")
 
 
 def _located(batch: RecordBatch, position: str) -> Iterator[Located]:
-    for record in batch.to_pylist():
+    try:
+        records = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{position}: not UTF-8 text: {error}") from error
+    for record in records:
         yield {name: _without_nulls(value) for name, value in record.items()}, lambda: position
 
 
@@ -59,4 +66,8 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-COLUMNAR: dict[str, Callable[[Shard, str | None], Iterator[Located]]] = {"parquet": _parquet, "arrow": _arrow}
+COLUMNAR: dict[str, Callable[[Shard, str | None], Iterator[Located]]] = {
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "csv": _csv,
+}

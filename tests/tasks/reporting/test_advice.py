@@ -12,15 +12,33 @@ ENOUGH = {"vocabulary_size": 4096}
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "tokens", "expected"),
+    ("tokenizer", "dataset", "expected"),
     [
-        (ENOUGH, 300 * STEP_TOKENS // 4, []),  # four passes
-        (ENOUGH, 3 * STEP_TOKENS, ["300 steps read the data about 100 times; .*at most 12 steps$"]),
-        ({"vocabulary_size": 583}, 300 * STEP_TOKENS, ["the tokenizer has 583 tokens instead of 4,096: "]),
+        (ENOUGH, {"tokens": 300 * STEP_TOKENS // 4}, []),  # four passes
+        (
+            ENOUGH,
+            {"tokens": 3 * STEP_TOKENS},
+            ["300 steps read the data about 100 times; .*at most 12 steps$"],
+        ),
+        (
+            ENOUGH,
+            {
+                "tokens": 300 * STEP_TOKENS,
+                "missing": 1003,
+                "incomplete": 3,
+                "incomplete_files": {"b/x.parquet": 1000, "a.jsonl": 2},
+            },
+            [r"^left out 1,003 records without text: b/x.parquet \(1,000\), a.jsonl \(2\), 1 more files$"],
+        ),
+        (
+            {"vocabulary_size": 583},
+            {"tokens": 300 * STEP_TOKENS},
+            ["the tokenizer has 583 tokens instead of 4,096: "],
+        ),
     ],
 )
-def test_repeated_data_and_small_tokenizers_are_warned_about(tokenizer, tokens, expected):
-    warnings = data_warnings(resolve.load("tiny"), tokenizer, {"tokens": tokens})
+def test_missing_repeated_data_and_small_tokenizers_are_warned_about(tokenizer, dataset, expected):
+    warnings = data_warnings(resolve.load("tiny"), tokenizer, dataset)
     assert len(warnings) == len(expected)
     for warning, part in zip(warnings, expected, strict=True):
         assert re.search(part, warning)

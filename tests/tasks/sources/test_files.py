@@ -1,29 +1,31 @@
 """File sources: all documents in order, content-keyed shards, and errors with file and position."""
 
+import bz2
 import errno
 import glob
 import gzip
-import io
 import json
+import lzma
 import os
 import random
 
 import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
 import pyarrow.parquet as parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.sources import file_shards
-from tasks.sources.formats import long_text, readers
+from tasks.sources.formats import readers
 from tasks.sources.listing import list_files
-from tasks.sources.shard import Shard, SourceError
+from tasks.sources.shard import SourceError
 from tests import s3
 from tests.tasks.source_files import (
     DOCUMENTS,
     arrow,
+    arrow_stream,
     files,
     joined,
     lines,
@@ -41,6 +43,7 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(file_shards, "SHARD_BYTES", 4000)
 
 
+RECORDS = [{"n": {"a": ["[{", i]}, "text": text} for i, text in enumerate(DOCUMENTS)]
 WRITERS = {
     "a.jsonl": lambda path: path.write_bytes(lines(DOCUMENTS)),
     "a.json": lambda path: path.write_bytes(lines(DOCUMENTS)),
@@ -48,6 +51,13 @@ WRITERS = {
         gzip.compress(lines(DOCUMENTS[:90])) + gzip.compress(lines(DOCUMENTS[90:]))
     ),
     "a.jsonl.zst": lambda path: path.write_bytes(zstd(lines(DOCUMENTS[:90])) + zstd(lines(DOCUMENTS[90:]))),
+    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(lines(DOCUMENTS))),
+    "a.json.bz2": lambda path: path.write_bytes(bz2.compress(lines(DOCUMENTS))),
+    "array.json": lambda path: path.write_text(json.dumps(RECORDS, indent=1)),
+    "one-line.json": lambda path: path.write_text(json.dumps(RECORDS)),
+    "array.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(RECORDS, indent=2).encode())),
+    "indented.jsonl": lambda path: path.write_text("\n".join(json.dumps(each, indent=2) for each in RECORDS)),
+    "a.csv": lambda path: pyarrow.csv.write_csv(table(), path),
     "a.parquet": lambda path: parquet.write_table(table(), path, row_group_size=20),
     "a.arrow": lambda path: arrow(path, pa.ipc.new_stream),
     "b.arrow": lambda path: arrow(path, pa.ipc.new_file),
@@ -73,53 +83,6 @@ def test_lines_option_reads_each_line_of_text_as_a_document(tmp_path, small_shar
     assert joined(shards) == DOCUMENTS
     assert len(shards) > 3
     assert texts(profile(files(tmp_path / "a.txt"))) == [["\n".join(DOCUMENTS)]]
-
-
-def test_long_text_files_are_read_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "LONG_FILE", 100)
-    monkeypatch.setattr("tasks.sources.formats.long_text.READ", 64)
-    (tmp_path / "a.txt").write_text("日本語 naïve " * 40)
-    assert texts(profile(files(tmp_path / "a.txt"))) == [["日本語 naïve " * 40]]
-    (tmp_path / "a.txt").write_bytes(b"good " * 40 + b"\xff")
-    with pytest.raises(SourceError, match=r"a\.txt, byte 200: not UTF-8"):
-        texts(profile(files(tmp_path / "a.txt")))
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.text(st.sampled_from('abc "\\/\n\té日👩{}:,'), max_size=60), min_size=1, max_size=6),
-    st.booleans(),
-    st.integers(1, 40),
-)
-def test_long_json_strings_decode_in_chunks_to_the_same_text(documents, ensure_ascii, part):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "LONG_FILE", 30)
-        patch.setattr(readers, "LONG_STRING", 10)
-        patch.setattr("tasks.sources.formats.long_text.READ", part)
-        records = ({"a": text, "text": text, "b": [text, 1.5]} for text in documents)
-        made = (json.dumps(record, ensure_ascii=ensure_ascii).encode() for record in records)
-        shard = Shard("a.jsonl", "jsonl", "digest", ("a.jsonl",), column="text")
-        found = readers._json_texts(shard, ((lambda: "a.jsonl, line 1", line) for line in made))
-        assert [each if isinstance(each, str) else "".join(each.chunks()) for each in found] == documents
-
-
-@pytest.mark.parametrize("text", ["12,3.5\n", "\n", "日本", "👩", "\\n", '"a" b'])
-def test_a_long_json_string_decodes_in_bounded_chunks(text, monkeypatch):
-    monkeypatch.setattr("tasks.sources.formats.long_text.READ", 64)
-    for ensure_ascii in True, False:
-        literal = json.dumps(text * 1000, ensure_ascii=ensure_ascii).encode()[1:-1]
-        chunks = list(long_text.of_json(memoryview(literal), lambda: "a.jsonl, line 1").chunks())
-        assert "".join(chunks) == text * 1000
-        assert max(map(len, chunks)) <= 128
-
-
-def test_an_invalid_long_json_string_is_an_error_with_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "LONG_FILE", 100)
-    monkeypatch.setattr(readers, "LONG_STRING", 50)
-    good = json.dumps({"text": "words " * 30})
-    (tmp_path / "a.jsonl").write_text(good + "\n" + good.replace("words", r"wo\qrds") + "\n")
-    with pytest.raises(SourceError, match=r"a\.jsonl, line 2: invalid JSON: Invalid \\escape"):
-        texts(profile(files(tmp_path / "a.jsonl")))
 
 
 def test_lines_on_s3_are_read_in_blocks_about_once(tmp_path, monkeypatch):
@@ -328,117 +291,9 @@ def test_digests_are_cached_until_a_file_changes(tmp_path, store, monkeypatch):
     assert [shard.digest for shard in list_shards(wanted, DigestCache(store.local_cache))] != before
 
 
-def stream(rows=40):
-    out = io.BytesIO()
-    with pa.ipc.new_stream(out, table().schema) as writer:
-        writer.write_table(table(), max_chunksize=rows)
-    return out.getvalue()
-
-
-def cut_after(content, batches):
-    """The first batches of an arrow stream, without its end marker."""
-    file = io.BytesIO(content)
-    reader = pa.ipc.open_stream(file)
-    for _ in range(batches):
-        reader.read_next_batch()
-    return content[: file.tell()]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", lines(["good"]) + b"[" * 200_000, r"a\.jsonl, line 2: JSON is nested too deeply"),
-        ("a.jsonl.gz", b"", r"a\.jsonl\.gz, byte 0: corrupted gzip: the file is empty"),
-        ("a.jsonl.zst", b"", r"a\.jsonl\.zst, byte 0: corrupted zstd: the file is empty"),
-        ("a.jsonl.zst", zstd(lines(DOCUMENTS))[:-9], r"a\.jsonl\.zst, after line \d+: corrupted zstd"),
-        ("a.jsonl.zst", b"no zstd at all", r"a\.jsonl\.zst, after line 0: corrupted zstd"),
-        ("a.arrow", b"", r"a\.arrow, schema: corrupted arrow file"),
-        ("a.arrow", b"no arrow at all, but long enough", r"a\.arrow, schema: corrupted arrow file"),
-        ("a.arrow", b"ARROW1\0\0" + b"no more" * 9, r"a\.arrow, footer: corrupted arrow file"),
-        ("a.arrow", stream()[:9000], r"a\.arrow, record batch [1-6]: corrupted arrow file"),
-        (
-            "a.arrow",
-            cut_after(stream(), 3),
-            r"a\.arrow, record batch 3: truncated: the end of the stream is missing",
-        ),
-        ("a.parquet", b"", r"a\.parquet, footer: corrupted parquet"),
-        ("a.parquet", b"PAR1" + bytes(99) + b"PAR1", r"a\.parquet, footer: corrupted parquet"),
-    ],
-)
-def test_corrupted_files_are_errors_with_file_and_position(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(SourceError, match=message):
-        texts(profile(files(tmp_path / name)))
-
-
-def test_a_corrupted_parquet_page_is_an_error_with_its_row_group(tmp_path):
-    path = tmp_path / "a.parquet"
-    options = {"compression": "zstd", "use_dictionary": False, "row_group_size": 200}
-    parquet.write_table(table(), path, **options)
-    second = parquet.ParquetFile(path).metadata.row_group(1).column(1)
-    content = bytearray(path.read_bytes())
-    low = second.data_page_offset + second.total_compressed_size // 2
-    content[low : low + 40] = bytes(40)
-    path.write_bytes(content)
-    with pytest.raises(SourceError, match=r"a\.parquet, row group 1, from record 0 on: corrupted parquet"):
-        texts(profile(files(path)))
-
-
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_invalid_utf8_in_a_table_is_an_error_with_its_record(ending, tmp_path):
-    values = [b"good", b"as good", b"bad \xff"]
-    found = pa.table({"text": pa.array(values, pa.binary()).view(pa.string())})
-    if ending == "parquet":
-        parquet.write_table(found, tmp_path / "a.parquet", row_group_size=2)
-        position = "row group 1, record 0, byte 4"
-    else:
-        with pa.ipc.new_stream(str(tmp_path / "a.arrow"), found.schema) as writer:
-            writer.write_table(found)
-        position = "record batch 0, record 2, byte 4"
-    with pytest.raises(SourceError, match=rf"a\.{ending}, {position}: not UTF-8"):
-        texts(profile(files(tmp_path / f"a.{ending}")))
-
-
-@pytest.mark.parametrize(
-    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
-)
-def test_every_arrow_string_type_is_read(kind, tmp_path):
-    column = pa.array([*DOCUMENTS, None, ""]).cast(kind)
-    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), pa.schema([("text", kind)])) as writer:
-        writer.write_batch(pa.record_batch({"text": column}))
-    assert texts(profile(files(tmp_path / "a.arrow"))) == [[*DOCUMENTS, None, ""]]
-
-
-def test_long_texts_of_a_table_are_read_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.sources.formats.columnar.LONG_VALUE", 1 << 18)
-    documents = [f"{i} naïve " + "word " * 200_000 for i in range(30)] + ["short"]
-    options = {"use_dictionary": False, "write_batch_size": 1, "data_page_size": 1}
-    parquet.write_table(pa.table({"text": documents}), tmp_path / "a.parquet", **options)
-    pool = pa.proxy_memory_pool(pa.default_memory_pool())
-    before = pa.default_memory_pool()
-    pa.set_memory_pool(pool)
-    try:
-        (shard,) = list_shards(profile(files(tmp_path / "a.parquet")).data)
-        found = readers.documents(shard)
-        assert all("".join(next(found).chunks()) == document for document in documents[:30])
-        assert list(found) == ["short"]
-        assert pool.max_memory() < 10_000_000  # of 30 MB
-    finally:
-        pa.set_memory_pool(before)
-
-
-def test_a_record_with_a_lone_surrogate_counts_as_without_text(tmp_path, monkeypatch):
-    good, bad = r'{"text": "a pair \ud83d\ude00", "n": "\ud800"}', r'{"text": "half a pair \ud83d"}'
-    (tmp_path / "a.jsonl").write_text("\n".join([good, bad, good]))
-    assert texts(profile(files(tmp_path / "a.jsonl"))) == [["a pair 😀", None, "a pair 😀"]]
-    monkeypatch.setattr(readers, "LONG_FILE", 10)
-    monkeypatch.setattr(readers, "LONG_STRING", 10)
-    assert texts(profile(files(tmp_path / "a.jsonl"))) == [["a pair 😀", None, "a pair 😀"]]
-
-
 def test_a_remote_arrow_file_is_one_shard(monkeypatch, small_shards):
     import fsspec
 
     with s3.bucket(monkeypatch) as bucket:
-        fsspec.filesystem("s3").pipe_file(f"{bucket}/a.arrow", stream())
+        fsspec.filesystem("s3").pipe_file(f"{bucket}/a.arrow", arrow_stream())
         assert texts(profile(files(f"{bucket}/a.arrow"))) == [DOCUMENTS]

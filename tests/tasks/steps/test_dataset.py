@@ -194,6 +194,9 @@ def test_records_without_text_are_counted(store, tmp_path):
         file.write('{"n": 1}\n\n{"text": null}\n{"text": 7}\n')
     artifact = make(profile(path), store)
     assert artifact.summary["missing"] == 3
+    assert (artifact.summary["incomplete_files"], artifact.summary["incomplete"]) == ({str(path): 3}, 1)
+    (row,) = json.loads((store.artifacts.path(artifact) / "report.json").read_text())
+    assert row["missing_by_file"] == {str(path): 3}
     assert artifact.summary["documents"] + artifact.summary["validation_documents"] == len(DOCUMENTS)
 
 
