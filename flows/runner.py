@@ -31,7 +31,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.server.prefect_settings import STOPPED
 from flows.ui.artifacts import show_table
-from flows.ui.console import PACKAGES, ProgressFilter, one_line
+from flows.ui.console import PACKAGES, ProgressFilter, log_outcome, one_line
 from flows.ui.progress import progress_reporter
 from modeling import run_files
 from modeling.training.metrics import record_event
@@ -39,7 +39,6 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.failures import RESTARTING, FatalError
 from tasks.launchers import JobFailed
-from tasks.reporting.format import format_duration
 from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import SOURCE_ERRORS
 from tasks.step import Context, Step
@@ -317,10 +316,7 @@ class Runner:
 
     def _conclude(self, position: int, outcome: Outcome) -> None:
         self.outcomes[position] = outcome
-        timed = outcome.how in ("done", "failed", "stopped") and outcome.seconds
-        took = format_duration(outcome.seconds) if timed else ""
-        columns = f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  "
-        log.info("%s", f"{columns}{outcome.note}".rstrip(), extra={"indent": len(columns)})
+        log_outcome(log, outcome)
 
 
 def _reason(state: State) -> str | None:

@@ -24,6 +24,7 @@ from flows.ui.console import (
     PipeTolerantConsole,
     TerminalHandler,
     configure_logging,
+    log_outcome,
     one_line,
     print_facts,
     print_json,
@@ -37,6 +38,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.gate import GateMissed
 from tasks.reporting.format import format_perplexity
+from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import SOURCE_ERRORS
 from tasks.store.store import open_store
 
@@ -50,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
     profile = resolve.load(options.profile, options.overrides, options.name)
     resolve.check(profile)
     resolve.check_start(profile)
+    if not (options.update or options.replace or options.fork) and _show_completed(options, profile):
+        return DONE
     with without_garbage_collection(), waiting(lambda: f"planning {profile.name}"):
         from flows.start_checks import RunCommand, check_run
 
@@ -66,6 +70,31 @@ def run(options: argparse.Namespace) -> int:
         return flow(options.profile, options.overrides, options.name, options.store, **flags)
 
     return run_flow(options, profile, profile.name, start, print_results)
+
+
+def _show_completed(options: argparse.Namespace, profile: Profile) -> bool:
+    """Show the result of a completed run, without Prefect and torch; False if a flow has to run.
+
+    If a server is in use on this store or configured, a flow runs anyway, so that the server lists it.
+    """
+    from tasks import completed
+
+    store = open_store(options.store, profile.cluster.work_dir or "store")
+    home = configure(store.work_dir)
+    if may_have_server_settings(home) or (home / "server.json").exists():
+        return False
+    if (result := completed.find(store, profile)) is None:
+        return False
+    if options.json:
+        print_json(result)
+        return True
+    terminal = TerminalHandler(PipeTolerantConsole(highlight=False))
+    logging.getLogger().handlers = [terminal]
+    log.setLevel(logging.INFO)
+    for step in result["steps"]:
+        log_outcome(log, Outcome(**step))
+    print_results(terminal.console, result)
+    return True
 
 
 def run_flow(

@@ -28,6 +28,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from tasks.reporting.format import format_age, format_duration
+from tasks.reporting.outcome import Outcome
 
 PACKAGES = ("flows", "tasks", "profiles", "modeling", "parallel")  # packages whose records are shown
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
@@ -131,6 +132,14 @@ def wrap(line: str, width: int, indent: int) -> str:
     return (
         line[:indent] + textwrap.fill(line[indent:], width, initial_indent=" " * indent, **options)[indent:]
     )
+
+
+def log_outcome(log: logging.Logger, outcome: Outcome) -> None:
+    """Log how a step ended, in columns: step, how, seconds, note."""
+    timed = outcome.how in ("done", "failed", "stopped") and outcome.seconds
+    took = format_duration(outcome.seconds) if timed else ""
+    columns = f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  "
+    log.info("%s", f"{columns}{outcome.note}".rstrip(), extra={"indent": len(columns)})
 
 
 def configure_logging(terminal: TerminalHandler, log_file: Path) -> None:

@@ -1,0 +1,106 @@
+"""Whether a run is complete and nothing has changed, found without torch: a flow would only find each step cached.
+
+Covers pretraining from scratch on local data with a local store. All other runs are left to their flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modeling import run_files
+from profiles import state_files
+from profiles.errors import ProfileError
+from profiles.recompute import AUTO
+from profiles.schema import Profile
+from tasks import keys
+from tasks.inputs import EXPORT, Lockfile, resolve
+from tasks.reporting.outcome import Outcome, final_evaluation
+from tasks.sources.shard import SOURCE_ERRORS
+from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
+from tasks.store import run_artifacts
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
+
+LOCAL = ("python-docs", "files")  # kinds of sources without a network, if their path is local
+NOT_STORED = ("plan", "resolve", "report")  # steps that make no artifact
+EVALUATION = ("validation_loss", "perplexity", "metrics")  # an evaluation's values in the result
+
+
+def find(store: Store, profile: Profile) -> dict[str, Any] | None:
+    """The result of a completed run, as its flow returns it; None if a flow has to find out, or has work."""
+    run = store.run_folder(profile.name)
+    if store.is_remote or not _is_simple(profile) or run.stored_identity is None:
+        return None
+    try:
+        context = Context(profile, store, run.path)
+        lockfile = Lockfile.from_bytes(run.read(run_files.LOCKFILE) or b"", run_files.LOCKFILE)
+        inputs = resolve(profile, store, lockfile=lockfile)
+        if inputs.lockfile.pins.keys() != lockfile.pins.keys():
+            return None
+        evaluated = _find_all(Context(profile, store, run.path, resolved=inputs), run.stored_identity)
+    except (ProfileError, OSError, ValueError, *SOURCE_ERRORS):  # the flow reports it
+        return None
+    report = state_files.read_json(context.run_folder / "report.json") or {}
+    page = context.run_folder / "report.html"
+    if evaluated is None or not page.exists() or not final_evaluation(report, profile.train.steps):
+        return None
+    outcomes = [Outcome(**step) for step in report["steps"] if step["step"] not in NOT_STORED]
+    evaluation = {name: evaluated.summary[name] for name in EVALUATION}
+    return {
+        "run": profile.name,
+        "folder": str(run.path),
+        "export": str(run.path / EXPORT),
+        "metrics": str(run.path / run_files.METRICS),
+        "report": str(page),
+        "validation_loss": evaluation["validation_loss"],
+        "perplexity": evaluation["perplexity"],
+        "evaluation": evaluation,
+        "before": None,
+        "parameters": report["plan"]["parameters"],
+        "steps": [_as_cached(outcome) for outcome in outcomes],
+    }
+
+
+def _is_simple(profile: Profile) -> bool:
+    """Whether the run's identity needs no network, no other run and no plan."""
+    return (
+        profile.init.from_ is None
+        and profile.tokenizer.source == "train"
+        and not profile.fine_tunes
+        and profile.train.steps is not None
+        and AUTO not in (profile.train.recompute, profile.parallel.keep_gathered)
+        and (profile.checkpoint.resume, profile.checkpoint.weights) == ("newest", False)
+        and not profile.tracking.trackers
+        and all(source.kind in LOCAL and "://" not in (source.path or "") for source in profile.data.sources)
+    )
+
+
+def _find_all(context: Context, identity: str) -> Artifact | None:
+    """The final evaluation, if every artifact of the run is complete and of this identity."""
+    profile, store, name = context.profile, context.store, context.run_folder.name
+    tokenizer = TokenizerStep()
+    trained = tokenizer.find(context, tokenizer.key(context))
+    if trained is None:
+        return None
+    dataset = DatasetStep(trained)
+    corpus = dataset.find(context, dataset.key(context))
+    if corpus is None or keys.run_identity(profile, trained.key, corpus.key) != identity:
+        return None
+    settings = profile.evaluate
+    evaluated = store.artifacts.find(
+        "evaluation",
+        keys.evaluation(name, identity, profile.train, settings.metrics, by_source=settings.by_source),
+    )
+    pointers = {
+        "training": keys.training(name, identity, profile.train),
+        EXPORT: keys.export(name, identity, profile.train),
+    }
+    complete = all(run_artifacts.find(store, kind, key, name) for kind, key in pointers.items())
+    return evaluated if complete else None
+
+
+def _as_cached(outcome: Outcome) -> Mapping[str, Any]:
+    return vars(outcome) | {"how": "skipped" if outcome.how == "skipped" else "cached", "retries": 0}
