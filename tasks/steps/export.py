@@ -21,7 +21,7 @@ from tasks.store.artifacts import Artifact
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.run_folder import CheckpointId
 from tasks.store.store import Store
-from tasks.tokenization.tokenizer_files import load, special_token_id
+from tasks.tokenization.tokenizer_files import check_loads, load, special_token_id, typed_tokens
 
 ADAPTER = "adapter"  # folder of the export
 
@@ -98,7 +98,11 @@ def write_model(
 
 
 def copy_tokenizer(store: Store, tokenizer: Artifact, folder: Path) -> None:
-    """Copy a tokenizer's files into the folder of a model, and write its token ids to the model's configs."""
+    """Copy a tokenizer's files into the folder of a model, and write its token ids to the model's configs.
+
+    Raises:
+        FatalError: `AutoTokenizer` cannot load the tokenizer.
+    """
     source = store.artifacts.path(tokenizer)
     for file in source.iterdir():
         if file.name != MANIFEST:
@@ -109,3 +113,10 @@ def copy_tokenizer(store: Store, tokenizer: Artifact, folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **ids}, indent=1))
     (folder / GENERATION_CONFIG).write_text(json.dumps(ids, indent=1))
+    try:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(typed_tokens(json.loads(path.read_text())), indent=2, ensure_ascii=False))
+        check_loads(folder)
+    except ValueError as error:
+        reason = f"the tokenizer {tokenizer.summary.get('source', tokenizer.key)} cannot be exported: {error}"
+        raise FatalError(f"{reason}; correct the files of tokenizer.source") from error

@@ -16,11 +16,13 @@ from tasks.sources import remote
 
 NAMES = (
     "tokenizer.json",
+    "tekken.json",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "config.json",
     "chat_template.jinja",
 )

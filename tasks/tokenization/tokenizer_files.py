@@ -1,62 +1,86 @@
 """Converts tokenizer files to a folder that `AutoTokenizer` and `tokenizers` load with equal results.
 
-Reads tokenizer.json, vocab.json with merges.txt (GPT-2), or a SentencePiece tokenizer.model (Llama 2). The folder holds
-tokenizer.json, copied byte for byte or converted, and tokenizer_config.json, which names the special tokens.
+Reads tokenizer.json, Mistral's tekken.json, a tokenizer.model of SentencePiece (Llama 2) or tiktoken (Llama 3 and 4), or
+vocab.json with merges.txt (GPT-2). The folder holds tokenizer.json, copied as it is or converted, and tokenizer_config.json,
+which names the special tokens. Tokens that only other files declare are added (added_tokens.json, added_tokens_decoder).
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from profiles.errors import ProfileError
+from tasks.tokenization import ranked_files
 
 if TYPE_CHECKING:
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # each a JSON object
+# Each a JSON object.
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "added_tokens.json")
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")  # lists; the latter may be an object
+ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields
+# Byte order marks, and the encodings that remove them.
+MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 EOS = "<|endoftext|>"  # GPT-2's
 DEFAULT_EOS = (EOS, "<|end_of_text|>", "</s>")  # tried in order if the source names no EOS token
 
 
 def convert(source: str, raw: Path, folder: Path) -> None:
-    """Convert the tokenizer files in `raw` and write tokenizer.json and tokenizer_config.json to `folder`.
+    """Convert the tokenizer files in `raw`, a copy, and write tokenizer.json and tokenizer_config.json to `folder`.
 
     Raises:
-        ProfileError: no supported tokenizer files, or corrupted ones; names tokenizer.source = `source`.
+        ProfileError: no supported tokenizer files, or corrupted ones, or `AutoTokenizer` cannot load the result; names
+            tokenizer.source = `source`.
     """
+    path = raw
     try:
-        if (path := raw / "tokenizer.json").exists():
-            tokenizer, special = Tokenizer.from_file(str(path)), {}
-            _require_same_ids(tokenizer, json.loads(path.read_text()))
-            shutil.copyfile(path, folder / "tokenizer.json")
-        elif (path := raw / "tokenizer.model").exists():
-            tokenizer, special = from_sentencepiece(path)
-        elif (path := _find_file(raw, "vocab.json")) and (merges := _find_file(raw, "merges.txt")):
-            tokenizer, special = from_vocabulary(path, merges)
-        else:
-            found = ", ".join(sorted(path.name for path in raw.iterdir() if path.is_file())) or "nothing"
-            wanted = "tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
-            raise ProfileError("tokenizer.source", source, f"contains {found}; a tokenizer needs {wanted}")
+        for path in sorted(raw.iterdir()):
+            _remove_mark(path)
+        settings = {}
+        for name in SETTINGS:
+            path = raw / name
+            settings[name] = json.loads(path.read_text()) if path.exists() else {}
+            if not isinstance(settings[name], dict):
+                raise ValueError("it is not a JSON object")
+        path = _model_file(source, raw)
+        tokenizer, special = _load_model(path, settings)
+        added = _add_declared(tokenizer, settings)
+        if path.name == "tokenizer.json" and not added:
+            shutil.copyfile(path, folder / path.name)
+        path = raw / SETTINGS[0]
+        write(folder, tokenizer, _configuration(settings, tokenizer, special))
+        if (path := raw / "chat_template.jinja").exists():
+            shutil.copyfile(path, folder / path.name)
+        path = folder / "tokenizer.json"
+        check_loads(folder)
     except (ProfileError, OSError):
         raise
     except Exception as error:  # the parsers raise plain Exceptions
         raise ProfileError("tokenizer.source", source, f"{path.name} cannot be read: {error}") from error
-    settings = {}
-    for name in SETTINGS:
-        try:
-            settings[name] = json.loads((raw / name).read_text()) if (raw / name).exists() else {}
-            if not isinstance(settings[name], dict):
-                raise ValueError("it is not a JSON object")
-        except ValueError as error:
-            raise ProfileError("tokenizer.source", source, f"{name} cannot be read: {error}") from error
-    write(folder, tokenizer, _configuration(settings, tokenizer, special))
-    if (raw / "chat_template.jinja").exists():
-        shutil.copyfile(raw / "chat_template.jinja", folder / "chat_template.jinja")
+
+
+def check_loads(folder: Path) -> None:
+    """Raise ValueError unless `AutoTokenizer` loads a folder's tokenizer, with the same special tokens."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"AutoTokenizer cannot load it: {type(error).__name__}: {error}") from error
+    tokenizer = load(folder)
+    for name in ("bos_token", "eos_token"):
+        expected, actual = special_token_id(folder, tokenizer, name), getattr(found, f"{name}_id")
+        if expected not in (actual, None):
+            raise ValueError(f"AutoTokenizer reads {actual} as {name}_id, not {expected}")
 
 
 def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> None:
@@ -64,9 +88,26 @@ def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> 
     if not (folder / "tokenizer.json").exists():
         tokenizer.save(str(folder / "tokenizer.json"))
     # The class that uses tokenizer.json unchanged; a model's own tokenizer class may replace parts of it.
-    configuration = {**configuration, "tokenizer_class": "PreTrainedTokenizerFast"}
+    configuration = {**typed_tokens(configuration), "tokenizer_class": "PreTrainedTokenizerFast"}
     text = json.dumps(configuration, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n")
+
+
+def typed_tokens(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer_config.json whose special tokens transformers can load: objects have their type, and none is null or false.
+
+    Raises:
+        ValueError: a special token is neither a text nor an object with its content.
+    """
+    typed = dict(configuration)
+    for name in {*SPECIAL, *MORE_SPECIAL} & typed.keys():
+        if not typed[name]:
+            del typed[name]
+        elif name in SPECIAL and not isinstance(_content(typed[name]), str):
+            raise ValueError(f"{name} is {typed[name]!r}, neither a text nor an object with its content")
+        else:
+            typed[name] = _typed(typed[name])
+    return typed
 
 
 def load(folder: Path) -> Tokenizer:
@@ -85,8 +126,7 @@ def has_plain_added_tokens(folder: Path) -> bool:
 
 def special_token_id(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
     """Id of the folder's "eos_token", "bos_token" or "pad_token"; None if it names none."""
-    token = json.loads((folder / "tokenizer_config.json").read_text()).get(name)
-    content = token["content"] if isinstance(token, dict) else token
+    content = _content(json.loads((folder / "tokenizer_config.json").read_text()).get(name))
     return tokenizer.token_to_id(content) if content else None
 
 
@@ -160,21 +200,135 @@ def _require_same_ids(tokenizer: Tokenizer, state: dict[str, Any]) -> None:
             raise ValueError(f"{reason}; list the added tokens by id, without gaps after the vocabulary")
 
 
+def _model_file(source: str, raw: Path) -> Path:
+    """The file with the vocabulary. Raises ProfileError."""
+    for name in ("tokenizer.json", "tekken.json", "tokenizer.model"):
+        if (raw / name).exists():
+            return raw / name
+    if (path := _find_file(raw, "vocab.json")) and _find_file(raw, "merges.txt"):
+        return path
+    found = ", ".join(sorted(path.name for path in raw.iterdir() if path.is_file())) or "nothing"
+    wanted = "tokenizer.json, tekken.json, tokenizer.model, or vocab.json with merges.txt"
+    raise ProfileError("tokenizer.source", source, f"contains {found}; a tokenizer needs {wanted}")
+
+
+def _load_model(path: Path, settings: Mapping[str, dict[str, Any]]) -> tuple[Tokenizer, dict[str, str]]:
+    """Tokenizer from the file with its vocabulary, and the special tokens that this implies."""
+    given, _, model, _ = (settings[name] for name in SETTINGS)
+    if path.name == "tokenizer.json":
+        tokenizer = Tokenizer.from_file(str(path))
+        _require_same_ids(tokenizer, json.loads(path.read_text()))
+        return tokenizer, {}
+    if path.name == "tekken.json":
+        return ranked_files.from_tekken(path)
+    if path.name == "tokenizer.model":
+        if ranked_files.is_tiktoken(path):
+            return ranked_files.from_tiktoken(
+                path, model, has_special=bool(given.get("added_tokens_decoder"))
+            )
+        return from_sentencepiece(path)
+    if (
+        given.get("tokenizer_class", GPT2_CLASSES[0]) not in GPT2_CLASSES
+    ):  # may split words otherwise than GPT-2
+        from transformers import AutoTokenizer
+
+        options = {"local_files_only": True, "trust_remote_code": False}
+        return AutoTokenizer.from_pretrained(path.parent, **options).backend_tokenizer, {}
+    return from_vocabulary(path, _find_file(path.parent, "merges.txt"))
+
+
+def _add_declared(tokenizer: Tokenizer, settings: Mapping[str, dict[str, Any]]) -> bool:
+    """Add the tokens that only the settings declare, as transformers does; returns whether there were any.
+
+    Raises:
+        ValueError: the tokenizer cannot give one its declared id.
+    """
+    given, special_map, _, plain = (settings[name] for name in SETTINGS)
+    declared = {int(i): _added_token(fields) for i, fields in given.get("added_tokens_decoder", {}).items()}
+    if not declared:
+        special = set(map(_content, _special_tokens({**given, **special_map})))
+        for content, i in plain.items():
+            is_special = content in special
+            declared[i] = AddedToken(content, special=is_special, normalized=not is_special)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = {i: token for i, token in sorted(declared.items()) if token.content not in known}
+    for i, token in missing.items():
+        tokenizer.add_tokens([token])
+        if (found := tokenizer.token_to_id(token.content)) != i:
+            reason = f"the added token {token.content!r} has id {i}, which tokenizers would not give it but {found}"
+            raise ValueError(f"{reason}; save the tokenizer with transformers first")
+    return bool(missing)
+
+
+def _require_same_ids(tokenizer: Tokenizer, state: dict[str, Any]) -> None:
+    """Raise ValueError if `tokenizers`, which numbers added tokens in their order, read other ids than the file's."""
+    for token in state["added_tokens"]:
+        found = tokenizer.token_to_id(token["content"])
+        if found != token["id"]:
+            reason = (
+                f"the added token {token['content']!r} has id {token['id']}, and tokenizers gives it {found}"
+            )
+            raise ValueError(f"{reason}; list the added tokens by id, without gaps after the vocabulary")
+
+
 def _configuration(
     settings: dict[str, dict[str, Any]], tokenizer: Tokenizer, special: dict[str, str]
 ) -> dict[str, Any]:
     """The source's tokenizer_config.json, with special tokens that it lacks taken from the other files."""
-    given, special_map, model = (settings[name] for name in SETTINGS)
+    given, special_map, model, _ = (settings[name] for name in SETTINGS)
     given.pop("auto_map", None)  # refers to code
-    configuration = {name: value for name, value in given.items() if value is not None}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+    configuration = {name: value for name, value in typed_tokens(given).items() if value is not None}
+    for name in SPECIAL:
         ids = model.get(f"{name}_id")
-        by_id = tokenizer.id_to_token(ids[0] if isinstance(ids, list) else ids) if ids is not None else None
+        index = ids[0] if isinstance(ids, list) and ids else ids
+        by_id = tokenizer.id_to_token(index) if type(index) is int and index >= 0 else None
         token = special_map.get(name) or special.get(name) or by_id
         if token:
             configuration.setdefault(name, token)
+    for name in MORE_SPECIAL:  # transformers would add those that the vocabulary lacks, at any id
+        found = special_map.get(name)
+        if isinstance(found, list):
+            found = [token for token in found if tokenizer.token_to_id(_content(token)) is not None]
+        if found:
+            configuration.setdefault(name, found)
     default = next((token for token in DEFAULT_EOS if tokenizer.token_to_id(token) is not None), None)
     return configuration if default is None else {"eos_token": default, **configuration}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> Iterator[Any]:
+    """The special tokens that a tokenizer_config.json or special_tokens_map.json names."""
+    yield from (settings[name] for name in SPECIAL if settings.get(name))
+    for more in filter(None, map(settings.get, MORE_SPECIAL)):
+        yield from more.values() if isinstance(more, Mapping) else more
+
+
+def _content(token: Any) -> Any:
+    """The text of a special token, which files give as a text or as an object."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _added_token(fields: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(**{name: fields[name] for name in ADDED_TOKEN if name in fields})
+
+
+def _typed(value: Any) -> Any:
+    """Special tokens in a JSON value, marked with their type, without which transformers does not load them."""
+    if isinstance(value, list):
+        return [_typed(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    if "content" in value:
+        return {"__type": "AddedToken", **{name: value[name] for name in ADDED_TOKEN if name in value}}
+    return {name: _typed(each) for name, each in value.items()}
+
+
+def _remove_mark(path: Path) -> None:
+    """Rewrite a text file that begins with a byte order mark as UTF-8 without one."""
+    if path.suffix in (".json", ".txt", ".jinja"):
+        data = path.read_bytes()
+        encoding = next((name for mark, name in MARKS.items() if data.startswith(mark)), None)
+        if encoding:
+            path.write_bytes(data.decode(encoding).encode())
 
 
 def _find_file(folder: Path, name: str) -> Path | None:

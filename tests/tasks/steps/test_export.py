@@ -4,7 +4,7 @@ import json
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from profiles.huggingface.config import TOKEN_IDS, to_config_json
 from profiles.resolve import load
@@ -61,3 +61,26 @@ def test_transformers_reads_the_special_tokens_of_the_tokenizer_from_an_export(
     for kind in (AutoConfig, GenerationConfig):
         found = kind.from_pretrained(tmp_path)
         assert [getattr(found, name) for name in TOKEN_IDS] == expected
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_not_exported(store, tmp_path):
+    with store.artifacts.publish("tokenizer", "key", {"source": "org/name"}) as folder:
+        tokenizer_files.write(folder, Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), {})
+        # As earlier versions wrote it, the objects without a type, and a file that only tokenizers understands.
+        settings = {
+            "eos_token": {"content": "a"},
+            "bos_token": False,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    artifact = store.artifacts.expect("tokenizer", "key")
+    (tmp_path / "config.json").write_text(json.dumps(to_config_json(load("tiny").model)))
+    export.copy_tokenizer(store, artifact, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 0
+    (store.artifacts.path(artifact) / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "added_tokens_decoder": {"0": 1}})
+    )
+    with pytest.raises(
+        FatalError, match="the tokenizer org/name cannot be exported: AutoTokenizer cannot load it"
+    ):
+        export.copy_tokenizer(store, artifact, tmp_path)

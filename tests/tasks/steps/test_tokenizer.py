@@ -172,17 +172,18 @@ def test_second_run_reuses_the_artifact(store, texts):
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("names", "encoding"),
     [
-        {"tokenizer.json": "tokenizer.json"},
-        {"vocab.json": "vocab.json", "merges.txt": "merges.txt"},
-        {"vocab.json": "gpt2-vocab.json", "merges.txt": "gpt2-merges.txt"},
+        ({"tokenizer.json": "tokenizer.json"}, "utf-8-sig"),  # with a byte order mark
+        ({"vocab.json": "vocab.json", "merges.txt": "merges.txt"}, "utf-16"),
+        ({"vocab.json": "gpt2-vocab.json", "merges.txt": "gpt2-merges.txt"}, "utf-8"),
     ],
 )
-def test_every_file_format_gives_the_same_tokens(store, folder, gpt2_files, names):
+def test_every_file_format_gives_the_same_tokens(store, folder, gpt2_files, names, encoding):
     from transformers import AutoTokenizer
 
-    source = folder({new: gpt2_files[old] for old, new in names.items()})
+    files = {new: gpt2_files[old] for old, new in names.items()} | {"special_tokens_map.json": b"{}"}
+    source = folder({name: content.decode().encode(encoding) for name, content in files.items()})
     artifact = run(from_source(source), store)
     original = Tokenizer.from_str(gpt2_files["tokenizer.json"].decode())
     loaded = tokenizer_files.load(store.artifacts.path(artifact))
@@ -241,24 +242,85 @@ def test_truncation_and_padding_of_the_source_are_disabled(store, folder, gpt2_f
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "files",
     [
-        (
-            "tokenizer_config.json",
-            {"eos_token": {"content": "dog", "__type": "AddedToken"}, "auto_map": {"x": "y"}},
-        ),
-        ("special_tokens_map.json", {"eos_token": "dog"}),
-        ("config.json", {"eos_token_id": [300]}),
+        {
+            "tokenizer_config.json": {
+                "eos_token": {"content": "dog", "__type": "AddedToken"},
+                "auto_map": {"x": "y"},
+            }
+        },
+        {"tokenizer_config.json": {"eos_token": {"content": "dog", "id": 300}, "pad_token": False}},
+        {"special_tokens_map.json": {"eos_token": "dog"}},
+        {
+            "tokenizer_config.json": {"eos_token": False, "unk_token": None},
+            "special_tokens_map.json": {
+                "eos_token": {"content": "dog", "lstrip": False, "normalized": False},
+                "cls_token": {"content": "dog"},
+                "additional_special_tokens": [{"content": "dog"}, "not in the vocabulary"],
+            },
+        },
+        {"config.json": {"eos_token_id": [300], "pad_token_id": -1}},
     ],
 )
-def test_eos_is_read_from_the_source(store, folder, gpt2_files, name, content):
+def test_special_tokens_of_the_source_are_read_and_load_in_transformers(store, folder, gpt2_files, files):
+    from transformers import AutoTokenizer
+
     state = json.loads(gpt2_files["tokenizer.json"])
     token = next(token for token, i in state["model"]["vocab"].items() if i == 300)
-    content = json.dumps(content).replace('"dog"', json.dumps(token))
-    source = folder({"tokenizer.json": gpt2_files["tokenizer.json"], name: content.encode()})
-    artifact = run(from_source(source), store)
-    assert artifact.summary["eos"] == 300
-    assert "auto_map" not in (store.artifacts.path(artifact) / "tokenizer_config.json").read_text()
+    files = {
+        name: json.dumps(content).replace('"dog"', json.dumps(token)).encode()
+        for name, content in files.items()
+    }
+    artifact = run(from_source(folder({"tokenizer.json": gpt2_files["tokenizer.json"], **files})), store)
+    path = store.artifacts.path(artifact)
+    loaded = AutoTokenizer.from_pretrained(path)
+    assert artifact.summary["eos"] == loaded.eos_token_id == 300
+    assert len(loaded) == 600
+    assert "auto_map" not in (path / "tokenizer_config.json").read_text()
+
+
+def test_special_token_that_is_no_text_is_rejected(store, folder, gpt2_files):
+    files = {"tokenizer.json": gpt2_files["tokenizer.json"], "tokenizer_config.json": b'{"eos_token": 7}'}
+    with pytest.raises(
+        ProfileError, match=r"tokenizer_config\.json cannot be read: eos_token is 7, neither a text"
+    ):
+        run(from_source(folder(files)), store)
+
+
+@pytest.mark.parametrize("declares", ["added_tokens.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("vocabulary", ["vocab.json", "tokenizer.json"])
+def test_added_tokens_that_only_other_files_declare_are_recognized(
+    store, folder, gpt2_files, declares, vocabulary
+):
+    from transformers import AutoTokenizer
+
+    def source(ids, name):
+        content = {"added_tokens_decoder": {i: {"content": token} for token, i in ids.items()}}
+        content = ids if declares == "added_tokens.json" else content
+        names = [vocabulary] if vocabulary == "tokenizer.json" else [vocabulary, "merges.txt"]
+        files = {each: gpt2_files[each] for each in names}
+        return from_source(folder({**files, declares: json.dumps(content).encode()}, name))
+
+    path = store.artifacts.path(run(source({"</think>": 601, "<think>": 600, EOS: 0}, "valid"), store))
+    for encoder in tokenizer_files.load(path), AutoTokenizer.from_pretrained(path)._tokenizer:
+        ids = encode(encoder, "a<think> b</think>")
+        assert (ids.index(600), ids[-1]) == (1, 601)
+    with pytest.raises(
+        ProfileError, match=r"'<think>' has id 700, which tokenizers would not give it but 600"
+    ):
+        run(source({"<think>": 700}, "with a gap"), store)
+
+
+def test_added_tokens_whose_ids_tokenizers_would_change_are_rejected(store, folder, gpt2_files):
+    state = json.loads(gpt2_files["tokenizer.json"])
+    state["added_tokens"].append(
+        {**state["added_tokens"][0], "id": 700, "content": "<think>", "special": False}
+    )
+    with pytest.raises(
+        ProfileError, match=r"'<think>' has id 700, and tokenizers gives it 600; list the added"
+    ):
+        run(from_source(folder({"tokenizer.json": json.dumps(state).encode()})), store)
 
 
 def test_hub_revision_is_pinned_and_only_tokenizer_files_are_fetched(store, hub, gpt2_files):
