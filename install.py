@@ -27,6 +27,15 @@ WHEEL = re.compile(
 )
 # CUDA's libraries, which torch requires only if it is built for CUDA; nvidia-ml-py only reads a GPU's telemetry.
 CUDA = re.compile(r"(?:nvidia-(?!ml-py)|cuda-toolkit|.*\btorch-[\d.]+-cp\S+_x86_64\.whl)")
+BUILD = re.compile(r"\s+((?:Installing build|Getting requirements|Preparing)[^:]*): started")
+# What a run imports in its processes. Their bytecode is written now: later, each run of another user would compile it again.
+IMPORTED = (
+    "flows.pretrain",
+    "prefect.server.api.server",
+    "modeling.training.train",
+    "torch._inductor.compile_fx",
+    "tasks.report",
+)
 GPU_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one in WSL
 
 
@@ -55,6 +64,8 @@ class PipLog:
                 f"resolving package {self._collected}, {re.split('[^-._a-zA-Z0-9]', words[1])[0]}",
                 "",
             )
+        elif found := BUILD.match(line):
+            self._doing, self._size = found[1].lower(), ""
         elif found := WHEEL.match(line):
             _, name, version, self._size = found.groups(default="")
             self._doing = f"downloading {name} {version}"
@@ -147,6 +158,18 @@ def install_with_pip(arguments: Sequence[str]) -> None:
         sys.exit("\n".join([*log.lines[-20:], f"pip failed; its complete output: {VENV / 'install.log'}"]))
 
 
+def compile_modules() -> None:
+    """Import what a run imports, which writes its bytecode. Raises SystemExit if a module cannot be imported."""
+    print("compiling the modules that a run imports", flush=True)
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    command = [str(VENV / "bin/python"), "-c", code, *IMPORTED]
+    imported = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    if imported.returncode:
+        sys.exit(f"{imported.stderr.rstrip()}\nan installed module cannot be imported")
+
+
 def _follow(lines: Iterable[str], log: PipLog) -> None:
     """Read pip's output, and write it to .venv/install.log."""
     with (VENV / "install.log").open("w", encoding="utf-8", errors="replace") as file:
@@ -214,6 +237,7 @@ def main() -> None:
                 "uv failed, and without ensurepip there is no pip; as root: apt-get install python3-venv"
             )
         install_with_pip(arguments)
+    compile_modules()
     minutes, seconds = divmod(int(time.monotonic() - started), 60)
     print(f"installed {_installed()} packages in {minutes}:{seconds:02}", flush=True)
 

@@ -32,8 +32,15 @@ def folder(tmp_path):
 
 
 PIP = """#!/bin/sh
+case "$*" in *importlib*)
+  echo "$@" > compiled
+  test ! -e unusable || { echo 'ImportError: libgomp.so.1' >&2; exit 1; }
+  exit;;
+esac
 echo "$@" > arguments
 test -d "$TMPDIR" && echo "Obtaining file:///checkout"
+echo '  Preparing editable metadata (pyproject.toml): started'
+sleep 0.3
 echo 'Collecting torch==2.13.0'
 echo '  Downloading torch-2.13.0-cp313-cp313-manylinux_2_28_x86_64.whl.metadata (32 kB)'
 sleep 0.5
@@ -103,9 +110,17 @@ def test_installation_names_torchs_cuda_build_before_its_download_and_counts_byt
     )
     assert "make install TORCH_INDEX=ADDRESS" in printed
     assert notice < printed.index("downloading torch 2.13.0: 3.0 of 526.6 MB, 3 MB in total")
+    assert "preparing editable metadata" in printed
     assert "installing package 1 of 2" in printed
     assert not (stub / ".venv/tmp").exists()
 
+    assert "modeling.training.train" in (stub / "compiled").read_text()
+
+    (stub / "unusable").touch()
+    with pytest.raises(
+        SystemExit, match=r"ImportError: libgomp\.so\.1\nan installed module cannot be imported"
+    ):
+        install.main()
     (stub / "broken").touch()
     with pytest.raises(SystemExit, match="ERROR: No space left on device\npip failed; its complete output: "):
         install.main()
