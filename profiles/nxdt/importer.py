@@ -76,8 +76,8 @@ def import_config(path: Path, config: Path | None = None) -> Imported:
     kind = objective.kind(found)
     data.translate(found, kind)
     rules.apply(found)
-    found.report_unresolved()
     _cluster(found)
+    found.report_unresolved()
     order = {key: number for number, key in enumerate(found.theirs)}
     lines = tuple(sorted(found.lines.values(), key=lambda line: order.get(line.key, len(order))))
     errors = [line.error for line in lines if line.effect is Effect.ERROR]
