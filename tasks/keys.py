@@ -132,7 +132,8 @@ def new_data(corpus: Mapping[str, Any]) -> str:
 
 def checkpoint(profile: Profile, weights: str) -> str:
     """Key of pretrained weights converted for a model, from the digest of their source."""
-    inputs: dict[str, Any] = {"weights": weights, "model": _model(profile)}
+    # Recipe 1 did not compare a tied head with the embedding, nor an index with the file beside it.
+    inputs: dict[str, Any] = {"recipe": 2, "weights": weights, "model": _model(profile)}
     if profile.init.nxd_layout is not None:
         inputs["nxd_layout"] = profile.init.nxd_layout
     return digest({"step": "checkpoint", **inputs})

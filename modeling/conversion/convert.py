@@ -41,7 +41,7 @@ from profiles.arguments import Parser
 from profiles.errors import ProfileError
 from profiles.sections.model import neighbours
 
-RECIPE = 3  # changed when the same inputs are converted differently
+RECIPE = 4  # changed when the same inputs are converted differently
 BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written

@@ -25,7 +25,16 @@ from torch import Tensor
 from modeling.conversion import block_scales, mxfp4, torch_files
 from modeling.conversion.tensor_files import PreallocatedFile, TensorEntry
 from modeling.conversion.torch_files import LazyTensor, stamp
-from modeling.conversion.weights import Part, Weights, global_shapes, read_mapped
+from modeling.conversion.weights import (
+    COMPARED,
+    HEAD,
+    Part,
+    Weights,
+    global_shapes,
+    read_mapped,
+    slices,
+    summarize,
+)
 from modeling.models import families
 from modeling.models.weight_names import HuggingFaceTensor
 from profiles.huggingface.config import GENERATION_CONFIG, TOKEN_IDS, to_config_json
@@ -33,6 +42,7 @@ from profiles.sections.model import Model
 
 SHARD_BYTES = 5 * 10**9
 SINGLE = ("model.safetensors", "pytorch_model.bin", "checkpoint.pt")
+LM_HEAD = "lm_head.weight"  # of every family
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Sources = list[tuple[str, HuggingFaceTensor]]  # the names of our tensors that make up a Hugging Face tensor
 # masks and frequencies saved by old versions of transformers, which are not weights
@@ -45,7 +55,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The files with a model's weights, safetensors preferred over .bin; an empty list if there are none.
 
     Raises:
-        ValueError: an index is corrupted, or names files outside the folder.
+        ValueError: an index is corrupted, names files outside the folder, or has other weights than the file beside it.
     """
     if folder.is_file():
         return [folder]
@@ -58,21 +68,48 @@ def weight_files(folder: Path) -> list[Path]:
                     raise ValueError("it names a file outside its folder")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{index}: corrupted: {error}") from error
-            return [folder / name for name in sorted(names)]
+            files = [folder / name for name in sorted(names)]
+            if single not in names and (folder / single).is_file():
+                _require_equal(folder / single, files, index.name)
+            return files
         if (folder / single).is_file():
             return [folder / single]
     return []
 
 
-def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> Weights:
-    """The files' weights. Raises ValueError if a file is rejected or the tensors do not fit the model."""
+def _require_equal(single: Path, shards: list[Path], index: str) -> None:
+    """Raise ValueError unless a file has the tensors of the shards that an index beside it names."""
+    one, other = _read_all([single]), _read_all(shards)
+    differing = sorted(
+        name for name in one.keys() | other.keys() if not _same(one.get(name), other.get(name))
+    )
+    if differing:
+        reason = f"and the files of {index} hold different weights ({summarize(differing)}); delete those that are not meant"
+        raise ValueError(f"{single} {reason}")
+
+
+def _same(one: LazyTensor | None, other: LazyTensor | None) -> bool:
+    if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    a, b = (tensor.open().flatten() for tensor in (one, other))
+    boxes = slices((0,), (len(a),), a.itemsize, COMPARED) if len(a) else ()
+    return all(torch.equal(a[low : low + size], b[low : low + size]) for (low,), (size,) in boxes)
+
+
+def _read_all(files: list[Path]) -> dict[str, LazyTensor]:
+    """The tensors of all files by name. Raises ValueError if a file is rejected, or a tensor is in two of them."""
     found: dict[str, LazyTensor] = {}
     for path in files:
         stored = read_safetensors(path) if path.suffix == ".safetensors" else torch_files.read(path)
-        duplicates = found.keys() & stored.keys()
-        if duplicates:
+        if duplicates := found.keys() & stored.keys():
             raise ValueError(f"{path.name}: tensor {min(duplicates)} is in another file too")
         found |= stored
+    return found
+
+
+def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> Weights:
+    """The files' weights. Raises ValueError if a file is rejected or the tensors do not fit the model."""
+    found = _read_all(files)
     parts: dict[str, list[Part]] = {}
     used: set[str] = set()
     quantized: Counter[str] = Counter()
@@ -102,19 +139,29 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
             parts[name] = [Part(offsets, shape, stored, partial(reader, mapped), key)]
     for kind, count in quantized.items():
         log.info("%d weights in %s are read as bfloat16, and written as such", count, kind)
-    rest = [name for name in found.keys() - used if not name.endswith(BUFFERS)]
-    if model.tie_word_embeddings:  # stored again under its second name
-        rest = [name for name in rest if name != "lm_head.weight"]
-    if model.architecture == "deepseek_v3":
-        rest = [name for name in rest if not _is_beyond_last_layer(name, model)]
-    for name in rest:
+    rest = found.keys() - used
+    if model.tie_word_embeddings and LM_HEAD in rest:  # stored under its second name, too or alone
+        tensor = found[LM_HEAD]
+        offsets, opened = (0,) * len(tensor.shape), partial(read_mapped, tensor.open)
+        parts[HEAD] = [Part(offsets, tensor.shape, tensor.dtype, opened, LM_HEAD)]
+        rest -= {LM_HEAD}
+    left_out = {name for name in rest if name.endswith(BUFFERS) or _is_beyond_last_layer(name, model)}
+    if left_out:
+        log.info(
+            "%d tensors are not weights of this model, and not read: %s",
+            len(left_out),
+            summarize(sorted(left_out)),
+        )
+    for name in rest - left_out:
         # unknown tensors, which `Weights` rejects by name
         parts[name] = [Part((), (), found[name].dtype, partial(read_mapped, found[name].open))]
-    return Weights(model, parts, dtype)
+    return Weights(model, parts, dtype, lambda name: families.huggingface_tensor(model, name).name)
 
 
 def _is_beyond_last_layer(name: str, model: Model) -> bool:
-    """Whether a tensor belongs to a layer beyond the model's last."""
+    """Whether a tensor belongs to DeepSeek-V3's multi-token prediction."""
+    if model.architecture != "deepseek_v3":
+        return False
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer is not None and int(layer[1]) >= model.num_hidden_layers
 

@@ -25,6 +25,8 @@ from parallel.layout import layout_of
 from profiles.sections.model import Model
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+EMBEDDING, HEAD = "embedding.weight", "head.weight"  # our names; a tied model has no head
+COMPARED = 64 << 20  # bytes compared at a time
 log = logging.getLogger(__name__)
 
 
@@ -51,19 +53,29 @@ class Weights:
 
     Args:
         model: the architecture.
-        parts: parts of every global tensor, by our name.
+        parts: parts of every global tensor, by our name; of a tied model perhaps also of the head, or of it alone.
         dtype: dtype to read tensors as; None: as stored.
+        stored_name: the source's name of one of our tensors, for errors.
 
     Attributes:
         shapes: shape of every global tensor, by name.
 
     Raises:
-        ValueError: a tensor, named in the message, is missing, incomplete, duplicated, unknown or has a wrong dtype.
+        ValueError: a tensor, named in the message, is missing, incomplete, duplicated, unknown or has a wrong dtype, or a
+            tied head differs from the embedding.
     """
 
-    def __init__(self, model: Model, parts: dict[str, list[Part]], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        parts: dict[str, list[Part]],
+        dtype: torch.dtype | None = None,
+        stored_name: Callable[[str], str] = str,
+    ) -> None:
         self.model, self.parts, self.dtype = model, parts, dtype
         self.shapes = global_shapes(model)
+        if HEAD in parts and HEAD not in self.shapes:
+            self._tie(stored_name)
         unknown = sorted(self.parts.keys() - self.shapes.keys())
         if unknown:
             raise ValueError(
@@ -71,11 +83,33 @@ class Weights:
             )
         missing = [name for name in self.shapes if not self.parts.get(name)]
         if missing:
-            raise ValueError(
-                f"tensors of the model are missing: {summarize(missing)}; check that the config belongs to these weights"
-            )
+            remedy = "check that the config belongs to these weights"
+            if missing == [HEAD]:
+                remedy = (
+                    "set tie_word_embeddings to true in the config if the model uses its embedding instead"
+                )
+            names = [*dict.fromkeys(map(stored_name, missing))]
+            raise ValueError(f"tensors of the model are missing: {summarize(names)}; {remedy}")
         for name, shape in self.shapes.items():
-            _check(name, shape, self.parts[name])
+            _check(self.parts[name][0].stored_name or stored_name(name), shape, self.parts[name])
+
+    def _tie(self, stored_name: Callable[[str], str]) -> None:
+        """Drop the parts of a tied model's head, which have to equal the embedding's, or use them if it has none."""
+        head, shape = self.parts[HEAD], self.shapes[EMBEDDING]
+        name, other = head[0].stored_name or stored_name(HEAD), stored_name(EMBEDDING)
+        _check(name, shape, head)
+        embedding = self.parts.setdefault(EMBEDDING, head)
+        if embedding is not head:
+            _check(other, shape, embedding)
+            for box in slices((0, 0), shape, 4, COMPARED):
+                if not torch.equal(
+                    self.read(EMBEDDING, *box), self.read(HEAD, *box).to(self.dtype_of(EMBEDDING))
+                ):
+                    reason = f"differs from {other}, to which the config ties it (tie_word_embeddings)"
+                    raise ValueError(
+                        f"{name}: {reason}; set it to false in the config, or use that model's weights"
+                    )
+        del self.parts[HEAD]
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which `read` returns a tensor."""

@@ -32,6 +32,7 @@ from modeling.conversion.nxd.layout import (
     mlp_prefix,
     stage_keys,
     stage_layers,
+    stored_name,
 )
 from modeling.conversion.tensor_files import PreallocatedFile, TensorEntry
 from modeling.conversion.torch_files import LazyTensor
@@ -127,11 +128,12 @@ def read(
     for ranks, tensors in dense.items():
         for name, part in _dense_parts(files[ranks], tensors, split, ranks[0]):
             parts.setdefault(name, []).append(part)
-    return Weights(model, parts)
+    keys = {key for tensors in shards.values() for key in tensors}
+    return Weights(model, parts, stored_name=partial(stored_name, keys=keys))
 
 
 def _dense_parts(path: Path, tensors: Tensors, split: TensorSplit, rank: int) -> Iterator[tuple[str, Part]]:
-    """Our tensors other than experts in a tensor rank's file, without replicas and a tied head."""
+    """Our tensors other than experts in a tensor rank's file, without replicas."""
     for key, stored in tensors.items():
         shape, boxes = split.boxes(key, rank)
         if stored.shape != shape:
@@ -139,7 +141,7 @@ def _dense_parts(path: Path, tensors: Tensors, split: TensorSplit, rank: int) ->
                 f"{path.name}: {key} has shape {stored.shape}; this model over {split.tensor} ranks has {shape}"
             )
         for box in boxes:
-            if box.replica or (box.name == "head.weight" and split.model.tie_word_embeddings):
+            if box.replica:
                 continue
             read = partial(read_mapped, partial(_open_box, stored, box))
             yield box.name, Part(box.offsets, box.sizes, stored.dtype, read, key)

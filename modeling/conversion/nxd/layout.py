@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -196,6 +196,25 @@ class TensorSplit:
         # NxD stores a tied head as well.
         tied = {"head.weight": shapes["embedding.weight"]} if self.model.tie_word_embeddings else {}
         return shapes | tied
+
+
+def stored_name(name: str, keys: Collection[str]) -> str:
+    """NxD's name of one of our tensors other than experts, in the style of a checkpoint with these keys.
+
+    A section of a tensor has the tensor's name. Our name is returned if NxD has none.
+    """
+    number = next(iter(re.findall(r"(?<=layers\.)\d+", name)), "")
+    weight = re.sub(r"(?<=layers\.)\d+", "{}", name)
+    templates = {_NUMBER.sub("{}", key).removeprefix("model.") for key in keys}
+    tables = sorted(
+        (NAMES, DBRX, MEGATRON),
+        key=lambda table: -len(templates & {template.removeprefix("model.") for template in table}),
+    )
+    found = [key for key, sections in tables[0].items() if weight in [section.weight for section in sections]]
+    known = [
+        key for key in found if key.removeprefix("model.") in templates
+    ]  # of several forms of Q, K and V
+    return next(iter([*known, *found]), name).format(number)
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
