@@ -97,7 +97,7 @@ def _same(one: LazyTensor | None, other: LazyTensor | None) -> bool:
 
 
 def _read_all(files: list[Path]) -> dict[str, LazyTensor]:
-    """The tensors of all files by name. Raises ValueError if a file is rejected, or a tensor is in two of them."""
+    """All files' tensors by name. Raises ValueError if one is rejected, or two have the same tensor."""
     found: dict[str, LazyTensor] = {}
     for path in files:
         stored = read_safetensors(path) if path.suffix == ".safetensors" else torch_files.read(path)

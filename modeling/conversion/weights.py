@@ -94,7 +94,7 @@ class Weights:
             _check(self.parts[name][0].stored_name or stored_name(name), shape, self.parts[name])
 
     def _tie(self, stored_name: Callable[[str], str]) -> None:
-        """Drop the parts of a tied model's head, which have to equal the embedding's, or use them if it has none."""
+        """Drop a tied head, which must equal the embedding, or use it as the embedding if there is none."""
         head, shape = self.parts[HEAD], self.shapes[EMBEDDING]
         name, other = head[0].stored_name or stored_name(HEAD), stored_name(EMBEDDING)
         _check(name, shape, head)

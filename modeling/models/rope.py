@@ -50,7 +50,7 @@ def inverse_frequencies(model: Model) -> Tensor:
 
 
 def _yarn(d: int, base: float, scaling: YarnRope) -> Tensor:
-    """(d/2), from 0, for a low frequency, which is divided by the factor, to 1, for a high one, which is kept."""
+    """(d/2) from 0, for low frequencies, which are divided by the factor, to 1, for those that are kept."""
     original = scaling.original_max_position_embeddings
 
     def pair(turns: float) -> float:

@@ -1,4 +1,4 @@
-"""Keys of config.json: those that do not describe the model, and the check that no other key is left unread.
+"""Keys of config.json that do not describe the model, and the check that no other is left unread.
 
 A key is read, or has the only value that is supported, or is listed here as one that training does not need. Any other key may
 belong to another model that shares this `model_type`, and is rejected by name.
@@ -65,7 +65,7 @@ HEADS = ("ForCausalLM", "LMHeadModel")  # endings of classes with a language mod
 
 
 def check(config: Mapping[str, Any], architecture: str, family: Family, read: Collection[str]) -> None:
-    """Raise ProfileError for a key that may change the model, and for another model of the same `model_type`.
+    """Raise ProfileError for keys that may change the model, and for another model of this `model_type`.
 
     Args:
         read: keys that the caller reads.
@@ -89,7 +89,7 @@ def check(config: Mapping[str, Any], architecture: str, family: Family, read: Co
 def _check_classes(
     classes: Collection[str], custom: Mapping[str, str | list[str]], architecture: str, family: Family
 ) -> None:
-    """Raise ProfileError unless the classes in `architectures` and `auto_map` have the names of the family's."""
+    """Raise ProfileError unless `architectures` and `auto_map` name the family's own classes."""
     stem = family.huggingface
     for ending in HEADS:
         stem = stem.removesuffix(ending)
@@ -118,7 +118,7 @@ def _check_quantization(quantization: Mapping[str, Any]) -> None:
 
 
 def renamed(config: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The config with aliases replaced by the keys they stand for. Raises ProfileError if two have different values."""
+    """The config with aliases replaced. Raises ProfileError if two names of a key have different values."""
     result: dict[str, Any] = {}
     for name, value in config.items():
         key = aliases.get(name, name)

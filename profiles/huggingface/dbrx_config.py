@@ -41,7 +41,7 @@ READ_EXPERTS = ("ffn_act_fn", "moe_normalize_expert_weights", "hidden_size")
 
 
 def to_llama_names(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The config with Llama's names. Raises ProfileError for dropout, other norms of expert weights and unknown keys.
+    """The config with Llama's names. Raises ProfileError for keys and values that are not supported.
 
     The router's training noise, `moe_jitter_eps`, and the coefficient of its loss are not read: they belong to the run.
     """

@@ -129,7 +129,7 @@ def _published(found: Translation, named: str | None) -> Published | None:
 
 
 def _dense_families(found: Translation) -> list[str]:
-    """Families without experts that a config may describe; the same keys describe Llama and Mistral, so its texts count."""
+    """Families without experts that a config may describe: Llama and Mistral, unless a text names one."""
     text = _texts(found).lower()
     named = [family for family in ("mistral", "llama") if family in text]
     return named[:1] or ["llama", "mistral"]

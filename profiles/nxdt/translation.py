@@ -126,7 +126,7 @@ class Translation:
             self._add(Line(key, self.theirs[key], effect, ", ".join(values) or None, note))
 
     def report(self, key: str, effect: Effect, note: str) -> None:
-        """Report a key that sets nothing; a key that the config lacks is only reported if something has to be done."""
+        """Report a key that sets nothing; one that the config lacks only with Effect.TO_DO or ERROR."""
         self.known.add(key)
         if key in self.theirs or effect in (Effect.TO_DO, Effect.ERROR):
             self._add(Line(key, self.theirs.get(key), effect, None, note))
@@ -141,7 +141,7 @@ class Translation:
                 self.lines[key] = replace(line, effect=effect, note=f"{value.reason}{note}")
 
     def path(self, key: str) -> str | None:
-        """The path that a key names, environment variables and ~ expanded; None if it is missing or unresolved."""
+        """The path that a key names, variables and ~ expanded; None if it is missing or unresolved."""
         value = self.get(key)
         return (
             None

@@ -169,7 +169,7 @@ CORRUPTED = {
     ),
     "both missing": (
         lambda s: [s.pop(NAME + end, None) for end in ("_blocks", "_scales")],
-        r"missing: layers\.1\.mlp\.gate_up\.0\.gate\.weight",
+        r"missing: model\.layers\.1\.mlp\.experts\.gate_up_proj",
     ),
     "scales of other experts": (
         _replace(f"{NAME}_scales", lambda tensor: tensor[:3].clone()),

@@ -194,7 +194,7 @@ def test_families_with_experts_match_transformers(kind, config):
 
 @pytest.mark.parametrize("name", [name for name, family in families.OWN.items() if family.rotary])
 def test_rope_frequencies_have_the_bits_of_transformers(name):
-    """At the families' default sizes, where the small models above have too few frequencies to show a difference."""
+    """At default sizes: the small models above have too few frequencies to show a difference."""
     for theta in (1e4, 1.5e5, 5e5, 1e6):
         for scaling in (
             {"rope_type": "default"},
