@@ -199,12 +199,17 @@ class TensorSplit:
 
 
 def stored_name(name: str, keys: Collection[str]) -> str:
-    """NxD's name of one of our tensors other than experts, in the style of a checkpoint with these keys.
+    """NxD's name of one of our tensors, in the style of a checkpoint with these keys.
 
     A section of a tensor has the tensor's name. Our name is returned if NxD has none.
     """
     number = next(iter(re.findall(r"(?<=layers\.)\d+", name)), "")
     weight = re.sub(r"(?<=layers\.)\d+", "{}", name)
+    if expert := re.search(r"\.mlp\.(gate_up|down)\.\d+\.", name):
+        endings = {"gate_up": ("gate_up_proj", "dense_h_to_4h"), "down": ("down_proj", "dense_4h_to_h")}
+        of_experts = (key for key in keys if ".expert_mlps." in key)
+        alike = [key for key in of_experts if key.split(".")[-2] in endings[expert[1]]]
+        return _NUMBER.sub(number, alike[0]) if alike else name
     templates = {_NUMBER.sub("{}", key).removeprefix("model.") for key in keys}
     tables = sorted(
         (NAMES, DBRX, MEGATRON),

@@ -213,7 +213,10 @@ def integer_norm(shards):
     [
         (too_many_replicas, "repeat 2 KV heads 2 times, more than their 2 tensor ranks"),
         (half_of_q, "hold 4 of the model's 8 query heads"),
-        (without("model.layers.2.mlp.down_proj.weight"), r"missing: model\.layers\.2\.mlp\.down_proj\.weight"),
+        (
+            without("model.layers.2.mlp.down_proj.weight"),
+            r"missing: model\.layers\.2\.mlp\.down_proj\.weight",
+        ),
         (
             with_another("model.layers.0.self_attn.extra"),
             r"self_attn\.extra: not a tensor of an NxD model that is supported",

@@ -224,7 +224,7 @@ def of_another_width(files: Files) -> None:
             without_last_rank,
             r"gate_up_proj\.weight has shape \(2, 32, 96\); this model over 1 tensor and 1 expert ranks has",
         ),
-        (without_a_layer, r"missing: layers\.2\.mlp\.gate_up\.2\.gate\.weight"),
+        (without_a_layer, r"missing: model\.layers\.2\.mlp\.expert_mlps\.mlp_op\.gate_up_proj\.weight"),
         (of_another_width, r"gate_up_proj\.weight has shape \(2, 32, 94\)"),
     ],
 )
