@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import getpass
 import hashlib
 import os
 import sys
@@ -71,6 +72,7 @@ def configure(store: Path) -> Path:
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    _give_name_and_home(store.absolute() / "prefect-home")
     if not os.environ.get("PREFECT_HOME"):
         profiles = Path(os.path.expanduser("~/.prefect/profiles.toml"))  # as it is for a user without a home
         if profiles.exists():
@@ -79,13 +81,23 @@ def configure(store: Path) -> Path:
     return Path(os.environ["PREFECT_HOME"]).expanduser()
 
 
+def _give_name_and_home(home: Path) -> None:
+    """Set HOME and USER for a user who has neither, such as a container's: Prefect, torch and others need them."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = str(home)
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = str(os.geteuid())
+
+
 def _with_locks(home: Path) -> Path:
     """This home, or the first of two others outside the store whose file system has file locks; this one if none has."""
     name = f"trainshed-{os.geteuid()}-{hashlib.sha256(os.fsencode(home)).hexdigest()[:12]}"
-    folders = [home, Path(tempfile.gettempdir()) / name]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        folders.insert(1, Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / name)
-    for folder in folders:
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+    for folder in (home, state / name, Path(tempfile.gettempdir()) / name):
         try:
             folder.mkdir(PRIVATE, parents=True, exist_ok=True)
             # Another user could have made the folder in /tmp, and would read the database.

@@ -1,7 +1,9 @@
 """Prefect's home is in the store, or where its database can be locked."""
 
+import getpass
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -38,10 +40,13 @@ def test_without_file_locks_in_the_store_the_database_is_in_another_folder(unset
     assert configure(store) == store / "prefect-home"  # ServerLocks reports why it cannot be used
 
 
-def test_user_without_a_home_has_the_database_in_the_store(unset, monkeypatch, tmp_path):
+def test_user_without_a_name_and_a_home_gets_both(unset, monkeypatch, tmp_path):
     def unknown(uid):
         raise KeyError(uid)
 
-    monkeypatch.delenv("HOME")
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert configure(tmp_path / "store") == tmp_path / "store/prefect-home"
+    home = configure(tmp_path / "store")
+    assert home == Path.home() == tmp_path / "store/prefect-home"
+    assert getpass.getuser() == str(os.geteuid())
