@@ -2,8 +2,11 @@
 
 import json
 import logging
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import get_args
@@ -14,7 +17,9 @@ from flows import runner
 from flows.cli.main import main
 from modeling.planning.planner import plan
 from profiles import resolve, state_files
+from profiles.check import with_value
 from profiles.errors import ProfileError
+from tasks import completed
 from tasks.keys import file_digest
 from tasks.reporting.format import format_bytes, format_count
 from tasks.store import activities
@@ -129,6 +134,27 @@ def test_epochs_train_on_all_data_and_many_passes_are_warned_about(pretrain, sto
     assert any(memory in line for line in said())
     assert "cannot be rendered" not in caplog.text
     assert done(pretrain(store, *epochs, name="epochs")) == []
+
+
+def test_completed_run_is_answered_without_prefect_and_torch(finished, store, tmp_path):
+    _, result = finished
+    folder = store / "runs/micro"
+    arguments = ["run", str(folder / "profile.yaml"), "--store", str(store), "--json"]
+    code = f"import sys; from flows.cli.main import main; code = main({arguments})"
+    code += "; sys.exit(code or 'torch' in sys.modules or 'prefect' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    options = {"capture_output": True, "text": True, "env": environment, "cwd": tmp_path, "check": True}
+    found = json.loads(subprocess.run([sys.executable, "-c", code], **options).stdout)
+    for name in ("run", "validation_loss", "perplexity", "evaluation", "before", "parameters"):
+        assert found[name] == result[name]
+    assert [step["step"] for step in found["steps"] if step["how"] == "cached"] == WORK
+
+    profile, opened = resolve.load(str(folder / "profile.yaml")), Store(str(store))
+    assert completed.find(opened, with_value(profile, "train.learning_rate", 1e-4)) is None
+    assert completed.find(opened, with_value(profile, "train.steps", 7)) is None
+    assert completed.find(opened, profile.model_copy(update={"name": "other"})) is None
+    (folder / "export/config.json").write_text("{}")
+    assert completed.find(opened, profile) is None
 
 
 def test_second_run_is_cached_except_plan_and_report_and_prefect_shows_it(pretrain, store, prefect_server):
