@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 
 from modeling import exit_codes
+
+
+def replace_unencodable() -> None:
+    """Write ? for characters that the standard streams' encoding lacks, as with PYTHONIOENCODING=latin-1."""
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 @contextlib.contextmanager
@@ -27,6 +35,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
+    replace_unencodable()
     with without_garbage_collection():
         module = import_module(sys.argv[0])
     exit_codes.leave(exit_codes.code_of(module.main))

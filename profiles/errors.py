@@ -35,7 +35,7 @@ class ProfileError(ValueError):
         self.key = key
         self.value = value
         self.reason = reason
-        self.choices = tuple(choices)
+        self.choices = tuple(choice for choice in choices if not _reads_as(choice, value))
         self.others = tuple(others)
 
     def __str__(self) -> str:
@@ -56,6 +56,13 @@ class ProfileError(ValueError):
     def along_with(self, others: Sequence[ProfileError]) -> ProfileError:
         """The same error together with further ones."""
         return ProfileError(self.key, self.value, self.reason, self.choices, others)
+
+
+def _reads_as(choice: Any, value: Any) -> bool:
+    """Whether a choice would repeat the given value in a message, such as 1 for 1.0."""
+    if {type(choice), type(value)} == {int, float}:
+        return choice == value
+    return value is not None and format_value(choice) == format_value(value)
 
 
 def format_value(value: Any, longest: int | None = MAX_VALUE_LENGTH) -> str:

@@ -127,7 +127,7 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None =
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = yaml_text.parse(path.read_text())
+        values = yaml_text.read(path)
     except (ValueError, OSError) as error:
         raise ProfileError("profile", str(path), str(error)) from error
     if not isinstance(values, dict):

@@ -7,6 +7,7 @@ Duplicate keys in a mapping, of which PyYAML silently takes the last, and keys t
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -65,6 +66,15 @@ def parse(text: str) -> Any:
         raise ValueError(f"is not YAML{position}: {error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:  # unprintable characters; an impossible date
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
+
+
+def read(path: Path) -> Any:
+    """Parse a YAML file in UTF-8, with or without a byte order mark. Raises ValueError and OSError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text at byte {error.start}; save it as UTF-8") from error
+    return parse(text)
 
 
 def write(value: Any) -> str:

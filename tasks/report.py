@@ -182,7 +182,7 @@ def _commit() -> str:
         return ""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return f", commit {result.stdout.strip()}" if result.returncode == 0 else ""

@@ -18,6 +18,7 @@ from typing import Any
 from flows.cli.arguments import HelpFormatter, Parser, integer, override
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_traceback
+from modeling import start
 from modeling.conversion.choices import FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES
 from profiles.errors import ProfileError
 
@@ -61,6 +62,10 @@ def _use_utf8() -> None:
     if codecs.lookup(locale.getencoding()).name != "utf-8" and not sys.flags.utf8_mode:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    start.replace_unencodable()
+    os.environ.pop(
+        "PYTHONIOENCODING", None
+    )  # child processes write to files and pipes, which are read as UTF-8
 
 
 def parser() -> argparse.ArgumentParser:

@@ -63,7 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
         index = folder / f"{single}.index.json"
         if index.is_file():
             try:
-                names = set(json.loads(index.read_text())["weight_map"].values())
+                names = set(json.loads(index.read_bytes())["weight_map"].values())
                 if any(Path(name).name != name or name in ("", "..") for name in names):
                     raise ValueError("it names a file outside its folder")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -308,7 +308,7 @@ def _token_ids(source: Path | None) -> dict[str, Any]:
     """The token ids of the source's config.json; None if they are unknown."""
     if source is None or not (path := config_files(source)[0]).is_file():
         return dict.fromkeys(TOKEN_IDS)  # if omitted, transformers' defaults would apply
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_bytes())
     return {name: config[name] for name in TOKEN_IDS if name in config}
 
 

@@ -107,7 +107,7 @@ def _neuron(stack: contextlib.ExitStack) -> Iterator[Readings]:
     """Readings of all Neuron cores in use on this host."""
     try:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        monitor = subprocess.Popen(["neuron-monitor"], text=True, **streams)
+        monitor = subprocess.Popen(["neuron-monitor"], text=True, errors="replace", **streams)
     except OSError:
         return
     stack.callback(monitor.kill)

@@ -31,7 +31,7 @@ def load_experiment(cls: type[Kind], file: str | Path) -> Kind:
             raise ProfileError(kind, str(file), reason, list(known))
         path = known[str(file)]
     try:
-        values = yaml_text.parse(path.read_text())
+        values = yaml_text.read(path)
     except FileNotFoundError:
         raise ProfileError(kind, str(file), "there is no such file") from None
     except (ValueError, OSError) as error:

@@ -76,7 +76,7 @@ def read_config_json(path: Path, key: str, value: str | None = None) -> dict[str
     value = str(path) if value is None else value
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except FileNotFoundError:

@@ -40,7 +40,7 @@ class Unresolved(str):
 def read(path: Path) -> dict[str, Any]:
     """Values by dotted key, references resolved. Raises ProfileError for an invalid file."""
     try:
-        values = yaml_text.parse(path.read_text())
+        values = yaml_text.read(path)
     except FileNotFoundError:
         raise ProfileError("config", str(path), "there is no such file") from None
     except UnicodeDecodeError:

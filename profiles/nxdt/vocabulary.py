@@ -130,14 +130,14 @@ def _count(path: Path) -> int | None:
     """Tokens in a vocabulary file or a tokenizer's folder; None if unknown or not on this machine."""
     try:
         if path.is_file():
-            return len(json.loads(path.read_text()))
+            return len(json.loads(path.read_bytes()))
         if (file := path / "tokenizer.json").is_file():
-            tokenizer = json.loads(file.read_text())
+            tokenizer = json.loads(file.read_bytes())
             vocabulary: Any = tokenizer["model"]["vocab"]
             ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
             return 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
         if (file := path / "config.json").is_file():
-            return json.loads(file.read_text()).get("vocab_size")
+            return json.loads(file.read_bytes()).get("vocab_size")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None

@@ -109,7 +109,13 @@ def run_command(
     environment = _environment() | dict(secrets)
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # a job's comment or a user's name may be in another encoding
+            timeout=COMMAND_TIMEOUT,
         )
     except subprocess.TimeoutExpired as error:
         raise JobFailed(f"{command[0]}: no answer within {COMMAND_TIMEOUT:.0f} s") from error

@@ -372,7 +372,7 @@ def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact
             causes = (shard.summary.get("unusable") for shard in found)
             if cause := next(filter(None, causes), None):  # says what to do
                 raise ProfileError("data.maximum_missing", limit, f"{reason}; the first: {cause}")
-            raise ProfileError("data.maximum_missing", limit, reason, [round(share + 5e-4, 3)])
+            raise ProfileError("data.maximum_missing", limit, reason, [min(1.0, round(share + 5e-4, 3))])
 
 
 def _require_room(

@@ -461,6 +461,14 @@ def test_locale_of_another_encoding_starts_python_in_utf8_mode():
         assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == mode
 
 
+def test_characters_that_the_output_cannot_encode_are_replaced():
+    for command in (["flows.cli.main", "profiles"], ["modeling.start", "tests.flows.cli.prints_dashes"]):
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        found = subprocess.run([sys.executable, "-m", *command], env=environment, capture_output=True)
+        assert (found.returncode, found.stderr) == (0, b"")
+        assert b"?" in found.stdout
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

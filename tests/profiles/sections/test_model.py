@@ -352,6 +352,12 @@ def test_invalid_config_json_is_rejected_by_file(config, message, tmp_path):
         read_config_json(path, "model.config")
 
 
+def test_config_json_may_have_a_byte_order_mark(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_config_json(Model(**LLAMA))), encoding="utf-8-sig")
+    assert Model(**read_config_json(path, "model.config")) == Model(**LLAMA)
+
+
 def test_package_whose_family_is_broken_is_named_and_disturbs_no_other(tmp_path, monkeypatch):
     folder = tmp_path / "broken-1.0.dist-info"
     folder.mkdir()

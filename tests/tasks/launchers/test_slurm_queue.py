@@ -117,10 +117,12 @@ def test_submitted_job_inherits_no_variables_of_the_job_that_submits_it(monkeypa
     for name, value in (of_the_job | others).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SQUEUE_USERS", "hidden")
+    monkeypatch.setenv("COMMENT", "na\udcefve")  # latin-1, in a process whose strings are UTF-8
     if inside:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
     else:  # where the user has set them, as defaults
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     found = dict(line.partition("=")[::2] for line in slurm_queue.run_command(["env"]).splitlines())
+    assert found["COMMENT"] == "na\N{REPLACEMENT CHARACTER}ve"
     names = (*of_the_job, *others, "SLURM_JOB_ID", "SQUEUE_USERS")
     assert {name: found[name] for name in names if name in found} == others | ({} if inside else of_the_job)
