@@ -269,7 +269,7 @@ def forecast_target(profile: Profile) -> str:
 def forecast(target: str, rungs: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, float]]) -> str:
     """Key of a forecast: its target's settings, each rung's size, length and loss, and its metrics."""
     measured = {"rungs": [list(rung) for rung in rungs], "metrics": [dict(found) for found in metrics]}
-    return digest({"step": "forecast", "recipe": 3, "target": target, **measured})
+    return digest({"step": "forecast", "recipe": 4, "target": target, **measured})
 
 
 def mixture(target: str, **fitted: Any) -> str:
@@ -336,7 +336,9 @@ def compiler_versions() -> Mapping[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     if compiler := cpp_compiler():
-        answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, errors="replace", check=False
+        )
         found["c++"] = answer.stdout.partition("\n")[0]
     return found
 

@@ -10,6 +10,9 @@ non-negative least squares of the relative error, for a grid of exponents at onc
 on the exponents is wide compared with published values (0.28 to 0.37: arXiv 2203.15556, 2404.10102), so it matters only where
 the rungs do not determine them. IsoFLOP parabolas are not used: they are biased unless each is centred on its optimum.
 
+Huber's loss limits the weight of an outlier, but not to less than that of several good runs, and a few at one end of the ladder
+move the optimum. With `MIN_WITHOUT` rungs or more, outliers are therefore left out of the fit; they are always reported.
+
 Each draw of the bootstrap gives the rungs random weights (Bayesian bootstrap: no draw loses all rungs of a size), adds the
 heavy-tailed noise of one run to their losses, and draws the centre of the prior from the prior, so that parameters that the rungs
 do not determine widen the interval instead of being fixed by the prior (randomize-then-optimize). A forecast adds the noise of
@@ -28,6 +31,9 @@ from modeling.scaling.law import Law
 
 MIN_RUNGS = 5  # with fewer, the fit would have no residuals
 NOISE = 0.003  # least relative noise of one run's loss, about the difference between seeds
+OUTLIER = 5.0  # residuals beyond this multiple of their spread, from the median, are outliers
+MIN_WITHOUT = 20  # with as many rungs or more, outliers are left out; with fewer, HUBER limits their weight
+MAX_OUTLIERS = 0.1  # share of the rungs; if more are far from the law, it is the law that does not fit
 HUBER = 1.0  # residuals beyond this multiple of s count linearly
 PRIOR, SPREAD = 0.35, 0.2  # mean and standard deviation of the exponents' prior
 LOWEST, HIGHEST = 0.05, 1.5  # exponents
@@ -44,6 +50,7 @@ class Observation:
     n: float
     d: float
     loss: float
+    name: str = ""  # of the run, for messages
 
     @property
     def flops(self) -> float:
@@ -53,11 +60,18 @@ class Observation:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted law, the laws of bootstrap draws, and the relative noise of one run."""
+    """A fitted law, the laws of bootstrap draws, and the relative noise of one run.
+
+    Attributes:
+        outliers: indices of observations that are far from the law.
+        residuals: log(loss / fitted loss) of each observation.
+    """
 
     law: Law
     draws: tuple[Law, ...]
     noise: float
+    outliers: tuple[int, ...]
+    residuals: tuple[float, ...]
 
     def interval(
         self, n: float, d: float, seed: int = 0, share: float = 0.9, drift: float = 0.0
@@ -101,18 +115,24 @@ def fit(observations: Sequence[Observation], seed: int = 0, draws: int = DRAWS) 
     for _ in range(3):  # the noise and the fit depend on each other
         found = _solve(n, d, losses[None], weights, center, noise)
         residuals = np.log(losses) - np.log(_predict(found, n, d)[0])
-        freedom = max(1, len(n) - 3)  # E, A, B; the prior carries part of the exponents
-        spread = max(np.sqrt((residuals**2).sum() / freedom), 1.4826 * np.median(np.abs(residuals)))
-        noise = max(NOISE, float(spread))
+        typical = 1.4826 * np.median(np.abs(residuals))
+        outliers = np.abs(residuals) > OUTLIER * max(NOISE, typical)
+        if outliers.mean() > MAX_OUTLIERS and len(n) >= MIN_WITHOUT:
+            outliers[:] = False
+        if len(n) >= MIN_WITHOUT:
+            weights = np.where(outliers, 0.0, 1.0)[None]
+        freedom = max(1, weights.sum() - 3)  # E, A, B; the prior carries part of the exponents
+        noise = max(NOISE, float(np.sqrt((weights[0] * residuals**2).sum() / freedom)), float(typical))
     chance = np.random.default_rng(seed)
     shape = (draws, len(n))
-    counts = resample(chance, shape)
+    counts = resample(chance, shape) * weights
     # A noise estimated from few residuals is uncertain itself, so it is scaled by √(ν/χ²).
     unsure = np.sqrt(len(n) / chance.chisquare(len(n), (draws, 1)))
     noisy = losses * np.exp(noise * unsure * run_noise(chance, shape))
     centers = np.clip(chance.normal(PRIOR, SPREAD, (draws, 2)), LOWEST, HIGHEST)
     laws = [Law(*map(float, row), scale) for row in (*found, *_solve(n, d, noisy, counts, centers, noise))]
-    return Fit(laws[0], tuple(laws[1:]), noise)
+    found_outliers = tuple(np.flatnonzero(outliers).tolist())
+    return Fit(laws[0], tuple(laws[1:]), noise, found_outliers, tuple(residuals.tolist()))
 
 
 def run_noise(chance: np.random.Generator, shape: int | tuple[int, ...]) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from modeling.scaling.fit import MIN_RUNGS, NOISE, Fit, Observation, fit
+from modeling.scaling.fit import MIN_RUNGS, MIN_WITHOUT, NOISE, Fit, Observation, fit
 
 SHARE = 0.9  # probability of the intervals
 LENGTHS = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the target's tokens for which losses are forecast
@@ -54,8 +54,23 @@ def forecast(observations: Sequence[Observation], n: float, d: float, seed: int 
         "extrapolation": 6 * n * d / largest,
         "budgets": _budgets(fitted, 6 * n * d, seed),
         "backtest": tested,
-        "warnings": too_short(observations),
+        "warnings": [*too_short(observations), *outlier_warnings(observations, fitted)],
     }
+
+
+def outlier_warnings(observations: Sequence[Observation], fitted: Fit) -> list[str]:
+    """Warnings that name the rungs far from the law, with how the fit treats them."""
+    effect = "left out of the fit" if len(observations) >= MIN_WITHOUT else "with limited weight in the fit"
+    found = []
+    for index in fitted.outliers:
+        point, residual = observations[index], math.expm1(fitted.residuals[index])
+        name = point.name or f"the rung with N = {point.n:.3g} and {point.d:.3g} tokens"
+        side = "above" if residual > 0 else "below"
+        found.append(
+            f"{name}: its loss of {point.loss:.4f} is {abs(residual):.1%} {side} the law, an outlier {effect}; check whether its "
+            "training went wrong"
+        )
+    return found
 
 
 def too_short(observations: Sequence[Observation]) -> list[str]:

@@ -52,7 +52,9 @@ def write_forecast(
     Raises:
         ProfileError: the law cannot be fitted to these rungs.
     """
-    observations = [Observation(rung.n, rung.tokens, loss) for rung, loss in zip(rungs, losses, strict=True)]
+    observations = [
+        Observation(rung.n, rung.tokens, loss, rung.name) for rung, loss in zip(rungs, losses, strict=True)
+    ]
     settings = keys.forecast_target(target.profile)
     fitted = [[point.n, point.d, point.loss] for point in observations]
     key = keys.forecast(settings, fitted, metrics)

@@ -40,7 +40,33 @@ def test_intervals_contain_noisy_outcomes_and_an_outlier_has_little_effect():
     assert sum(contained) >= 5
     bad = ladder()
     bad[4] = Observation(bad[4].n, bad[4].d, bad[4].loss * 1.1)  # a run that went wrong
-    assert float(fit(bad, draws=DRAWS).law.loss(n, d)) == pytest.approx(truth, rel=0.02)
+    found = fit(bad, draws=DRAWS)
+    assert float(found.law.loss(n, d)) == pytest.approx(truth, rel=0.02)
+    assert "N = 2e+06 and 1e+08 tokens: its loss" in forecasts.outlier_warnings(bad, found)[0]
+
+
+def test_outliers_among_many_rungs_are_named_and_do_not_move_the_optimum():
+    chance = np.random.default_rng(3)
+    sizes, lengths = np.geomspace(6e7, 1.6e10, 15), np.geomspace(1e9, 1.4e12, 15)
+    law = Law(1.8, 0.5, 0.4, 0.35, 0.36, (1e9, 2e10))
+    points = [
+        Observation(n, d, float(law.loss(n, d) * np.exp(0.003 * chance.standard_normal())), f"rung-{i}-{j}")
+        for i, n in enumerate(sizes)
+        for j, d in enumerate(lengths)
+    ]
+    flops = 5.76e23
+    clean = fit(points, draws=1).law.optimum(flops)[0]
+    assert clean == pytest.approx(law.optimum(flops)[0], rel=0.1)
+    spoiled = [14, 29, 44, 59, 74]  # small models on much data
+    for index in spoiled:
+        point = points[index]
+        points[index] = Observation(point.n, point.d, point.loss * 1.4, point.name)
+    found = fit(points, draws=1)
+    assert found.law.optimum(flops)[0] == pytest.approx(clean, rel=0.02)
+    assert found.outliers == tuple(spoiled)
+    warnings = forecasts.outlier_warnings(points, found)
+    assert [text.partition(":")[0] for text in warnings] == [points[index].name for index in spoiled]
+    assert "above the law, an outlier left out of the fit" in warnings[0]
 
 
 def test_optimum_minimises_the_loss_for_a_budget():
