@@ -39,11 +39,12 @@ from flows.start_checks import load
 from modeling import run_files
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
+from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.schema import Profile
 from tasks import continual as series
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep, NotFinite
-from tasks.inputs import locate_runs
+from tasks.inputs import EXPORT, locate_runs
 from tasks.launchers import Job
 from tasks.report import ReportStep
 from tasks.reporting.outcome import Outcome
@@ -204,7 +205,8 @@ def _train(
             result = _Result(identity, before, after, run.evaluate.tolerance)
             if result.better:
                 with activities.begin(store, "exporting", run.name):
-                    runner.run(ExportStep(tokenizer, identity))
+                    given = state_files.read_json(base / EXPORT / GENERATION_CONFIG)
+                    runner.run(ExportStep(tokenizer, identity, generation_config=given or {}))
             runner.run(ReportStep(planned, evaluated, _with_new_data(runner.outcomes, tokenizer, dataset)))
             overview.update(now=True)
         return result

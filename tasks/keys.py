@@ -317,9 +317,9 @@ def task_evaluation(checkpoint: str, task: str, harness: str, files: str | None,
     return digest({"step": "task-evaluation", **inputs})
 
 
-def export(run: str, identity: str, train: Train) -> str:
+def export(run: str, identity: str, train: Train, **more: Any) -> str:
     """Key of a run's export."""
-    return _of_run("export", run, identity, train)
+    return _of_run("export", run, identity, train, **more)
 
 
 def _of_run(step: str, run: str, identity: str, train: Train | None, **more: Any) -> str:

@@ -52,6 +52,7 @@ WINDOWS = {"sliding_window", "full_attention_every"}  # fields that follow from 
 GPT_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 # Defaults of transformers for fields that a config.json omits.
 GPT_DEFAULTS = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
+GPT_OSS_WINDOW = 128  # transformers needs a window, even if layer_types names no layer that has one
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -212,6 +213,8 @@ def to_config_json(model: Model) -> dict[str, Any]:
             fields["layer_types"] = [f"{'sliding' if window else 'full'}_attention" for window in windows]
         own = {ours: theirs for ours, theirs in family.fields.items() if ours != "full_attention_every"}
         fields |= {theirs: getattr(model, ours) for ours, theirs in own.items()}
+        if kind == "gpt_oss" and model.sliding_window is None:
+            fields["sliding_window"] = GPT_OSS_WINDOW
         if kind == "deepseek_v3":
             del fields["head_dim"]
             fields["num_nextn_predict_layers"] = 0

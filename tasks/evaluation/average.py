@@ -21,9 +21,12 @@ from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.launchers import Job
 from tasks.step import Context
+from tasks.steps import generation
+from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.export import copy_tokenizer
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import CheckpointId
+from tasks.store.runs import read_inputs
 from tasks.store.store import Store
 
 MODEL = "model"  # folder of the artifact: the mean as a Hugging Face model
@@ -82,7 +85,11 @@ class AverageStep(EvaluationStep):
     def extend_artifact(self, context: Context, staging: Path, summary: dict[str, Any]) -> None:
         self._convert("hf", staging / MODEL)
         (staging / MODEL / RECORD).unlink()
-        copy_tokenizer(context.store, self.tokenizer, staging / MODEL)
+        store, profile = context.store, context.profile
+        initial = read_inputs(context.run_folder).get("checkpoint")
+        weights = store.artifacts.find(CheckpointStep.kind, initial, hash_limit=0) if initial else None
+        given = generation.of_weights(weights)
+        copy_tokenizer(store, self.tokenizer, staging / MODEL, profile, self.dataset.key, given)
         summary["members"] = [f"{run}@{step}" for run, step in self.members]
 
     def _convert(self, to: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from modeling.conversion.model_settings import NOT_IN_WEIGHTS, STRUCTURE, differ
 from modeling.models.build import partition_layers
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
-from profiles.huggingface.config import to_config_json
+from profiles.huggingface.config import GENERATION_CONFIG, to_config_json
 from profiles.schema import Profile
 from profiles.sections.model import Model
 from tasks import keys
@@ -28,11 +28,15 @@ from tasks.sources.shard import SourceChanged
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 
+GENERATION = "generation_config"  # key of the artifact's summary
 log = logging.getLogger(__name__)
 
 
 class CheckpointStep(Step):
-    """Converts the weights at init.from, resumably. The artifact's summary: source, tensors, bytes."""
+    """Converts the weights at init.from, resumably.
+
+    The artifact's summary: source, tensors, bytes, generation_config (contents of that file beside the weights, or None).
+    """
 
     kind = "checkpoint"
     name = "checkpoint"
@@ -81,7 +85,9 @@ class CheckpointStep(Step):
                 raise ProfileError("init.from", init.from_, reason) from error
             except ValueError as error:
                 raise ProfileError("init.from", init.from_, str(error)) from error
+            generation = _generation_config(formats.locate(source), init.from_)
         summary = {"source": init.from_, "tensors": record["tensors"], "bytes": record["bytes"]}
+        summary[GENERATION] = generation
         with store.artifacts.publish(self.kind, key, summary) as staging:
             for path in converted.iterdir():
                 if path.name != RECORD:
@@ -91,6 +97,20 @@ class CheckpointStep(Step):
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"{format_bytes(summary['bytes'])} of weights, from {summary['source']}"
+
+
+def _generation_config(source: Path, name: str) -> dict[str, Any] | None:
+    """Contents of generation_config.json beside weights, which training does not change; None if there is none."""
+    path = (source if source.is_dir() else source.parent) / GENERATION_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is not a JSON object")
+    except ValueError as error:
+        raise ProfileError("init.from", name, f"{GENERATION_CONFIG} cannot be read: {error}") from error
+    return found
 
 
 def _compare_settings(source: Path, model: Model) -> None:

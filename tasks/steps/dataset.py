@@ -161,6 +161,8 @@ class DatasetStep(Step):
             "span": profile.data.shuffle_tokens,
             "records": bool(plan.records),
         }
+        if plan.records:
+            summary["template"] = plan.records["template"]  # for the export: the file may change until then
         requires = [{"kind": TOKENS, "key": key} for key in dict.fromkeys(shard.key for shard in tokens)]
         with store.artifacts.publish(self.kind, key, summary, requires) as folder:
             (folder / CORPUS).write_text(json.dumps(contents))

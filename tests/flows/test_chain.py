@@ -16,6 +16,7 @@ from flows.cli.main import main
 from flows.start_checks import RunCommand
 from profiles.errors import ProfileError
 from tasks.store.runs import RunExists
+from tasks.tokenization.chat_templates import CHATML
 from tests.flows.micro import losses, shown
 from tests.forked_jobs import forked_jobs
 
@@ -34,7 +35,7 @@ def write_stages(folder: Path, micro: Path) -> list[str]:
     source = {"kind": "files", "path": str(folder / "records.jsonl")}
     common = {"data": {"sources": [source], "validation_fraction": 0.3}, "evaluate": {"every": 0}}
     tuned = {
-        "sft": {"objective": {"kind": "sft"}, "lora": {"rank": 4}, "train": {"learning_rate": 0.03}},
+        "sft": {"objective": {"kind": "sft", "template": "chatml"}, "lora": {"rank": 4}, "train": {"learning_rate": 0.03}},
         "dpo": {"objective": {"kind": "dpo"}, "train": {"micro_batch_size": 2, "learning_rate": 0.001}},
     }
     paths = []
@@ -82,6 +83,8 @@ def test_chain_trains_each_stage_from_the_previous_export_and_evaluates_before_a
     store, (_, sft, dpo), done = finished
     assert done["sft"] == ["checkpoint", "tokenizer", "dataset", *DONE]
     assert "reference" in done["dpo"]
+    for run in ("sft", "dpo"):  # the tokenizer of the second is that of the first one's export
+        assert (store / "runs" / run / "export/chat_template.jinja").read_text() == CHATML
     assert sft["validation_loss"] < sft["before"]["validation_loss"]
     # DPO begins with the weights of the reference model: all margins are 0.
     assert dpo["before"]["validation_loss"] == pytest.approx(0.6931, abs=1e-4)

@@ -81,6 +81,15 @@ MODELS = {
     "gpt_oss": lambda: GptOssForCausalLM(
         GptOssConfig(**LLAMA, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
     ),
+    "gpt_oss, full": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **LLAMA,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["full_attention"] * 3,
+        )
+    ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**LLAMA, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)

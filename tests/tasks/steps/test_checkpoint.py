@@ -11,6 +11,7 @@ from modeling.conversion import formats
 from modeling.conversion.compare import differences
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.huggingface.config import GENERATION_CONFIG
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
@@ -47,11 +48,13 @@ def same(one: Path, other: Path) -> bool:
 
 
 def test_artifact_is_split_for_the_profiles_topology(weights, store):
+    (weights / GENERATION_CONFIG).write_text('{"eos_token_id": [1, 2], "top_p": 0.9}')
     run = profile(weights, "parallel.tensor=4", "parallel.pipeline=2", "cluster.devices_per_node=8")
     key = CheckpointStep().key(Context(run, store))
     made = CheckpointStep().run(Context(run, store))
     assert same(weights, store.artifacts.path(made))
     assert len(list(store.artifacts.path(made).glob("*.distcp"))) == 8
+    assert made.summary["generation_config"] == {"eos_token_id": [1, 2], "top_p": 0.9}
     assert CheckpointStep().run(Context(run, store)) == made
     # The key depends neither on the path nor on the topology.
     other = weights.rename(weights.with_name("elsewhere"))
