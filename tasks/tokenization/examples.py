@@ -252,7 +252,8 @@ class Examples:
             )
 
     def _count_unused(self, record: Mapping[str, Any], used: Sequence[str]) -> None:
-        known = {*used, *CONTEXT, *VARIABLES}
+        others = PAIR[1:] if self.options.kind == "sft" else ("completion",)  # of the other objectives
+        known = {*used, *others, *CONTEXT, *VARIABLES}
         self.unused.update(name for name, value in record.items() if name not in known and value is not None)
 
     @cached_property
