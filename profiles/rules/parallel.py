@@ -63,7 +63,7 @@ def check_microbatches(profile: Profile) -> None:
 
 
 def check_context(profile: Profile) -> None:
-    """Raise ProfileError if ranks cannot divide a sequence, or it exceeds the model's learned positions."""
+    """Raise ProfileError if ranks cannot divide a sequence, or it exceeds the model's positions."""
     parallel, train = profile.parallel, profile.train
     s, size = train.sequence_length, profile.micro_batch_rows
     if parallel.context > 1:
@@ -73,9 +73,12 @@ def check_context(profile: Profile) -> None:
         parts = parallel.context * parallel.tensor * (2 if parallel.context > 1 else 1)
         reason = f"sequence parallelism divides it among {parallel.tensor} tensor ranks"
         _multiple("train.sequence_length", s, parts, reason)
-    if profile.model.architecture == "gpt" and s > profile.model.max_position_embeddings:
-        longest = profile.model.max_position_embeddings
-        raise ProfileError("train.sequence_length", s, f"gpt has {longest} learned positions", [longest])
+    if s > (longest := profile.model.max_position_embeddings):
+        reason = f"gpt has {longest} learned positions"
+        if profile.model.family.rotary:  # inference takes the export's number as its limit
+            reason = f"exceeds model.max_position_embeddings, {longest}; to extend the context, set it to {s}, and with "
+            reason += "pretrained weights model.rope_scaling or a larger model.rope_theta"
+        raise ProfileError("train.sequence_length", s, reason, [longest])
 
 
 def check_data_parallel(profile: Profile) -> None:

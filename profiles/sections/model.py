@@ -59,7 +59,7 @@ class Model(Section):
     v_head_dim: Size | None = Field(None, description="size of a value head (deepseek_v3)")
     vocab_size: Size = Field(description="vocabulary size: number of token embeddings")
     max_position_embeddings: Size = Field(
-        description="maximum sequence length; for gpt, the number of learned positions"
+        description="maximum sequence length, in training and of the export; for gpt, the number of learned positions"
     )
     norm_eps: float = Field(
         1e-5,

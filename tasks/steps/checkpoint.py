@@ -132,5 +132,9 @@ def _compare_settings(source: Path, model: Model) -> None:
         raise ValueError(
             f"holds weights of another model: {'; '.join(rejected)}; set the values of the weights"
         )
-    for difference in differences(NOT_IN_WEIGHTS, *compared):
+    for difference in (changed := differences(NOT_IN_WEIGHTS, *compared)):
         log.warning("%s", difference)
+    longest = theirs.max_position_embeddings
+    if model.max_position_embeddings > longest and not any("rope" in difference for difference in changed):
+        reason = f"is above {longest} in the weights' {file}, with the same RoPE; set model.rope_scaling or model.rope_theta"
+        log.warning("model.max_position_embeddings = %d: %s", model.max_position_embeddings, reason)

@@ -229,6 +229,15 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ],
             *("train.sequence_length", 256, "128 learned positions", (128,)),
         ),
+        (
+            ["model.max_position_embeddings=128"],
+            *(
+                "train.sequence_length",
+                256,
+                "set it to 256, and with pretrained weights model.rope_scaling",
+                (128,),
+            ),
+        ),
         (["objective.kind=sft"], "tokenizer.source", "train", "name the tokenizer of the model", ()),
         (["objective.beta=0.2"], "objective.beta", 0.2, "objective.kind is pretrain", (0.1,)),
         (

@@ -26,6 +26,7 @@ from profiles.recompute import MODES
 
 pytestmark = pytest.mark.slow
 
+LONGER = ["train.sequence_length=32768", "model.max_position_embeddings=32768"]
 ZERO1 = ("parallel.data_sharding=zero1",)
 
 
@@ -273,7 +274,7 @@ def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
             "parallel.data_sharding=fsdp",
             None,
         ),
-        ("llama3-8b-h200", ["train.sequence_length=32768"], "parallel.context=2", None),
+        ("llama3-8b-h200", LONGER, "parallel.context=2", None),
         ("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"], None, "train.recompute=full"),
     ],
 )
