@@ -35,7 +35,11 @@ def write_stages(folder: Path, micro: Path) -> list[str]:
     source = {"kind": "files", "path": str(folder / "records.jsonl")}
     common = {"data": {"sources": [source], "validation_fraction": 0.3}, "evaluate": {"every": 0}}
     tuned = {
-        "sft": {"objective": {"kind": "sft", "template": "chatml"}, "lora": {"rank": 4}, "train": {"learning_rate": 0.03}},
+        "sft": {
+            "objective": {"kind": "sft", "template": "chatml"},
+            "lora": {"rank": 4},
+            "train": {"learning_rate": 0.03},
+        },
         "dpo": {"objective": {"kind": "dpo"}, "train": {"micro_batch_size": 2, "learning_rate": 0.001}},
     }
     paths = []
