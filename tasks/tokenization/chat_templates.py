@@ -61,7 +61,7 @@ def read_template(template: str) -> str:
     if template in NAMED:
         return NAMED[template]
     try:
-        return Path(template).expanduser().read_text()
+        return Path(template).expanduser().read_text(encoding="utf-8-sig")
     except OSError:
         reason = "is neither a file nor the name of a chat template"
         raise ProfileError("objective.template", template, reason, list(NAMED)) from None

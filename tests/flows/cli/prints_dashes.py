@@ -1,5 +1,6 @@
 """Module whose `main` prints characters that ASCII lacks."""
 
 
-def main() -> None:
+def main() -> int:
     print("layers 0–2 ░░")
+    return 0
