@@ -104,6 +104,8 @@ def _add_training(commands: Any) -> None:
         "if this name belongs to a run with another model, data or training, move it to NAME~N and start over"
     )
     run.add_argument("--replace", action="store_true", help=about)
+    about = "print the job that training would submit: batch script, Pod manifests or command"
+    run.add_argument("--dry-run", action="store_true", help=about)
     run.set_defaults(fork=None)
     _json(run)
 
@@ -134,6 +136,7 @@ def _add_training(commands: Any) -> None:
     fork.add_argument("--decay", type=integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
+    fork.set_defaults(dry_run=False)
     about = "cluster.work_dir of the new run (default: the parent's)"
     fork.add_argument("--work-dir", metavar="FOLDER", help=about)
     _json(fork)

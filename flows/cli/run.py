@@ -40,7 +40,7 @@ from tasks.gate import GateMissed
 from tasks.reporting.format import format_perplexity
 from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import SOURCE_ERRORS
-from tasks.store.store import open_store
+from tasks.store.store import Store, open_store
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the flow and print its results. Raises ProfileError for an invalid profile or store."""
     profile = resolve.load(options.profile, options.overrides, options.name)
     resolve.check(profile)
+    if options.dry_run:
+        return _dry_run(options, profile)
     resolve.check_start(profile)
     if not (options.update or options.replace or options.fork) and _show_completed(options, profile):
         return DONE
@@ -95,6 +97,28 @@ def _show_completed(options: argparse.Namespace, profile: Profile) -> bool:
         log_outcome(log, Outcome(**step))
     print_results(terminal.console, result)
     return True
+
+
+def _dry_run(options: argparse.Namespace, profile: Profile) -> int:
+    """Print what the step train would submit, on any machine: neither data nor devices are needed."""
+    with without_garbage_collection(), waiting(lambda: f"planning {profile.name}"):
+        from modeling.planning import planner
+        from modeling.planning.auto import resolve_auto
+        from tasks.launchers.preview import preview
+        from tasks.step import Context
+        from tasks.steps.jobs import training_job
+
+        profile = resolve_auto(profile)
+        planner.require_fit(profile, planner.plan(profile))
+    store = Store(options.store, profile.cluster.work_dir or "store")
+    job = training_job(Context(profile, store, store.run_folder(profile.name).path))
+    text = preview(job, profile.cluster)
+    if options.json:
+        print_json({"run": profile.name, "launcher": profile.cluster.launcher, "submits": text})
+    else:
+        print(text, end="")
+        print_stderr("nothing was submitted; names in capitals stand for artifacts of earlier steps")
+    return DONE
 
 
 def run_flow(

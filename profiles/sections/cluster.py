@@ -129,7 +129,7 @@ class Cluster(Section):
     )
     exclusive: bool = Field(True, description="request exclusive nodes from Slurm")
     slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
-        [], description="further sbatch options, such as --reservation=name"
+        [], description="further sbatch options, such as --mem=500G, --cpus-per-task=48 or --reservation=name"
     )
     kubernetes: Kubernetes = Field(Kubernetes(), description="settings of the Kubernetes launcher")
     trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = Field(

@@ -116,6 +116,7 @@ class TaskStep(Step):
             folder=context.run_folder / run_files.LOGS,
             threads=context.profile.cluster.threads,
             key=key,
+            run=context.run_folder.name,
             secrets=secrets,
         )
         result = state_files.read_json(output)  # exists if the job ended while no flow followed it

@@ -51,6 +51,7 @@ class Job:
     processes: int = 0  # ranks per node, started by torchrun; 0: one process without torchrun
     threads: int | None = None  # OMP_NUM_THREADS of each process; None keeps the environment's
     key: str = ""  # distinguishes jobs of the same name and folder on a cluster, e.g. the run's cache key
+    run: str = ""  # name of the run that it belongs to, for its name on the cluster; "" if it belongs to none
     array: int = 0  # size of a job array, whose jobs get --index 0 to array - 1; 0: no array
     # Counts the job's starts; the number is passed as --attempt. A job with this file saves a checkpoint when it is asked to
     # stop, and is requeued at its time limit.
@@ -65,6 +66,11 @@ class Job:
     def module(self) -> list[str]:
         """The arguments of `python -m` that run the job module."""
         return [START, self.program] if self.program.startswith("modeling.") else [self.program]
+
+    @property
+    def title(self) -> str:
+        """What to call the job on a cluster: ts-RUN-JOB."""
+        return "-".join(filter(None, ("ts", self.run, self.name)))
 
     @property
     def log_file(self) -> Path:

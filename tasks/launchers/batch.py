@@ -48,6 +48,9 @@ name=$name$${SLURM_ARRAY_TASK_ID:+.$$SLURM_ARRAY_TASK_ID}
 ulimit -n 65535 2> /dev/null || ulimit -n "$$(ulimit -Hn)"
 cd -- $folder || exit 1
 
+# srun does not read sbatch's --cpus-per-task itself.
+[ -z "$$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$$SLURM_CPUS_PER_TASK"
+
 # Rendezvous: the first node's address as Slurm knows it; the port differs at each start.
 hosts=($$(scontrol show hostnames "$$SLURM_JOB_NODELIST"))
 MASTER_ADDR=$$(scontrol --oneliner show node "$${hosts[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
@@ -207,9 +210,20 @@ def create_attempt_file(path: Path) -> None:
 
 
 def job_name(job: Job) -> str:
-    """Slurm job name from name, key and folder, so that a running job is found before submitting."""
-    digest = hashlib.sha256(f"{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:16]
-    return f"trainshed-{job.name[:MAX_NAME_LENGTH]}-{digest}"
+    """Slurm job name: ts-RUN-JOB, and a digest of key and folder, so that a running job is found before submitting.
+
+    The name must not be that of another store's run: Slurm starts one job of a name after another (singleton).
+    """
+    return f"{job.title[:MAX_NAME_LENGTH]}-{_digest(job)[:8]}"
+
+
+def names(job: Job) -> tuple[str, ...]:
+    """The job's name, and the one that earlier versions gave it."""
+    return job_name(job), f"trainshed-{job.name[:MAX_NAME_LENGTH]}-{_digest(job)}"
+
+
+def _digest(job: Job) -> str:
+    return hashlib.sha256(f"{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:16]
 
 
 def options(job: Job, cluster: Cluster, submission: str) -> list[str]:

@@ -59,14 +59,14 @@ class LocalLauncher:
             self.cancel(previous, self._grace)
         identifier = uuid.uuid4().hex
         attempt = ("--attempt", str(next_attempt(job.attempt_file))) if job.attempt_file else ()
-        command = _command(job.with_arguments(*attempt), self._grace)
+        arguments = command(job.with_arguments(*attempt), self._grace)
         with job.log_file.open("ab") as output:
             handle = Handle(job, identifier, output.tell())
             # Before the job starts: whatever interrupts this process, the next one finds the job's processes.
             state = {"identifier": identifier, "log_start": handle.log_start, "job": job.signature}
             state_files.write(job.handle_file, json.dumps(state, indent=1))
             child = subprocess.Popen(
-                command,
+                arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -129,7 +129,8 @@ def _read_handle(job: Job) -> Handle | None:
     return state and Handle(job, state["identifier"], state["log_start"])
 
 
-def _command(job: Job, grace: int) -> list[str]:
+def command(job: Job, grace: int) -> list[str]:
+    """Arguments of the process that runs a job: torchrun, unless it is a plain process."""
     program = ["-m", *job.module, *job.arguments]
     if job.processes == 0:
         return [sys.executable, *program]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from modeling import job_log, run_files
@@ -23,14 +25,31 @@ def cluster_job(
     module: str, context: Context, key: str, dataset: Artifact, graphs: Artifact | None, *arguments: str
 ) -> Job:
     """Job that runs `modeling.training.<module>` on every device of the profile's cluster."""
+    artifacts = context.store.artifacts
+    location = str(artifacts.path(dataset, with_required=False))
+    return _job(module, context, key, location, graphs and str(artifacts.path(graphs)), arguments)
+
+
+def training_job(context: Context) -> Job:
+    """The job of the step train before its inputs exist, in whose places it has their names in capitals."""
+    profile, folder = context.profile, context.run_folder
+    arguments = ["--weights", "WEIGHTS"] if profile.init.from_ else []
+    arguments += ["--reference", "REFERENCE"] if profile.precomputes_reference else []
+    job = _job("train", context, "", "DATASET", "GRAPHS" if profile.compile.enabled else None, arguments)
+    return replace(job, attempt_file=folder / run_files.ATTEMPT)
+
+
+def _job(
+    module: str, context: Context, key: str, dataset: str, graphs: str | None, arguments: Sequence[str]
+) -> Job:
     store, folder, cluster = context.store, context.run_folder, context.profile.cluster
     options = ["--run-folder", str(folder), "--cache", str(store.work_dir / "cache")]
-    options += ["--dataset", str(store.artifacts.path(dataset, with_required=False))]
+    options += ["--dataset", dataset]
     if store.is_remote:
         options += ["--artifacts", store.artifacts.remote_uri]
         options += ["--checkpoints", str(store.run_folder(folder.name).checkpoints_location)]
     if graphs is not None:
-        options += ["--graphs", str(store.artifacts.path(graphs))]
+        options += ["--graphs", graphs]
     return Job(
         name=module,
         program=f"modeling.training.{module}",
@@ -40,6 +59,7 @@ def cluster_job(
         processes=cluster.devices_per_node,
         threads=cluster.threads,
         key=key,
+        run=folder.name,
     )
 
 

@@ -1,0 +1,27 @@
+"""What a launcher would submit for a job: the Slurm batch script, the Kubernetes manifests or the local command."""
+
+from __future__ import annotations
+
+import shlex
+
+import yaml
+
+from profiles.errors import ProfileError
+from profiles.rules.launchers import OWN
+from profiles.sections.cluster import Cluster
+from tasks.launchers import batch, local, manifests
+from tasks.launchers.base import Job
+
+
+def preview(job: Job, cluster: Cluster) -> str:
+    """The text, which needs neither the cluster nor its client. Raises ProfileError for a plugin's launcher."""
+    if cluster.launcher == "slurm":
+        return batch.script(job, cluster, submission="preview")
+    if cluster.launcher == "kubernetes":
+        name, attempt = manifests.resource_name(job), 1 if job.attempt_file else None
+        documents = [manifests.service(name, job), manifests.manifest(name, job, cluster, 0, attempt)]
+        return yaml.safe_dump_all(documents, sort_keys=False)
+    if cluster.launcher == "local":
+        return f"{shlex.join(local.command(job, cluster.grace))}\n"
+    reason = "is a plugin, which cannot show what it would submit"
+    raise ProfileError("cluster.launcher", cluster.launcher, reason, OWN)
