@@ -29,3 +29,5 @@ RunName = Annotated[_Optional, Field(json_schema_extra={"title": "name in the st
 NamePrefix = Annotated[_Optional, Field(json_schema_extra={"title": "prefix of the names in the store"})]
 
 ForkedFrom = Annotated[_Optional, Field(json_schema_extra={"title": "fork of"})]
+
+LastStep = Annotated[_Optional, Field(json_schema_extra={"title": "last step"})]

@@ -21,7 +21,7 @@ from prefect.runtime import flow_run
 
 from flows.final_states import final_states
 from flows.hooks import HOOKS
-from flows.parameters import ForkedFrom, ProfileName, RunName
+from flows.parameters import ForkedFrom, LastStep, ProfileName, RunName
 from flows.run_setup import (
     check_plan,
     flow_context,
@@ -35,7 +35,7 @@ from flows.run_setup import (
     write_lockfile,
 )
 from flows.runner import THREADS, Background, Runner
-from flows.start_checks import RunCommand, find_parent_of, load, suggest_commands
+from flows.start_checks import RunCommand, check_last_step, find_parent_of, load, suggest_commands
 from modeling import run_files
 from modeling.planning.planner import plan
 from profiles import state_files
@@ -94,6 +94,7 @@ def pretrain(
     update: bool = False,
     replace: bool = False,
     fork: ForkedFrom = "",
+    until: LastStep = "",
 ) -> dict[str, Any]:
     """Train and export a profile's model; returns the paths of its results and each step's outcome.
 
@@ -105,14 +106,22 @@ def pretrain(
         update: Resolve hub revisions and source files again instead of reading them from the run's lockfile.
         replace: If this name belongs to a run with another model, data or training, move it to NAME~N and start over.
         fork: RUN or RUN@STEP: a new run starts from this run's checkpoint, with its optimizer and data position; empty: none.
+        until: Step to end with, such as graphs, with those that it needs; the next run continues there; empty: all steps.
     """
     run = load(profile, overrides, name or None)
+    check_last_step(run, until)
     command = RunCommand(profile, overrides, name or None, store, fork=fork)
-    return train_profile(run, command, update=update, replace=replace, fork=fork)
+    return train_profile(run, command, update=update, replace=replace, fork=fork, until=until)
 
 
 def train_profile(
-    run: Profile, command: RunCommand, *, update: bool = False, replace: bool = False, fork: str = ""
+    run: Profile,
+    command: RunCommand,
+    *,
+    update: bool = False,
+    replace: bool = False,
+    fork: str = "",
+    until: str = "",
 ) -> dict[str, Any]:
     """Train and export one profile within a flow run; result and other arguments as for `pretrain`.
 
@@ -127,7 +136,10 @@ def train_profile(
     if not replace and activities.holder(opened, "run", run.name) is not None:
         with suggest_commands(command, run.name):
             runs.check_name(opened, run)  # rather than wait for a run that this one cannot continue
-    with activities.begin(opened, "run", run.name) as lock, Runner(flow_context(run, opened), lock) as runner:
+    with (
+        activities.begin(opened, "run", run.name) as lock,
+        Runner(flow_context(run, opened), lock, until) as runner,
+    ):
         run, parent = find_parent_of(opened, run, fork, replace=replace)
         if not replace:
             with suggest_commands(command, run.name):
@@ -147,9 +159,11 @@ def train_profile(
 
         inputs = {"tokenizer": tokenizer.key, "dataset": dataset.key, "checkpoint": weights and weights.key}
         lock.check()  # another process may have taken over the run while this one was suspended
-        with open_run(
-            runner, run, identity, inputs, planned, command, parent=parent, replace=replace, warnings=warnings
-        ) as overview:
+        options = {"parent": parent, "replace": replace, "warnings": warnings}
+        with (
+            open_run(runner, run, identity, inputs, planned, command, **options) as overview,
+            runner.until_reached(),
+        ):
             # Before training: a run that never ends may be forked.
             ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
             if parent:
@@ -162,11 +176,13 @@ def train_profile(
             evaluated, exported = _train(runner, identity, tokenizer, dataset, weights, graphs)
             report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
             overview.update(now=True)
-        return {
-            **_results(runner.context.run_folder, evaluated, exported, report),
-            "parameters": planned.parameters,
-            "steps": [asdict(outcome) for outcome in runner.outcomes],
-        }
+        if not runner.reached:
+            return {
+                **_results(runner.context.run_folder, evaluated, exported, report),
+                "parameters": planned.parameters,
+                "steps": [asdict(outcome) for outcome in runner.outcomes],
+            }
+    return {"run": run.name, "until": until, "steps": [asdict(outcome) for outcome in runner.outcomes]}
 
 
 def _prepare(

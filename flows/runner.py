@@ -12,8 +12,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.server.prefect_settings import STOPPED
+from flows.step_names import PREPARATION
 from flows.ui.artifacts import show_table
 from flows.ui.console import PACKAGES, ProgressFilter, log_outcome, one_line
 from flows.ui.progress import progress_reporter
@@ -63,6 +65,10 @@ NOISE = ("Task run failed with %s: %r - Retry", "Running hook ", "Hook ")  # for
 DELAYS = {"retry_delay_seconds": [2.0, 4.0, 8.0, 16.0, 30.0], "retry_jitter_factor": 0.3}
 # Background steps and mapped parts share the flow's threads: two parts per core, and room for the steps that wait for them.
 THREADS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
+
+
+class StepReached(Exception):
+    """The step that a flow run ends with is done."""
 
 
 class Interrupted(BaseException):
@@ -127,11 +133,15 @@ class Runner:
 
     Args:
         lock: the lock under which the flow uses the run, which every attempt of a step requires; None if it has none.
+        until: name of the step to end with, which leaves this context, or the one of `until_reached`; empty: none.
+
+    Attributes:
+        reached: whether that step is done.
     """
 
-    def __init__(self, context: Context, lock: Lock | None = None) -> None:
+    def __init__(self, context: Context, lock: Lock | None = None, until: str = "") -> None:
         self.context = context
-        self._lock = lock
+        self._lock, self._until, self.reached = lock, until, False
         self.outcomes: list[Outcome] = []  # in the order in which the steps were started
         self._background: list[Background] = []
         self._used: dict[str, list[str]] = {}  # keys of the artifacts that were used, by kind
@@ -141,10 +151,23 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> bool:
         """Interrupt background steps, which are still running only if the flow ends early."""
         for background in self._background:
             background.interrupt()
+        return kind is StepReached
+
+    @contextmanager
+    def until_reached(self) -> Iterator[None]:
+        """Leave the block once the step to end with is done."""
+        with suppress(StepReached):
+            yield
+
+    def _pass(self, step: str) -> None:
+        """Raise StepReached after the step to end with."""
+        if step == self._until:
+            self.reached = True
+            raise StepReached(step)
 
     def open(self, profile: Profile, folder: Path) -> None:
         """Switch to this profile and run folder; its events.jsonl records failures, including earlier ones."""
@@ -171,16 +194,27 @@ class Runner:
         result = state.result(raise_on_failure=False)
         note = describe(result) if how == "done" else ""
         self._conclude(position, Outcome(name, how, time.monotonic() - begun, note))
-        return state.result()
+        result = state.result()
+        self._pass(name)
+        return result
 
     def run(self, step: Step, context: Context | None = None) -> Artifact | None:
         """Run a step, optionally in another context. Returns its artifact, None if skipped; raises its error."""
         # Called directly, not submitted, so that a cancellation reaches the step, which then ends its child processes.
         call = self._prepare(step, context or self.context)
-        return self._finish(call, call.task(return_state=True))
+        artifact = self._finish(call, call.task(return_state=True))
+        self._pass(step.name)
+        return artifact
 
-    def start(self, step: Step) -> Background:
-        """Start a step in the background, concurrently with the following steps."""
+    def start(self, step: Step) -> Background | None:
+        """Start a step in the background, concurrently with the following steps.
+
+        If the flow ends with this step, runs it here; if with an earlier one that does not need it, returns None.
+        """
+        if step.name == self._until:
+            self.run(step)
+        if self._until in PREPARATION:
+            return None
         background = Background(self._prepare(step, self.context), self._finish)
         self._background.append(background)
         return background

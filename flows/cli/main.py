@@ -100,11 +100,10 @@ def _add_training(commands: Any) -> None:
     _store(run)
     run.add_argument("--name", help="the run's name (default: the profile's)")
     _update(run)
-    about = (
-        "if this name belongs to a run with another model, data or training, move it to NAME~N and start over"
-    )
+    about = "move a different run of this name to NAME~N"
     run.add_argument("--replace", action="store_true", help=about)
-    about = "print the job that training would submit: batch script, Pod manifests or command"
+    run.add_argument("--until", default="", metavar="STEP", help="end after a step, for instance graphs")
+    about = "only print the training job: script or manifests"
     run.add_argument("--dry-run", action="store_true", help=about)
     run.set_defaults(fork=None)
     _json(run)
@@ -136,7 +135,7 @@ def _add_training(commands: Any) -> None:
     fork.add_argument("--decay", type=integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
-    fork.set_defaults(dry_run=False)
+    fork.set_defaults(dry_run=False, until="")
     about = "cluster.work_dir of the new run (default: the parent's)"
     fork.add_argument("--work-dir", metavar="FOLDER", help=about)
     _json(fork)
@@ -305,7 +304,7 @@ def _overrides(command: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def _update(command: argparse.ArgumentParser) -> None:
-    about = "resolve hub revisions and source files again instead of reading them from the run's lockfile"
+    about = "resolve inputs again, not from the run's lockfile"
     command.add_argument("--update", action="store_true", help=about)
 
 

@@ -57,17 +57,23 @@ def run(options: argparse.Namespace) -> int:
     if not (options.update or options.replace or options.fork) and _show_completed(options, profile):
         return DONE
     with without_garbage_collection(), waiting(lambda: f"planning {profile.name}"):
-        from flows.start_checks import RunCommand, check_run
+        from flows.start_checks import RunCommand, check_last_step, check_run
 
         command = RunCommand(
             options.profile, options.overrides, options.name, options.store, fork=options.fork or ""
         )
+        check_last_step(profile, options.until)
         check_run(profile, command, replace=options.replace)
 
     def start() -> dict[str, Any]:
         from flows.pretrain import finetune, pretrain
 
-        flags = {"update": options.update, "replace": options.replace, "fork": options.fork}
+        flags = {
+            "update": options.update,
+            "replace": options.replace,
+            "fork": options.fork,
+            "until": options.until,
+        }
         flow = finetune if profile.fine_tunes else pretrain
         return flow(options.profile, options.overrides, options.name, options.store, **flags)
 
@@ -278,6 +284,9 @@ def _where_to_watch(api: str, database: str) -> str:
 def print_results(console: Console, result: dict[str, Any]) -> None:
     """Print the final metrics and the paths of the outputs."""
     console.print()
+    if "until" in result:
+        console.print(f"ended after {result['until']}; the same command without --until continues there")
+        return
     facts = {"validation loss": f"{result['validation_loss']:.4f}"}
     if result["perplexity"] is not None:
         facts["perplexity"] = format_perplexity(result["perplexity"])

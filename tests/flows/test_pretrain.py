@@ -89,6 +89,17 @@ def test_first_run_executes_every_step(finished):
     assert list(losses(folder)) == [1, 2, 3, 4, 5, 6]
 
 
+def test_run_ends_after_the_step_that_it_is_asked_for(pretrain, store, tmp_path):
+    prepared = pretrain(tmp_path / "store", "name=new", until="tokenizer")
+    assert prepared["how"] == {"plan": "done", "resolve": "done", "tokenizer": "done"}
+    assert not (tmp_path / "store/runs/new/profile.yaml").exists()
+    trained = pretrain(store, until="train")
+    assert [*trained["how"]][-1] == "train"
+    assert trained["how"]["train"] == "cached"
+    with pytest.raises(ProfileError, match="until = graph: is not a step of this run; nearest valid: graphs"):
+        pretrain(store, until="graph")
+
+
 def test_unfinished_run_is_exported_again_after_a_rollback_has_replaced_its_checkpoint(
     store, prefect_server, monkeypatch
 ):

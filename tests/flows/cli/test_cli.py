@@ -132,6 +132,28 @@ def test_runs_are_rejected_before_prefect_is_imported(without_prefect, capsys, p
     assert {*tmp_path.iterdir()} == {ladder, tmp_path / "empty.txt"}
 
 
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("local", "--nproc-per-node 1 .* modeling.training.train --run-folder .*/store/runs/micro "),
+        ("slurm", r"#SBATCH --job-name=ts-micro-train-\w{8}\n(.*\n)*#SBATCH --mem=4G\n"),
+        ("kubernetes", r"kind: Job\nmetadata:\n  name: ts-micro-train-\w{12}\n(.*\n)*.* image: image\n"),
+    ],
+)
+def test_dry_run_prints_what_training_would_submit(
+    without_prefect, capsys, profile, tmp_path, launcher, expected
+):
+    """On a machine that has neither sbatch nor a cluster."""
+    kubernetes = "cluster.kubernetes={image: image, claim: store, mount: /store}"
+    cluster = settings(f"cluster.launcher={launcher}", kubernetes, "cluster.slurm=[--mem=4G]")
+    assert main(["run", str(profile), "--dry-run", *cluster]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(expected, out)
+    assert "--dataset DATASET" in " ".join(out.split()).replace("' '", " ").replace("- ", "")
+    assert "nothing was submitted" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_plan_as_json_is_one_document_with_the_keys_that_tools_rely_on(capsys):
     assert main(["plan", "tiny", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
