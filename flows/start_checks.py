@@ -5,6 +5,7 @@ The command makes them before it imports Prefect or starts a server, and the flo
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from flows.step_names import STEPS
 from modeling.planning import planner
 from modeling.planning.auto import resolve_auto
+from modeling.run_files import EXPORT
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError, closest
+from profiles.local_paths import RUN, local_path
 from profiles.schema import Profile
 from tasks.fork import find_parent, require_forkable, require_new_name
-from tasks.inputs import locate_runs
+from tasks.inputs import locate_export, locate_runs
 from tasks.store import runs
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
@@ -63,6 +66,25 @@ def suggest_commands(command: RunCommand | None, name: str) -> Iterator[None]:
     except runs.RunExists as conflict:
         conflict.commands = command.alternatives(conflict, name) if command else ()
         raise
+
+
+def overrides_from(source: str, store: Store) -> list[str]:
+    """Overrides with which a profile starts from a model: its weights, tokenizer and architecture.
+
+    Args:
+        source: run:NAME, an exported run of the store; a folder, or a hub repository.
+
+    Raises:
+        ProfileError: the store has no such run with an export.
+    """
+    config = source
+    if source.startswith(RUN):
+        locate_export(store.existing(), "--from", source)
+        config = str(store.work_dir / "runs" / source.removeprefix(RUN) / EXPORT)
+    elif "/" not in source and not local_path(source).exists():
+        raise ProfileError("--from", source, "is neither run:NAME, a folder nor a repository", [RUN + source])
+    named, settings = json.dumps(source), json.dumps(config)  # also YAML
+    return [f"init={{from: {named}}}", f"tokenizer.source={named}", f"model.config={settings}"]
 
 
 def load(profile: str, overrides: Sequence[str], name: str | None) -> Profile:

@@ -48,6 +48,9 @@ def load(
             between sections and for files.
     """
     values = _load_chain(_find(str(name_or_path), Path(), "profile"), (), folder)
+    sources = [text for key, _, text in map(_parts, overrides) if key == "tokenizer.source"]
+    if sources and isinstance(values.get("tokenizer"), Mapping):
+        values["tokenizer"] = _merged_tokenizer(values["tokenizer"], {"source": sources[-1]})
     for override in sorted(overrides, key=_configures_model, reverse=True):
         _apply(values, override)
     if name is not None:
@@ -120,6 +123,9 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None =
         inherited.pop("description", None)
         if isinstance(model, Mapping) and model.get("config") is not None:
             inherited.pop("model", None)
+        tokenizer, theirs = values.get("tokenizer"), inherited.get("tokenizer")
+        if isinstance(tokenizer, Mapping) and isinstance(theirs, Mapping):
+            inherited["tokenizer"] = _merged_tokenizer(theirs, tokenizer)
         values = _merged(inherited, {"name": path.stem, **values})
     values.setdefault("name", path.stem)
     return values
@@ -149,9 +155,21 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _merged_tokenizer(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer section without the size and revision of its source, if another section names another source."""
+    same = over.get("source", base.get("source")) == base.get("source")
+    return dict(base) if same else {"source": base.get("source")}
+
+
+def _parts(override: str) -> tuple[str, str, str]:
+    """Key, equals sign and value of an override."""
+    key, equals, value = override.partition("=")
+    return key.strip(), equals, value.strip()
+
+
 def _configures_model(override: str) -> bool:
     """Whether an override names another config.json, beside which the other overrides count."""
-    return override.partition("=")[0].strip() == "model.config"
+    return _parts(override)[0] == "model.config"
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

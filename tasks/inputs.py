@@ -125,6 +125,36 @@ def resolve(
     return Inputs(tokenizer, shards, initial, Lockfile(pins))
 
 
+def locate_export(store: Store, key: str, source: str) -> str:
+    """Store location of the export of `run:NAME`, which another machine may have made.
+
+    Raises ProfileError, for the profile key `key`, for a run without an export, or whose latest one is not in the store.
+    """
+    name = source.removeprefix(RUN)
+    try:
+        run = store.run_folder(name)
+    except ValueError as error:
+        raise ProfileError(key, source, str(error)) from error
+    if not run.files(EXPORT):
+        reason = f"the store {store.uri} has no run {name} with an export"
+        if name in profile_names():
+            option = "" if store.uri == "./store" else f" --store {shlex.quote(store.uri)}"
+            reason += f"; train it first: trainshed run {name}{option}"
+        raise ProfileError(key, source, reason, [RUN + nearest for nearest in _exported(store, name)])
+    if identity := run.stored_identity:
+        run.prepare(identity)  # downloads it if another machine has trained it
+        run.restore(EXPORT)
+        try:
+            run_artifacts.refresh(store, EXPORT, name, DigestCache(store.local_cache).sha256)
+        except (Corrupted, FileNotFoundError) as error:
+            reason = (
+                f"the latest export of {name} has not been uploaded completely ({error}); try again later, or start {name} "
+                "again where it was exported, which uploads it"
+            )
+            raise ProfileError(key, source, reason) from error
+    return run.location(EXPORT)
+
+
 def locate_runs(profile: Profile, store: Store) -> Profile:
     """Replace `run:NAME` in init.from and tokenizer.source by the store location of that run's export.
 
@@ -132,38 +162,13 @@ def locate_runs(profile: Profile, store: Store) -> Profile:
 
     Raises ProfileError for a run without an export, or whose latest one is not in the store.
     """
-    digests = DigestCache(store.local_cache)
-
-    def export(key: str, source: str) -> str:
-        name = source.removeprefix(RUN)
-        try:
-            run = store.run_folder(name)
-        except ValueError as error:
-            raise ProfileError(key, source, str(error)) from error
-        if not run.files(EXPORT):
-            reason = f"the store {store.uri} has no run {name} with an export"
-            if name in profile_names():
-                option = "" if store.uri == "./store" else f" --store {shlex.quote(store.uri)}"
-                reason += f"; train it first: trainshed run {name}{option}"
-            raise ProfileError(key, source, reason, [RUN + nearest for nearest in _exported(store, name)])
-        if identity := run.stored_identity:
-            run.prepare(identity)  # downloads it if another machine has trained it
-            run.restore(EXPORT)
-            try:
-                run_artifacts.refresh(store, EXPORT, name, digests.sha256)
-            except (Corrupted, FileNotFoundError) as error:
-                reason = (
-                    f"the latest export of {name} has not been uploaded completely ({error}); try again later, or start {name} "
-                    "again where it was exported, which uploads it"
-                )
-                raise ProfileError(key, source, reason) from error
-        return run.location(EXPORT)
-
     init, tokenizer = profile.init, profile.tokenizer
     if init.from_ and init.from_.startswith(RUN):
-        init = init.model_copy(update={"from_": export("init.from", init.from_)})
+        init = init.model_copy(update={"from_": locate_export(store, "init.from", init.from_)})
     if tokenizer.source.startswith(RUN):
-        tokenizer = tokenizer.model_copy(update={"source": export("tokenizer.source", tokenizer.source)})
+        tokenizer = tokenizer.model_copy(
+            update={"source": locate_export(store, "tokenizer.source", tokenizer.source)}
+        )
     return profile.model_copy(update={"init": init, "tokenizer": tokenizer})
 
 

@@ -102,6 +102,8 @@ def _add_training(commands: Any) -> None:
     _update(run)
     about = "move a different run of this name to NAME~N"
     run.add_argument("--replace", action="store_true", help=about)
+    about = "start from the model of run:NAME or of a folder"
+    run.add_argument("--from", dest="source", default="", metavar="MODEL", help=about)
     run.add_argument("--until", default="", metavar="STEP", help="end after a step, for instance graphs")
     about = "only print the training job: script or manifests"
     run.add_argument("--dry-run", action="store_true", help=about)
@@ -135,7 +137,7 @@ def _add_training(commands: Any) -> None:
     fork.add_argument("--decay", type=integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
-    fork.set_defaults(dry_run=False, until="")
+    fork.set_defaults(dry_run=False, until="", source="")
     about = "cluster.work_dir of the new run (default: the parent's)"
     fork.add_argument("--work-dir", metavar="FOLDER", help=about)
     _json(fork)
@@ -291,7 +293,7 @@ def _command(
 
 
 def _profile(command: argparse.ArgumentParser) -> None:
-    about = "a profile's name (see `trainshed profiles`) or the path of a YAML file"
+    about = "a profile's name or the path of a YAML file"
     command.add_argument("profile", metavar="PROFILE", help=about)
     _overrides(command)
 

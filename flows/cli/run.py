@@ -49,6 +49,13 @@ OUTPUTS = {"model": "export", "metrics": "metrics", "report": "report"}  # print
 
 def run(options: argparse.Namespace) -> int:
     """Run the flow and print its results. Raises ProfileError for an invalid profile or store."""
+    if options.source:
+        with without_garbage_collection(), waiting(lambda: "loading the planner"):
+            from flows.start_checks import overrides_from
+
+        work_dir = resolve.load(options.profile).cluster.work_dir or "store"
+        started = overrides_from(options.source, Store(options.store, work_dir))
+        options.overrides = [*started, *options.overrides]
     profile = resolve.load(options.profile, options.overrides, options.name)
     resolve.check(profile)
     if options.dry_run:
