@@ -30,6 +30,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.server.outages import shorten_outages
 from flows.server.prefect_settings import STOPPED
 from flows.step_names import PREPARATION
 from flows.ui.artifacts import show_table
@@ -372,6 +373,7 @@ def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
 
 def forward_logs() -> None:
     """Send our log records to Prefect's UI, and filter Prefect's own there (`_is_news`)."""
+    shorten_outages()
     for name in PACKAGES:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
+from flows.server.outages import await_start
 from flows.server.prefect_settings import configure, may_have_server_settings, single_certificate_setting
 from flows.server.shared_server import Server, shared_server
 from flows.ui.console import (
@@ -256,6 +257,8 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
                 server = server or serve()
             import flows.pretrain  # noqa: F401
         if configured:
+            with waiting(lambda: "waiting for the Prefect server"):
+                await_start(PREFECT_API_URL.value())
             yield
             return
         certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
