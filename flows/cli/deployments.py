@@ -1,8 +1,8 @@
 """Deployments of prefect.yaml on the server of `trainshed up`: what it lacks, and their registration.
 
-Registering all of them takes about 20 s. The server keeps a digest of what they were made from, and of the result, in a variable,
-so that they are registered again only after a change, or if they were changed or removed there. A digest that the server does not
-return or store in time only costs another registration.
+Those whose profiles can start on this machine are registered, or with --all all, in about 20 s. The server keeps a digest
+of what they were made from, and of the result, in a variable, so that they are registered again only after a change, or if they
+were changed or removed there. A digest that the server does not return or store in time only costs another registration.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.server.prefect_settings import POOL, authorization
 from flows.server.shared_server import start_module
 from flows.ui.console import print_stderr, waiting
+from profiles import resolve
+from profiles.errors import ProfileError
 
 VARIABLE = "trainshed_deployments"
 # What deployments are made from: their definitions, and the flows and names of profiles, from which Prefect makes their forms.
@@ -43,6 +46,7 @@ FIELDS = (
     "job_variables",
 )
 RECORD = "flows.working_folder.record"  # the pull step
+DEVICES = {"cuda": "nvidia[0-9]*", "neuron": "neuron[0-9]*"}  # of device types, in /dev
 NOT_FOUND, UNAVAILABLE = 404, 503
 ATTEMPTS = 10  # a server on SQLite is unavailable for moments
 
@@ -54,7 +58,7 @@ def register(
     register = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
     if code := _run(register, home, log_file, settings):
         return code
-    if code := deploy(home, api, log_file, settings):
+    if code := deploy(home, api, log_file, settings, every=options.all):
         return code
     if options.evaluate is None:
         return DONE
@@ -62,23 +66,31 @@ def register(
     return _run(["flows.alerts.evaluation", *tasks], home, log_file, settings)
 
 
-def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any]) -> int:
-    """Register the deployments, unless the server has them unchanged; returns the exit code."""
+def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any], *, every: bool = False) -> int:
+    """Register the deployments, unless the server has them unchanged; returns the exit code.
+
+    Args:
+        every: also those that cannot start on this machine.
+    """
+    wanted = listed(home, every=every)
     with contextlib.suppress(OSError, ValueError):
         variables = query(f"{api}/variables/filter", {"variables": named(VARIABLE)})
-        if variables and variables[0]["value"] == _digest(home, api):
+        if variables and variables[0]["value"] == _digest(home, api, wanted):
             return DONE
-    if code := _run(["prefect", "--no-prompt", "deploy", "--all"], home, log_file, settings):
+    file = log_file.absolute().with_name("prefect.yaml")
+    file.write_text(yaml.safe_dump({**_read(home), "deployments": wanted}, sort_keys=False))
+    command = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+    if code := _run(command, home, log_file, settings, len(wanted)):
         return code
     with contextlib.suppress(OSError, ValueError):
-        _write_digest(api, _digest(home, api))
+        _write_digest(api, _digest(home, api, wanted))
     return DONE
 
 
-def count_unregistered(api: str, home: Path) -> int:
-    """Number of deployments that the server lacks."""
+def count_unregistered(api: str, home: Path, *, every: bool = False) -> int:
+    """Number of deployments that the server lacks, of those that can start here or of all."""
     known = {(deployment["entrypoint"], deployment["name"]) for deployment in _registered(api)}
-    return sum((entry["entrypoint"], entry["name"]) not in known for entry in listed(home))
+    return sum((entry["entrypoint"], entry["name"]) not in known for entry in listed(home, every=every))
 
 
 def working_folder(api: str) -> str | None:
@@ -87,9 +99,31 @@ def working_folder(api: str) -> str | None:
     return next((step[RECORD]["directory"] for step in steps if RECORD in step), None)
 
 
-def listed(home: Path) -> list[dict[str, Any]]:
-    """The deployments of prefect.yaml."""
-    return yaml.safe_load((home / "prefect.yaml").read_text())["deployments"]
+def listed(home: Path, *, every: bool = False) -> list[dict[str, Any]]:
+    """The deployments of prefect.yaml: those whose profiles can start on this machine, or all."""
+    return [entry for entry in _read(home)["deployments"] if every or _starts_here(entry)]
+
+
+def _read(home: Path) -> dict[str, Any]:
+    return yaml.safe_load((home / "prefect.yaml").read_text())
+
+
+def _starts_here(deployment: Mapping[str, Any]) -> bool:
+    parameters = deployment.get("parameters", {})
+    profiles = parameters.get("profiles", [parameters[name] for name in ("profile",) if name in parameters])
+    return all(map(_profile_starts_here, profiles))
+
+
+@cache
+def _profile_starts_here(name: str) -> bool:
+    """Whether this machine has the launcher, the data and, for a local run, a device of the profile."""
+    try:
+        profile = resolve.load(name)
+        resolve.check_start(profile)
+    except ProfileError:
+        return False
+    devices = DEVICES.get(profile.cluster.device)
+    return profile.cluster.launcher != "local" or devices is None or bool([*Path("/dev").glob(devices)])
 
 
 def named(name: str) -> dict[str, Any]:
@@ -117,9 +151,10 @@ def _registered(api: str) -> list[dict[str, Any]]:
     return query(f"{api}/deployments/filter", {"work_pools": named(POOL)})
 
 
-def _digest(home: Path, api: str) -> str:
+def _digest(home: Path, api: str, wanted: Sequence[Mapping[str, Any]]) -> str:
     """Digest of what deployments are made from, the folder of their runs, and the server's deployments."""
     found = hashlib.sha256(f"{version('prefect')} {Path.cwd()}".encode())
+    found.update(json.dumps(wanted).encode())
     for pattern in SOURCES:
         for path in sorted(home.glob(pattern)):
             found.update(f"\0{path.relative_to(home)}\0".encode() + path.read_bytes())
@@ -141,9 +176,9 @@ def _write_digest(api: str, digest: str) -> None:
         query(f"{api}/variables/", {"name": VARIABLE, "value": digest})
 
 
-def _run(module: list[str], home: Path, log_file: Path, settings: Mapping[str, Any]) -> int:
+def _run(module: list[str], home: Path, log_file: Path, settings: Mapping[str, Any], total: int = 0) -> int:
     """Run a module that registers something; returns the exit code."""
-    with waiting(_progress(log_file, len(listed(home)))):
+    with waiting(_progress(log_file, total)):
         code = start_module(module, log_file, cwd=home, **settings).wait()
     if code == REJECTED:
         print_stderr(log_file.read_text().splitlines()[-1])
@@ -161,6 +196,7 @@ def _progress(log_file: Path, total: int) -> Callable[[], str]:
     def describe() -> str:
         log = log_file.read_bytes()[before:] if log_file.exists() else b""
         done = log.count(b"' successfully ")
-        return f"registering automations and {total} deployments" + (f": {done} done" if done else "")
+        what = f"{total} deployments" if total else "automations"
+        return f"registering {what}" + (f": {done} done" if done else "")
 
     return describe

@@ -1,4 +1,4 @@
-"""`trainshed up`: local Prefect server, worker and all deployments of prefect.yaml, until Ctrl-C.
+"""`trainshed up`: local Prefect server, worker and the deployments that can start here, until Ctrl-C.
 
 Everything listens on loopback. Each child runs in its own session, so that Ctrl-C reaches only this process, which stops
 them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills them. If a Prefect server of
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         if not _is_own(port):
             print_stderr(f"trainshed: port {port} is taken by another user's server; choose one with --port")
             return FAILED
-        found = _missing(f"{address}/api", home)
+        found = _missing(f"{address}/api", home, every=options.all)
         if found is None:
             advice = "perhaps by another `trainshed up`; choose one with --port"
             print_stderr(f"trainshed: port {port} is taken, {advice}")
@@ -149,7 +149,7 @@ class _Services:
         print_stderr(f"Prefect's database: {self.locks.home}")
 
 
-def _missing(api: str, home: Path) -> list[str] | None:
+def _missing(api: str, home: Path, *, every: bool) -> list[str] | None:
     """What runs need but the Prefect server at this address lacks; None if none answers there."""
     try:
         pool = query(f"{api}/work_pools/filter", {"work_pools": named(POOL)})
@@ -157,7 +157,8 @@ def _missing(api: str, home: Path) -> list[str] | None:
         alerts = query(
             f"{api}/automations/filter", {"automations": {"name": {"any_": ALERTS}}, "limit": len(ALERTS)}
         )
-        unregistered, total = count_unregistered(api, home), len(listed(home))
+        unregistered = count_unregistered(api, home, every=every)
+        total = len(listed(home, every=every))
         missing = [] if pool else [f"the work pool {POOL}"]
         missing += [] if automation else ["the automation for crashed runs"]
         missing += [] if len(alerts) == len(ALERTS) else ["the automations of alerts"]

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import yaml
 
 from flows.cli import deployments
-from flows.cli.deployments import count_unregistered, deploy, named, query
+from flows.cli.deployments import count_unregistered, deploy, listed, named, query
 from flows.registration import register_pool
 
 
@@ -79,4 +80,19 @@ def test_a_server_too_busy_for_the_digest_has_the_deployments_registered(home, m
     monkeypatch.setattr(deployments, "query", time_out)
     monkeypatch.setattr(deployments, "start_module", start)
     assert deploy(home, "http://127.0.0.1:4200/api", home / "deploy.log", {}) == 0
-    assert started == [["prefect", "--no-prompt", "deploy", "--all"]]
+    (command,) = started
+    assert command[:4] == ["prefect", "--no-prompt", "deploy", "--all"]
+    assert yaml.safe_load(Path(command[-1]).read_text())["deployments"][0]["name"] == "only"
+
+
+def test_deployments_are_of_the_profiles_that_can_start_here(monkeypatch):
+    """Without sbatch and accelerators, those on this machine's CPU; others only if all are wanted."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(deployments, "DEVICES", {"cuda": "no-such-device", "neuron": "no-such-device"})
+    monkeypatch.setattr(deployments, "_profile_starts_here", deployments._profile_starts_here.__wrapped__)
+    checkout = Path(__file__).parents[3]
+    found = [each for each in listed(checkout) if "profile" in each.get("parameters", {})]
+    assert {each["name"] for each in found} == {"tiny", "tiny-moe", "tiny-sft", "tiny-lora", "tiny-dpo"}
+    assert {"fleet", "chain", "evaluate"} < {each["name"] for each in listed(checkout)}
+    assert "llama3-8b-chain" not in {each["name"] for each in listed(checkout)}
+    assert "llama3-70b" in {each["name"] for each in listed(checkout, every=True)}
