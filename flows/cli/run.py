@@ -62,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(options, profile)
     resolve.check_start(profile)
-    if not (options.update or options.replace or options.fork) and _show_completed(options, profile):
+    asked = options.update or options.replace or options.fork or options.until
+    if not asked and _show_completed(options, profile):
         return DONE
     with without_garbage_collection(), waiting(lambda: f"planning {profile.name}"):
         from flows.start_checks import RunCommand, check_last_step, check_run
@@ -95,7 +96,10 @@ def _show_completed(options: argparse.Namespace, profile: Profile) -> bool:
     """
     from tasks import completed
 
-    store = open_store(options.store, profile.cluster.work_dir or "store")
+    work_dir = profile.cluster.work_dir or "store"
+    if not Store(options.store, work_dir).work_dir.is_dir():  # a run that is rejected makes no store
+        return False
+    store = open_store(options.store, work_dir)
     home = configure(store.work_dir)
     if may_have_server_settings(home) or (home / "server.json").exists():
         return False
