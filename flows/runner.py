@@ -31,7 +31,7 @@ from prefect.states import Cancelled, Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.server.outages import shorten_outages
-from flows.server.prefect_settings import STOPPED
+from flows.server.prefect_settings import GATE_MISSED, REJECTED, STOPPED
 from flows.step_names import PREPARATION
 from flows.ui.artifacts import show_table
 from flows.ui.console import PACKAGES, ProgressFilter, log_outcome, one_line
@@ -61,6 +61,7 @@ REJECTIONS = (ProfileError, *SOURCE_ERRORS)  # errors of the input
 PREFECT_PROGRESS_SECONDS = 15.0  # between progress lines in Prefect's log
 PREFECT_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 NOISE = ("Task run failed with %s: %r - Retry", "Running hook ", "Hook ")  # formats of Prefect's records
+FAILURES = tuple(f"Finished in state {name}(" for name in ("Failed", REJECTED, GATE_MISSED))
 # Seconds before each retry; the last applies to all further ones. Jitter keeps runs that were stopped by a common cause from
 # restarting all at once.
 DELAYS = {"retry_delay_seconds": [2.0, 4.0, 8.0, 16.0, 30.0], "retry_jitter_factor": 0.3}
@@ -394,10 +395,13 @@ _throttle = ProgressFilter(PREFECT_PROGRESS_SECONDS)  # shared by all packages
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a Prefect log record adds information to our lines and the final states.
 
-    Prefect's retry line would count up to UNLIMITED, and the message of a rejection or a failed job needs no traceback.
+    Prefect's retry line would count up to UNLIMITED, and the message of a rejection or a failed job needs no traceback. Prefect
+    logs the end of every flow run as information; that of one that failed is an error.
     """
     if isinstance(record.msg, str) and record.msg.startswith(NOISE):
         return False
+    if isinstance(record.msg, str) and record.msg.startswith(FAILURES):
+        record.levelno, record.levelname = logging.ERROR, logging.getLevelName(logging.ERROR)
     error = record.exc_info and record.exc_info[1]
     return not isinstance(error, (*REJECTIONS, JobFailed, CancelledRun))
 

@@ -1,12 +1,15 @@
 """A Prefect server that is away or still starting."""
 
+import inspect
 import logging
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from prefect import flow_engine
 from prefect._internal.concurrency import services
 
+from flows import runner
 from flows.server import outages
 from tests.ports import free_port
 
@@ -27,6 +30,17 @@ def test_events_that_cannot_be_sent_are_one_plain_line(monkeypatch, caplog):
         "the Prefect server does not answer; the run continues, but its UI and alerts lack what happens meanwhile"
     ]
     assert "Service %r failed to process item %r" in services.QueueService._main_loop.__code__.co_consts
+
+
+def test_end_of_a_rejected_flow_run_is_an_error():
+    """Prefect logs it as information."""
+    for state, level in (("Rejected('key: reason')", logging.ERROR), ("Completed()", logging.INFO)):
+        record = logging.LogRecord(
+            "prefect.flow_runs", logging.INFO, "", 0, f"Finished in state {state}", (), None
+        )
+        assert runner._is_news(record)
+        assert record.levelno == level
+    assert "Finished in state {" in inspect.getsource(flow_engine)
 
 
 @pytest.mark.parametrize("status", [200, 401])
