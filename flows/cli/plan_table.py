@@ -15,6 +15,7 @@ from modeling.planning.planner import Plan, plan, require_fit
 from modeling.planning.search import neighbours
 from modeling.planning.step_time import is_too_short
 from profiles import resolve
+from profiles.check import with_value
 from profiles.errors import ProfileError
 from profiles.recompute import describe
 from profiles.schema import Profile
@@ -69,6 +70,8 @@ def print_plan(console: Console, profile: Profile, planned: Plan) -> None:
         selection = "the first, the last, the fullest and the emptiest"
         console.print(f"{selection} of {len(planned.stages)} stages", style="dim")
     console.print(_verdict(planned))
+    if profile.model.dropout:
+        console.print(Text(f"warning: {_dropout(profile, planned)}", "yellow"))
     console.print()
     console.print(_facts(_time(profile, planned)))
     for warning in interruption_warnings(profile, planned.step_seconds):
@@ -120,6 +123,16 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
         ("recompute", ("by stage: " if isinstance(train.recompute, list) else "") + describe(train.recompute)),
         ("run", length),
     ]  # fmt: skip
+
+
+def _dropout(profile: Profile, planned: Plan) -> str:
+    """What dropout of attention costs: no kernel has it, so the probabilities are kept for backward."""
+    without = plan(with_value(profile, "model.dropout", 0.0))
+    saved = max(0, planned.needs - without.needs)
+    return (
+        f"model.dropout = {profile.model.dropout:g}: attention has no flash kernel with dropout, and keeps its probabilities; "
+        f"without it, a device would need {format_bytes(saved)} less"
+    )
 
 
 def _data_tokens(profile: Profile) -> float | None:

@@ -1,5 +1,6 @@
-"""The memory table of a plan on a narrow terminal, whatever the sizes are."""
+"""The memory table of a plan on a narrow terminal, and what dropout costs."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -36,3 +37,19 @@ def test_memory_table_is_complete_and_has_no_trailing_blanks(capsys, monkeypatch
     assert set(cells) <= set(row.split()), row
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if line.endswith(" ")] == []
+
+
+def test_plan_says_what_dropout_of_attention_costs(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    small = ("hidden_size=64", "num_attention_heads=4", "num_hidden_layers=2", "vocab_size=512")
+    gpt = ["model.architecture=gpt", "model.max_position_embeddings=512", *(f"model.{key}" for key in small)]
+    gpt += ["model.intermediate_size=256", "model.num_key_value_heads=4", "tokenizer.vocabulary_size=512"]
+    shown = {}
+    for rate in (0.0, 0.1):
+        profile = resolve.load("tiny", [*gpt, f"model.dropout={rate}"])
+        print_plan(TrimmedConsole(), profile, plan(profile))
+        shown[rate] = capsys.readouterr().out
+    said = "warning: model.dropout = 0.1: attention has no flash kernel with dropout, and keeps its probabilities"
+    assert said in shown[0.1]
+    assert "flash kernel" not in shown[0.0]
+    assert re.search(r"would need \d\S* MiB less", shown[0.1])
