@@ -74,7 +74,7 @@ class DatasetPlan:
         return keys.tokens(self.tokenizer.key, shard.digest, held_out, drops=drops, **options)
 
     def misread(self, store: Store, numbers: Sequence[int]) -> list[Artifact]:
-        """Tokens of these shards in the store whose ids of added tokens are wrong, from version 1 of the engines."""
+        """Tokens of these shards in the store that engines of version 1 may have confused."""
         earlier = replace(self, engine=None)
         changed = [key for k in numbers if (key := earlier.key(k)) != self.key(k)]
         found = store.artifacts.find_many(TOKENS, changed, hash_limit=0)
