@@ -264,7 +264,7 @@ class Examples:
 
 
 def _split(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """Ids of a prompt, and of each answer, in their joined text; a token across their boundary is the answer's."""
+    """Ids of a prompt and of answers in their joined text; a token across the boundary is the answer's."""
     texts = (prompt, *(prompt + answer for answer in answers))
     alone, *joined = (_encode(tokenizer, text).ids for text in texts)
     start = min(_shared_length(alone, ids) for ids in joined)

@@ -35,7 +35,11 @@ DEFAULT_EOS = (EOS, "<|end_of_text|>", "</s>")  # tried in order if the source n
 
 
 def convert(source: str, raw: Path, folder: Path) -> None:
-    """Convert the tokenizer files in `raw`, a copy, and write tokenizer.json and tokenizer_config.json to `folder`.
+    """Convert tokenizer files, and write tokenizer.json and tokenizer_config.json.
+
+    Args:
+        raw: folder of the files, a copy; byte order marks are removed from them.
+        folder: where the result is written.
 
     Raises:
         ProfileError: no supported tokenizer files, or corrupted ones, or `AutoTokenizer` cannot load the result; names
@@ -94,7 +98,9 @@ def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> 
 
 
 def typed_tokens(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer_config.json whose special tokens transformers can load: objects have their type, and none is null or false.
+    """A tokenizer_config.json whose special tokens transformers can load.
+
+    Objects have their type, and none is null or false.
 
     Raises:
         ValueError: a special token is neither a text nor an object with its content.
@@ -119,7 +125,7 @@ def load(folder: Path) -> Tokenizer:
 
 
 def has_plain_added_tokens(folder: Path) -> bool:
-    """Whether the folder's tokenizer recognizes added tokens that are not special, such as <think>, in text."""
+    """Whether the folder's tokenizer has added tokens that are not special, such as <think>."""
     state = json.loads((folder / "tokenizer.json").read_text())
     return any(not token["special"] for token in state["added_tokens"])
 
@@ -189,17 +195,6 @@ def _merges(proto: ModelProto, vocabulary: dict[str, int]) -> list[tuple[str, st
     return merges
 
 
-def _require_same_ids(tokenizer: Tokenizer, state: dict[str, Any]) -> None:
-    """Raise ValueError if `tokenizers`, which numbers added tokens in their order, read other ids than the file's."""
-    for token in state["added_tokens"]:
-        found = tokenizer.token_to_id(token["content"])
-        if found != token["id"]:
-            reason = (
-                f"the added token {token['content']!r} has id {token['id']}, and tokenizers gives it {found}"
-            )
-            raise ValueError(f"{reason}; list the added tokens by id, without gaps after the vocabulary")
-
-
 def _model_file(source: str, raw: Path) -> Path:
     """The file with the vocabulary. Raises ProfileError."""
     for name in ("tokenizer.json", "tekken.json", "tokenizer.model"):
@@ -261,7 +256,7 @@ def _add_declared(tokenizer: Tokenizer, settings: Mapping[str, dict[str, Any]]) 
 
 
 def _require_same_ids(tokenizer: Tokenizer, state: dict[str, Any]) -> None:
-    """Raise ValueError if `tokenizers`, which numbers added tokens in their order, read other ids than the file's."""
+    """Raise ValueError if `tokenizers`, which numbers added tokens in order, read other ids."""
     for token in state["added_tokens"]:
         found = tokenizer.token_to_id(token["content"])
         if found != token["id"]:
@@ -312,7 +307,7 @@ def _added_token(fields: Mapping[str, Any]) -> AddedToken:
 
 
 def _typed(value: Any) -> Any:
-    """Special tokens in a JSON value, marked with their type, without which transformers does not load them."""
+    """Special tokens in a JSON value, marked with the type that transformers needs."""
     if isinstance(value, list):
         return [_typed(each) for each in value]
     if not isinstance(value, Mapping):

@@ -93,7 +93,7 @@ def unsplit():
 
 
 def byte_fallback():
-    """Llama 2 as converted from SentencePiece, with tokens for the bytes of characters that the vocabulary lacks."""
+    """Llama 2 as converted from SentencePiece, with tokens for the bytes of unknown characters."""
     state = json.loads(trained(llama2).to_str())
     vocabulary = state["model"]["vocab"]
     vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
