@@ -39,6 +39,8 @@ class PeftAdapters(Adapters):
             "rank_pattern": {},
             "alpha_pattern": {},
             "alora_invocation_tokens": None,  # the updates apply to some tokens only
+            "layer_replication": None,  # the base model's layers are repeated
+            "use_qalora": False,  # the updates apply to pooled inputs
         }
         for name, value in plain.items():
             if (configuration.get(name) or value) != value:

@@ -242,6 +242,8 @@ def test_adapters_of_nxd_without_rank_are_rejected(folder):
         {"init_lora_weights": "pissa_niter_16"},
         {"init_lora_weights": "loftq"},
         {"alora_invocation_tokens": [5]},
+        {"layer_replication": [[0, 2], [1, 3]]},
+        {"use_qalora": True},
     ],
     ids=str,
 )
