@@ -26,7 +26,7 @@ from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.server.prefect_settings import POOL, authorization
 from flows.server.shared_server import start_module
 from flows.ui.console import print_stderr, waiting
-from profiles import resolve
+from profiles import resolve, state_files
 from profiles.errors import ProfileError
 
 VARIABLE = "trainshed_deployments"
@@ -77,8 +77,8 @@ def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any], *,
         variables = query(f"{api}/variables/filter", {"variables": named(VARIABLE)})
         if variables and variables[0]["value"] == _digest(home, api, wanted):
             return DONE
-    file = log_file.absolute().with_name("prefect.yaml")
-    file.write_text(yaml.safe_dump({**_read(home), "deployments": wanted}, sort_keys=False))
+    file = log_file.absolute().with_name("deployments.yaml")  # written by each `up`, with the same contents
+    state_files.write(file, yaml.safe_dump({**_read(home), "deployments": wanted}, sort_keys=False))
     command = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
     if code := _run(command, home, log_file, settings, len(wanted)):
         return code
