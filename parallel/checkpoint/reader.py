@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,17 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "pathlib._local":  # its name since Python 3.13
             module = "pathlib"
+        if (module, name) == ("builtins", "getattr"):  # pickles members of enumerations before Python 3.11.5
+            return _enum_member
         if (module, name) not in _ALLOWED:
             raise ValueError(f"{module}.{name} is not allowed in a checkpoint's metadata")
         return super().find_class(module, name)
+
+
+def _enum_member(enumeration: Any, name: str) -> Any:
+    if (
+        not (isinstance(enumeration, type) and issubclass(enumeration, Enum))
+        or name not in enumeration.__members__
+    ):
+        raise ValueError("builtins.getattr is not allowed in a checkpoint's metadata")
+    return enumeration.__members__[name]

@@ -1,5 +1,6 @@
 """Checkpoints: resume at the same and other topologies, asynchronous and failed saves, rejected files."""
 
+import io
 import json
 import os
 import pickle
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
-from parallel.checkpoint import checkpoint, writer
+from parallel.checkpoint import checkpoint, reader, writer
 from parallel.checkpoint.reader import Reader
 from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
 from tests.pool import Pool
@@ -283,6 +285,25 @@ def test_error_of_creating_a_writer_fails_the_save_at_finish(tmp_path, monkeypat
     saver.begin(tmp_path / "step_1", {})
     saver.finish()
     checkpoint.load(tmp_path / "step_1", trained_optimizer())
+
+
+def test_enumeration_pickled_by_an_older_python_is_read_and_other_attributes_are_not():
+    class Pickled:
+        """Pickles as enumerations' members do before Python 3.11.5: as getattr(class, name)."""
+
+        def __init__(self, owner, name):
+            self.call = getattr, (owner, name)
+
+        def __reduce__(self):
+            return self.call
+
+    def read(owner, name):
+        return reader._Unpickler(io.BytesIO(pickle.dumps(Pickled(owner, name)))).load()
+
+    assert read(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT") is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    for owner, name in ((_MEM_FORMAT_ENCODING, "mro"), (Metadata, "__init__")):
+        with pytest.raises(ValueError, match=r"builtins.getattr is not allowed"):
+            read(owner, name)
 
 
 def test_malicious_metadata_is_rejected(tmp_path):
