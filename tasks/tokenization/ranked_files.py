@@ -1,4 +1,4 @@
-"""Tokenizers from files of byte sequences by rank: tiktoken's (Llama 3 and 4) and Mistral's tekken.json.
+"""Tokenizers from ranked byte sequences: tiktoken's format (Llama 3 and 4) and Mistral's tekken.json.
 
 Converted by transformers. A file in tiktoken's format lacks the pattern that splits words and the special tokens, which are those
 of the model that it belongs to.
