@@ -72,7 +72,7 @@ def resolve_inputs(runner: Runner, lockfile: bytes | None, *, keep_exports: bool
         keep_exports: also reuse pins of runs' exports.
     """
     context = runner.context
-    progress = progress_reporter("inputs", "Progress of resolve")
+    progress = progress_reporter("inputs", f"{context.profile.name}: progress of resolve")
 
     def work() -> Inputs:
         known = (

@@ -231,7 +231,7 @@ class Runner:
             call.task = task(skip, name=step.name, task_run_name=step.name, cache_policy=NO_CACHE)
             return call
         key = step.key(context)
-        progress = progress_reporter(step.kind, f"Progress of {step.name}")
+        progress = progress_reporter(step.kind, f"{profile.name}: progress of {step.name}")
         context = replace(context, progress=progress, table=show_table, map=_map)
 
         def work() -> State:

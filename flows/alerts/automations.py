@@ -1,8 +1,8 @@
-"""Notification automations, one per kind of event, disabled until a notification block is named.
+"""Notification automations, one per kind of event, created once a notification block is named.
 
 A block is one of Prefect's own for Slack, e-mail, webhooks and others, created in Prefect's UI or by `prefect block`; it is named
 by type and name, as in slack-webhook/team. Automations are created once: changes in Prefect's UI, such as disabling one kind,
-persist.
+persist. Without a block there are none, as an automation without an action notifies nobody.
 """
 
 from __future__ import annotations
@@ -24,34 +24,31 @@ NOTIFY = "notify"  # capability of notification blocks
 
 
 def register_alerts(block: str | None = None) -> None:
-    """Create or update the automations; with a block, TYPE/NAME, enable those that have no action yet.
+    """Update the automations that exist; with a block, TYPE/NAME, create the others.
+
+    Those that an earlier version created without an action get the block's, or are removed.
 
     Raises ProfileError if the server has no such block.
     """
     document = _block_document(block) if block else None
     for name, (kind, about) in zip(ALERTS, ALERT_KINDS.items(), strict=True):
         trigger, subject, body = trigger_for(kind), *_message(kind)
-        action = (
-            SendNotification(block_document_id=document, subject=subject, body=body)
-            if document
-            else DoNothing()
+        actions = (
+            [SendNotification(block_document_id=document, subject=subject, body=body)] if document else []
         )
         try:
             existing = Automation.read(name=name)
         except ValueError:
-            enabled = document is not None
-            made = {
-                "name": name,
-                "description": f"Notify when {about}",
-                "trigger": trigger,
-                "actions": [action],
-            }
-            Automation(**made, enabled=enabled).create()
+            if actions:
+                made = {"name": name, "description": f"Notify when {about}", "trigger": trigger}
+                Automation(**made, actions=actions).create()
             continue
+        if all(isinstance(each, DoNothing) for each in existing.actions):
+            if not actions:
+                existing.delete()
+                continue
+            existing.actions, existing.enabled = actions, True
         existing.trigger = trigger
-        silent = all(isinstance(each, DoNothing) for each in existing.actions)
-        if document is not None and silent:
-            existing.actions, existing.enabled = [action], True
         existing.update()
 
 

@@ -23,7 +23,6 @@ import psutil
 from flows.cli.deployments import count_unregistered, listed, named, query, register, working_folder
 from flows.cli.exit_codes import DONE, FAILED
 from flows.server.prefect_settings import (
-    ALERTS,
     AUTOMATION,
     POOL,
     configure,
@@ -145,7 +144,8 @@ class _Services:
             f"Prefect's UI: {self.address}\nstart `tiny` there: {_form(self.address)}\nor in another terminal:"
         )
         prefect = relative(str(Path(sys.executable).with_name("prefect")))
-        print_stderr(f"  PREFECT_API_URL={self.address}/api {prefect} deployment run pretrain/tiny")
+        start = f"{prefect} deployment run pretrain/tiny --flow-run-name tiny"
+        print_stderr(f"  PREFECT_API_URL={self.address}/api {start}")
         print_stderr(f"Prefect's database: {self.locks.home}")
 
 
@@ -154,14 +154,10 @@ def _missing(api: str, home: Path, *, every: bool) -> list[str] | None:
     try:
         pool = query(f"{api}/work_pools/filter", {"work_pools": named(POOL)})
         automation = query(f"{api}/automations/filter", {"automations": named(AUTOMATION)})
-        alerts = query(
-            f"{api}/automations/filter", {"automations": {"name": {"any_": ALERTS}}, "limit": len(ALERTS)}
-        )
         unregistered = count_unregistered(api, home, every=every)
         total = len(listed(home, every=every))
         missing = [] if pool else [f"the work pool {POOL}"]
         missing += [] if automation else ["the automation for crashed runs"]
-        missing += [] if len(alerts) == len(ALERTS) else ["the automations of alerts"]
         missing += [f"{unregistered} of {total} deployments"] if unregistered else []
         return missing if pool and _has_online_worker(api) else [*missing, WORKER]
     except (OSError, ValueError, KeyError, TypeError):

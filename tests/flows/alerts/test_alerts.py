@@ -8,7 +8,7 @@ from prefect.automations import Automation
 from prefect.events.actions import DoNothing
 
 from flows.alerts import events
-from flows.alerts.automations import register_alerts
+from flows.alerts.automations import register_alerts, trigger_for
 from flows.alerts.events import QUEUED_SECONDS, alerts, emit
 from flows.server.prefect_settings import ALERT_KINDS, ALERTS
 from modeling.supervision.time_account import record_attempt
@@ -23,9 +23,14 @@ from tasks.store.store import Store
 
 @pytest.fixture
 def automations(prefect_server, webhook):
-    """The alerts, installed switched off, then switched on with a block."""
+    """The alerts: none without a block, not even those that an earlier version created without an action."""
+    made = {"name": ALERTS[0], "trigger": trigger_for("failed"), "actions": [DoNothing()], "enabled": False}
+    Automation(**made).create()
     register_alerts()
-    assert [Automation.read(name=name).enabled for name in ALERTS] == [False] * len(ALERTS)
+    for name in ALERTS:
+        with pytest.raises(ValueError, match=name):
+            Automation.read(name=name)
+    Automation(**made).create()
     with pytest.raises(ProfileError, match="alerts = custom-webhook/none: the Prefect server has no such"):
         register_alerts("custom-webhook/none")
     register_alerts(webhook.block())
