@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import pytest
@@ -219,6 +219,29 @@ PLANS = [
 ]
 
 
+PLAN_SAMPLE = re.compile(r"^```\n((?:\S+(?:  [^\n]*)?\n\nparameters |\S+ on [^\n]* topolog).*?)^```$", re.M | re.S)
+
+
+def local_plans(page: Path) -> list[tuple[str, str, str]]:
+    """Commands that write a plan's files, the command, and its sample, of plans that run on this machine."""
+    text, found = page.read_text(), []
+    for sample in PLAN_SAMPLE.finditer(text):
+        *_, block = BLOCK.finditer(text, 0, sample.start())
+        if block[1]:
+            continue
+        lines = block[2].splitlines(keepends=True)
+        searches = " topolog" in sample[1].partition("\n")[0]
+        plans = [line.strip() for line in lines if line.startswith("trainshed plan ") and ">" not in line]
+        (command,) = [line for line in plans if ("--search" in line) == searches]
+        found.append(
+            ("".join(takewhile(lambda line: not line.startswith("trainshed"), lines)), command, sample[1])
+        )
+    return found
+
+
+LOCAL_PLANS = [(page, *plan) for page in PAGES for plan in local_plans(page)]
+
+
 @functools.cache
 def printed_words(command: str) -> str:
     """What a command prints, wherever its lines are wrapped."""
@@ -236,6 +259,27 @@ def test_sample_of_a_plan_is_what_the_planner_prints(tmp_path, monkeypatch, page
     monkeypatch.setenv("COLUMNS", "120")
     for name, contents in NAMED_FILE.findall(page.read_text()):
         Path(name).write_text(contents)
+    check_plan_sample(command, sample)
+
+
+@pytest.mark.parametrize(
+    ("page", "files", "command", "sample"),
+    LOCAL_PLANS,
+    ids=[f"{named(page)}: {line}" for page, _, line, _ in LOCAL_PLANS],
+)
+def test_sample_of_a_plan_for_cpus_is_what_the_planner_prints(
+    tmp_path, monkeypatch, page, files, command, sample
+):
+    """On a machine with the sample's memory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("modeling.planning.planner.usable_memory", lambda: round(2 * 11.8 * 2**30))
+    subprocess.run(["bash", "-euo", "pipefail", "-c", files], check=True, timeout=100)
+    check_plan_sample(command, sample)
+
+
+def check_plan_sample(command: str, sample: str) -> None:
+    """Assert that the command prints the parts of the sample, word for word."""
     parts = re.split(r"\n\n|^…$", sample, flags=re.M)  # … stands for lines that are left out
     assert [part for part in parts if " ".join(part.split()) not in printed_words(command)] == []
 
