@@ -237,16 +237,24 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
         if planned.price is not None:
             total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} per node-hour"
         rows.append(("total", total))
-    rows.append(("nearby", _nearby(profile, planned.step_seconds)))
+    rows.append(("nearby", _nearby(profile, planned)))
     return [*rows, ("assuming", "\n".join((planned.basis, *planned.assumptions)))]
 
 
-def _nearby(profile: Profile, seconds: float) -> str:
-    """Step time with half and with twice the tensor degree: 'tensor 2: 6% slower, tensor 8: 8% faster; …'."""
+def _nearby(profile: Profile, planned: Plan) -> str:
+    """Step time with half and with twice the tensor degree: 'tensor 2: 6% slower, tensor 8: 8% faster; …'.
+
+    The planner takes links of a tensor group and of the shards for independent. Where a larger group leaves its chip or node,
+    they share links, so that it may not be faster.
+    """
     parts = []
     for other in neighbours(profile):
-        change = other.plan.step_seconds / seconds - 1
+        change = other.plan.step_seconds / planned.step_seconds - 1
         pace = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+        level = other.plan.levels.get("tensor")
+        if change < 0 and planned.levels.get("tensor", level) != level:
+            across = {"node": "chips", "network": "nodes"}.get(level, "devices")
+            pace += f" if its groups, then across {across}, do not slow the gathers of the shards"
         parts.append(f"tensor {other.plan.mesh['tensor']}: {pace}")
     found = ", ".join(parts) or "neither half nor twice the tensor degree fits"
     return f"{found}; --search ranks all topologies"

@@ -219,7 +219,9 @@ PLANS = [
 ]
 
 
-PLAN_SAMPLE = re.compile(r"^```\n((?:\S+(?:  [^\n]*)?\n\nparameters |\S+ on [^\n]* topolog).*?)^```$", re.M | re.S)
+PLAN_SAMPLE = re.compile(
+    r"^```\n((?:\S+(?:  [^\n]*)?\n\nparameters |\S+ on [^\n]* topolog).*?)^```$", re.M | re.S
+)
 
 
 def local_plans(page: Path) -> list[tuple[str, str, str]]:
