@@ -12,6 +12,7 @@ from prefect import flow
 from flows.final_states import final_states
 from flows.ui.artifacts import PrefectArtifact
 from flows.ui.fleet import KEY, markdown
+from profiles.errors import ProfileError
 from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import render
 from tasks.store.store import Store
@@ -30,8 +31,14 @@ def fleet(store: str = "./store", work_dir: str = "./store") -> str:
     """
     opened = Store(store, Path(work_dir)).existing()
     found = read_fleet(opened)
-    opened.backend.write(PAGE, render(found).encode())
     location = opened.backend.location(PAGE)
+    try:
+        opened.backend.write(PAGE, render(found).encode())
+    except OSError as error:
+        reason = (
+            f"the page cannot be written: {error.strerror or error}; `trainshed runs` lists the same runs"
+        )
+        raise ProfileError("--store", location, reason) from error
     artifact = PrefectArtifact("markdown", KEY, "All runs: progress, speed, goodput and cost")
     artifact.update(lambda: markdown(found, location), now=True)
     return location

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace as replace_fields
 from pathlib import Path
 
-import yaml
 from prefect.runtime import flow_run
 
 from flows.alerts.events import alerts
@@ -21,7 +20,7 @@ from flows.ui.summaries import inputs_summary, plan_summary
 from modeling import run_files
 from modeling.planning import planner
 from profiles import resolve as resolve_profile
-from profiles import state_files
+from profiles import state_files, yaml_text
 from profiles.check import with_value
 from profiles.recompute import AUTO
 from profiles.schema import Profile
@@ -162,7 +161,7 @@ def _store_alerts(run: RunFolder) -> None:
 def recorded_compilation(store: Store, profile: Profile) -> Profile:
     """The profile, with `compile.enabled` as decided when the run began if it is `auto` now."""
     recorded = profile.compile.enabled == AUTO and store.run_folder(profile.name).read(run_files.PROFILE)
-    enabled = ((yaml.safe_load(recorded) or {}).get("compile") or {}).get("enabled") if recorded else None
+    enabled = ((yaml_text.parse(recorded) or {}).get("compile") or {}).get("enabled") if recorded else None
     # Compiled and eager steps round differently, so that a resumed run would not repeat its losses.
     return with_value(profile, "compile.enabled", enabled) if isinstance(enabled, bool) else profile
 

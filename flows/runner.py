@@ -38,6 +38,7 @@ from flows.ui.console import PACKAGES, ProgressFilter, log_outcome, one_line
 from flows.ui.progress import progress_reporter
 from modeling import run_files
 from modeling.training.metrics import record_event
+from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.failures import RESTARTING, FatalError
@@ -324,11 +325,20 @@ class Runner:
         store = self.context.store
         run = store.run_folder(self.context.folder.name)
         with store.lock(f"artifacts-{run.name}"):  # an evaluation may record its artifacts at the same time
-            known = json.loads(run.read(run_files.ARTIFACTS) or b"{}")
+            known = self._recorded_use(run.read(run_files.ARTIFACTS))
             kept = known if self._keeps_recorded else {}
             own = {kind: [*dict.fromkeys([*kept.get(kind, ()), *keys])] for kind, keys in self._used.items()}
             if known != (used := known | own):
                 run.write(run_files.ARTIFACTS, json.dumps(used, indent=1).encode())
+
+    def _recorded_use(self, data: bytes | None) -> dict[str, list[str]]:
+        """The artifacts that the run folder refers to; none if that is corrupted and this flow uses all of them."""
+        if data is None:
+            return {}
+        location = self.context.run_folder / run_files.ARTIFACTS
+        if (known := state_files.parse(data)) is None and not self._keeps_recorded:
+            log.warning("%s: corrupted; written anew", location)
+        return known or (state_files.require_json(data, location) if self._keeps_recorded else {})
 
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the last training step.

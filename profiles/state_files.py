@@ -64,6 +64,15 @@ def write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
     retried(lambda: _write(path, contents, durable))
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents. Raises NotADirectoryError if a file or a dangling link is in their place."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # which otherwise means that a file of the folder exists
+        reason = "a file or a dangling link is where a folder belongs"
+        raise NotADirectoryError(errno.ENOTDIR, reason, str(error.filename or path)) from error
+
+
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file, after the end of a line that was cut off, such as by a full disk."""
     with path.open("a+b") as file:
@@ -144,7 +153,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, data: bytes, durable: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with partial.open("wb") as file:

@@ -21,6 +21,7 @@ from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_t
 from modeling import start
 from modeling.conversion.choices import FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES
 from profiles.errors import ProfileError
+from profiles.state_files import CorruptedState
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     except Exception as error:
         print_stderr(f"trainshed: {one_line(error)}")
-        if not isinstance(error, OSError):  # an OSError's message suffices
+        if not isinstance(error, (OSError, CorruptedState)):  # whose messages suffice
             print_stderr(f"traceback: {save_traceback()}")
         return FAILED
 

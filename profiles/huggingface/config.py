@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from profiles import yaml_text
 from profiles.errors import ProfileError
 from profiles.huggingface import config_keys, dbrx_config
 from profiles.sections import families
 from profiles.sections.model import Model
 from profiles.sections.rope import LinearRope, Llama3Rope, YarnRope
 
+MAX_BYTES = 16_000_000  # of a config.json; those of quantized models list their layers
 LLAMA_FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "rope_theta", "rope_scaling"),
@@ -77,12 +79,12 @@ def read_config_json(path: Path, key: str, value: str | None = None) -> dict[str
     value = str(path) if value is None else value
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(yaml_text.read_bytes(path, MAX_BYTES))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise ProfileError(key, value, f"there is no file {path}") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ProfileError(key, value, f"cannot be read: {error}") from error
     try:
         return from_config_json(config)

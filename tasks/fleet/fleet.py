@@ -6,6 +6,7 @@ file costs one listing of its folder.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import defaultdict
@@ -24,12 +25,15 @@ from tasks.store.backends.backend import Backend, FileInfo
 from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
 
+log = logging.getLogger(__name__)
+
 CACHE = "fleet.json"  # in the store's local cache
 VERSION = 3  # of its contents
 READERS = 16
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
 NODE_FAILURES = 3  # failures at which a node appears in the warnings
 ACTIVE = ("running", "queued")
+UNREADABLE = "unreadable"  # state of a run whose folder cannot be read, or whose files are corrupted
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class RunView:
     """One run as the page shows it."""
 
     summary: RunSummary
-    state: str  # running, queued, finished, failed, stopped, preparing or replaced
+    state: str  # running, queued, finished, failed, stopped, preparing, replaced or UNREADABLE
     use: TimeUse
 
     @property
@@ -122,6 +126,7 @@ class RunView:
             "planned_cost": self.planned_cost,
             "parent": summary.parent,
             "changed": summary.changed,
+            "problem": summary.problem,
         }
 
 
@@ -168,16 +173,41 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     with ThreadPoolExecutor(READERS) as pool:
         entries = [entry for backend in backends for entry in backend.entries("runs").items()]
         names = sorted({name for name, entry in entries if entry.is_folder})
-        read = pool.map(lambda name: _read(backends, name, cached.get(name)), names)
+        read = pool.map(lambda name: _view(store, backends, name, cached.get(name), now), names)
         found = dict(zip(names, read, strict=True))
-        states = list(pool.map(lambda name: _state(store, found[name][1], now), names))
-    stamps_of = {name: stamps for name, (stamps, _) in found.items()}
-    if stamps_of != {name: stamps for name, (stamps, _) in cached.items()}:
-        contents = {name: [stamps, vars(summary)] for name, (stamps, summary) in found.items()}
-        state_files.write(path, orjson.dumps({"version": VERSION, "runs": contents}), durable=False)
-    runs = [RunView(found[name][1], *state) for name, state in zip(names, states, strict=True)]
+    kept = {name: (stamps, view.summary) for name, (stamps, view) in found.items() if stamps is not None}
+    if {name: stamps for name, (stamps, _) in kept.items()} != {
+        name: stamps for name, (stamps, _) in cached.items()
+    }:
+        contents = {name: [stamps, vars(summary)] for name, (stamps, summary) in kept.items()}
+        try:
+            state_files.write(path, orjson.dumps({"version": VERSION, "runs": contents}), durable=False)
+        except OSError as error:  # a full or read-only disk; the next call reads all runs again
+            log.info("%s: cannot be written: %s", path, error)
+    runs = [view for _, view in found.values()]
     runs.sort(key=lambda run: (run.state not in ACTIVE, -run.summary.changed))
     return Fleet(store.uri, now, runs, nodes_of(runs))
+
+
+def _view(
+    store: Store, backends: Sequence[Backend], name: str, cached: Cached | None, now: float
+) -> tuple[dict[str, str] | None, RunView]:
+    """Stamps and view of a run; without stamps if its files cannot be read, which must not hide the other runs.
+
+    An object store that does not answer fails for all runs.
+    """
+    try:
+        stamps, summary = _read(backends, name, cached)
+        view = RunView(summary, *_state(store, summary, now))
+        view.to_json()  # computes everything that is shown
+        nodes_of([view])
+        return stamps, view
+    except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
+        problem = f"{error.filename or store.backend.location(f'runs/{name}')}: {error.strerror}"
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        location = store.backend.location(f"runs/{name}")
+        problem = f"{location}: {error if isinstance(error, ValueError) else f'corrupted ({error!r})'}"
+    return None, RunView(RunSummary(name, problem=problem), UNREADABLE, time_use([], [], None))
 
 
 Cached = tuple[dict[str, str], RunSummary]  # stamps of files, and what was read from them

@@ -90,12 +90,13 @@ def key_figures(fleet: Fleet) -> dict[str, str]:
 
 
 def warning_texts(fleet: Fleet) -> list[str]:
-    """Warnings: nodes that fail repeatedly, failed runs, and active runs slower than planned."""
+    """Warnings: nodes that fail repeatedly, unreadable and failed runs, and active runs slower than planned."""
     texts = [
         f"Node {node.name} failed {node.failures} times, in {_first(node.runs)}: drain it, or exclude it with "
         f"--set 'cluster.slurm=[--exclude={node.name}]'"
         for node in fleet.bad_nodes
     ]
+    texts += [f"Not shown: {run.summary.problem}" for run in fleet.runs if run.summary.problem]
     failed = [run.name for run in fleet.runs if run.state == "failed"]
     if failed:
         texts.append(f"{len(failed)} failed: {_first(failed)}")

@@ -14,10 +14,10 @@ from math import isfinite
 from typing import Any
 
 import orjson
-import yaml
 
 from modeling import run_files
 from modeling.supervision.time_account import usual_step
+from profiles import yaml_text
 from profiles.sections.objective import rows_per_sample
 from tasks.fleet.goodput import FAILURES
 from tasks.jsonl import is_event
@@ -41,7 +41,6 @@ WHOLE = 192 << 10  # metrics files up to this size are read in one request
 EVENT_BYTES = 1 << 20  # of events.jsonl, from its end
 ROWS = 2  # read at each offset of a curve
 LATEST = 24  # rows that the speed is computed from
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 LAST_KEYS = ("step", "loss", "time")  # kept from the last row, besides totals
 PLANNED = ("step_seconds", "tokens_per_second")  # kept from plan.json
 Row = dict[str, Any]
@@ -67,6 +66,7 @@ class RunSummary:
     attempts: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)  # failures and stragglers
     changed: float = 0.0  # seconds since 1970
+    problem: str | None = None  # why the run's files cannot be summarized
 
     @property
     def first_step(self) -> int:
@@ -149,6 +149,9 @@ def _add_metrics(summary: RunSummary, reader: _Reader) -> None:
     if trained:
         last = trained[-1].items()
         kept = {key: value for key, value in last if key in LAST_KEYS or key.endswith("_seconds")}
+        for key, value in kept.items():
+            if not isinstance(value, int | float | None):
+                raise ValueError(f"{run_files.METRICS}: {key} is {value!r}, not a number")
         summary.last = {key: _finite(value) for key, value in kept.items()}
         usual = usual_step(trained) or {}
         summary.step_seconds, summary.tokens_per_second = map(
@@ -190,6 +193,11 @@ def _rows(lines: Iterable[bytes]) -> Iterator[Row]:
             yield row
 
 
+def _sections(profile: dict[str, Any]) -> list[Any]:
+    """The sections that a summary reads."""
+    return [profile.get(name, {}) for name in ("train", "cluster", "objective")]
+
+
 class _Reader:
     """Files of one run."""
 
@@ -219,8 +227,14 @@ class _Reader:
         return value if isinstance(value, dict) else {}
 
     def profile(self) -> dict[str, Any]:
-        """The run's profile; empty if it does not exist."""
-        return yaml.load(self.read(run_files.PROFILE) or b"", LOADER) or {}
+        """The run's profile; empty if it does not exist. Raises ValueError if it is corrupted."""
+        try:
+            found = yaml_text.parse(self.read(run_files.PROFILE) or b"") or {}
+        except ValueError as error:
+            raise ValueError(f"{run_files.PROFILE} {error}") from error
+        if not isinstance(found, dict) or not all(isinstance(each, dict) for each in _sections(found)):
+            raise ValueError(f"{run_files.PROFILE} is not a profile")
+        return found
 
     def rows(self, file: str, latest: int | None = None) -> Iterator[Row]:
         """Rows of a JSON Lines file; with `latest`, only those in its last `latest` bytes."""

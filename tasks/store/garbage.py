@@ -6,15 +6,15 @@ intermediate artifacts of an interrupted step are not referred to yet, so they a
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import yaml
+from typing import Any
 
 from modeling import run_files
+from profiles import yaml_text
 from profiles.errors import ProfileError
+from profiles.state_files import CorruptedState, require_json
 from tasks.store import activities
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
@@ -89,11 +89,11 @@ def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tu
     kept: set[str] = {"forecast", "mixture"}  # records of predictions, a few kilobytes each
     notes = []
     for name in runs:
-        record = json.loads(store.run_folder(name).read(run_files.ARTIFACTS) or b"{}")
+        record = _json(store, name, run_files.ARTIFACTS, list)
         used |= {(kind, key) for kind, found in record.items() for key in found}
-        inputs = json.loads(store.run_folder(name).read(run_files.INPUTS) or b"{}")
+        inputs = _json(store, name, run_files.INPUTS, str | None)
         used |= {(kind, key) for kind, key in inputs.items() if key}
-        series = json.loads(store.run_folder(name).read(run_files.STANDING) or b"{}")
+        series = _json(store, name, run_files.STANDING)
         used |= {(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
         for kind, parts in PARTS.items():
             if kind not in record and (kind != "graphs" or _compiles(store, name)):
@@ -130,6 +130,22 @@ def _add_required(
         used |= {*required}
 
 
+def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, Any]:
+    """The JSON object in a file of a run; empty if it does not exist. Raises CorruptedState, also for values of other types."""
+    data, location = store.run_folder(run).read(file), store.backend.location(f"runs/{run}/{file}")
+    found = {} if data is None else require_json(data, location)
+    if not all(isinstance(value, values) for value in found.values()):
+        raise CorruptedState(
+            f"{location}: corrupted (its values have other types); restore the file, or move the run away"
+        )
+    return found
+
+
 def _compiles(store: Store, name: str) -> bool:
-    profile = yaml.safe_load(store.run_folder(name).read(run_files.PROFILE) or b"") or {}
-    return profile.get("compile", {}).get("enabled", True)
+    """Whether a run has graphs. Raises CorruptedState."""
+    try:
+        profile = yaml_text.parse(store.run_folder(name).read(run_files.PROFILE) or b"") or {}
+        return profile.get("compile", {}).get("enabled", True)
+    except (ValueError, AttributeError) as error:
+        location = store.backend.location(f"runs/{name}/{run_files.PROFILE}")
+        raise CorruptedState(f"{location}: corrupted; restore the file, or move the run away") from error

@@ -7,7 +7,8 @@ expiry. Acquiring costs one listing and one write, and leaves one file.
 
 A ticket's number is its fencing token: a holder that lost the lock while it was suspended or partitioned gets LockLost from the
 `check` that precedes every publication. Expiry times are compared between hosts: their clocks must agree within two thirds of
-the expiry.
+the expiry, or a holder whose clock is behind loses its lock. One whose clock is ahead does not block others: who waits for a lock
+also watches whether its ticket is renewed.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def acquire(
 def holder(backend: Backend, name: str) -> str | None:
     """The holder of the lock of this name; None if it is free."""
     last = max(_tickets(backend, name), default=0)
-    found = _holder(backend, name, last) if last else None
+    found = _holder(backend.read(f"{name}/{last}") or b"") if last else None
     return str(found) if found else None
 
 
@@ -117,13 +118,19 @@ def _acquire_ticket(backend: Backend, name: str, expiry: float, watch: Callable[
     """Number of the ticket with which this process holds the lock."""
     logged = False
     pause = POLL
-    unreadable_since: dict[int, float] = {}  # ticket -> when this process first failed to read it
+    watched, since = (
+        (0, b""),
+        time.monotonic(),
+    )  # number and contents of the last ticket, and since when it has them
     while True:
         last = max(_tickets(backend, name), default=0)
-        holder = _holder(backend, name, last) if last else None
-        if holder is _UNREADABLE:  # being written, or its process was killed during the write
-            since = unreadable_since.setdefault(last, time.monotonic())
-            holder = None if time.monotonic() - since > expiry else holder
+        data = (backend.read(f"{name}/{last}") or b"") if last else b""
+        if (last, data) != watched:
+            watched, since = (last, data), time.monotonic()
+        holder = _holder(data) if last else None
+        if time.monotonic() - since > expiry:
+            # Not renewed: its process ended, with a clock that was ahead or while it wrote the ticket.
+            holder = None
         if holder is None:
             if backend.create(f"{name}/{last + 1}", _state(expiry)):
                 try:
@@ -161,10 +168,10 @@ def _confirm(backend: Backend, name: str, ticket: int) -> bool:
 _UNREADABLE = "another process"
 
 
-def _holder(backend: Backend, name: str, ticket: int) -> LockOwner | str | None:
+def _holder(ticket: bytes) -> LockOwner | str | None:
     """Owner of a ticket; None if released, expired or its process is gone; _UNREADABLE if unparsable."""
     try:
-        state = json.loads(backend.read(f"{name}/{ticket}") or b"")
+        state = json.loads(ticket)
         owner = LockOwner.from_json(state["owner"])
         is_over = state["released"] or float(state["expires"]) < time.time()
     except (ValueError, KeyError, TypeError):

@@ -282,7 +282,7 @@ def test_unknown_profile_is_rejected_with_similar_names(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("train: [", "line 1, column 9"),
+        ("train: [", "line 2, column 1"),
         ("train: {}\ntrain: {}", "duplicate key train"),
         ("{a: 1}: 3", "line 1, column 1: a list or a mapping is not a valid key"),
         ("? [a, b]\n: 3", "line 1, column 3: a list or a mapping is not a valid key"),
@@ -433,3 +433,41 @@ def test_repository_without_config_json_is_rejected(config, reason, tmp_path, mo
         hub.commit("org/empty", {"README.md": b""})
         error = rejection("tiny", [f"model.config={config}"])
     assert (error.key, reason in str(error)) == ("model.config", True)
+
+
+def _bomb(levels: int) -> str:
+    """Nine aliases of nine aliases …, below an unknown key."""
+    lines = [
+        f"{chr(98 + level)}: &{chr(98 + level)} [{', '.join([f'*{chr(97 + level)}'] * 9)}]"
+        for level in range(levels)
+    ]
+    return "\n".join(["extends: tiny", "a: &a [x, x, x, x, x, x, x, x, x]", *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (_bomb(8), "more than 100,000 values"),
+        ("a: &a [*a]", r"\*a contains itself"),
+        ("model: " + "[" * 3000, "more than 50 deep"),
+        ("- " * 3000 + "1", "more than 50 deep"),
+        ("#" * 5_000_000, "more than 1,000,000 bytes"),
+    ],
+)
+def test_hostile_yaml_is_rejected_before_anything_is_made_of_it(text, reason, tmp_path):
+    path = tmp_path / "hostile.yaml"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=reason) as failure:
+        resolve.load(str(path))
+    assert len(str(failure.value)) < 500
+    with pytest.raises(ProfileError, match=reason):
+        resolve.load("tiny", [f"data.sources={text}"])
+
+
+def test_device_is_no_config():
+    with pytest.raises(ProfileError, match="is not a regular file"):
+        resolve.load("tiny", ["model.config=/dev/zero"])
+
+
+def test_aliases_and_anchors_of_ordinary_size_are_read():
+    assert yaml_text.parse(_bomb(2))["c"][8][8] == ["x"] * 9

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr, table_console
-from tasks.fleet.fleet import ACTIVE, RunView, read_fleet
+from tasks.fleet.fleet import ACTIVE, UNREADABLE, RunView, read_fleet
 from tasks.fleet.page import format_cost
 from tasks.reporting.format import format_age, format_bytes
 from tasks.store.run_folder import checkpoint_steps
@@ -23,7 +23,10 @@ def run(options: argparse.Namespace) -> int:
     """Print the runs, the latest first. Raises ProfileError for an invalid store."""
     store = Store(options.store).existing()
     found = sorted(read_fleet(store).runs, key=lambda run: -run.summary.changed)
-    stored = {name: _Files.of(files) for name, files in files_by_run(store).items()}
+    for view in found:
+        if view.summary.problem:
+            print_stderr(f"trainshed: {view.summary.problem}")
+    stored = {name: _Files.of(files) for name, files in _stored(store, found).items()}
     rows = [(run, stored.get(run.name, _Files())) for run in found]
     if options.json:
         print_json([{**run.to_json(), **asdict(files), "state": _state(run, files)} for run, files in rows])
@@ -32,6 +35,16 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_stderr(f"no runs in {store.location}")
     return DONE
+
+
+def _stored(store: Store, runs: Sequence[RunView]) -> dict[str, dict[str, int]]:
+    """Files of each run that can be read, with their sizes."""
+    try:
+        return files_by_run(store)
+    except OSError:
+        if not any(run.state == UNREADABLE for run in runs):
+            raise
+    return {run.name: store.backend.files(f"runs/{run.name}") for run in runs if run.state != UNREADABLE}
 
 
 @dataclass(frozen=True)

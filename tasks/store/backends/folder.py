@@ -104,7 +104,7 @@ class FolderBackend:
 
 def _create(path: Path, data: bytes) -> None:
     """Create a file with its contents atomically: readers never see a part. Raises FileExistsError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    state_files.make_folder(path.parent)
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         partial.write_bytes(data)

@@ -145,11 +145,21 @@ def test_the_lock_of_an_unresponsive_process_is_taken_over_at_expiry(backend, ca
     assert other.wait(60) == 0
 
 
-def test_the_lock_of_another_host_is_taken_over_at_expiry(backend, monkeypatch):
+@pytest.mark.parametrize("ahead", [0.0, 86_400.0])
+def test_the_lock_of_another_host_is_taken_over_at_expiry_whatever_its_clock(backend, monkeypatch, ahead):
     monkeypatch.setattr(LockOwner, "current", classmethod(lambda cls: LockOwner("another-host", 1, 0.0)))
-    backend.create("locks/work/1", locks._state(1.0))
+    backend.create("locks/work/1", locks._state(1.0 + ahead))
     monkeypatch.undo()
-    assert 0.5 < seconds_to_acquire(backend) < 10
+    assert 0.5 < seconds_to_acquire(backend, expiry=1.5) < 10
+
+
+@pytest.mark.parametrize("broken", ["locks", "locks/work"])
+def test_file_or_dangling_link_in_place_of_a_lock_is_an_error(backend, broken):
+    path = backend.root / broken
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to("nowhere") if broken == "locks" else path.touch()
+    with pytest.raises(NotADirectoryError, match=f"a folder belongs: '{path}'"):
+        seconds_to_acquire(backend)
 
 
 def test_a_partially_written_ticket_blocks_until_expiry(backend):
