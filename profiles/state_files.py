@@ -58,10 +58,15 @@ def retried(operation: Callable[[], T]) -> T:
     return operation()
 
 
-def write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
-    """Replace a file atomically; `durable`: contents and name are flushed to disk before it returns."""
+def write(path: Path, data: str | bytes, *, durable: bool = True, private: bool = False) -> None:
+    """Replace a file atomically.
+
+    Args:
+        durable: contents and name are flushed to disk before it returns.
+        private: no other user may read it.
+    """
     contents = data.encode() if isinstance(data, str) else data
-    retried(lambda: _write(path, contents, durable))
+    retried(lambda: _write(path, contents, durable, private))
 
 
 def make_folder(path: Path) -> None:
@@ -152,11 +157,13 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _write(path: Path, data: bytes, durable: bool) -> None:
+def _write(path: Path, data: bytes, durable: bool, private: bool) -> None:
     make_folder(path.parent)
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with partial.open("wb") as file:
+            if private:
+                partial.chmod(0o600)
             file.write(data)
             if durable:
                 file.flush()

@@ -29,6 +29,8 @@ os.environ |= single_certificate_setting(Path(os.environ["PREFECT_HOME"]))
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 for _name in ("PREFECT_API_URL", "PREFECT_PROFILE"):
     os.environ.pop(_name, None)
+# Of all local servers that tests start, instead of one generated for each home.
+os.environ["PREFECT_API_AUTH_STRING"] = "tests:password"
 
 # Otherwise inductor compiles a probe for every instruction set in each process, and loads it in another one: 9 s of CPU.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"

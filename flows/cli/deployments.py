@@ -19,6 +19,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
@@ -47,7 +48,8 @@ FIELDS = (
 )
 RECORD = "flows.working_folder.record"  # the pull step
 DEVICES = {"cuda": "nvidia[0-9]*", "neuron": "neuron[0-9]*"}  # of device types, in /dev
-NOT_FOUND, UNAVAILABLE = 404, 503
+FORBIDDEN, NOT_FOUND, UNAVAILABLE = 403, 404, 503
+CSRF_TOKEN = "Prefect-Csrf-Token"
 ATTEMPTS = 10  # a server on SQLite is unavailable for moments
 
 
@@ -131,19 +133,30 @@ def named(name: str) -> dict[str, Any]:
     return {"name": {"any_": [name]}}
 
 
-def query(address: str, body: dict[str, Any], method: str = "POST") -> Any:
+def query(address: str, body: Any, method: str = "POST") -> Any:
     """Query Prefect's API; returns its JSON. Raises OSError or ValueError if something else listens there."""
     header = {"Content-Type": "application/json", **authorization()}
-    request = urllib.request.Request(address, json.dumps(body).encode(), header, method=method)
     for _ in range(ATTEMPTS):
+        request = urllib.request.Request(address, json.dumps(body).encode(), header, method=method)
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
+            if error.code == FORBIDDEN and CSRF_TOKEN not in header:
+                header |= _csrf_token(address)
+                continue
             if error.code != UNAVAILABLE:
                 raise
             time.sleep(1)
     raise OSError(f"{address}: unavailable for {ATTEMPTS} s")
+
+
+def _csrf_token(address: str) -> dict[str, str]:
+    """Headers that a server with CSRF protection asks of requests that may change something."""
+    client = str(uuid4())
+    api = address.partition("/api/")[0] + "/api"
+    token = query(f"{api}/csrf-token?client={client}", None, "GET")
+    return {CSRF_TOKEN: token["token"], "Prefect-Csrf-Client": client}
 
 
 def _registered(api: str) -> list[dict[str, Any]]:

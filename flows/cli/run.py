@@ -19,7 +19,12 @@ from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.server.outages import await_start
-from flows.server.prefect_settings import configure, may_have_server_settings, single_certificate_setting
+from flows.server.prefect_settings import (
+    PASSWORD,
+    configure,
+    may_have_server_settings,
+    single_certificate_setting,
+)
 from flows.server.shared_server import Server, shared_server
 from flows.ui.console import (
     PipeTolerantConsole,
@@ -250,6 +255,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         with without_garbage_collection(), waiting(lambda: "loading Prefect"):
             from prefect.logging.handlers import APILogWorker
             from prefect.settings import (
+                PREFECT_API_AUTH_STRING,
                 PREFECT_API_SSL_CERT_FILE,
                 PREFECT_API_URL,
                 PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -275,7 +281,11 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         )
         database = f", database in {relative(str(home))}{why} (or in PREFECT_HOME)" if new else ""
         print_stderr(_where_to_watch(url, database))
-        settings = {PREFECT_API_URL: url, PREFECT_API_SSL_CERT_FILE: certificate}
+        settings = {
+            PREFECT_API_URL: url,
+            PREFECT_API_AUTH_STRING: server.access[PASSWORD],
+            PREFECT_API_SSL_CERT_FILE: certificate,
+        }
         # No other client needs this run's heartbeats, and the last one delays the exit by up to a second.
         if server.started:
             settings[PREFECT_FLOWS_HEARTBEAT_FREQUENCY] = None

@@ -17,27 +17,41 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 
 from flows.cli.deployments import count_unregistered, listed, named, query, register, working_folder
 from flows.cli.exit_codes import DONE, FAILED
+from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import (
     AUTOMATION,
+    LOGIN,
+    PASSWORD,
     POOL,
+    access_settings,
     configure,
-    cors_setting,
     single_certificate_setting,
 )
 from flows.server.secrets import without_tokens
-from flows.server.shared_server import ServerLocks, start_module, wait_healthy
+from flows.server.serve import UP
+from flows.server.shared_server import start_module, start_server, wait_healthy
 from flows.ui.console import print_stderr, relative, waiting
+from profiles import state_files
 
 GRACE = 60.0  # seconds for the worker and the server to stop
 WORKER_SECONDS = 60.0  # for a worker to report to the server
 SERVER, WORKER = "a server", "an online worker"
 LOOPBACK = ("127.0.0.1", "0.0.0.0", "::")  # addresses of listeners that are reached at 127.0.0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Profile of Prefect's commands, to be named in PREFECT_PROFILES_PATH.
+CLIENT = """\
+active = "trainshed"
+
+[profiles.trainshed]
+PREFECT_API_URL = "{api}"
+PREFECT_API_AUTH_STRING = "{password}"
+"""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,6 +64,9 @@ def run(options: argparse.Namespace) -> int:
     port = options.port
     address = f"http://127.0.0.1:{port}"
     missing = [SERVER, WORKER]
+    locks = ServerLocks(configure(Path("store")))
+    with locks.locked():
+        os.environ |= access_settings(locks.home)
     if _is_taken(port):
         if not _is_own(port):
             print_stderr(f"trainshed: port {port} is taken by another user's server; choose one with --port")
@@ -68,25 +85,26 @@ def run(options: argparse.Namespace) -> int:
             print_stderr(f"trainshed: port {port} is taken by {whose}; {advice}")
             return FAILED
         if not found and not options.alerts and options.evaluate is None:
-            print_stderr(f"Prefect's UI: {address}\nalready running; nothing was changed")
+            print_stderr(f"Prefect's UI: {_sign_in(address)}\nalready running; nothing was changed")
             return DONE
         missing = found
         lacks = f" without {', '.join(missing)}; adding them" if missing else "; changing its automations"
         print_stderr(f"a Prefect server is already running{lacks}")
     for number in SIGNALS:  # also resets an ignored SIGINT, which children would inherit
         signal.signal(number, signal.default_int_handler)
-    return _Services(options, home, missing).run()
+    return _Services(options, home, locks, missing).run()
 
 
 class _Services:
     """The server and the worker that `up` starts, if they are missing."""
 
-    def __init__(self, options: argparse.Namespace, home: Path, missing: Sequence[str]) -> None:
-        self.options, self.home, self.missing = options, home, missing
+    def __init__(
+        self, options: argparse.Namespace, home: Path, locks: ServerLocks, missing: Sequence[str]
+    ) -> None:
+        self.options, self.home, self.locks, self.missing = options, home, locks, missing
         self.port, self.address = options.port, f"http://127.0.0.1:{options.port}"
         self.logs = Path("store/logs")
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.locks = ServerLocks(configure(self.logs.parent))
         self.variables = {
             "PREFECT_API_URL": f"{self.address}/api",
             "TRAINSHED_FOLDER": str(Path.cwd()),
@@ -128,25 +146,32 @@ class _Services:
             _stop(self.children, lambda: SERVER in self.missing and self.locks.is_used(self.port))
 
     def _start_server(self) -> bool:
-        """Start the server; returns whether it answers, and not another user's on its port."""
-        server = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
-        with self.locks.locked(), self.locks.record_server(self.port, ends_with_users=False) as alive:
-            fds = [alive.fileno()]
-            settings = {**self.settings, "env": {**self.settings["env"], **cors_setting(self.port)}}
-            child = start_module(server, self.logs / "server.log", pass_fds=fds, **settings)
-            self.children.append(child)
+        """Start the server; returns whether it answers."""
+        try:
+            with self.locks.locked():
+                child = start_server(self.locks, UP, self.port, self.logs / "server.log")
+        except OSError:  # another process has taken the port
+            return False
+        self.children.append(child)
         with waiting(lambda: "starting Prefect's server"):
-            answers = wait_healthy(f"{self.address}/api", lambda: child.poll() is None)
-        return answers and _is_own(self.port)
+            return wait_healthy(f"{self.address}/api", lambda: child.poll() is None)
 
     def _print_addresses(self) -> None:
-        print_stderr(
-            f"Prefect's UI: {self.address}\nstart `tiny` there: {_form(self.address)}\nor in another terminal:"
+        client = self.locks.home / "client.toml"
+        state_files.write(
+            client, CLIENT.format(api=f"{self.address}/api", password=os.environ[PASSWORD]), private=True
         )
+        print_stderr(f"Prefect's UI: {_sign_in(self.address)}\nstart `tiny` there: {_form(self.address)}")
         prefect = relative(str(Path(sys.executable).with_name("prefect")))
+        print_stderr("or in another terminal:")
         start = f"{prefect} deployment run pretrain/tiny --flow-run-name tiny"
-        print_stderr(f"  PREFECT_API_URL={self.address}/api {start}")
+        print_stderr(f"  PREFECT_PROFILES_PATH={relative(str(client))} {start}")
         print_stderr(f"Prefect's database: {self.locks.home}")
+
+
+def _sign_in(address: str) -> str:
+    """The UI's address with the password, if only a terminal shows it; else without, as logs must not have it."""
+    return f"{address}{LOGIN}#{quote(os.environ[PASSWORD])}" if sys.stderr.isatty() else address
 
 
 def _missing(api: str, home: Path, *, every: bool) -> list[str] | None:

@@ -7,11 +7,12 @@ import contextlib
 import getpass
 import hashlib
 import os
+import secrets
 import sys
 import tempfile
 from pathlib import Path
 
-from profiles import file_locks
+from profiles import file_locks, state_files
 
 POOL = "trainshed"  # the work pool
 ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
@@ -51,6 +52,8 @@ CLIENT_RETRIES = 7  # an unreachable server is retried after 2, 4, ... 128 s: fo
 # Without a heartbeat for this long, a run counts as crashed; longer than a run can wait for the server.
 SILENCE_SECONDS = 360
 
+PASSWORD = "PREFECT_API_AUTH_STRING"  # setting with the password that clients send
+LOGIN = "/sign-in"  # page of a local server: its fragment is the password, which it stores for Prefect's UI
 PRIVATE = 0o700  # permissions of a home, whose database has secrets
 
 # Environment of servers and flow runs, read when Prefect is imported.
@@ -129,9 +132,29 @@ def cors_setting(port: int) -> dict[str, str]:
     return {name: os.environ.get(name, f"http://127.0.0.1:{port},http://localhost:{port}")}
 
 
+def access_settings(home: Path) -> dict[str, str]:
+    """Settings of the server of a home and of its clients: the API's password, and CSRF protection.
+
+    The password is generated once, in a file that only this user can read, unless the user has set one. Call it with the home's
+    lock held.
+    """
+    password = os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or os.environ.get(PASSWORD)
+    if not password:
+        path = home / "password"
+        password = (state_files.read_text(path) or "").strip("\0 \n")
+        if not password:
+            password = f"trainshed:{secrets.token_urlsafe(24)}"
+            state_files.write(path, password, private=True)
+    return {
+        "PREFECT_SERVER_API_AUTH_STRING": password,
+        "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+        PASSWORD: password,
+    }
+
+
 def authorization() -> dict[str, str]:
-    """Header of requests to Prefect's API, if the user has set its password."""
-    password = os.environ.get("PREFECT_API_AUTH_STRING")
+    """Header of requests to Prefect's API, if its password is set in the environment."""
+    password = os.environ.get(PASSWORD)
     return {"Authorization": f"Basic {base64.b64encode(password.encode()).decode()}"} if password else {}
 
 

@@ -1,15 +1,15 @@
 """Fixtures of browser tests: the system's Chromium, and a Prefect server with its UI."""
 
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from flows.server.shared_server import wait_healthy
+from flows.server.locks import ServerLocks
+from flows.server.serve import UP
+from flows.server.shared_server import start_server, wait_healthy
 from tests.flows.conftest import command, profile  # noqa: F401
-from tests.ports import free_port
+
+FOREIGN = "pages.example"  # a web site, whose name is resolved to this machine
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,7 @@ def browser():
     from playwright.sync_api import sync_playwright
 
     arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+    arguments.append(f"--host-resolver-rules=MAP {FOREIGN} 127.0.0.1")
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path, args=arguments)
         yield started
@@ -29,22 +30,18 @@ def browser():
 
 @pytest.fixture(scope="session")
 def prefect_ui(prefect_database, tmp_path_factory):
-    """Address of a Prefect server with its UI and an empty database."""
+    """Address of a server as `trainshed up` starts it, with an empty database."""
     folder = tmp_path_factory.mktemp("prefect-ui")
     shutil.copy(prefect_database, folder)
-    port = free_port()
+    locks = ServerLocks(folder)
+    with locks.locked():
+        server = start_server(locks, UP, 0, folder / "server.log")
+    port, users = locks.join()
     address = f"http://127.0.0.1:{port}"
-    environment = {**os.environ, "PREFECT_HOME": str(folder), "PREFECT_API_URL": f"{address}/api"}
-    with (folder / "server.log").open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
     try:
         assert wait_healthy(f"{address}/api", lambda: server.poll() is None)
         yield address
     finally:
+        users.close()
         server.terminate()
         server.wait(timeout=180)

@@ -1,9 +1,13 @@
 """Pages in headless Chromium: their network requests, errors and screenshots."""
 
+import base64
 import contextlib
+import os
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page
+
+from flows.server.prefect_settings import PASSWORD
 
 OUTPUT = Path(__file__).parents[2] / "test-output"
 WIDE, NARROW = (1200, 900), (390, 844)  # desktop and phone
@@ -53,7 +57,16 @@ class Visit:
 @contextlib.contextmanager
 def visit(browser: Browser, address: str, size=WIDE, scheme="light"):
     """Open the page at an address for the length of the block."""
-    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
+    password = base64.b64encode(os.environ[PASSWORD].encode()).decode()
+    stored = {
+        "origin": "/".join(address.split("/", 3)[:3]),
+        "localStorage": [{"name": "prefect-password", "value": password}],  # as the page LOGIN stores it
+    }
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]},
+        color_scheme=scheme,
+        storage_state={"origins": [stored] if address.startswith("http") else []},
+    )
     try:
         yield Visit(context.new_page(), address)
     finally:

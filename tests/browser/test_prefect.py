@@ -1,18 +1,23 @@
-"""Prefect's UI in a browser: a training run's page, progress, table; a failed run; deployment forms."""
+"""Prefect's UI in a browser: pages of runs, deployment forms, signing in; and what a foreign page can do: nothing."""
 
+import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import urllib.request
+import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import psutil
 import pytest
 import yaml
 
+from flows.cli.deployments import query as ask
+from flows.server.prefect_settings import LOGIN, PASSWORD
+from tests.browser.conftest import FOREIGN
 from tests.browser.pages import visit
 from tests.flows.micro import settings, wait_for_step
 from tests.waiting import until
@@ -21,14 +26,6 @@ HOME = Path(__file__).parents[2]
 STEPS = 4000
 ROWS = 10  # in the table of the last steps
 ENOUGH = 120  # steps until every artifact is shown
-
-
-def ask(address: str, body: dict) -> list:
-    request = urllib.request.Request(
-        address, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
 
 
 def artifacts(prefect_ui: str, flow_run: str) -> dict[str, dict]:
@@ -187,3 +184,72 @@ def test_deployment_forms_open_with_their_profile_and_explain_their_fields(prefe
             seen.page.wait_for_function(SHOWN, arg=name)
         assert seen.complaints == []
         assert seen.asked == []
+
+
+AUTOMATION = {
+    "name": "foreign",
+    "trigger": {
+        "type": "event",
+        "posture": "Reactive",
+        "expect": ["prefect.flow-run.Completed"],
+        "threshold": 1,
+        "within": 0,
+    },
+    "actions": [{"type": "do-nothing"}],
+}
+# An untyped Blob has no content type, so that the browser asks no permission first (no preflight).
+SEND = """async ([address, body, headers]) => {
+    try {
+        const how = headers ? {mode: "cors", headers} : {mode: "no-cors"};
+        const answer = await fetch(address, {method: "POST", body: new Blob([body]), ...how});
+        return answer.type === "opaque" ? "sent" : answer.status;
+    } catch (error) { return "not allowed"; }
+}"""
+
+
+@pytest.fixture
+def page(browser):
+    """A page of another site, in a browser that has signed in to no server."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>page</title>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        context = browser.new_context()
+        opened = context.new_page()
+        opened.goto(f"http://{FOREIGN}:{site.server_port}/")
+        yield opened
+        context.close()
+        site.shutdown()
+
+
+def names(prefect_ui: str) -> set[str]:
+    return {each["name"] for each in ask(f"{prefect_ui}/api/automations/filter", {})}
+
+
+def test_page_of_another_site_changes_nothing_even_with_the_password(prefect_ui, page):
+    automations, body = f"{prefect_ui}/api/automations/", json.dumps(AUTOMATION)
+    assert page.evaluate(SEND, [automations, body, None]) == "sent"
+    assert page.evaluate(SEND, [automations, body, {"Authorization": "Basic eDp5"}]) == "not allowed"
+    renamed = prefect_ui.replace("127.0.0.1", FOREIGN)
+    assert page.goto(f"{renamed}/api/health").status == 400  # DNS rebinding
+    assert page.evaluate(SEND, ["/api/automations/", body, {}]) == 400
+    assert AUTOMATION["name"] not in names(prefect_ui)
+    ask(automations, AUTOMATION)  # the same request, with password and token
+    assert AUTOMATION["name"] in names(prefect_ui)
+
+
+def test_user_signs_in_by_the_printed_address_and_others_do_not(prefect_ui, page):
+    page.goto(f"{prefect_ui}/runs")
+    page.wait_for_url("**/login?redirect=/runs")
+    page.goto(f"{prefect_ui}{LOGIN}#{quote(os.environ[PASSWORD])}")
+    page.get_by_text("Run a task or flow to get started").wait_for()
+    assert "password" not in page.url
+    assert page.goto(f"{prefect_ui}/runs").headers["content-security-policy"] == "frame-ancestors 'none'"

@@ -2,7 +2,8 @@
 
 Names are the keys of SIZES, by default all. They show:
 
-    prefect, alerts        a Prefect server, at PREFECT_API_URL; for `alerts`, started by `trainshed up --alerts`
+    prefect, alerts        a Prefect server, at PREFECT_API_URL with PREFECT_API_AUTH_STRING; for `alerts`, started by
+                           `trainshed up --alerts`
     report, evaluations    the run's report.html
     fleet                  the store's fleet.html, written by `trainshed fleet`
     ladder, branches       the pages of `trainshed ladder run tiny` and `trainshed branches run tiny`
@@ -14,14 +15,16 @@ Needs Playwright and Chromium (`make test-system`).
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
-import urllib.request
 from pathlib import Path
+from urllib.parse import quote
 
 from playwright.sync_api import Browser, sync_playwright
+
+from flows.cli.deployments import query
+from flows.server.prefect_settings import LOGIN, PASSWORD
 
 HERE = Path(__file__).parent
 SIZES = {
@@ -75,10 +78,7 @@ def _page_address(flow_run: str) -> str:
     """Address of the artifact `run` of a flow run in Prefect's UI."""
     api = os.environ["PREFECT_API_URL"]
     found = {"flow_runs": {"id": {"any_": [flow_run]}}, "artifacts": {"key": {"any_": ["run"]}}}
-    header = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{api}/artifacts/filter", json.dumps(found).encode(), header)
-    with urllib.request.urlopen(request) as answer:
-        (artifact,) = json.load(answer)
+    (artifact,) = query(f"{api}/artifacts/filter", found)
     return f"{api.removesuffix('/api')}/artifacts/artifact/{artifact['id']}"
 
 
@@ -86,6 +86,8 @@ def _capture(browser: Browser, name: str, address: str) -> None:
     """Write a screenshot of a page; Prefect's page is cut above the paths of this machine."""
     width, height = SIZES[name]
     page = browser.new_page(viewport={"width": width, "height": height})
+    if address.startswith(server := os.environ.get("PREFECT_API_URL", "").removesuffix("/api") or "-"):
+        page.goto(f"{server}{LOGIN}#{quote(os.environ[PASSWORD])}")
     page.goto(address)
     page.get_by_text(SHOWN[name]).first.wait_for()
     if name == "trackers":  # the page shows all metrics, by group

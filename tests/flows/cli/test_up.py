@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -47,19 +46,8 @@ def port():
 
 
 def ask(address: str, body: dict | list | None = None, method: str = "POST") -> list | dict | None:
-    """The response of Prefect's API; retried, because a server on SQLite briefly responds with 503."""
-    request = urllib.request.Request(
-        address, json.dumps(body or {}).encode(), {"Content-Type": "application/json"}, method=method
-    )
-    for _ in range(30):
-        try:
-            with urllib.request.urlopen(request) as answer:
-                return json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as error:
-            if error.code != 503:
-                raise
-            time.sleep(1)
-    raise TimeoutError(f"{address} was unavailable for 30 s")
+    """The response of Prefect's API."""
+    return query(address, body or {}, method)
 
 
 def allows_pages_of(origin: str, api: str) -> bool:

@@ -1,6 +1,7 @@
 """The Prefect server that the commands on one store share."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,15 +13,16 @@ import psutil
 import pytest
 
 from flows.cli.run import _where_to_watch
-from flows.server.prefect_settings import configure
-from flows.server.shared_server import Server, ServerLocks
+from flows.server.locks import ServerLocks
+from flows.server.prefect_settings import PASSWORD, access_settings, configure
+from flows.server.shared_server import Server
 from tests import faults
 from tests.flows.cli.test_up import allows_pages_of, ask
 
 USER = """
 import sys, time
 from pathlib import Path
-from flows.server.shared_server import ServerLocks, Server
+from flows.server.shared_server import Server
 server = Server(Path(sys.argv[1]), Path(sys.argv[2]))
 print(server.wait(), flush=True)
 time.sleep(600)
@@ -40,7 +42,7 @@ def servers() -> list[psutil.Process]:
         try:
             if (
                 process.environ().get("TRAINSHED_TEST") == "shared-server"
-                and "flows.server.shared_server" in process.cmdline()
+                and "flows.server.serve" in process.cmdline()
             ):
                 found.append(process)
         except psutil.Error:
@@ -70,8 +72,21 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
 
     third = Server(home, log)
     assert [flow["name"] for flow in ask(f"{third.wait()}/flows/filter")] == ["remembered"]
+    (server,) = servers()
+    shutil.rmtree(home)  # with a store
+    server.wait(timeout=180)
     third.leave()
-    assert servers() == []
+
+
+def test_each_home_has_a_password_of_its_own_that_others_cannot_read(tmp_path, monkeypatch):
+    monkeypatch.delenv(PASSWORD)
+    first, second = tmp_path / "first", tmp_path / "second"
+    found = access_settings(first)
+    assert found == access_settings(first)
+    assert found[PASSWORD] != access_settings(second)[PASSWORD]
+    assert mode(first / "password") == 0o600
+    (first / "password").write_text("")  # as after a power failure
+    assert len(access_settings(first)[PASSWORD]) > 30
 
 
 def test_ui_is_named_only_if_the_server_has_one(prefect_server):

@@ -1,0 +1,142 @@
+"""The process of a local Prefect server: `python -m flows.server.serve LISTENER HOME KIND`.
+
+LISTENER is the number of an inherited socket, which is bound to loopback. KIND is `shared`, the server of commands, without a UI,
+which ends after its last user; or `up`, with Prefect's UI and all its services.
+
+Any web page that the user has open can send requests to loopback, and any user of the machine can connect to it. A request is
+therefore answered only if
+
+- its Host is a name of this machine's loopback: a page whose own host name was pointed here sends that name (DNS rebinding);
+- it has the password of the server's home, except for the UI's files and the health check;
+- it has a token of Prefect's CSRF protection if it changes something; a page of another origin cannot read one.
+
+LOGIN keeps the password, which is in the fragment of its address and hence never sent, where Prefect's UI looks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.server.locks import ServerLocks
+from flows.server.prefect_settings import LOGIN
+from modeling.start import without_garbage_collection
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+SHARED, UP = "shared", "up"
+HOSTS = ("127.0.0.1", "localhost")
+CHECK_SECONDS = 0.1  # between checks for users
+OUTAGE = 60.0  # seconds without a successful check, such as of a file system that does not answer
+STOP_TIMEOUT = 5.0  # seconds until the process ends without the server's consent
+# `prefect-password` is the key of Prefect's UI, which sends its value as it is.
+LOGIN_PAGE = """<!doctype html><meta charset="utf-8"><title>Prefect</title><p id="text">Signing in …</p><script>
+const password = decodeURIComponent(location.hash.slice(1));
+if (password) {
+  localStorage.setItem("prefect-password", btoa(password));
+  location.replace("/");
+} else {
+  document.getElementById("text").textContent = "The address lacks the password, which `trainshed up` prints after a #.";
+}
+</script>
+"""
+
+
+class Guard:
+    """ASGI middleware: rejects requests to other hosts' names, and keeps pages of others from framing the UI."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 or hosts[0].partition(":")[0].lower() not in HOSTS:
+            await self._reject(scope, receive, send)
+            return
+
+        async def send_unframed(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                rule = (b"content-security-policy", b"frame-ancestors 'none'")
+                message = {**message, "headers": [*message.get("headers", ()), rule]}
+            await send(message)
+
+        await self.app(scope, receive, send_unframed)
+
+    async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        from starlette.responses import PlainTextResponse
+
+        names = " and ".join(HOSTS)
+        await PlainTextResponse(f"this server answers to {names} only\n", 400)(scope, receive, send)
+
+
+def make_app() -> ASGIApp:
+    """Prefect's application, guarded, with the page LOGIN."""
+    from prefect.server.api.server import create_app
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse
+    from starlette.routing import Route
+
+    async def login(_: Request) -> HTMLResponse:
+        return HTMLResponse(
+            LOGIN_PAGE, headers={"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+        )
+
+    app = create_app(final=True)
+    app.router.routes.insert(0, Route(LOGIN, login))
+    return Guard(app)
+
+
+def stop_without_users(locks: ServerLocks, port: int) -> None:
+    """End this process, the server, once it has no users, or once nobody can tell whether it has any."""
+    answered = time.monotonic()
+    while time.monotonic() - answered < OUTAGE:
+        time.sleep(CHECK_SECONDS)
+        try:
+            with locks.locked():
+                if not locks.is_used(port):
+                    locks.close(port)
+                    break
+        except FileNotFoundError:  # the home was deleted, so that no command can find this server again
+            break
+        except Exception:
+            traceback.print_exc()
+            continue
+        answered = time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT)
+    os._exit(0)
+
+
+def main(listener: socket.socket, home: Path, kind: str) -> None:
+    """Serve on a bound socket until SIGTERM or, if `kind` is SHARED, until no user is left."""
+    port = listener.getsockname()[1]
+    if kind == SHARED:
+        watch = threading.Thread(target=stop_without_users, args=(ServerLocks(home), port), daemon=True)
+        watch.start()
+        # Only the services of Prefect's own temporary server run.
+        os.environ |= {"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_UI_ENABLED": "0"}
+    os.environ["PREFECT_UI_API_URL"] = f"http://127.0.0.1:{port}/api"
+    with without_garbage_collection():
+        import uvicorn
+
+        app = make_app()
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]), sys.argv[3])
