@@ -15,6 +15,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -84,19 +85,39 @@ def raise_file_limit() -> None:
 
 
 def with_free_port(arguments: Sequence[str]) -> tuple[list[str], TCPStore | None]:
-    """Replace port 0 of a rendezvous on this machine by a free port.
+    """Replace port 0 of a rendezvous on this machine by a free port, which other machines cannot reach.
 
     Its server runs as long as the returned store exists. torchrun's own store joins that server in this process, so no other
-    process can take the port in between.
+    process can take the port in between. TCPStore would listen on all interfaces, whatever its address, so it gets a socket that
+    is bound. Gloo would listen on the interface of the host name: it takes the one of the rendezvous, unless the user chose one.
     """
     arguments = list(arguments)
     position = arguments.index("--master-port") + 1 if "--master-port" in arguments else 0
     if not position or arguments[position] != "0":
         return arguments, None
     address = arguments[arguments.index("--master-addr") + 1]
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    arguments[position] = str(store.port)
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+    arguments[position] = str(port)
+    if interface := _interface(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return arguments, store
+
+
+def _interface(address: str) -> str | None:
+    """Name of the network interface that has this address, such as lo."""
+    addresses = psutil.net_if_addrs().items()
+    return next((name for name, found in addresses if any(each.address == address for each in found)), None)
 
 
 def watch(folder: Path) -> None:

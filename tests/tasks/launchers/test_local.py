@@ -160,7 +160,11 @@ def test_ranks_are_killed_when_torchrun_was_killed(job, tmp_path):
     launcher = LocalLauncher()
     handle = launcher.submit(job("all-ignore-sigterm"))
     running = pids(tmp_path)
-    os.kill(psutil.Process(running[0]).ppid(), signal.SIGKILL)
+    rank = psutil.Process(running[0])
+    sockets = [each for each in rank.parent().net_connections() if each.status == psutil.CONN_LISTEN]
+    assert {each.laddr.ip for each in sockets} == {"127.0.0.1"}  # other machines cannot reach the rendezvous
+    assert rank.environ()["GLOO_SOCKET_IFNAME"] == "lo"
+    rank.parent().kill()
     until(lambda: not launcher.poll(handle).running)
     assert launcher.poll(handle).exit_code == -signal.SIGKILL
     until(lambda: all(gone(pid) for pid in running))
