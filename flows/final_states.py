@@ -7,10 +7,12 @@ GateMissed (failed)   the evaluation of a run in a chain missed its gate
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from prefect.client.orchestration import get_client
@@ -40,7 +42,8 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
         working_folder.enter()
         forward_logs()
         try:
-            return function(*arguments, **named)
+            with results.outermost() as keep:
+                return keep(function(*arguments, **named))
         except REJECTIONS as error:
             return Failed(name=REJECTED, message=str(error), data=error)
         except GateMissed as error:
@@ -55,6 +58,36 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
     # Otherwise Prefect would evaluate the string annotations in this module's namespace.
     run.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
     return run
+
+
+class Results:
+    """What the outermost flow's function has returned, in case that Prefect's server does not take its final state."""
+
+    def __init__(self) -> None:
+        self.result: Any = None
+        self._active = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def outermost(self) -> Iterator[Callable[[R], R]]:
+        """Yields a function that keeps the result of a flow, unless another flow has called it."""
+        with self._lock:
+            self._active += 1
+            called = self._active > 1
+
+        def keep(result: R) -> R:
+            if not called and not isinstance(result, State):
+                self.result = result
+            return result
+
+        try:
+            yield keep
+        finally:
+            with self._lock:
+                self._active -= 1
+
+
+results = Results()
 
 
 def _is_cancelled() -> bool:

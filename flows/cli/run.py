@@ -185,6 +185,15 @@ def run_flow(
                 result = start()
             except CancelledRun as cancelled:
                 raise KeyboardInterrupt(f", {cancelled}") from None
+            except Exception as error:
+                from flows.final_states import results
+
+                if (result := results.result) is None:
+                    raise
+                log.debug("the flow's final state was not stored", exc_info=error)
+                log.warning(
+                    "Prefect's server did not store the final state of this flow run, whose results are complete"
+                )
     except ProfileError:
         raise
     except (KeyboardInterrupt, Exception) as error:

@@ -62,6 +62,11 @@ class ServerLocks:
     def is_alive(self, port: int) -> bool:
         return _is_locked(self._file(port, "alive"))
 
+    def has_another(self, port: int) -> bool:
+        """Whether a server of this home runs on another port."""
+        server = self._read()
+        return server is not None and server["port"] != port and self.is_alive(server["port"])
+
     def is_used(self, port: int) -> bool:
         return _is_locked(self._file(port, "users"))
 

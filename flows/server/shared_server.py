@@ -11,6 +11,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +25,28 @@ from flows.server.serve import SHARED
 
 START_TIMEOUT = 1800.0  # seconds; a server that exits is noticed at once, and a busy machine may take minutes
 STOP_TIMEOUT = 10.0  # seconds
+WATCH_SECONDS = 2.0  # between a command's checks that its server was not killed
 
 
 @contextlib.contextmanager
 def shared_server(home: Path, log_file: Path) -> Iterator[Server]:
-    """Use the server of this home for the block; starts one if there is none."""
-    server = Server(home, log_file)
+    """Use the server of this home for the block; starts one if there is none, and again if it is killed."""
+    server, ended = Server(home, log_file), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(WATCH_SECONDS):
+            with contextlib.suppress(
+                OSError
+            ):  # such as of a file system that does not answer, or of a taken port
+                server.keep_running()
+
+    thread = threading.Thread(target=watch, daemon=True, name="prefect-server")
+    thread.start()
     try:
         yield server
     finally:
+        ended.set()
+        thread.join()
         server.leave()
 
 
@@ -62,6 +76,12 @@ class Server:
         if not wait_healthy(address, lambda: self._locks.is_alive(self.port)):
             raise RuntimeError(f"the Prefect server did not start; log: {self._log_file}")
         return address
+
+    def keep_running(self) -> None:
+        """Start the server again, at the same address, if it was killed; waits for nothing."""
+        with self._locks.locked():
+            if not self._locks.is_alive(self.port) and not self._locks.has_another(self.port):
+                start_server(self._locks, SHARED, self.port, self._log_file)
 
     def leave(self) -> None:
         """Stop using the server; wait for its exit if it ends with its users and this was the last one."""

@@ -1,5 +1,9 @@
-"""Artifacts in Prefect's UI that cannot be rendered."""
+"""Artifacts in Prefect's UI that cannot be rendered, or not be sent."""
 
+import threading
+import uuid
+
+from flows.ui import artifacts
 from flows.ui.artifacts import PrefectArtifact
 
 
@@ -9,3 +13,25 @@ def test_display_error_is_logged_once_and_stops_nothing(caplog):
         page.update(lambda: 1 / 0, now=True)
     (said,) = caplog.records
     assert said.getMessage() == "artifact run: cannot be rendered: ZeroDivisionError: division by zero"
+
+
+def test_server_that_does_not_answer_holds_no_update_and_gets_the_latest_once_it_does(monkeypatch):
+    sent, answers = [], threading.Event()
+
+    def send(artifact, data, *_):
+        answers.wait(60)
+        sent.append((artifact._key, data))
+
+    monkeypatch.setattr(PrefectArtifact, "_send", send)
+    monkeypatch.setattr(artifacts, "UPDATE_SECONDS", 0)
+    monkeypatch.setattr(artifacts, "FLUSH_SECONDS", 0.1)
+    pages = [PrefectArtifact("markdown", key, "", uuid.uuid4()) for key in ("run", "training")]
+    for number in range(5):
+        for page in pages:
+            page.update(lambda number=number: number, now=number == 4)
+    assert sent == []
+    monkeypatch.setattr(artifacts, "FLUSH_SECONDS", 60)
+    answers.set()
+    pages[0].update(lambda: "last", now=True)
+    assert {("run", "last"), ("training", 4)} <= {*sent}
+    assert len(sent) <= 4  # what was replaced meanwhile is not sent
