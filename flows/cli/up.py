@@ -35,7 +35,7 @@ from flows.server.prefect_settings import (
 )
 from flows.server.secrets import without_tokens
 from flows.server.serve import UP
-from flows.server.shared_server import start_module, start_server, wait_healthy
+from flows.server.shared_server import SERVE, start_module, start_server, wait_healthy
 from flows.ui.console import print_stderr, relative, waiting
 from profiles import state_files
 
@@ -64,13 +64,19 @@ def run(options: argparse.Namespace) -> int:
     port = options.port
     address = f"http://127.0.0.1:{port}"
     missing = [SERVER, WORKER]
-    locks = ServerLocks(configure(Path("store")))
-    with locks.locked():
-        os.environ |= access_settings(locks.home)
-    if _is_taken(port):
-        if not _is_own(port):
+    prefect_home, taken = configure(Path("store")), _is_taken(port)
+    if taken:
+        listener = _own_listener(port)
+        if listener is None:
             print_stderr(f"trainshed: port {port} is taken by another user's server; choose one with --port")
             return FAILED
+        its_home = _prefect_home(listener)
+        if its_home and not its_home.is_relative_to(prefect_home):
+            return _taken_by(port, its_home.parent)
+    locks = ServerLocks(prefect_home)
+    with locks.locked():
+        os.environ |= access_settings(locks.home)
+    if taken:
         found = _missing(f"{address}/api", home, every=options.all)
         if found is None:
             advice = "perhaps by another `trainshed up`; choose one with --port"
@@ -78,12 +84,7 @@ def run(options: argparse.Namespace) -> int:
             return FAILED
         elsewhere = working_folder(f"{address}/api")
         if WORKER not in found and elsewhere not in (None, str(Path.cwd())):
-            whose = (
-                f"the Prefect server of another store, {elsewhere}/store, where runs started from it are kept"
-            )
-            advice = "to start one for this folder, choose another port with --port"
-            print_stderr(f"trainshed: port {port} is taken by {whose}; {advice}")
-            return FAILED
+            return _taken_by(port, Path(elsewhere) / "store")
         if not found and not options.alerts and options.evaluate is None:
             print_stderr(f"Prefect's UI: {_sign_in(address)}\nalready running; nothing was changed")
             return DONE
@@ -262,13 +263,29 @@ def _is_taken(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _is_own(port: int) -> bool:
-    """Whether a process of this user listens on the port; False if that cannot be determined."""
+def _own_listener(port: int) -> psutil.Process | None:
+    """A process of this user that listens on the port; None if there is none, or that cannot be determined."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended, or cannot be read
             if process.uids().effective == os.geteuid() and any(
                 each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.laddr.ip in LOOPBACK
                 for each in process.net_connections("tcp")
             ):
-                return True
-    return False
+                return process
+    return None
+
+
+def _prefect_home(server: psutil.Process) -> Path | None:
+    """The home of a local server, whose password this command may not know; None for other processes."""
+    with contextlib.suppress(psutil.Error):
+        if SERVE in server.cmdline():
+            return Path(server.environ()["PREFECT_HOME"])
+    return None
+
+
+def _taken_by(port: int, store: Path) -> int:
+    """Print that another store's server has the port; returns the exit code."""
+    whose = f"the Prefect server of another store, {store}, where runs started from it are kept"
+    advice = "to start one for this folder, choose another port with --port"
+    print_stderr(f"trainshed: port {port} is taken by {whose}; {advice}")
+    return FAILED

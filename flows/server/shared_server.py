@@ -23,6 +23,7 @@ from flows.server.prefect_settings import access_settings, cors_setting
 from flows.server.secrets import without_tokens
 from flows.server.serve import SHARED
 
+SERVE = "flows.server.serve"  # the module of the server's process
 START_TIMEOUT = 1800.0  # seconds; a server that exits is noticed at once, and a busy machine may take minutes
 STOP_TIMEOUT = 10.0  # seconds
 WATCH_SECONDS = 2.0  # between a command's checks that its server was not killed
@@ -111,9 +112,7 @@ def start_server(locks: ServerLocks, kind: str, port: int, log_file: Path) -> su
         with locks.record_server(port, ends_with_users=kind == SHARED) as alive:
             fds = [alive.fileno(), listener.fileno()]
             options = {"stdin": subprocess.DEVNULL, "pass_fds": fds, "env": environment | cors_setting(port)}
-            return start_module(
-                ("flows.server.serve", str(listener.fileno()), home, kind), log_file, **options
-            )
+            return start_module((SERVE, str(listener.fileno()), home, kind), log_file, **options)
 
 
 def start_module(module: Sequence[str], log_file: Path, **options: Any) -> subprocess.Popen[bytes]:
