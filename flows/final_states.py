@@ -74,6 +74,8 @@ class Results:
         with self._lock:
             self._active += 1
             called = self._active > 1
+            if not called:
+                self.result = None
 
         def keep(result: R) -> R:
             if not called and not isinstance(result, State):

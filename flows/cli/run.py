@@ -179,6 +179,9 @@ def run_flow(
         with prefect_api(work_dir):
             from prefect.exceptions import CancelledRun
 
+            from flows.final_states import results
+
+            results.result = None
             configure_logging(terminal, log_file)
             stop.check()
             try:
@@ -186,8 +189,6 @@ def run_flow(
             except CancelledRun as cancelled:
                 raise KeyboardInterrupt(f", {cancelled}") from None
             except Exception as error:
-                from flows.final_states import results
-
                 if (result := results.result) is None:
                     raise
                 log.debug("the flow's final state was not stored", exc_info=error)
