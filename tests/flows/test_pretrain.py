@@ -90,9 +90,9 @@ def test_first_run_executes_every_step(finished):
 
 
 def test_run_ends_after_the_step_that_it_is_asked_for(pretrain, store, tmp_path):
-    prepared = pretrain(tmp_path / "store", "name=new", until="tokenizer")
+    prepared = pretrain(tmp_path / "fresh", "name=new", until="tokenizer")
     assert prepared["how"] == {"plan": "done", "resolve": "done", "tokenizer": "done"}
-    assert not (tmp_path / "store/runs/new/profile.yaml").exists()
+    assert not (tmp_path / "fresh/runs/new/profile.yaml").exists()
     trained = pretrain(store, until="train")
     assert [*trained["how"]][-1] == "train"
     assert trained["how"]["train"] == "cached"
