@@ -120,7 +120,7 @@ def test_checks_of_profiles_are_counted_and_failures_have_a_reason(monkeypatch):
     proof = row.run(None, lambda _: None)
     assert (proof.status, proof.counted) == ("failed", "2 passed, 1 failed")
     assert proof.failure.startswith("missing: failed (2): ")
-    assert "invalid choice" in proof.failure
+    assert "missing is not a valid value" in proof.failure
 
 
 def test_checked_profiles_are_those_that_rows_train():

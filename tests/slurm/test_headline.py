@@ -46,6 +46,7 @@ OVERRIDES = (
         "cluster.accelerator=null",
     ),
     f"init.from={REPOSITORY}",
+    "compile.enabled=true",  # as on the profile's device; for so short a run on CPUs, it would not pay
 )
 TASKS = {"plan", "tokenizer", "dataset", "checkpoint", "graphs", "train", "evaluate", "export", "report"}
 
