@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +11,8 @@ from urllib.parse import urlsplit
 
 Fault = str | None
 """None: the request is forwarded. "busy": it is answered with 503. "lost": the connection closes before it is forwarded.
-"unanswered": the connection closes after it was processed. "half": the connection closes in the middle of the response."""
+"unanswered": the connection closes after it was processed. "half": the connection closes in the middle of the response.
+"refused": a request that deletes several objects is answered with 200 and an error for each, as S3 does."""
 
 
 class Proxy:
@@ -59,6 +61,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(
                 503, {}, b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
             )
+            return
+        if fault == "refused":
+            keys = re.findall(rb"<Key>.*?</Key>", body)
+            errors = b"".join(b"<Error>%s<Code>AccessDenied</Code></Error>" % key for key in keys)
+            self._send(200, {"Content-Type": "application/xml"}, b"<DeleteResult>%s</DeleteResult>" % errors)
             return
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
         try:

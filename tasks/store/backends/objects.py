@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -97,8 +97,13 @@ class ObjectBackend:
             return [b""] * len(ranges)
 
     def remove(self, name: str) -> None:
+        found = self.files(name)
         with self._os_errors(name), contextlib.suppress(FileNotFoundError):
+            if found.keys() == {""}:  # a single object, whose refusal is an error
+                self._filesystem.rm_file(self._path(name))
+                return
             self._filesystem.rm(self._path(name), recursive=True)
+        self._require_removed(name, found)
 
     def move(self, name: str, target: str) -> None:
         """As Backend.move: copies inside the object store, then deletes the sources once all copies exist.
@@ -114,6 +119,7 @@ class ObjectBackend:
             if sources := [self._path(f"{name}/{file}") for file in sizes if ("/" not in file) == top]:
                 with self._os_errors(name):
                     self._filesystem.rm(sources)
+                self._require_removed(name, [file for file in sizes if ("/" not in file) == top])
 
     def copy(self, name: str, target: str, last: str | None = None) -> None:
         """Copy a folder; the file `last` after all others. Raises FileNotFoundError if the folder lacks it."""
@@ -154,6 +160,12 @@ class ObjectBackend:
             checked_path(file)
         with ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
             list(pool.map(fetch, names))
+
+    def _require_removed(self, name: str, files: Iterable[str]) -> None:
+        """Raise PermissionError if files of a folder are still there: S3 refuses each by itself, in an answer with status 200."""
+        if left := sorted({*files} & self.files(name).keys()):
+            reason = f"the object store refused to delete {len(left):,} files (permission, or an object lock), such as {left[0]}"
+            raise PermissionError(errno.EACCES, reason, self.location(name))
 
     def _create(self, name: str, data: bytes) -> bool:
         try:

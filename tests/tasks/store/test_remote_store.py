@@ -59,6 +59,25 @@ def test_failed_requests_are_retried(network, tmp_path, fault, caplog):
     assert SECRET not in caplog.text
 
 
+def test_refused_deletion_is_an_error_that_names_what_is_left(network, tmp_path):
+    proxy, address = network
+    backend = Store(address, tmp_path / "here").backend
+    for file in ("checkpoints/step_2/weights", "identity"):
+        backend.write(f"runs/a/{file}", b"1")
+    proxy.fault = lambda method, path: "refused" if method == "POST" and "delete" in path else None
+    with pytest.raises(
+        PermissionError, match=r"refused to delete 2 files .*, such as checkpoints/step_2/weights"
+    ):
+        backend.remove("runs/a")
+    with pytest.raises(PermissionError, match="refused to delete 1 files"):
+        backend.move("runs/a", "runs/a~1")
+    assert backend.read("runs/a/identity") == b"1"  # deleted last
+    proxy.fault = lambda method, path: None
+    backend.remove("runs/a/identity")
+    backend.remove("runs/a")
+    assert backend.files("runs/a") == {}
+
+
 def test_truncated_responses_are_retried(network, tmp_path):
     proxy, address = network
     made = publish(Store(address, tmp_path / "here"), files={**FILES, **LARGE})
