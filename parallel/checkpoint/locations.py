@@ -149,9 +149,11 @@ def discard(checkpoint: Location) -> None:
     if _is_link(files, root):
         Path(root).unlink()
         return
-    for path, recursive in ((f"{root}/{MARKER}", False), (root, True)):
-        if _exists(files, path):
-            files.rm(path, recursive=recursive)
+    if _exists(files, marker := f"{root}/{MARKER}"):
+        files.rm_file(marker)  # by a request of its own, whose refusal is an error
+    if _exists(files, root):
+        files.rm(root, recursive=True)
+        _require_removed(files, root)
 
 
 def discard_incomplete(location: Location) -> list[str]:
@@ -231,6 +233,14 @@ def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MAR
     if f"/{MARKER}" in found:
         files.copy(f"{source}/{MARKER}", f"{target}/{marker}")
     files.rm([source + name for name in found])
+    _require_removed(files, source)
+
+
+def _require_removed(files: AbstractFileSystem, root: str) -> None:
+    """Raise PermissionError if an object store kept objects: it refuses each by itself, in an answer with status 200."""
+    if not is_local(files) and (left := files.find(root)):
+        reason = f"the object store refused to delete {len(left):,} objects (permission, or an object lock)"
+        raise PermissionError(errno.EACCES, reason, root)
 
 
 def _object_sizes(files: AbstractFileSystem, root: str) -> dict[str, int]:

@@ -13,6 +13,7 @@ import time
 import pytest
 import s3fs
 
+from parallel.checkpoint import locations
 from profiles.errors import ProfileError
 from tasks.store.artifacts import LIST_WHOLE_KIND
 from tasks.store.backends.objects import ObjectBackend
@@ -72,6 +73,10 @@ def test_refused_deletion_is_an_error_that_names_what_is_left(network, tmp_path)
     with pytest.raises(PermissionError, match="refused to delete 1 files"):
         backend.move("runs/a", "runs/a~1")
     assert backend.read("runs/a/identity") == b"1"  # deleted last
+    with pytest.raises(PermissionError, match="refused to delete 1 objects"):
+        locations.discard(f"{address}/runs/a/checkpoints/step_2")
+    with pytest.raises(PermissionError, match="refused to delete 1 objects"):
+        locations.move_aside(f"{address}/runs/a/checkpoints", [2], f"{address}/runs/a/checkpoints~1")
     proxy.fault = lambda method, path: None
     backend.remove("runs/a/identity")
     backend.remove("runs/a")
