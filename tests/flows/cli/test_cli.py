@@ -355,7 +355,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["rnu", "tiny"], "nearest valid: run"),
         (["run", "tiny", "--overide", "a.b=c"], "usage: trainshed run [OPTIONS] PROFILE\n"),
         (["run", "tiny", "--overide", "a.b=c"], "no option --overide; nearest valid: --set\n"),
-        (["run", "tiny", "--frob"], "no option --frob; valid: --help, --set, "),
+        (["run", "tiny", "--xyz"], "no option --xyz; valid: --help, --set, "),
         (["run", "tiny", "--stroe", "s"], "no option --stroe; nearest valid: --store\n"),
         (["run", "tiny", "--st", "train.steps=5"], "no option --st; nearest valid: --store, --set\n"),
         (["gc", "--y"], "no option --y; nearest valid: --yes\n"),

@@ -408,7 +408,7 @@ def test_checks_run_on_all_devices_in_separate_processes(tmp_path, monkeypatch, 
     assert document["processes"] == 2
     missing, collectives = document["checks"]
     assert (missing["check"], missing["passed"]) == ("missing", False)
-    assert "invalid choice" in missing["measured"]
+    assert "missing is not a valid value" in missing["measured"]
     assert collectives["passed"], collectives["measured"]
     assert "all-gather" in collectives["measured"]
 
