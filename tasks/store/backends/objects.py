@@ -96,6 +96,20 @@ class ObjectBackend:
         except FileNotFoundError:
             return [b""] * len(ranges)
 
+    def lacks_bucket(self) -> bool:
+        """Whether an S3 server says that the bucket does not exist, of which an empty listing says nothing."""
+        call = getattr(self._filesystem, "call_s3", None)
+        if call is None:
+            return False
+        bucket = self._root.partition("/")[0]
+        try:
+            self._retried("", lambda: call("head_bucket", Bucket=bucket))
+        except FileNotFoundError:
+            return True
+        except OSError:  # such as of a user who may read the prefix only
+            return False
+        return False
+
     def remove(self, name: str) -> None:
         found = self.files(name)
         with self._os_errors(name), contextlib.suppress(FileNotFoundError):

@@ -173,6 +173,14 @@ def test_many_artifacts_are_listed_over_several_pages(tmp_path, monkeypatch):
         assert there.artifacts.find("dataset", "d1").summary == {"tokens": 3}
 
 
+def test_missing_bucket_is_named_and_no_empty_store(tmp_path, monkeypatch):
+    with s3.bucket(monkeypatch) as address:
+        with pytest.raises(ProfileError, match="there is no such bucket, or not at this endpoint"):
+            Store(address.replace("bucket", "another"), tmp_path).existing()
+        with pytest.raises(ProfileError, match="there is nothing at this prefix"):
+            Store(f"{address}/new", tmp_path).existing()
+
+
 def test_missing_credentials_are_an_error_at_once(monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
