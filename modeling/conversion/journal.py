@@ -59,8 +59,8 @@ class Journal:
             name = line["file"]
             if self._has_size((name, line)) and file_sha256(folder / name) == line["sha256"]:
                 self.files[name] = line
-        with (folder / JOURNAL).open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in ({"job": inputs}, *self.files.values()))
+        rows = ({"job": inputs}, *self.files.values())
+        state_files.write(folder / JOURNAL, "".join(json.dumps(line) + "\n" for line in rows))
 
     def _has_size(self, entry: tuple[str, dict[str, Any]]) -> bool:
         """Whether a file exists with its recorded size."""

@@ -145,7 +145,7 @@ class Store:
     def work_dir_owner(self) -> str | None:
         """The store whose files the local folder has, by its `owner`; None if nothing was recorded."""
         recorded = state_files.read(self.work_dir / BELONGS_TO)
-        return recorded.decode().strip() if recorded else None
+        return recorded.decode(errors="replace").strip() if recorded else None
 
     @property
     def has_work_dir(self) -> bool:

@@ -34,6 +34,9 @@ def test_local_folder_of_a_remote_store_belongs_to_the_first_one_that_wrote_to_i
     for other in ("memory://local-folders/other", str(folder)):
         with pytest.raises(ProfileError, match="is the local folder of memory://local-folders/right"):
             open_store(other, folder)
+    (folder / "belongs-to").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ProfileError, match="is the local folder of "):
+        open_store("memory://local-folders/right", folder)
 
 
 def test_credentials_in_the_location_of_a_store_are_rejected(tmp_path):
