@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from modeling import run_files
-from modeling.supervision.time_account import usual_step
+from modeling.supervision.time_account import TOTALS, usual_step
 from profiles import yaml_text
 from profiles.sections.objective import rows_per_sample
 from tasks.fleet.goodput import FAILURES
@@ -148,7 +148,7 @@ def _add_metrics(summary: RunSummary, reader: _Reader) -> None:
     trained = [row for row in _rows(lines[-LATEST:]) if "loss" in row]
     if trained:
         last = trained[-1].items()
-        kept = {key: value for key, value in last if key in LAST_KEYS or key.endswith("_seconds")}
+        kept = {key: value for key, value in last if key in LAST_KEYS or key in TOTALS}
         for key, value in kept.items():
             if not isinstance(value, int | float | None):
                 raise ValueError(f"{run_files.METRICS}: {key} is {value!r}, not a number")

@@ -73,12 +73,17 @@ def convert(source: str, raw: Path, folder: Path) -> None:
 
 
 def check_loads(folder: Path) -> None:
-    """Raise ValueError unless `AutoTokenizer` loads a folder's tokenizer, with the same special tokens."""
+    """Raise ValueError unless `AutoTokenizer` loads a folder's tokenizer, with the same special tokens.
+
+    Raises OSError if its files cannot be read.
+    """
     from transformers import AutoTokenizer
 
     try:
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the file system, not of the tokenizer
+            raise
         raise ValueError(f"AutoTokenizer cannot load it: {type(error).__name__}: {error}") from error
     tokenizer = load(folder)
     for name in ("bos_token", "eos_token"):

@@ -346,7 +346,11 @@ def test_search_explains_invalid_tensor_degrees():
 def test_search_tries_context_degrees_for_long_sequences_and_the_profiles_own(sequence, own, tried):
     cluster = ("cluster.nodes=2", "cluster.launcher=slurm", "train.global_batch_size=16")
     small = ("model.num_hidden_layers=1", "train.micro_batch_size=1")
-    length = (f"train.sequence_length={sequence}", f"parallel.context={own}")
+    length = (
+        f"train.sequence_length={sequence}",
+        "model.max_position_embeddings=131072",
+        f"parallel.context={own}",
+    )
     found, rejected = search(resolve.load("deepseek-coder-1.3b-h100", [*cluster, *small, *length]))
     degrees = {topology.plan.mesh["context"] for topology in found}
     assert degrees | {each.degrees["context"] for each in rejected} == tried
