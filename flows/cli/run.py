@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.outages import await_start
+from flows.server.outages import await_start, finish_sending
 from flows.server.prefect_settings import (
     PASSWORD,
     configure,
@@ -263,7 +263,6 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         # If possible before Prefect is imported, so that the import overlaps with the server's start.
         server = None if may_have_server_settings(home) else serve()
         with without_garbage_collection(), waiting(lambda: "loading Prefect"):
-            from prefect.logging.handlers import APILogWorker
             from prefect.settings import (
                 PREFECT_API_AUTH_STRING,
                 PREFECT_API_SSL_CERT_FILE,
@@ -279,7 +278,10 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         if configured:
             with waiting(lambda: "waiting for the Prefect server"):
                 await_start(PREFECT_API_URL.value())
-            yield
+            try:
+                yield
+            finally:
+                finish_sending()
             return
         certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
         with waiting(lambda: "starting Prefect's server"):
@@ -303,7 +305,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                APILogWorker.drain_all(timeout=5)  # before the server stops
+                finish_sending()  # before the server stops
 
 
 def _where_to_watch(api: str, database: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import queue
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +17,7 @@ log = logging.getLogger(__name__)
 FAILED_ITEM = "Service %r failed to process item"  # begins Prefect's record, which has the whole event
 REPEAT_SECONDS = 600.0  # between lines about the same outage
 START_SECONDS = 120.0  # for a server to start
+FINISH_SECONDS = 5.0  # for the last logs and events
 
 
 class OutageFilter(logging.Filter):
@@ -42,6 +45,24 @@ def shorten_outages() -> None:
     """Filter Prefect's records about a server that does not answer; idempotent."""
     for handler in logging.getLogger("prefect._internal").handlers:
         handler.addFilter(_filter)
+
+
+def finish_sending(seconds: float = FINISH_SECONDS) -> None:
+    """Send logs and events that are left, before the server is left, and drop what it does not take in time.
+
+    At exit, Prefect would wait for as long as an outage lasts.
+    """
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    services = {*EventsWorker._instances.values(), *APILogWorker._instances.values()}
+    for kind in EventsWorker, APILogWorker:
+        kind.drain_all(timeout=seconds)
+    for service in services:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                service._queue.get_nowait()
+        service._queue.put_nowait(None)  # ends it
 
 
 def await_start(api: str, seconds: float = START_SECONDS) -> None:

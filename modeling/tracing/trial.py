@@ -6,7 +6,6 @@ to the graphs that it would compile and to all FLOPs of training, and are second
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import resource
@@ -25,6 +24,7 @@ from modeling.compilation.graph_cache import OPTIONS
 from modeling.models.build import DTYPES
 from modeling.models.flops import flops_per_token
 from parallel.torch_internals import inductor_config
+from profiles.arguments import Parser
 from profiles.resolve import load
 from profiles.schema import Profile
 
@@ -64,7 +64,7 @@ def cpu_seconds() -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="modeling.tracing.trial", description=__doc__.splitlines()[0])
+    parser = Parser(prog="modeling.tracing.trial", description=__doc__.splitlines()[0])
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--cache", type=Path, required=True, help="compile cache folder to write")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")

@@ -250,6 +250,7 @@ def test_user_signs_in_by_the_printed_address_and_others_do_not(prefect_ui, page
     page.goto(f"{prefect_ui}/runs")
     page.wait_for_url("**/login?redirect=/runs")
     page.goto(f"{prefect_ui}{LOGIN}#{quote(os.environ[PASSWORD])}")
-    page.get_by_text("Run a task or flow to get started").wait_for()
+    page.get_by_role("link", name="Deployments").first.wait_for()
+    assert "login" not in page.url
     assert "password" not in page.url
     assert page.goto(f"{prefect_ui}/runs").headers["content-security-policy"] == "frame-ancestors 'none'"

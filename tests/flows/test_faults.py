@@ -1,6 +1,5 @@
 """Fault tolerance of local runs: killed ranks and commands, and signals, do not change the losses."""
 
-import contextlib
 import html
 import json
 import os
@@ -19,7 +18,6 @@ from flows.cli.main import main
 from flows.hooks import cancel_jobs
 from tests.flows.micro import LONGER, final_state, logged, losses, settings, wait_for_step
 from tests.forked_jobs import forked_jobs
-from tests.waiting import until
 
 TRAIN = "modeling.training.train"
 INTERRUPTED_AT = 50  # of 240 steps, with a checkpoint every 40
@@ -135,18 +133,8 @@ def test_command_stopped_by_sigterm_during_its_start_leaves_no_process(command, 
     assert started.left_behind() == []
 
 
-def servers(started) -> list[psutil.Process]:
-    """Prefect servers that a command has started."""
-    found = []
-    for process in started.processes():
-        with contextlib.suppress(psutil.Error):
-            if "flows.server.serve" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
 def test_interrupted_command_leaves_no_process_and_a_resumable_run(
-    command, profile, undisturbed, prefect_database, tmp_path
+    command, pretrain, profile, undisturbed, prefect_database, tmp_path
 ):
     """With a local Prefect server, which has to stop, too, and touches nothing outside of the store."""
     folder = tmp_path / "store/runs/micro"
@@ -167,18 +155,7 @@ def test_interrupted_command_leaves_no_process_and_a_resumable_run(
     assert (folder / f"checkpoints/step_{done}/complete.json").exists()
     assert f"stopped, saved at step {done}" in err
     assert final_state(home, "micro") == ("Stopped", f"saved at step {done}")
-
-    # Resumed; its server is killed meanwhile, and started again.
-    started = command("run", str(profile), *settings(*LONGER), PREFECT_HOME="", HOME=str(tmp_path / "home"))
-    wait_for_step(folder, min(done + 20, 230))
-    (server,) = servers(started)
-    server.kill()
-    until(lambda: started.process.poll() is not None or servers(started))
-    code, _, err = started.result()
-    assert code == 0, err
-    assert "Traceback" not in err
-    assert started.left_behind() == []
-    assert losses(folder) == undisturbed
+    assert losses_of(pretrain(tmp_path / "store", *LONGER)) == undisturbed
     assert incidents(folder) == (
         ["interrupted", "resumed"],
         [f"saved step {done}, to be resumed from there", f"start 2, from the checkpoint of step {done}"],

@@ -15,9 +15,10 @@ import pytest
 from flows.cli.run import _where_to_watch
 from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import PASSWORD, access_settings, configure
-from flows.server.shared_server import Server
+from flows.server.shared_server import Server, shared_server
 from tests import faults
 from tests.flows.cli.test_up import allows_pages_of, ask
+from tests.waiting import until
 
 USER = """
 import sys, time
@@ -70,13 +71,22 @@ def test_commands_share_a_server_that_ends_with_the_last_and_keeps_its_history(e
         second.communicate()
     server.wait(timeout=180)
 
-    third = Server(home, log)
-    assert [flow["name"] for flow in ask(f"{third.wait()}/flows/filter")] == ["remembered"]
+    with shared_server(home, log) as third:
+        assert [flow["name"] for flow in ask(f"{third.wait()}/flows/filter")] == ["remembered"]
+        (server,) = servers()
+        server.kill()
+        server.wait(timeout=180)
+        until(servers)  # started again, at the same address
+        assert ask(f"{third.wait()}/flows/filter")
+    assert servers() == []
+
+    last = Server(home, log)
+    last.wait()
     (server,) = servers()
     while home.exists():  # with its store; the server still writes to it
         shutil.rmtree(home, ignore_errors=True)
     server.wait(timeout=180)
-    third.leave()
+    last.leave()
 
 
 def test_each_home_has_a_password_of_its_own_that_others_cannot_read(tmp_path, monkeypatch):

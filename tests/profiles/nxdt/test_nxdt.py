@@ -355,6 +355,7 @@ def test_references_to_sections_are_resolved(tmp_path):
         """
         base: {name: CosineAnnealing, warmup_steps: "${.first}", first: "${steps}"}
         steps: 5
+        trainer: {devices: 1}
         model: {optim: {sched: "${base}", same: "${..other}"}, other: {a: 1}}
         length: ${model.optim.sched.warmup_steps}
         """
@@ -362,7 +363,7 @@ def test_references_to_sections_are_resolved(tmp_path):
     schedule = {"name": "CosineAnnealing", "warmup_steps": 5, "first": 5}
     model = {"optim": {"sched": schedule, "same": {"a": 1}}, "other": {"a": 1}}
     (tmp_path / "resolved.yaml").write_text(
-        yaml.safe_dump({"base": schedule, "steps": 5, "model": model, "length": 5})
+        yaml.safe_dump({"base": schedule, "steps": 5, "trainer": {"devices": 1}, "model": model, "length": 5})
     )
     assert nxdt.read(path) == nxdt.read(tmp_path / "resolved.yaml")
 
