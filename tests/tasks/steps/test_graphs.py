@@ -72,6 +72,7 @@ def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypat
     monkeypatch.setattr(graphs, "execute", execute)
     profile = load("llama3-8b", ["compile.flags=-O2"])
     (tmp_path / "logs").mkdir()
+    (tmp_path / graphs.PREPARED).mkdir()
     graphs._trace(profile, tmp_path)
     program = {"name": "loss, training", "digest": "0" * 16, "stage": 0, "graphs": []}
     context = Context(profile, Store(str(tmp_path / "store")))
