@@ -61,7 +61,10 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
 
 
 class Results:
-    """What the outermost flow's function has returned, in case that Prefect's server does not take its final state."""
+    """What the outermost flow's function has returned.
+
+    In case that Prefect's server does not take its final state.
+    """
 
     def __init__(self) -> None:
         self.result: Any = None

@@ -332,7 +332,10 @@ class Runner:
                 run.write(run_files.ARTIFACTS, json.dumps(used, indent=1).encode())
 
     def _recorded_use(self, data: bytes | None) -> dict[str, list[str]]:
-        """The artifacts that the run folder refers to; none if that is corrupted and this flow uses all of them."""
+        """The artifacts that the run folder refers to.
+
+        None if that is corrupted and this flow uses all of them.
+        """
         if data is None:
             return {}
         location = self.context.run_folder / run_files.ARTIFACTS

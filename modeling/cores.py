@@ -23,7 +23,10 @@ def usable_cores() -> int:
 
 
 def usable_memory() -> int:
-    """Bytes of this machine's memory, or of this process's control group if that has less, as in containers."""
+    """Bytes of this machine's memory, or of this process's control group if that has less.
+
+    As in containers.
+    """
     limits = [psutil.virtual_memory().total]
     for folder, name in _memory_groups():
         with suppress(OSError, ValueError):  # no such control group, or "max"
@@ -32,7 +35,10 @@ def usable_memory() -> int:
 
 
 def _memory_groups() -> list[tuple[Path, str]]:
-    """This process's control groups with a limit of memory, of both versions, and the files with their limits."""
+    """This process's control groups with a limit of memory, of both versions.
+
+    And the files with their limits.
+    """
     # In a container, the root is its own group, whatever the path says.
     roots = [(CGROUPS, "memory.max"), (CGROUPS / "memory", "memory.limit_in_bytes")]
     groups = [*roots]

@@ -1,4 +1,7 @@
-"""Parser of a program's arguments: options in full only, and errors with usage and the nearest valid choice."""
+"""Parser of a program's arguments.
+
+Options in full only, and errors with usage and the nearest valid choice.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,10 @@ def write(path: Path, data: str | bytes, *, durable: bool = True, private: bool 
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents. Raises NotADirectoryError if a file or a dangling link is in their place."""
+    """Create a folder and its parents.
+
+    Raises NotADirectoryError if a file or a dangling link is in their place.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:  # which otherwise means that a file of the folder exists

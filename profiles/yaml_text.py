@@ -66,7 +66,10 @@ for _first in "123456789":
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Contents of a regular file. Raises ValueError for other files and for larger ones; OSError as `open`."""
+    """Contents of a regular file. Raises ValueError for other files and for larger ones.
+
+    OSError as `open`.
+    """
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # a device or a pipe may never end
         raise ValueError("is not a regular file")
     with path.open("rb") as file:

@@ -1,4 +1,6 @@
-"""Whether a run is complete and nothing has changed, found without torch: a flow would only find each step cached.
+"""Whether a run is complete and nothing has changed, found without torch.
+
+A flow would only find each step cached.
 
 Covers pretraining from scratch on local data with a local store. All other runs are left to their flow.
 """

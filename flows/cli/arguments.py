@@ -1,4 +1,7 @@
-"""Arguments of the `trainshed` command: aligned help, hints for commands that do not exist, and argument types."""
+"""Arguments of the `trainshed` command.
+
+Aligned help, hints for commands that do not exist, and argument types.
+"""
 
 from __future__ import annotations
 

@@ -171,7 +171,10 @@ class _Services:
 
 
 def _sign_in(address: str) -> str:
-    """The UI's address with the password, if only a terminal shows it; else without, as logs must not have it."""
+    """The UI's address with the password, if only a terminal shows it.
+
+    Else without, as logs must not have it.
+    """
     return f"{address}{LOGIN}#{quote(os.environ[PASSWORD])}" if sys.stderr.isatty() else address
 
 
@@ -264,7 +267,10 @@ def _is_taken(port: int) -> bool:
 
 
 def _own_listener(port: int) -> psutil.Process | None:
-    """A process of this user that listens on the port; None if there is none, or that cannot be determined."""
+    """A process of this user that listens on the port.
+
+    None if there is none, or that cannot be determined.
+    """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended, or cannot be read
             if process.uids().effective == os.geteuid() and any(

@@ -1,4 +1,7 @@
-"""A Prefect server that does not answer: one line in place of Prefect's own, and a wait for one that is starting."""
+"""A Prefect server that does not answer.
+
+One line in place of Prefect's own, and a wait for one that is starting.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def shorten_outages() -> None:
 
 
 def finish_sending(seconds: float = FINISH_SECONDS) -> None:
-    """Send logs and events that are left, before the server is left, and drop what it does not take in time.
+    """Send logs and events that are left, before the server is left.
+
+    And drop what it does not take in time.
 
     At exit, Prefect would wait for as long as an outage lasts.
     """
@@ -66,7 +71,10 @@ def finish_sending(seconds: float = FINISH_SECONDS) -> None:
 
 
 def await_start(api: str, seconds: float = START_SECONDS) -> None:
-    """Wait while nothing listens at an API's address: a server that is still starting. Any answer ends the wait."""
+    """Wait while nothing listens at an API's address: a server that is still starting.
+
+    Any answer ends the wait.
+    """
     request = urllib.request.Request(f"{api}/health", headers=authorization())
     deadline = time.monotonic() + seconds
     while True:

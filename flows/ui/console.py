@@ -162,7 +162,10 @@ class PipeTolerantConsole(Console):
 
 
 class TrimmedConsole(Console):
-    """A console without blanks at the ends of lines, with which rich fills tables, indented and wrapped text."""
+    """A console without blanks at the ends of lines, with which rich fills tables.
+
+    Indented and wrapped text.
+    """
 
     def __init__(self) -> None:
         super().__init__(highlight=False)

@@ -37,7 +37,10 @@ def job_label(job: Job) -> str:
 
 
 def resource_name(job: Job) -> str:
-    """A new name for the Job and its Service: ts-RUN-JOB, unique, and short enough for the names of its Pods."""
+    """A new name for the Job and its Service.
+
+    Ts-RUN-JOB, unique, and short enough for the names of its Pods.
+    """
     readable = re.sub(r"[^a-z0-9-]+", "-", job.title.lower())[:30].strip("-")
     return f"{readable}-{uuid.uuid4().hex[:12]}"
 

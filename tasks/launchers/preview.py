@@ -1,4 +1,7 @@
-"""What a launcher would submit for a job: the Slurm batch script, the Kubernetes manifests or the local command."""
+"""What a launcher would submit for a job.
+
+The Slurm batch script, the Kubernetes manifests or the local command.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from tasks.launchers.base import Job
 
 
 def preview(job: Job, cluster: Cluster) -> str:
-    """The text, which needs neither the cluster nor its client. Raises ProfileError for a plugin's launcher."""
+    """The text, which needs neither the cluster nor its client.
+
+    Raises ProfileError for a plugin's launcher.
+    """
     if cluster.launcher == "slurm":
         return batch.script(job, cluster, submission="preview")
     if cluster.launcher == "kubernetes":

@@ -1,4 +1,7 @@
-"""Outcomes: of one step of a flow, and the validation loss of a run. All screens and pages read them from here."""
+"""Outcomes: of one step of a flow, and the validation loss of a run.
+
+All screens and pages read them from here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ class Outcome:
 
 
 def final_evaluation(report: Mapping[str, Any], steps: int | None) -> Mapping[str, Any] | None:
-    """The evaluation in a run's report.json; None if it is not of the last step, as after the run was extended.
+    """The evaluation in a run's report.json.
+
+    None if it is not of the last step, as after the run was extended.
 
     A run's validation loss is that of this evaluation, on the whole validation split. Evaluations during training, in
     metrics.jsonl, are on a subset of it (`validation_in_training`).

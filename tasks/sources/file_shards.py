@@ -85,7 +85,10 @@ def _split_by_lines(shard: Shard, file: SourceFile, digests: DigestCache) -> lis
 
 
 def _has_lines(shard: Shard, file: SourceFile, token: str | None) -> bool:
-    """Whether a file can be cut at lines: a large JSON file may be an array, or have records of several lines."""
+    """Whether a file can be cut at lines.
+
+    A large JSON file may be an array, or have records of several lines.
+    """
     if shard.format != "jsonl" or file.size <= SHARD_BYTES:
         return True
     with open_file(replace(shard, fetch=False), file.path, token, block=START) as content:

@@ -190,7 +190,10 @@ def _is_match(names: list[str], parts: list[str]) -> bool:
 
 
 def _is_name_match(name: str, part: str) -> bool:
-    """Whether a name matches a part of a pattern; a leading dot, as of an unfinished upload, only matches itself."""
+    """Whether a name matches a part of a pattern.
+
+    A leading dot, as of an unfinished upload, only matches itself.
+    """
     return fnmatchcase(name, part) and (part.startswith(".") or not name.startswith("."))
 
 

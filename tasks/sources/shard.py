@@ -105,7 +105,10 @@ def resolve_filesystem(
 
 
 def without_bom(start: bytes, path: str) -> bytes:
-    """The start of a file without a UTF-8 byte order mark; raises SourceError for that of another encoding."""
+    """The start of a file without a UTF-8 byte order mark.
+
+    Raises SourceError for that of another encoding.
+    """
     for encoding, mark in OTHER_ENCODINGS:
         if start.startswith(mark):
             raise SourceError(f"{path}, byte 0: {encoding}, not UTF-8 text; convert it to UTF-8")

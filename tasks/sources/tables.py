@@ -147,7 +147,10 @@ def arrow_encoding(shard: Shard, token: str | None) -> str:
 
 
 def csv_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
-    """Record batches of a CSV file with a header, all columns as text, with their numbers. Raises SourceError."""
+    """Record batches of a CSV file with a header, all columns as text, with their numbers.
+
+    Raises SourceError.
+    """
     import pyarrow
     from pyarrow import csv
 
@@ -185,7 +188,10 @@ def source_errors(position: str, kind: str) -> Iterator[None]:
 
 
 def _column_chunks(table: Any, group: int, column: str) -> list[Any]:
-    """Metadata of a column's chunks in a row group, nested ones by their dotted path; of all for the column ""."""
+    """Metadata of a column's chunks in a row group, nested ones by their dotted path.
+
+    Of all for the column "".
+    """
     metadata = table.metadata.row_group(group)
     chunks = (metadata.column(i) for i in range(metadata.num_columns))
     return [chunk for chunk in chunks if not column or f"{chunk.path_in_schema}.".startswith(f"{column}.")]

@@ -100,7 +100,10 @@ class CheckpointStep(Step):
 
 
 def _generation_config(source: Path, name: str) -> dict[str, Any] | None:
-    """Contents of generation_config.json beside weights, which training does not change; None if there is none."""
+    """Contents of generation_config.json beside weights, which training does not change.
+
+    None if there is none.
+    """
     path = (source if source.is_dir() else source.parent) / GENERATION_CONFIG
     if not path.is_file():
         return None

@@ -1,4 +1,7 @@
-"""What inference needs beside weights: the chat template that was trained on, and the generation config with its stop tokens."""
+"""What inference needs beside weights.
+
+The chat template that was trained on, and the generation config with its stop tokens.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,10 @@ def configs(
     added = tokenizer.get_added_tokens_decoder()
 
     def is_kept(token: Any) -> bool:
-        """Whether an id of the initial weights has its meaning: in another tokenizer, it may be that of a word."""
+        """Whether an id of the initial weights has its meaning.
+
+        In another tokenizer, it may be that of a word.
+        """
         return own in (None, *ends) or token in added
 
     if lost := [token for token in ends if not is_kept(token)]:

@@ -131,7 +131,10 @@ def _add_required(
 
 
 def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, Any]:
-    """The JSON object in a file of a run; empty if it does not exist. Raises CorruptedState, also for values of other types."""
+    """The JSON object in a file of a run; empty if it does not exist.
+
+    Raises CorruptedState, also for values of other types.
+    """
     data, location = store.run_folder(run).read(file), store.backend.location(f"runs/{run}/{file}")
     found = {} if data is None else require_json(data, location)
     if not all(isinstance(value, values) for value in found.values()):

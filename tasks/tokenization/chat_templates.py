@@ -1,4 +1,7 @@
-"""Chat templates: a conversation's text as transformers' `apply_chat_template` renders it, and where its answers are."""
+"""Chat templates: a conversation's text as transformers' `apply_chat_template` renders it.
+
+And where its answers are.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,10 @@ class ChatTemplate:
         return before, after[len(before) :]
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Ids of the tokens that end a turn of the assistant: an answer and, if there are any, a call of a tool."""
+        """Ids of the tokens that end a turn of the assistant.
+
+        An answer and, if there are any, a call of a tool.
+        """
         found: dict[int, None] = {}  # an ordered set
         ids = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
         for answer in (ANSWER, {"role": "assistant", "content": "", "tool_calls": [CALL]}):
@@ -231,7 +237,10 @@ def _as_in_transformers(message: Message) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """The block {% generation %}: records the ranges of the text that it renders, if the environment asks for them."""
+    """The block {% generation %}.
+
+    Records the ranges of the text that it renders, if the environment asks for them.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -252,7 +261,9 @@ class _Generation(Extension):
 
 
 class _Template:
-    """A compiled template in an environment of its own, with the functions that transformers gives to templates.
+    """A compiled template in an environment of its own.
+
+    With the functions that transformers gives to templates.
 
     Attributes:
         source: its text.

@@ -1,4 +1,7 @@
-"""Prefect's UI in a browser: pages of runs, deployment forms, signing in; and what a foreign page can do: nothing."""
+"""Prefect's UI in a browser: pages of runs, deployment forms, signing in.
+
+And what a foreign page can do: nothing.
+"""
 
 import http.server
 import json

@@ -1,4 +1,7 @@
-"""Builds a machine: Debian by debootstrap, with a layer of its own, in which commands run as a user, with what is missing."""
+"""Builds a machine: Debian by debootstrap, with a layer of its own, in which commands run as a user.
+
+With what is missing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 1
 
 
 def base(release: str, folder: Path) -> Path:
-    """The folder with a Debian release, made by debootstrap if it is not there; all machines of the release share it."""
+    """The folder with a Debian release, made by debootstrap if it is not there.
+
+    All machines of the release share it.
+    """
     path = folder / f"debian-{release}"
     if not path.exists():
         partial = path.with_suffix(".partial")
@@ -40,7 +46,9 @@ def base(release: str, folder: Path) -> Path:
 
 
 class Debian:
-    """A machine that exists as long as this process, which has namespaces of its own for mounts and processes.
+    """A machine that exists as long as this process.
+
+    Which has namespaces of its own for mounts and processes.
 
     Attributes:
         checkout: path of the checkout inside the machine.

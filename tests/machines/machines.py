@@ -1,4 +1,7 @@
-"""The machines: Debian releases, packages and circumstances, chosen so that few machines have all of them."""
+"""The machines: Debian releases, packages and circumstances.
+
+Chosen so that few machines have all of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs the quickstart in one machine, and prints a row of the table: `python -m tests.machines.quickstart NAME FOLDER`."""
+"""Runs the quickstart in one machine, and prints a row of the table.
+
+`python -m tests.machines.quickstart NAME FOLDER`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: the first reason why the machine failed, or none, and seconds (CPU seconds) of each command."""
+    """A row of the table: the first reason why the machine failed, or none.
+
+    And seconds (CPU seconds) of each command.
+    """
 
     machine: str
     python: str

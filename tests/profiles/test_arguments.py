@@ -1,4 +1,7 @@
-"""Arguments of programs: abbreviated options are rejected with the nearest, in every program of the tree."""
+"""Arguments of programs: abbreviated options are rejected with the nearest.
+
+In every program of the tree.
+"""
 
 from pathlib import Path
 

@@ -40,7 +40,10 @@ def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
 
 
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the column, by record batch. Raises SourceError, or ProfileError if it is missing or no text."""
+    """Values of the column, by record batch.
+
+    Raises SourceError, or ProfileError if it is missing or no text.
+    """
     for number, batch in arrow_batches(shard, token):
         column = column_types.select(batch, column_types.find(shard, batch.schema))
         yield from _values(column, f"{shard.paths[0]}, record batch {number}")

@@ -49,7 +49,10 @@ def of_text(text: str) -> LongText:
 
 
 def of_file(open_binary: Callable[[], object], name: str, start: int = 0) -> LongText:
-    """A UTF-8 file in chunks, from a byte on; raises SourceError, with `name` and the byte, while it is read."""
+    """A UTF-8 file in chunks, from a byte on.
+
+    Raises SourceError, with `name` and the byte, while it is read.
+    """
 
     def chunks() -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()

@@ -176,7 +176,10 @@ class ObjectBackend:
             list(pool.map(fetch, names))
 
     def _require_removed(self, name: str, files: Iterable[str]) -> None:
-        """Raise PermissionError if files of a folder are still there: S3 refuses each by itself, in an answer with status 200."""
+        """Raise PermissionError if files of a folder are still there.
+
+        S3 refuses each by itself, in an answer with status 200.
+        """
         if left := sorted({*files} & self.files(name).keys()):
             reason = f"the object store refused to delete {len(left):,} files (permission, or an object lock), such as {left[0]}"
             raise PermissionError(errno.EACCES, reason, self.location(name))

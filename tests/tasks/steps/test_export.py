@@ -1,4 +1,7 @@
-"""Exports: their checkpoint, tokenizer, chat template and generation config; every family generates from its export."""
+"""Exports: their checkpoint, tokenizer, chat template and generation config.
+
+Every family generates from its export.
+"""
 
 import json
 import logging

@@ -1,4 +1,7 @@
-"""Chat templates: rendered as transformers does, answers located, tokens that end them, of every supported family."""
+"""Chat templates: rendered as transformers does, answers located, tokens that end them.
+
+Of every supported family.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Commands on a store in which one file of one run is damaged: the other run is shown, the damaged one named."""
+"""Commands on a store in which one file of one run is damaged.
+
+The other run is shown, the damaged one named.
+"""
 
 import json
 import shutil
