@@ -278,10 +278,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         if configured:
             with waiting(lambda: "waiting for the Prefect server"):
                 await_start(PREFECT_API_URL.value())
-            try:
-                yield
-            finally:
-                finish_sending()
+            yield
             return
         certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
         with waiting(lambda: "starting Prefect's server"):
