@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.request import Request, urlopen
 
 import pytest
+
+if TYPE_CHECKING:
+    from moto.server import ThreadedMotoServer
 
 
 @contextmanager
@@ -18,6 +23,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[st
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
+    _make_conditional_requests_atomic(server)
     try:
         url = "http://{}:{}".format(*server.get_host_and_port())
         urlopen(
@@ -33,6 +39,17 @@ def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[st
     finally:
         s3fs.S3FileSystem.clear_instance_cache()
         server.stop()
+
+
+def _make_conditional_requests_atomic(server: ThreadedMotoServer) -> None:
+    """Let one conditional request at a time in, since moto tests the condition and stores the object in two steps."""
+    application, lock = server._server.app, threading.Lock()
+
+    def one_at_a_time(environ: dict[str, Any], start_response: Any) -> Any:
+        with lock if {"HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"} & environ.keys() else nullcontext():
+            return application(environ, start_response)
+
+    server._server.app = one_at_a_time
 
 
 def fill(folder: Path, prefix: str, name: str = "bucket") -> None:
