@@ -61,9 +61,9 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
 
 
 class Results:
-    """What the outermost flow's function has returned.
+    """What the outermost flow's function returned.
 
-    In case that Prefect's server does not take its final state.
+    Used if Prefect's server does not accept the flow's final state.
     """
 
     def __init__(self) -> None:

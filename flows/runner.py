@@ -334,7 +334,7 @@ class Runner:
     def _recorded_use(self, data: bytes | None) -> dict[str, list[str]]:
         """The artifacts that the run folder refers to.
 
-        None if that is corrupted and this flow uses all of them.
+        Empty if the file is corrupted and this flow uses all artifacts anyway.
         """
         if data is None:
             return {}

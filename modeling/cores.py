@@ -23,10 +23,7 @@ def usable_cores() -> int:
 
 
 def usable_memory() -> int:
-    """Bytes of this machine's memory, or of this process's control group if that has less.
-
-    As in containers.
-    """
+    """Memory of this machine or, if smaller, of this process's control group, in bytes."""
     limits = [psutil.virtual_memory().total]
     for folder, name in _memory_groups():
         with suppress(OSError, ValueError):  # no such control group, or "max"
@@ -35,10 +32,7 @@ def usable_memory() -> int:
 
 
 def _memory_groups() -> list[tuple[Path, str]]:
-    """This process's control groups with a limit of memory, of both versions.
-
-    And the files with their limits.
-    """
+    """This process's control groups with a memory limit, of both versions, and their limit files."""
     # In a container, the root is its own group, whatever the path says.
     roots = [(CGROUPS, "memory.max"), (CGROUPS / "memory", "memory.limit_in_bytes")]
     groups = [*roots]

@@ -1,7 +1,4 @@
-"""Parser of a program's arguments.
-
-Options in full only, and errors with usage and the nearest valid choice.
-"""
+"""Argument parser: only complete option names; errors name the nearest valid choice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Local paths in a profile: relative to the file that sets them.
+"""Local paths in a profile, relative to the file that sets them.
 
-Those in overrides to the working folder.
+Paths in overrides are relative to the working folder.
 
 A resolved profile has paths relative to the working folder, or absolute ones, so that they mean the same wherever it is stored.
 """
@@ -34,9 +34,7 @@ def searched(path: str) -> str:
 
 
 def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
-    """Replace the paths that a profile's file sets, relative to `folder`.
-
-    By paths from the working folder.
+    """Make paths that a profile's file sets relative to `folder` relative to the working folder.
 
     A path that exists only in the working folder, as in earlier versions, is used with a warning. Resolved profiles, which the
     program has written, have paths from the working folder already.
@@ -59,9 +57,9 @@ def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
 
 
 def _is_path(value: str, name: str, folder: Path) -> bool:
-    """Whether a key's value is a relative local path, rather than a URL, a run.
+    """Whether a key's value is a relative local path.
 
-    A repository or a template's name.
+    Other values are URLs, runs, repositories and names of templates.
     """
     if not value or value[0] in "/~" or "://" in value:
         return False

@@ -156,10 +156,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged_tokenizer(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A tokenizer section without the size and revision of its source.
-
-    If another section names another source.
-    """
+    """A tokenizer section, without its source's size and revision if another section sets the source."""
     same = over.get("source", base.get("source")) == base.get("source")
     return dict(base) if same else {"source": base.get("source")}
 

@@ -66,9 +66,9 @@ for _first in "123456789":
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Contents of a regular file. Raises ValueError for other files and for larger ones.
+    """Contents of a regular file.
 
-    OSError as `open`.
+    Raises ValueError for other kinds of files and for larger ones, OSError as `open` does.
     """
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # a device or a pipe may never end
         raise ValueError("is not a regular file")

@@ -1,4 +1,4 @@
-"""Whether a run is complete and nothing has changed, found without torch.
+"""Whether a run is complete and unchanged, found without importing torch.
 
 A flow would only find each step cached.
 

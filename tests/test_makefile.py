@@ -1,7 +1,4 @@
-"""Makefile and install.py: what targets install, and what they show.
-
-With a pip that downloads nothing.
-"""
+"""Makefile and install.py: what targets install and show, with a pip that downloads nothing."""
 
 import importlib.util
 import os
@@ -59,10 +56,7 @@ test ! -e broken || { echo 'ERROR: No space left on device'; exit 1; }
 
 @pytest.fixture
 def stub(folder, monkeypatch):
-    """A folder whose .venv has a pip that prints what pip prints.
-
-    On a machine without uv and without a GPU.
-    """
+    """A folder whose .venv has a pip that prints what pip prints, without uv and without a GPU."""
     (folder / ".venv/bin").mkdir(parents=True)
     for name in ("python", "pip"):
         (folder / ".venv/bin" / name).write_text(PIP)

@@ -1,7 +1,4 @@
-"""Arguments of the `trainshed` command.
-
-Aligned help, hints for commands that do not exist, and argument types.
-"""
+"""Arguments of the `trainshed` command: help, hints at the nearest command, argument types."""
 
 from __future__ import annotations
 

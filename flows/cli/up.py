@@ -171,9 +171,9 @@ class _Services:
 
 
 def _sign_in(address: str) -> str:
-    """The UI's address with the password, if only a terminal shows it.
+    """The UI's address, with the password only if a terminal shows it.
 
-    Else without, as logs must not have it.
+    Logs never contain the password.
     """
     return f"{address}{LOGIN}#{quote(os.environ[PASSWORD])}" if sys.stderr.isatty() else address
 
@@ -267,10 +267,7 @@ def _is_taken(port: int) -> bool:
 
 
 def _own_listener(port: int) -> psutil.Process | None:
-    """A process of this user that listens on the port.
-
-    None if there is none, or that cannot be determined.
-    """
+    """A process of this user that listens on the port; None if it cannot be determined."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended, or cannot be read
             if process.uids().effective == os.geteuid() and any(

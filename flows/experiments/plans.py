@@ -1,6 +1,4 @@
-"""Plans of a ladder, a mixture or branches.
-
-Their runs, within the budget and on this machine's devices.
+"""Plans of a ladder, a mixture or branches, within the budget and on this machine's devices.
 
 Neither needs Prefect: the commands plan before they import it, and the flows again.
 """

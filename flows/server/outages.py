@@ -1,7 +1,4 @@
-"""A Prefect server that does not answer.
-
-One line in place of Prefect's own, and a wait for one that is starting.
-"""
+"""A Prefect server that does not answer: one line instead of Prefect's own, and waiting for its start."""
 
 from __future__ import annotations
 
@@ -51,9 +48,7 @@ def shorten_outages() -> None:
 
 
 def finish_sending(seconds: float = FINISH_SECONDS) -> None:
-    """Send logs and events that are left, before the server is left.
-
-    And drop what it does not take in time.
+    """Send the remaining logs and events, and drop what the server does not accept in time.
 
     At exit, Prefect would wait for as long as an outage lasts.
     """
@@ -71,7 +66,7 @@ def finish_sending(seconds: float = FINISH_SECONDS) -> None:
 
 
 def await_start(api: str, seconds: float = START_SECONDS) -> None:
-    """Wait while nothing listens at an API's address: a server that is still starting.
+    """Wait while nothing listens at an API's address, as while a server starts.
 
     Any answer ends the wait.
     """

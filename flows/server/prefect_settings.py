@@ -85,7 +85,7 @@ def configure(store: Path) -> Path:
 
 
 def _give_name_and_home(home: Path) -> None:
-    """Set HOME and USER for a user who has neither, such as a container's.
+    """Set HOME and USER if the user has neither, as in containers.
 
     Prefect, torch and others need them.
     """
@@ -100,9 +100,9 @@ def _give_name_and_home(home: Path) -> None:
 
 
 def _with_locks(home: Path) -> Path:
-    """This home, or the first of two others outside the store whose file system has file locks.
+    """The first of this home and two others outside the store whose file system has file locks.
 
-    This one if none has.
+    This home if none has.
     """
     name = f"trainshed-{os.geteuid()}-{hashlib.sha256(os.fsencode(home)).hexdigest()[:12]}"
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")

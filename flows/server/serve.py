@@ -51,10 +51,7 @@ if (password) {
 
 
 class Guard:
-    """ASGI middleware: rejects requests to other hosts' names.
-
-    And keeps pages of others from framing the UI.
-    """
+    """ASGI middleware: rejects foreign Host headers and forbids framing the UI."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -94,9 +94,9 @@ class PrefectArtifact:
 
 
 def _without_retries() -> AbstractContextManager[Any]:
-    """Prefect's settings with no retries of requests.
+    """Prefect's settings without retries of requests.
 
-    Making them takes 0.1 s of CPU, so the last ones are kept.
+    Creating them takes 0.1 s of CPU, so the last ones are kept.
     """
     from prefect.context import SettingsContext, get_settings_context
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES

@@ -162,9 +162,9 @@ class PipeTolerantConsole(Console):
 
 
 class TrimmedConsole(Console):
-    """A console without blanks at the ends of lines, with which rich fills tables.
+    """A console that prints no trailing blanks.
 
-    Indented and wrapped text.
+    rich fills tables, indented and wrapped text with blanks to the full width.
     """
 
     def __init__(self) -> None:

@@ -115,9 +115,9 @@ def job_begin() -> float:
 
 
 def usual_step(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Of the latest training rows, the one whose step took as long as steps usually do.
+    """The latest training row whose step took about as long as steps usually do.
 
-    None with fewer than two.
+    None with fewer than two rows.
 
     A process's first step includes warm-up, such as compiling, and is among the rows after a start or a resume. So the usual one
     of two is the faster one, and of more the (lower) median.

@@ -131,10 +131,7 @@ class MetricsWriter:
             raise OSError(errno.ENOSPC, "no space left on the device")
 
     def log_line(self, row: dict[str, Any], seconds_left: float | None) -> str:
-        """A step as a log line: loss, learning rate, norms, samples, seconds per step.
-
-        Time left if it is known.
-        """
+        """A step as a log line: loss, learning rate, norms, samples, step time and, if known, time left."""
         left = "" if seconds_left is None else f"  left {timedelta(seconds=int(seconds_left))}"
         mfu = f"  mfu {row['mfu']:.1%}" if row["mfu"] is not None else ""
         return (

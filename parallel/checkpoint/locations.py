@@ -239,7 +239,7 @@ def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MAR
 def _require_removed(files: AbstractFileSystem, root: str) -> None:
     """Raise PermissionError if an object store kept objects.
 
-    It refuses each by itself, in an answer with status 200.
+    It reports each refused deletion in an answer with status 200.
     """
     if not is_local(files) and (left := files.find(root)):
         reason = f"the object store refused to delete {len(left):,} objects (permission, or an object lock)"

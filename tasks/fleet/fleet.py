@@ -192,9 +192,9 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
 def _view(
     store: Store, backends: Sequence[Backend], name: str, cached: Cached | None, now: float
 ) -> tuple[dict[str, str] | None, RunView]:
-    """Stamps and view of a run; without stamps if its files cannot be read.
+    """Stamps and view of a run.
 
-    Which must not hide the other runs.
+    Without stamps if its files cannot be read, so that the other runs are still shown.
 
     An object store that does not answer fails for all runs.
     """

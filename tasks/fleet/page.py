@@ -90,10 +90,7 @@ def key_figures(fleet: Fleet) -> dict[str, str]:
 
 
 def warning_texts(fleet: Fleet) -> list[str]:
-    """Warnings: nodes that fail repeatedly, unreadable and failed runs.
-
-    And active runs slower than planned.
-    """
+    """Warnings: nodes that fail repeatedly, unreadable or failed runs, runs slower than planned."""
     texts = [
         f"Node {node.name} failed {node.failures} times, in {_first(node.runs)}: drain it, or exclude it with "
         f"--set 'cluster.slurm=[--exclude={node.name}]'"

@@ -210,9 +210,9 @@ def create_attempt_file(path: Path) -> None:
 
 
 def job_name(job: Job) -> str:
-    """Slurm job name: ts-RUN-JOB, and a digest of key and folder.
+    """Slurm job name: ts-RUN-JOB and a digest of key and folder.
 
-    So that a running job is found before submitting.
+    The digest identifies a job that is already running before another is submitted.
 
     The name must not be that of another store's run: Slurm starts one job of a name after another (singleton).
     """

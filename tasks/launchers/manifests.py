@@ -37,9 +37,9 @@ def job_label(job: Job) -> str:
 
 
 def resource_name(job: Job) -> str:
-    """A new name for the Job and its Service.
+    """A new, unique name for the Job and its Service: ts-RUN-JOB.
 
-    Ts-RUN-JOB, unique, and short enough for the names of its Pods.
+    It is short enough for the names of its Pods.
     """
     readable = re.sub(r"[^a-z0-9-]+", "-", job.title.lower())[:30].strip("-")
     return f"{readable}-{uuid.uuid4().hex[:12]}"

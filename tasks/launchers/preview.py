@@ -1,7 +1,4 @@
-"""What a launcher would submit for a job.
-
-The Slurm batch script, the Kubernetes manifests or the local command.
-"""
+"""What a launcher would submit: a Slurm batch script, Kubernetes manifests or a local command."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tasks.launchers.base import Job
 
 
 def preview(job: Job, cluster: Cluster) -> str:
-    """The text, which needs neither the cluster nor its client.
+    """The text; needs neither the cluster nor its client.
 
     Raises ProfileError for a plugin's launcher.
     """

@@ -163,7 +163,7 @@ def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
 def _read_report(folder: Path, location: str, steps: int | None) -> dict[str, Any]:
     """Results that only the report has: parameters, loss, perplexity.
 
-    Empty without one of the run's last step.
+    Empty without a report of the run's last step.
     """
     if not (folder / run_files.REPORT_JSON).is_file():
         return {}

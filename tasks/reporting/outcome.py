@@ -1,7 +1,4 @@
-"""Outcomes: of one step of a flow, and the validation loss of a run.
-
-All screens and pages read them from here.
-"""
+"""Outcomes of a flow's steps, and a run's validation loss, from which all screens and pages read them."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Outcome:
 def final_evaluation(report: Mapping[str, Any], steps: int | None) -> Mapping[str, Any] | None:
     """The evaluation in a run's report.json.
 
-    None if it is not of the last step, as after the run was extended.
+    None if it is not of the last step, as after extending the run.
 
     A run's validation loss is that of this evaluation, on the whole validation split. Evaluations during training, in
     metrics.jsonl, are on a subset of it (`validation_in_training`).

@@ -87,7 +87,7 @@ def _split_by_lines(shard: Shard, file: SourceFile, digests: DigestCache) -> lis
 def _has_lines(shard: Shard, file: SourceFile, token: str | None) -> bool:
     """Whether a file can be cut at lines.
 
-    A large JSON file may be an array, or have records of several lines.
+    A large JSON file may be an array, or its records may span lines.
     """
     if shard.format != "jsonl" or file.size <= SHARD_BYTES:
         return True

@@ -192,7 +192,7 @@ def _is_match(names: list[str], parts: list[str]) -> bool:
 def _is_name_match(name: str, part: str) -> bool:
     """Whether a name matches a part of a pattern.
 
-    A leading dot, as of an unfinished upload, only matches itself.
+    A leading dot, as of an unfinished upload, matches only a leading dot in the pattern.
     """
     return fnmatchcase(name, part) and (part.startswith(".") or not name.startswith("."))
 

@@ -105,9 +105,9 @@ def resolve_filesystem(
 
 
 def without_bom(start: bytes, path: str) -> bytes:
-    """The start of a file without a UTF-8 byte order mark.
+    """The start of a file without its UTF-8 byte order mark.
 
-    Raises SourceError for that of another encoding.
+    Raises SourceError for the mark of another encoding.
     """
     for encoding, mark in OTHER_ENCODINGS:
         if start.startswith(mark):

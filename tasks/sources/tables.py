@@ -147,7 +147,7 @@ def arrow_encoding(shard: Shard, token: str | None) -> str:
 
 
 def csv_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
-    """Record batches of a CSV file with a header, all columns as text, with their numbers.
+    """Numbered record batches of a CSV file with a header, all columns as text.
 
     Raises SourceError.
     """
@@ -188,9 +188,9 @@ def source_errors(position: str, kind: str) -> Iterator[None]:
 
 
 def _column_chunks(table: Any, group: int, column: str) -> list[Any]:
-    """Metadata of a column's chunks in a row group, nested ones by their dotted path.
+    """Metadata of a column's chunks in a row group, nested columns by their dotted path.
 
-    Of all for the column "".
+    The column "" stands for all of them.
     """
     metadata = table.metadata.row_group(group)
     chunks = (metadata.column(i) for i in range(metadata.num_columns))

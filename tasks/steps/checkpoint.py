@@ -100,7 +100,7 @@ class CheckpointStep(Step):
 
 
 def _generation_config(source: Path, name: str) -> dict[str, Any] | None:
-    """Contents of generation_config.json beside weights, which training does not change.
+    """Contents of the weights' generation_config.json, which training leaves alone.
 
     None if there is none.
     """

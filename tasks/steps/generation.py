@@ -1,7 +1,4 @@
-"""What inference needs beside weights.
-
-The chat template that was trained on, and the generation config with its stop tokens.
-"""
+"""What inference needs beside weights: the trained chat template and the generation config."""
 
 from __future__ import annotations
 
@@ -76,9 +73,9 @@ def configs(
     added = tokenizer.get_added_tokens_decoder()
 
     def is_kept(token: Any) -> bool:
-        """Whether an id of the initial weights has its meaning.
+        """Whether an id of the initial weights still has its meaning.
 
-        In another tokenizer, it may be that of a word.
+        In another tokenizer it may be the id of an ordinary word.
         """
         return own in (None, *ends) or token in added
 

@@ -131,7 +131,7 @@ def _add_required(
 
 
 def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, Any]:
-    """The JSON object in a file of a run; empty if it does not exist.
+    """The JSON object in a file of a run; empty if the file does not exist.
 
     Raises CorruptedState, also for values of other types.
     """

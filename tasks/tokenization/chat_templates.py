@@ -1,7 +1,4 @@
-"""Chat templates: a conversation's text as transformers' `apply_chat_template` renders it.
-
-And where its answers are.
-"""
+"""Chat templates: rendered as transformers' `apply_chat_template` does, with the answers' ranges."""
 
 from __future__ import annotations
 
@@ -157,10 +154,7 @@ class ChatTemplate:
         return before, after[len(before) :]
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Ids of the tokens that end a turn of the assistant.
-
-        An answer and, if there are any, a call of a tool.
-        """
+        """Ids of the tokens that end an assistant's turn: after an answer and after a tool call, if any."""
         found: dict[int, None] = {}  # an ordered set
         ids = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
         for answer in (ANSWER, {"role": "assistant", "content": "", "tool_calls": [CALL]}):
@@ -237,10 +231,7 @@ def _as_in_transformers(message: Message) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """The block {% generation %}.
-
-    Records the ranges of the text that it renders, if the environment asks for them.
-    """
+    """The block {% generation %}: records the ranges of the text it renders, on request."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -261,9 +252,7 @@ class _Generation(Extension):
 
 
 class _Template:
-    """A compiled template in an environment of its own.
-
-    With the functions that transformers gives to templates.
+    """A compiled template in its own environment, with the functions transformers gives to templates.
 
     Attributes:
         source: its text.

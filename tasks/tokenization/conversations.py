@@ -1,6 +1,4 @@
-"""Conversations of records: messages with all their fields, tools and documents.
-
-And which turns the loss covers.
+"""Conversations of records: messages, tools, documents, and the turns that the loss covers.
 
 A part of a record that would change what is trained on, and that cannot be used, makes the record unusable.
 """

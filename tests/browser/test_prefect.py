@@ -1,7 +1,4 @@
-"""Prefect's UI in a browser: pages of runs, deployment forms, signing in.
-
-And what a foreign page can do: nothing.
-"""
+"""Prefect's UI in a browser: runs, deployment forms, signing in, and attacks by a foreign page."""
 
 import http.server
 import json

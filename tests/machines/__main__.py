@@ -1,6 +1,6 @@
 """`make test-machines`: run the quickstart in fresh Debian machines, as root.
 
-Prints a table, and keeps it in a file.
+Prints the results as a table and keeps them in a file.
 """
 
 from __future__ import annotations
@@ -67,10 +67,7 @@ def main() -> int:
 
 
 def _row(name: str, folder: Path, short: str) -> Row:
-    """Run one machine in namespaces of its own, whose mounts and processes end with it.
-
-    Then remove its files.
-    """
+    """Run one machine in its own mount and process namespaces, then remove its files."""
     module = [sys.executable, "-m", "tests.machines.quickstart", name, str(folder), short]
     command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation", "private", *module]
     shutil.rmtree(folder / name, ignore_errors=True)

@@ -1,7 +1,4 @@
-"""Builds a machine: Debian by debootstrap, with a layer of its own, in which commands run as a user.
-
-With what is missing.
-"""
+"""Builds a machine: Debian by debootstrap with a writable layer, in which commands run as a user."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 1
 
 
 def base(release: str, folder: Path) -> Path:
-    """The folder with a Debian release, made by debootstrap if it is not there.
-
-    All machines of the release share it.
-    """
+    """The folder of a Debian release, which all its machines share; made by debootstrap if missing."""
     path = folder / f"debian-{release}"
     if not path.exists():
         partial = path.with_suffix(".partial")
@@ -46,9 +40,7 @@ def base(release: str, folder: Path) -> Path:
 
 
 class Debian:
-    """A machine that exists as long as this process.
-
-    Which has namespaces of its own for mounts and processes.
+    """A machine that exists as long as this process, in its own mount and process namespaces.
 
     Attributes:
         checkout: path of the checkout inside the machine.

@@ -1,7 +1,4 @@
-"""The machines: Debian releases, packages and circumstances.
-
-Chosen so that few machines have all of them.
-"""
+"""The machines: Debian releases, packages and circumstances, combined into few machines."""
 
 from __future__ import annotations
 

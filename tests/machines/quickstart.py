@@ -1,6 +1,6 @@
-"""Runs the quickstart in one machine, and prints a row of the table.
+"""Runs the quickstart in one machine and prints a row of the table.
 
-`python -m tests.machines.quickstart NAME FOLDER`.
+Run as `python -m tests.machines.quickstart NAME FOLDER`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: the first reason why the machine failed, or none.
-
-    And seconds (CPU seconds) of each command.
-    """
+    """A row of the table: the first cause of failure, if any, and each command's seconds (CPU seconds)."""
 
     machine: str
     python: str

@@ -1,7 +1,4 @@
-"""Arguments of programs: abbreviated options are rejected with the nearest.
-
-In every program of the tree.
-"""
+"""Arguments of all programs: abbreviated options are rejected with the nearest one."""
 
 from pathlib import Path
 

@@ -42,7 +42,7 @@ def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
 def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
     """Values of the column, by record batch.
 
-    Raises SourceError, or ProfileError if it is missing or no text.
+    Raises SourceError, or ProfileError if the column is missing or is not text.
     """
     for number, batch in arrow_batches(shard, token):
         column = column_types.select(batch, column_types.find(shard, batch.schema))

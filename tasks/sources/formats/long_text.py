@@ -49,9 +49,9 @@ def of_text(text: str) -> LongText:
 
 
 def of_file(open_binary: Callable[[], object], name: str, start: int = 0) -> LongText:
-    """A UTF-8 file in chunks, from a byte on.
+    """A UTF-8 file in chunks, starting at a byte.
 
-    Raises SourceError, with `name` and the byte, while it is read.
+    Raises SourceError with `name` and the byte's position while reading.
     """
 
     def chunks() -> Iterator[str]:

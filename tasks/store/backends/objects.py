@@ -176,9 +176,9 @@ class ObjectBackend:
             list(pool.map(fetch, names))
 
     def _require_removed(self, name: str, files: Iterable[str]) -> None:
-        """Raise PermissionError if files of a folder are still there.
+        """Raise PermissionError if files of a folder still exist.
 
-        S3 refuses each by itself, in an answer with status 200.
+        S3 reports each refused deletion in an answer with status 200.
         """
         if left := sorted({*files} & self.files(name).keys()):
             reason = f"the object store refused to delete {len(left):,} files (permission, or an object lock), such as {left[0]}"

@@ -121,10 +121,7 @@ def test_a_finished_run_that_is_opened_again_is_not_finished(tmp_path):
 
 
 def test_validation_loss_is_that_of_the_final_evaluation_as_in_a_comparison(tmp_path, monkeypatch, capsys):
-    """Not the one before training, in the last row of a short fine-tuning run with such a row.
-
-    Or a subset's.
-    """
+    """Neither the evaluation before training, the last row of a short run, nor that of a subset."""
     monkeypatch.chdir(tmp_path)
     for name, evaluations, steps in (
         ("tuned", {0: 4.1472}, 20),

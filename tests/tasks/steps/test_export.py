@@ -1,7 +1,4 @@
-"""Exports: their checkpoint, tokenizer, chat template and generation config.
-
-Every family generates from its export.
-"""
+"""Exports: checkpoint, tokenizer, chat template, generation config; all families generate from them."""
 
 import json
 import logging

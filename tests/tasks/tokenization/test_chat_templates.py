@@ -1,7 +1,4 @@
-"""Chat templates: rendered as transformers does, answers located, tokens that end them.
-
-Of every supported family.
-"""
+"""Chat templates of every supported family: rendering, answers' ranges, end-of-turn tokens."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""Commands on a store in which one file of one run is damaged.
-
-The other run is shown, the damaged one named.
-"""
+"""Commands beside one damaged file of one run: they show the other run and name the damaged one."""
 
 import json
 import shutil
