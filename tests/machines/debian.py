@@ -24,12 +24,16 @@ BASE = ("ca-certificates", "make", "python3")
 NAMED, NUMBERED = 1000, 12345  # user ids with and without an entry in /etc/passwd
 SETTINGS = re.compile(r"(PIP|UV)_.*|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|.*_proxy", re.IGNORECASE)
 CACHE = Path("/var/cache/packages")
+PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PRELOADED = Path("/usr/local/lib/denied_locks.so")
 CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 1
 
 
 def base(release: str, folder: Path) -> Path:
-    """The folder of a Debian release, which all its machines share; made by debootstrap if missing."""
+    """The folder with a Debian release, made by debootstrap if it is not there.
+
+    All machines of the release share it.
+    """
     path = folder / f"debian-{release}"
     if not path.exists():
         partial = path.with_suffix(".partial")
@@ -79,8 +83,12 @@ class Debian:
         cache.mkdir(exist_ok=True)
         _run("chmod", "-R", "a+rwX", cache)  # of machines with other users, too
         self._bind(cache, CACHE)
+        prefix = python_prefix(machine.python) if machine.python != "python3" else None
+        if prefix:
+            self._bind(prefix, prefix)
         self.environment = {
-            "PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PATH": f"{prefix}/bin:{PATH}" if prefix else PATH,
+            "PYTHON": machine.python,  # read by the Makefile
             "LANG": machine.locale,
             **({"TERM": "xterm"} if machine.terminal else {}),
             **({"HOME": "/root" if machine.root else "/home/user"} if machine.user else {}),
@@ -155,6 +163,12 @@ class Debian:
             inside.parent.mkdir(parents=True, exist_ok=True)
             inside.touch()
         _run("mount", "--bind", source, inside)
+
+
+def python_prefix(python: str) -> Path:
+    """The folder in which a Python of this machine is installed."""
+    command = [python, "-c", "import sys; print(sys.base_prefix)"]
+    return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
 
 
 def package_settings() -> dict[str, str]:

@@ -19,6 +19,7 @@ class Machine:
         name: row of the table.
         release: Debian's release, as debootstrap names it.
         packages: Debian packages besides python3 and make.
+        python: another Python, which is found on this machine's PATH and shown to the other one.
         uv: whether uv is installed.
         git: whether the checkout has its history.
         folder: name of the checkout's folder.
@@ -30,7 +31,8 @@ class Machine:
         gigabytes: of memory that commands may use; None: all.
         locks: whether file systems have file locks.
         read_only: only the store is writable once the installation is complete.
-        tests: also run `make test`, with one of its folders.
+        network: commands after the installation have this machine's network.
+        tests: also run `make test`, with a cheap part of the tests.
         prints: regular expression that the output of `make run` contains.
         starts: whether `make run` succeeds.
     """
@@ -38,6 +40,7 @@ class Machine:
     name: str
     release: str
     packages: tuple[str, ...] = ("python3-venv", *COMPILER)
+    python: str = "python3"
     uv: bool = False
     git: bool = False
     folder: str = PLAIN
@@ -49,6 +52,7 @@ class Machine:
     gigabytes: int | None = None
     locks: bool = True
     read_only: bool = False
+    network: bool = False
     tests: bool = False
     prints: str = READY
     starts: bool = True
@@ -58,6 +62,7 @@ class Machine:
         """What differs from a complete machine, for the table."""
         missing = [f"no {package}" for package in ("python3-venv", *COMPILER) if package not in self.packages]
         facts = {
+            f"PYTHON={self.python}": self.python != "python3",
             "uv": self.uv,
             "git history": self.git,
             "spaces and non-ASCII in the path": self.folder != PLAIN,
@@ -69,13 +74,14 @@ class Machine:
             f"{self.gigabytes} GB": self.gigabytes,
             "no file locks": not self.locks,
             "read-only checkout": self.read_only,
+            "network": self.network,
             "make test": self.tests,
         }
         return ", ".join([*missing, *(name for name, applies in facts.items() if applies)]) or "complete"
 
 
 MACHINES = (
-    Machine("trixie", "trixie", ("python3-venv", "g++"), terminal=True, git=True),
+    Machine("trixie", "trixie", ("python3-venv", "g++"), terminal=True, git=True, tests=True),
     Machine(
         "trixie-container",
         "trixie",
@@ -91,7 +97,17 @@ MACHINES = (
     ),
     Machine("trixie-bare", "trixie", (), prints=NO_VENV, starts=False),
     Machine("bookworm", "bookworm", tests=True, locks=False),
-    Machine("bookworm-uv", "bookworm", COMPILER, uv=True, folder=UNUSUAL, root=True, gigabytes=3, locale="C"),
-    Machine("testing", "testing", terminal=True, tests=True),
+    Machine(
+        "bookworm-uv",
+        "bookworm",
+        COMPILER,
+        python="python3.12",
+        uv=True,
+        folder=UNUSUAL,
+        root=True,
+        gigabytes=3,
+        locale="C",
+    ),
+    Machine("testing", "testing", terminal=True, network=True, tests=True),
     Machine("testing-uv", "testing", ("g++",), uv=True, user=False, cores=1, read_only=True),
 )

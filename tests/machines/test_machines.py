@@ -18,6 +18,7 @@ def test_each_circumstance_is_on_some_machine_and_in_the_table():
     facts = ", ".join(machine.circumstances for machine in MACHINES)
     for fact in (
         "uv",
+        "PYTHON=python3.12",
         "git history",
         "non-ASCII",
         "without name and HOME",
@@ -31,6 +32,7 @@ def test_each_circumstance_is_on_some_machine_and_in_the_table():
         "3 GB",
         "no file locks",
         "read-only checkout",
+        "network",
         "make test",
         "no python3-venv",
         "no g++",
