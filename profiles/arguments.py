@@ -22,6 +22,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **settings})
+        # Python 3.14 would color usage if standard output is a terminal, even in messages to standard error.
+        self.color = False
 
     def parse_known_args(
         self, args: Any = None, namespace: Any = None

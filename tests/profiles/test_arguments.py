@@ -23,11 +23,16 @@ ROOT = Path(__file__).parents[2]
     ],
     ids=["benchmark", "job"],
 )
-def test_abbreviated_option_is_rejected_with_the_option(capsys, make, arguments, option, nearest):
+def test_abbreviated_option_is_rejected_with_the_option(
+    capsys, monkeypatch, make, arguments, option, nearest
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     with pytest.raises(SystemExit) as ended:
         make().parse_args(arguments)
     assert ended.value.code == 2
-    assert f"there is no option {option}; nearest valid: {nearest}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith("usage: ")
+    assert f"there is no option {option}; nearest valid: {nearest}" in printed
 
 
 def test_every_program_rejects_abbreviated_options():
