@@ -159,7 +159,10 @@ def install_with_pip(arguments: Sequence[str]) -> None:
 
 
 def compile_modules() -> None:
-    """Import what a run imports, which writes its bytecode. Raises SystemExit if a module cannot be imported."""
+    """Import what a run imports, which writes its bytecode.
+
+    Raises SystemExit if a module cannot be imported.
+    """
     print("compiling the modules that a run imports", flush=True)
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     command = [str(VENV / "bin/python"), "-c", code, *IMPORTED]

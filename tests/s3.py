@@ -42,7 +42,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch, name: str = "bucket") -> Iterator[st
 
 
 def _make_conditional_requests_atomic(server: ThreadedMotoServer) -> None:
-    """Let one conditional request at a time in, since moto tests the condition and stores the object in two steps."""
+    """Handle conditional requests one at a time.
+
+    moto tests a condition and stores the object in two steps.
+    """
     application, lock = server._server.app, threading.Lock()
 
     def one_at_a_time(environ: dict[str, Any], start_response: Any) -> Any:
