@@ -37,6 +37,7 @@ lint: .venv/installed-for-tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.type_errors
 
 test: lint
 	$(PYTEST)

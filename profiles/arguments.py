@@ -25,9 +25,7 @@ class Parser(argparse.ArgumentParser):
         # Python 3.14 would color usage if standard output is a terminal, even in messages to standard error.
         self.color = False
 
-    def parse_known_args(
-        self, args: Any = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown))

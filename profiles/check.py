@@ -145,7 +145,9 @@ def _topology_choices(profile: Profile, rule: Rule, error: ProfileError) -> list
         return [text for text, _ in found]
     pairs = []
     for text, changed in _candidates(profile, error, TOPOLOGY[: TOPOLOGY.index(rule) + 1]):
-        _, further = _broken(changed, TOPOLOGY)
+        if not (broken := _broken(changed, TOPOLOGY)):
+            continue
+        further = broken[1]
         for second, _ in list(_candidates(changed, further, TOPOLOGY))[:1]:
             pairs.append(f"{text} with {second if '=' in str(second) else f'{further.key}={second}'}")
     return pairs

@@ -61,7 +61,7 @@ class ProfileError(ValueError):
 def _reads_as(choice: Any, value: Any) -> bool:
     """Whether a choice would repeat the given value in a message, such as 1 for 1.0."""
     if {type(choice), type(value)} == {int, float}:
-        return choice == value
+        return bool(choice == value)
     return value is not None and format_value(choice) == format_value(value)
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Final
 
-from parallel.constraints import RECOMPUTE_MODES as MODES
+from parallel.constraints import RECOMPUTE_MODES
 
-AUTO = "auto"
+MODES = RECOMPUTE_MODES
+AUTO: Final = "auto"
 Recompute = str | list[str]
 _PART = re.compile(rf"({'|'.join(MODES)})(?: ([1-9]\d{{0,5}}))?")
 
@@ -25,8 +27,9 @@ def invalid(value: Recompute) -> str | None:
     if value == AUTO:
         return None
     for text in _stages(value):
-        parts = [_PART.fullmatch(part) for part in text.split(" + ")]
-        if None in parts:
+        names = text.split(" + ")
+        parts = [match for name in names if (match := _PART.fullmatch(name))]
+        if len(parts) < len(names):
             where = "" if isinstance(value, str) else f"{text!r} "
             return f"{where}is neither a mode nor of the form full 3 + selective 2, where the numbers count layers of a stage"
         if any(part[2] is None for part in parts[:-1]):

@@ -148,10 +148,10 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        # Another kind of RoPE scaling has other keys, so it replaces the section.
-        same = both and value.get(KIND, old.get(KIND)) == old.get(KIND)
-        result[key] = _merged(old, value) if same else value
+        if not isinstance(old, Mapping) or not isinstance(value, Mapping):
+            result[key] = value
+        else:  # another kind of RoPE scaling has other keys, so it replaces the section
+            result[key] = _merged(old, value) if value.get(KIND, old.get(KIND)) == old.get(KIND) else value
     return result
 
 

@@ -37,12 +37,13 @@ def reject_reserved(module: str) -> None:
 def module_file(module: str) -> Path | None:
     """The file of a user module, found without running any of its code; None if there is none."""
     folders: list[str] | None = search_path()
+    spec = None
     for depth in range(module.count(".") + 1):
         spec = PathFinder.find_spec(".".join(module.split(".")[: depth + 1]), folders)
         if spec is None:
             return None
         folders = list(spec.submodule_search_locations or [])
-    return Path(spec.origin) if spec.origin else None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def imported_files(path: Path, root: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from profiles.errors import ProfileError
 from profiles.sections.base import FUNCTION, sections_in
@@ -59,7 +60,7 @@ RENAMED = {"parallel.zero1": ("parallel.data_sharding", ("none", "zero1"))}
 
 def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[BaseModel]) -> ProfileError:
     """The errors as one ProfileError."""
-    errors: dict[str, list[dict[str, Any]]] = {}  # by key: a union has one error per member
+    errors: dict[str, list[ErrorDetails]] = {}  # by key: a union has one error per member
     for entry in error.errors():
         errors.setdefault(_key(entry, given), []).append(entry)
     # Unknown keys first: a mistyped key is often why another one is missing.
@@ -94,7 +95,7 @@ def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
     return ProfileError(key, value, reason, close)
 
 
-def _key(error: dict[str, Any], given: Any) -> str:
+def _key(error: ErrorDetails, given: Any) -> str:
     """Dotted path of an error, without the names that pydantic inserts for members of a union."""
     path = []
     for part in error["loc"]:
@@ -107,12 +108,12 @@ def _key(error: dict[str, Any], given: Any) -> str:
     return ".".join(path)
 
 
-def _translate(key: str, errors: list[dict[str, Any]], root: type[BaseModel]) -> ProfileError:
+def _translate(key: str, errors: list[ErrorDetails], root: type[BaseModel]) -> ProfileError:
     """The errors of one key as a ProfileError."""
     error = errors[0]
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if isinstance(context.get("error"), ProfileError):
-        return context["error"].within(key) if key else context["error"]
+    if isinstance(own := context.get("error"), ProfileError):
+        return own.within(key) if key else own
     if kind == "extra_forbidden":
         return _unknown_key(key, None if isinstance(value, Mapping) else value, root)
     if kind == "missing":
@@ -142,7 +143,7 @@ def _brief(value: Any) -> Any:
     return "a section" if isinstance(value, Mapping) else value
 
 
-def _choices(error: dict[str, Any]) -> list[str]:
+def _choices(error: ErrorDetails) -> list[str]:
     """The valid values of a literal or of a union's tag, which pydantic only provides as text."""
     context = error.get("ctx", {})
     if error["type"] in ("literal_error", "union_tag_invalid"):

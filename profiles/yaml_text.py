@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -23,7 +23,10 @@ CLOCK = re.compile(r"\d+(:\d+)+$")
 MAX_BYTES = 1_000_000  # of a document; shipped profiles have less than 5,000
 MAX_DEPTH = 50  # of lists and mappings in each other
 MAX_VALUES = 100_000  # scalars, lists and mappings
-BASE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+if TYPE_CHECKING:
+    from yaml import SafeLoader as BASE
+else:
+    BASE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Loader(BASE):
@@ -105,7 +108,7 @@ def read(path: Path) -> Any:
 
 def _check_size(text: str | bytes) -> None:
     """Raise ConstructorError for a document that is too deep, has too many values or contains itself."""
-    sizes: dict[str, int] = {}  # of complete values with an anchor, by its name
+    sizes: dict[str | None, int] = {}  # of complete values with an anchor, by its name
     nested: list[tuple[str | None, int]] = []  # anchor and size of the collections around the current event
     total = 0
     for event in yaml.parse(text, BASE):
@@ -136,7 +139,8 @@ def _check_size(text: str | bytes) -> None:
                 f"there are more than {MAX_VALUES:,} values, with aliases replaced by what they stand for"
             )
         if problem:
-            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=event.start_mark)
+            mark: Any = event.start_mark  # libyaml's class or PyYAML's, of which the stubs accept one
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=mark)
 
 
 def write(value: Any) -> str:

@@ -17,6 +17,7 @@ from profiles import yaml_text
 from profiles.errors import ProfileError
 from profiles.huggingface import config_keys, dbrx_config
 from profiles.sections import families
+from profiles.sections.base import Section
 from profiles.sections.model import Model
 from profiles.sections.rope import LinearRope, Llama3Rope, YarnRope
 
@@ -53,7 +54,7 @@ GENERATION_CONFIG = "generation_config.json"  # its token ids take precedence in
 WINDOWS = {"sliding_window", "full_attention_every"}  # fields that follow from layer_types
 GPT_DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 # Defaults of transformers for fields that a config.json omits.
-GPT_DEFAULTS = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
+GPT_DEFAULTS: dict[str, Any] = {"activation_function": "gelu_new", **dict.fromkeys(GPT_DROPOUTS, 0.1)}
 GPT_OSS_WINDOW = 128  # transformers needs a window, even if layer_types names no layer that has one
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
@@ -102,7 +103,7 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in architectures:  # packages are imported only if needed
         architectures |= {families.find(name).model_type or name: name for name in families.names()}
     if kind not in architectures:
-        raise ProfileError("model_type", kind, "is not a supported architecture", architectures)
+        raise ProfileError("model_type", kind, "is not a supported architecture", [*architectures])
     architecture = architectures[kind]
     family = families.find(architecture)
     for name, value in family.fixed.items():
@@ -189,10 +190,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = {name: value for name, value in (config.get(section) or {}).items() if value is not None}
     theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    kinds = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+    kinds: dict[str, type[Section]] = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
     if kind not in ("default", *kinds):
         raise ProfileError("rope_scaling.rope_type", kind, "is not supported", ["default", *kinds])
-    known = kinds[kind].model_fields if kind in kinds else {}
+    known = {*kinds[kind].model_fields} if kind in kinds else set()
     for name in scaling.keys() - known - ROPE_UNUSED:
         if name not in config_keys.DEFAULTS or scaling[name] != config_keys.DEFAULTS[name]:
             raise ProfileError(f"{section}.{name}", scaling[name], f"is not known for rope_type {kind}")

@@ -100,7 +100,8 @@ def _check_classes(
             reason = f"is another model than {architecture}, though its model_type is the same"
             raise ProfileError("architectures", name, reason, known[:1])
     for auto in ("AutoConfig", "AutoModel", "AutoModelForCausalLM"):
-        if (path := custom.get(auto)) and path.rpartition(".")[2].lower() not in same:
+        path = custom.get(auto)
+        if path and (not isinstance(path, str) or path.rpartition(".")[2].lower() not in same):
             raise ProfileError(f"auto_map.{auto}", path, "names code of another model, which is not run")
 
 

@@ -71,8 +71,8 @@ def config_json(repository: str, key: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    name, _, revision = repository.partition("@")
-    revision = revision or None
+    name, _, suffix = repository.partition("@")
+    revision = suffix or None
 
     def download() -> Path:
         return Path(hf_hub_download(name, "config.json", revision=revision))
@@ -132,6 +132,8 @@ def resolve_commit(repository: str, revision: str | None, token: str | None, key
         return revision
     from huggingface_hub import HfApi
 
-    return ask(
-        lambda: HfApi(token=token).model_info(repository, revision=revision).sha, key, repository, revision
-    )
+    api = HfApi(token=token)
+    commit = ask(lambda: api.model_info(repository, revision=revision).sha, key, repository, revision)
+    if commit is None:
+        raise ProfileError(key, repository, "the hub does not tell its commit; set a revision")
+    return commit

@@ -32,7 +32,10 @@ REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads
 FLOATS = ("rope_theta", "layernorm_epsilon")
 BASE = {"freq_base": 10000, "abf_factor": 1}  # defaults of model.position_*, whose product is rope_theta
 # Our architecture for Megatron's (activation, normalization, position_embedding_type).
-FAMILIES = {("swiglu", "rmsnorm", "rope"): "llama", ("gelu", "layernorm", "learned_absolute"): "gpt"}
+FAMILIES: dict[tuple[str, ...], str] = {
+    ("swiglu", "rmsnorm", "rope"): "llama",
+    ("gelu", "layernorm", "learned_absolute"): "gpt",
+}
 
 
 def translate(found: Translation, config: Path | None) -> Published | None:

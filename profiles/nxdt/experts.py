@@ -31,7 +31,7 @@ def translate(found: Translation, hugging_face: bool) -> None:
         found.report(SHUFFLE, Effect.HARMLESS, "the model has no experts")
         return
     found.translate(DEGREE, {"parallel.expert": degree})
-    family = found.ours.get("model.architecture")
+    family: Any = found.ours.get("model.architecture")
     for name, ours in (("num_experts", "num_experts"), ("top_k", "num_experts_per_tok")):
         values = {"model.architecture": FAMILIES.get(family, family)} if name == "num_experts" else {}
         found.translate(f"{MOE}.{name}", {**values, f"model.{ours}": stated(found)[ours]})

@@ -252,7 +252,7 @@ def _norm_weight_decay(found: Translation, key: str, value: Any) -> None:
 def is_hugging_face(found: Translation) -> bool:
     """Whether the config trains NxD Training's copy of a Hugging Face model, not its Megatron model."""
     likely = "hf" if found.has("model.model_config") else "megatron"
-    source = found.get("model_source", likely)
+    source: str = found.get("model_source", likely)
     if source not in ("hf", "megatron"):
         found.report("model_source", Effect.ERROR, "is neither hf nor megatron")
         return likely == "hf"

@@ -70,7 +70,7 @@ class Translation:
         value = self.theirs.get(key)
         return default if value is None or value == "None" else value
 
-    def number(self, key: str, default: float) -> Any:
+    def number(self, key: str, default: float) -> float:
         """The value of a key that must be a finite number; reports an error for another.
 
         After an error, these readers return the default, so that the other keys are read too.

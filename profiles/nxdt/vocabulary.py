@@ -135,9 +135,11 @@ def _count(path: Path) -> int | None:
             tokenizer = json.loads(file.read_bytes())
             vocabulary: Any = tokenizer["model"]["vocab"]
             ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-            return 1 + max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+            largest: int = max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+            return 1 + largest
         if (file := path / "config.json").is_file():
-            return json.loads(file.read_bytes()).get("vocab_size")
+            size = json.loads(file.read_bytes()).get("vocab_size")
+            return size if isinstance(size, int) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None

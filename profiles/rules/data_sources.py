@@ -87,7 +87,7 @@ def check_files(profile: Profile) -> None:
     """Raise ProfileError if a source's local files are missing; buckets and hub are checked when read."""
     for number, source in enumerate(profile.data.sources):
         if source.path is not None and "://" not in source.path:
-            _check_local_path(source, f"data.sources.{number}.path")
+            _check_local_path(source.kind, source.path, f"data.sources.{number}.path")
 
 
 def _check_source(source: Source, key: str) -> None:
@@ -103,18 +103,19 @@ def _check_source(source: Source, key: str) -> None:
         raise ProfileError(f"{key}.weight", source.weight, "only applies to training sources", ["null"])
     if source.repository is not None and not REPOSITORY.fullmatch(source.repository):
         raise ProfileError(f"{key}.repository", source.repository, "is not of the form org/name")
-    if "://" in (source.path or "") and "::" in source.path:
+    path = source.path or ""
+    if "://" in path and "::" in path:
         reason = "has `::`, which chains fsspec locations; give one location, with the files unpacked"
         raise ProfileError(f"{key}.path", source.path, reason)
-    if source.anonymous and not source.path.startswith("s3://"):
+    if source.anonymous and not path.startswith("s3://"):
         raise ProfileError(f"{key}.anonymous", True, "only applies to s3:// paths", [False])
 
 
-def _check_local_path(source: Source, key: str) -> None:
-    path = str(local_path(source.path))
-    is_prefix = source.kind == "megatron" and Path(f"{path}.idx").is_file()
+def _check_local_path(kind: str, given: str, key: str) -> None:
+    path = str(local_path(given))
+    is_prefix = kind == "megatron" and Path(f"{path}.idx").is_file()
     if not is_prefix and not Path(path).exists() and not glob.glob(path, recursive=True):
-        reason = "no file matches" if glob.has_magic(source.path) else "there is no such file or folder"
-        raise ProfileError(key, source.path, reason + searched(source.path))
+        reason = "no file matches" if glob.has_magic(given) else "there is no such file or folder"
+        raise ProfileError(key, given, reason + searched(given))
     if Path(path).is_file() and not Path(path).stat().st_size:
-        raise ProfileError(key, source.path, "the file is empty" + searched(source.path))
+        raise ProfileError(key, given, "the file is empty" + searched(given))

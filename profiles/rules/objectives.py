@@ -100,7 +100,7 @@ def _gate(profile: Profile) -> None:
         metrics = [*PAIR_METRICS]
     known = ["validation_loss", *metrics]
     for number, condition in enumerate(profile.evaluate.gate):
-        name = re.match(r"\w+", condition)[0]
+        name = re.split(r"\W", condition, maxsplit=1)[0]
         if name not in known:
             reason = f"{name} is not a result of the evaluation with objective.kind {profile.objective.kind}"
             choices = difflib.get_close_matches(name, known, 3, 0.4) or known
@@ -126,8 +126,8 @@ def _lora(profile: Profile) -> None:
         reason = f"names {apart[0]}, part of a weight that model.architecture {model.architecture} has as one"
         if model.num_experts and LORA_LAYERS[apart[0]] == "gate_up":
             reason = f"names {apart[0]}, but an expert's gate and up are one product, whose updates share the first factor"
-        fitting = dict.fromkeys(LORA_LAYERS[target] if target in apart else target for target in lora.targets)
-        raise ProfileError("lora.targets", lora.targets, reason, [[*fitting]])
+        whole_layers = (LORA_LAYERS[target] if target in apart else target for target in lora.targets)
+        raise ProfileError("lora.targets", lora.targets, reason, [[*dict.fromkeys(whole_layers)]])
     experts = [target for target in lora.targets if LORA_LAYERS[target] in ("gate_up", "down")]
     if model.num_experts and experts and lora.dropout:
         reason = f"is not supported with {experts[0]} of experts: their updates multiply the experts' inputs without dropout"

@@ -49,8 +49,8 @@ def check_pipeline(profile: Profile) -> None:
         ):
             reason = f"{reason} fsdp within compiled graphs on neuron"
             raise ProfileError("parallel.data_sharding", "fsdp", reason, ["zero1", "none"])
-    if cuts is not None and (reason := invalid_cuts(cuts, layers, ranks, parallel.schedule)):
-        raise ProfileError("parallel.pipeline_cuts", cuts, reason, ["null"])
+    if cuts is not None and (problem := invalid_cuts(cuts, layers, ranks, parallel.schedule)):
+        raise ProfileError("parallel.pipeline_cuts", cuts, problem, ["null"])
 
 
 def check_microbatches(profile: Profile) -> None:

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from profiles import plugins
 from profiles.errors import ProfileError
+
+if TYPE_CHECKING:
+    from profiles.sections.model import Model
 
 GROUP = "trainshed.models"  # of entry points
 NXD_SHARDS = ("llama", "mistral", "mixtral", "dbrx")  # architectures whose NxD shards are read and written
@@ -42,17 +45,6 @@ LLAMA_VALUES: Mapping[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (False, True),
     "scaled_initialization": (False, True),
 }
-
-
-class Sizes(Protocol):
-    """Fields of `Model` on which the number of a family's parameters depends."""
-
-    hidden_size: int
-    head_dim: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class Family:
     selection_bias: bool = False
     expert_bias: bool = False
     mlp_matrices: int = 3
-    further_parameters: Callable[[Sizes], int] = lambda model: 0
+    further_parameters: Callable[[Model], int] = lambda model: 0
 
     @property
     def supported(self) -> Mapping[str, tuple[Any, ...]]:

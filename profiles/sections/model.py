@@ -195,7 +195,8 @@ class Model(Section):
         h, n = self.hidden_size, self.num_attention_heads
         if self.kv_lora_rank is None:
             return h * self.head_dim * (2 * n + 2 * self.num_key_value_heads)
-        latent, plain, rotated, value = (getattr(self, name) for name in LATENT)
+        widths: list[int] = [getattr(self, name) for name in LATENT]
+        latent, plain, rotated, value = widths
         queries = (h + n * self.head_dim) * self.q_lora_rank if self.q_lora_rank else h * n * self.head_dim
         return queries + h * (latent + rotated) + latent * n * (plain + value) + n * value * h
 
@@ -261,9 +262,9 @@ class Model(Section):
         values = {name: value for name, value in values.items() if not (value is None and name in _DERIVED)}
         if isinstance(heads, int) and heads > 0:
             values.setdefault("num_key_value_heads", heads)
-            parts = [values.get("qk_nope_head_dim"), values.get("qk_rope_head_dim")]
-            if all(isinstance(part, int) for part in parts):
-                values.setdefault("head_dim", sum(parts))
+            parts = [values.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+            if len(known := [part for part in parts if isinstance(part, int)]) == len(parts):
+                values.setdefault("head_dim", sum(known))
             if isinstance(hidden, int) and "head_dim" not in values:
                 unit = 2 * heads if family.rotary else heads
                 if hidden % unit:
@@ -285,11 +286,12 @@ class Model(Section):
         for name, meaning in families.OPTIONAL.items():
             if (value := getattr(self, name)) is not None and name not in family.fields:
                 raise ProfileError(name, value, f"{self.architecture} has no {meaning}", ["null"])
-        for name, valid in family.supported.items():
-            if (value := getattr(self, name)) not in valid:
+        for name, supported in family.supported.items():
+            if (value := getattr(self, name)) not in supported:
                 value = getattr(value, "rope_type", value)
                 reason = f"is not supported for {self.architecture}"
-                raise ProfileError(name, value, reason, ["null" if each is None else each for each in valid])
+                choices = ["null" if each is None else each for each in supported]
+                raise ProfileError(name, value, reason, choices)
         if self.full_attention_every is not None and self.sliding_window is None:
             reason = "is set, but sliding_window, which the other layers need, is not"
             raise ProfileError("full_attention_every", self.full_attention_every, reason, ["null"])
@@ -346,25 +348,27 @@ class Model(Section):
         for name in (*LATENT, "n_shared_experts"):
             if getattr(self, name) is None:
                 raise ProfileError(name, None, f"is missing; {kind} needs it", [])
-        heads, size = self.num_attention_heads, self.qk_nope_head_dim + self.qk_rope_head_dim
+        heads = self.num_attention_heads
+        _, plain, rotated, width = (getattr(self, name) for name in LATENT)
+        size = plain + rotated
         if self.num_key_value_heads != heads:
             reason = f"{kind} has keys and values for each query head"
             raise ProfileError("num_key_value_heads", self.num_key_value_heads, reason, [heads])
         if self.head_dim != size:
             reason = "is not qk_nope_head_dim + qk_rope_head_dim"
             raise ProfileError("head_dim", self.head_dim, reason, [size])
-        if self.v_head_dim > size:
+        if width > size:
             reason = f"is more than the {size} elements of a query; not supported"
-            raise ProfileError("v_head_dim", self.v_head_dim, reason, [size])
+            raise ProfileError("v_head_dim", width, reason, [size])
         if (dense := self.first_k_dense_replace or 0) >= (layers := self.num_hidden_layers):
             reason = f"leaves none of {layers} layers with experts"
             raise ProfileError("first_k_dense_replace", dense, reason, [layers - 1])
-        experts, groups, chosen = self.num_experts, self.n_group or 1, self.topk_group or 1
+        experts, groups, chosen = self.num_experts or 1, self.n_group or 1, self.topk_group or 1
         valid = [n for n in range(1, experts // 2 + 1) if experts % n == 0]
         if groups not in valid:
             reason = f"does not divide {experts} experts into groups of two or more"
             raise ProfileError("n_group", groups, reason, neighbours(groups, valid))
-        fewest = -(-self.num_experts_per_tok * groups // experts)  # groups that hold a token's experts
+        fewest = -(-(self.num_experts_per_tok or 1) * groups // experts)  # groups that hold a token's experts
         if not fewest <= chosen <= groups:
             reason = f"is not between {fewest}, which hold num_experts_per_tok {self.num_experts_per_tok}, and n_group {groups}"
             raise ProfileError("topk_group", chosen, reason, [fewest if chosen < fewest else groups])

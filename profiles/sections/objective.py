@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,10 @@ LORA_PROJECTIONS = {
 }
 # Each target's layer.
 LORA_LAYERS = {target: layer for layer, parts in LORA_PROJECTIONS.items() for target in (layer, *parts)}
-LoraTarget = Literal[*LORA_PROJECTIONS, *(part for parts in LORA_PROJECTIONS.values() for part in parts)]
+if TYPE_CHECKING:
+    LoraTarget = str  # a type checker cannot read choices from LORA_LAYERS
+else:
+    LoraTarget = Literal[*LORA_PROJECTIONS, *(part for parts in LORA_PROJECTIONS.values() for part in parts)]
 
 TEMPLATES = ("chatml", "llama3")  # chat templates by name
 

@@ -1,0 +1,20 @@
+"""Which of mypy's errors fail `make lint`."""
+
+from tests.type_errors import problems
+
+REPORT = """\
+flows/old.py:3: error: Incompatible return value type  [return-value]
+flows/new.py:7: error: Missing return statement  [return]
+flows/new.py:7: note: See the documentation
+"""
+
+
+def test_only_listed_modules_may_have_errors():
+    assert list(problems(REPORT, ["flows/old.py"])) == REPORT.splitlines()[1:]
+
+
+def test_list_only_becomes_shorter():
+    listed = ["flows/old.py", "flows/new.py", "flows/mended.py", "profiles/schema.py"]
+    mended, schema = problems(REPORT, listed)
+    assert mended.startswith("flows/mended.py: has no type errors")
+    assert schema.startswith("profiles/schema.py: is in a folder without type errors")
