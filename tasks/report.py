@@ -191,10 +191,10 @@ def _commit() -> str:
 def _tokenizer_file(folder: Path) -> Path | None:
     """tokenizer.json of the run: from its export, else from the tokenizer's artifact in the store."""
     folders = [folder / EXPORT]
-    if (folder / run_files.INPUTS).exists():
+    if (folder / run_files.INPUTS).exists() and (key := read_inputs(folder)["tokenizer"]):
         artifacts = Store(str(folder.parents[1])).artifacts
         with contextlib.suppress(FileNotFoundError):
-            folders.append(artifacts.path(Artifact("tokenizer", read_inputs(folder)["tokenizer"], "", {})))
+            folders.append(artifacts.path(Artifact("tokenizer", key, "", {})))
     files = (folder / "tokenizer.json" for folder in folders)
     return next((file for file in files if file.exists()), None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Literal, get_args
 
 from profiles.errors import ProfileError
@@ -49,7 +50,7 @@ def without_readers(store: Store, name: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         for kind in READERS:
-            stack.enter_context(store.lock(f"{kind}-{name}", lambda kind=kind: reject(kind)))
+            stack.enter_context(store.lock(f"{kind}-{name}", partial(reject, kind)))
         yield
 
 

@@ -41,6 +41,7 @@ PARALLEL_REQUESTS = 16  # to a remote store
 LIST_WHOLE_KIND = 100
 T = TypeVar("T")
 R = TypeVar("R")
+Remote = BackendArtifacts[ObjectBackend]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class ArtifactStore:
     """
 
     def __init__(self, local: FolderBackend, remote: ObjectBackend | None) -> None:
-        self._folder, self._objects = local, remote
+        self._folder = local
         self._local = BackendArtifacts(local)
         self._remote = BackendArtifacts(remote) if remote else None
         self._primary = self._remote or self._local
@@ -88,7 +89,7 @@ class ArtifactStore:
     @property
     def remote_uri(self) -> str:
         """URI of the artifacts' folder in a remote store; empty if the store is local."""
-        return self._objects.location("artifacts") if self._objects else ""
+        return self._remote.backend.location("artifacts") if self._remote else ""
 
     def find(
         self, kind: str, key: str, hash_limit: int = HASH_LIMIT, sizes: Mapping[str, int] | None = None
@@ -304,7 +305,7 @@ class ArtifactStore:
                     self._local.quarantine(kind, key, reason)
 
     def _publish_remotely(
-        self, remote: BackendArtifacts, folder: Path, kind: str, key: str, manifest: Manifest
+        self, remote: Remote, folder: Path, kind: str, key: str, manifest: Manifest
     ) -> None:
         """Replace the local copy by a finished folder and upload it, unless the store has the artifact."""
         with remote.changing(kind, key) as lock:
@@ -313,19 +314,19 @@ class ArtifactStore:
                 return
             self._folder.write(_upload_record(kind, key), manifest.to_bytes())
             self._move_into_place(folder, kind, key, manifest)
-            self._upload(lock, kind, key, manifest)
+            self._upload(remote, lock, kind, key, manifest)
 
-    def _upload(self, lock: locks.Lock, kind: str, key: str, manifest: Manifest) -> None:
+    def _upload(self, remote: Remote, lock: locks.Lock, kind: str, key: str, manifest: Manifest) -> None:
         """Upload a local artifact, manifest last. The caller holds the remote `changing` lock."""
         path = artifact_path(kind, key)
-        self._objects.upload(self._folder.path(path), [file.name for file in manifest.files], path)
+        remote.backend.upload(self._folder.path(path), [file.name for file in manifest.files], path)
         try:
             lock.check()
             self._check_lock(kind, key)
         except locks.LockLost:
             self._folder.remove(_upload_record(kind, key))
             raise
-        self._objects.write(f"{path}/{MANIFEST}", manifest.to_bytes())
+        remote.backend.write(f"{path}/{MANIFEST}", manifest.to_bytes())
         self._folder.remove(_upload_record(kind, key))
 
     def _restore_upload(self, kind: str, key: str) -> Manifest | None:
@@ -338,7 +339,7 @@ class ArtifactStore:
             manifest = None if found else self._verify_local(kind, key)
             if manifest and manifest.to_bytes() == self._folder.read(record):
                 log.info("%s %s is missing in the store; uploading the local copy", kind, key)
-                self._upload(lock, kind, key, manifest)
+                self._upload(self._remote, lock, kind, key, manifest)
                 return manifest
             self._folder.remove(record)
             return found
@@ -351,29 +352,29 @@ class ArtifactStore:
             log.warning("%s %s: %s in this machine's copy, which is not used", kind, key, error)
             return None
 
-    def _download(self, remote: BackendArtifacts, kind: str, key: str, with_required: bool = True) -> None:
+    def _download(self, remote: Remote, kind: str, key: str, with_required: bool = True) -> None:
         """Download an artifact unless the local copy is complete, and optionally what it requires."""
         data = self._remote_manifest(remote, kind, key)
         manifest = Manifest.from_bytes(data, kind, key)
         if self._verify_local(kind, key) != manifest:
             try:
-                self._download_files(kind, key, manifest, data)
+                self._download_files(remote, kind, key, manifest, data)
             except (Corrupted, FileNotFoundError):  # only sizes had been compared; or it is being replaced
                 with nullcontext() if self.is_locked(kind, key) else self.lock(kind, key):
                     self._download_or_quarantine(remote, kind, key)
         self._map(lambda other: self._download(remote, *other), manifest.requires if with_required else ())
 
-    def _download_or_quarantine(self, remote: BackendArtifacts, kind: str, key: str) -> None:
+    def _download_or_quarantine(self, remote: Remote, kind: str, key: str) -> None:
         """Retry the download of a corrupted artifact; if still corrupted, quarantine the store's copy."""
         with remote.changing(kind, key):
             data = self._remote_manifest(remote, kind, key)
             try:
-                self._download_files(kind, key, Manifest.from_bytes(data, kind, key), data)
+                self._download_files(remote, kind, key, Manifest.from_bytes(data, kind, key), data)
             except Corrupted as error:
                 remote.quarantine(kind, key, error)
                 raise
 
-    def _remote_manifest(self, remote: BackendArtifacts, kind: str, key: str) -> bytes:
+    def _remote_manifest(self, remote: Remote, kind: str, key: str) -> bytes:
         """Contents of an artifact's manifest in the remote store. Raises FileNotFoundError if there is none."""
         data = remote.manifest_bytes(kind, key)
         if data is None:
@@ -381,12 +382,12 @@ class ArtifactStore:
             raise FileNotFoundError(f"{kind} {key} is not in the store: {where}")
         return data
 
-    def _download_files(self, kind: str, key: str, manifest: Manifest, data: bytes) -> None:
+    def _download_files(self, remote: Remote, kind: str, key: str, manifest: Manifest, data: bytes) -> None:
         """Download the files of a manifest (`data`: its bytes). Raises Corrupted if a file differs from it."""
         files = {file.name: file for file in manifest.files}
         with self._staging(kind, key) as folder:
             path = artifact_path(kind, key)
-            self._objects.download(path, list(files), folder, lambda name: files[name].verify(folder))
+            remote.backend.download(path, list(files), folder, lambda name: files[name].verify(folder))
             FolderBackend(folder).write(MANIFEST, data)
             self._move_into_place(folder, kind, key, manifest)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
+from typing import Generic, TypeVar
 
 from tasks.store import locks
 from tasks.store.backends.backend import checked_name
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 QUARANTINE = "quarantine"
 REASON = "reason.txt"  # beside the files in quarantine
+B = TypeVar("B", FolderBackend, ObjectBackend)
 
 
 @dataclass
@@ -39,11 +41,11 @@ def artifact_path(kind: str, key: str) -> str:
     return f"artifacts/{checked_name(kind)}/{checked_name(key)}"
 
 
-class BackendArtifacts:
+class BackendArtifacts(Generic[B]):
     """The artifacts of a backend: a store's local folder, or its remote prefix."""
 
-    def __init__(self, backend: FolderBackend | ObjectBackend) -> None:
-        self.backend = backend
+    def __init__(self, backend: B) -> None:
+        self.backend: B = backend
 
     def manifest_bytes(self, kind: str, key: str) -> bytes | None:
         """Contents of an artifact's manifest.json; None if there is none."""

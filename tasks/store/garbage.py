@@ -148,7 +148,7 @@ def _compiles(store: Store, name: str) -> bool:
     """Whether a run has graphs. Raises CorruptedState."""
     try:
         profile = yaml_text.parse(store.run_folder(name).read(run_files.PROFILE) or b"") or {}
-        return profile.get("compile", {}).get("enabled", True)
+        return bool(profile.get("compile", {}).get("enabled", True))
     except (ValueError, AttributeError) as error:
         location = store.backend.location(f"runs/{name}/{run_files.PROFILE}")
         raise CorruptedState(f"{location}: corrupted; restore the file, or move the run away") from error

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,9 @@ class RunFolder:
 
     def write(self, file: str, data: bytes) -> None:
         """Write a small file of the run in the store, then in the local folder."""
-        for backend in filter(None, (self._remote, self._local)):
-            backend.write(f"{self._prefix}/{file}", data)
+        for backend in (self._remote, self._local):
+            if backend:
+                backend.write(f"{self._prefix}/{file}", data)
 
     @property
     def checkpoints_location(self) -> Path | str:
@@ -334,8 +336,8 @@ class RunFolder:
                 return
             for name in names:
                 target = self._local.path(f"{self._prefix}/{name}")
-                retried(lambda target=target: target.parent.mkdir(parents=True, exist_ok=True))
-                retried(lambda name=name, target=target: os.replace(folder / name, target))
+                retried(partial(target.parent.mkdir, parents=True, exist_ok=True))
+                retried(partial(os.replace, folder / name, target))
         log.info("run %s: updated from %s", self.name, remote.location(self._prefix))
 
     @contextmanager

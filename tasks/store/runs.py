@@ -193,7 +193,8 @@ def _schedule_differences(existing: Profile | None, profile: Profile, step: int)
 
 def _can_fork(existing: Profile | None, profile: Profile, step: int) -> bool:
     """Whether a run of this profile can start from that checkpoint of the existing run."""
-    if existing is None or existing.model != profile.model or profile.train.steps <= step:
+    steps = profile.train.steps  # unknown if it trains for epochs of data that has not been counted
+    if existing is None or existing.model != profile.model or (steps is not None and steps <= step):
         return False
     return all(getattr(existing.train, name) == getattr(profile.train, name) for name in POSITION)
 
@@ -327,14 +328,15 @@ def no_such_run(key: str, name: str, where: str | Path, known: Iterable[str]) ->
     )
 
 
-def read_inputs(folder: Path) -> dict[str, str]:
+def read_inputs(folder: Path) -> dict[str, str | None]:
     """A run's `identity`, and the keys of its `tokenizer`, `dataset` and `checkpoint`.
 
     The last one is None from scratch; in a continual round, it is a digest of the promoted model's checkpoint.
 
     Raises FileNotFoundError if nothing is recorded.
     """
-    return json.loads((folder / run_files.INPUTS).read_text())
+    inputs: dict[str, str | None] = json.loads((folder / run_files.INPUTS).read_text())
+    return inputs
 
 
 def last_training_row(folder: Path) -> dict[str, Any] | None:

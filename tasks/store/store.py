@@ -125,7 +125,7 @@ class Store:
             reason = f"is not a folder: {self.work_dir}"
         elif not entries:
             reason = "there is nothing at this prefix; the first run makes the store"
-            if self.is_remote and self.backend.lacks_bucket():
+            if self._remote and self._remote.lacks_bucket():
                 reason = "there is no such bucket, or not at this endpoint (AWS_ENDPOINT_URL)"
         else:
             reason = f"is not a store: {self.location} has neither runs nor artifacts"

@@ -127,10 +127,11 @@ class RunSync:
 
     def _is_shorter(self, name: str, size: int) -> bool:
         """Whether another machine has uploaded a longer copy of an append-only file."""
-        if not is_append_only(name) or name in self._uploaded or size >= self._stored.get(name, 0):
+        there = (self._stored or {}).get(name, 0)
+        if not is_append_only(name) or name in self._uploaded or size >= there:
             return False
         message = "%s/%s: has %d bytes here, %d in the store; not replaced"
-        log.warning(message, self._name, name, size, self._stored[name])
+        log.warning(message, self._name, name, size, there)
         return True
 
     def _try_upload(self, *, postpone_large: bool) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -55,7 +56,7 @@ class FolderBackend:
         sizes = {}
         for file, entry in walk(self.path(name), follow=True):  # a run may be on another disk
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                status = retried(lambda entry=entry: os.stat(entry.path))
+                status = retried(partial(os.stat, entry.path))
                 if stat.S_ISREG(status.st_mode):
                     sizes[file] = status.st_size
         return sizes
@@ -135,7 +136,7 @@ def walk(folder: Path, prefix: str = "", *, follow: bool = False) -> Iterator[tu
         return
     for entry in entries:
         path = Path(entry.path)
-        if not retried(lambda entry=entry: entry.is_dir(follow_symlinks=follow)):
+        if not retried(partial(entry.is_dir, follow_symlinks=follow)):
             yield prefix + entry.name, entry
         elif not (entry.is_symlink() and folder.resolve().is_relative_to(path.resolve())):
             yield from walk(path, f"{prefix}{entry.name}/", follow=follow)

@@ -52,7 +52,8 @@ class ObjectBackend:
 
     def read(self, name: str) -> bytes | None:
         try:
-            return self._retried(name, lambda: self._filesystem.cat_file(self._path(name)))
+            data: bytes = self._retried(name, lambda: self._filesystem.cat_file(self._path(name)))
+            return data
         except FileNotFoundError:
             return None
 

@@ -40,6 +40,9 @@ def test_explicit_default_keeps_the_mathematics(store):
     runs.check_name(store, default)
     with pytest.raises(runs.RunExists, match=r"balance_coefficient is 0\.001 there, 0\.002 here"):
         runs.check_name(store, other)
+    epochs = load("tiny", ["train.balance_coefficient=0.002", "train.steps=null", "train.epochs=1"])
+    with pytest.raises(runs.RunExists, match="0\\.002 here"):  # though its number of steps is not known yet
+        runs.check_name(store, epochs)
 
 
 def test_trained_run_with_an_unreadable_profile_is_not_continued(store):
