@@ -126,6 +126,8 @@ class ChatTemplate:
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         wanted = [i for i in turns if trained is None or trained[i]]
         if self._template(variables).marks_answers:
+            if not marks:
+                raise TemplateFailed("the chat template marks none of the answers' text as generated")
             if len(wanted) < len(turns):
                 if len(marks) != len(turns):
                     reason = f"the chat template marks {len(marks)} texts as generated in {len(turns)} turns of the assistant"

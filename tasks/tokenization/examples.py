@@ -69,6 +69,7 @@ class Examples:
 
     Attributes:
         unused: for each field that neither the objective nor the chat template uses, the number of records that have it.
+        endless: number of records in which the loss leaves out the token that ends an answer.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Examples:
     bos: list[int]
     eos: list[int]
     unused: Counter[str] = field(default_factory=Counter, init=False)
+    endless: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._plain = engines.load_tokenizer(self.folder)  # special tokens in text are plain text
@@ -151,6 +153,7 @@ class Examples:
         for start, end in turns:
             counted |= (starts >= start) & (starts < end)
         counted[:1] = False
+        self.endless += any(text[end:].lstrip().startswith(self._ends) for _, end in turns)
         ids = np.array(encoding.ids, np.int64)
         return np.where(counted, ids, ~ids).astype(np.int32), _size(text)
 
@@ -255,6 +258,11 @@ class Examples:
         others = PAIR[1:] if self.options.kind == "sft" else ("completion",)  # of the other objectives
         known = {*used, *others, *CONTEXT, *VARIABLES}
         self.unused.update(name for name, value in record.items() if name not in known and value is not None)
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """Texts of the tokens that end a turn of the assistant."""
+        return tuple(map(self._special.id_to_token, self._chat.stop_tokens(self._special)))
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str]:

@@ -46,6 +46,7 @@ def describe(summary: Mapping[str, Any]) -> str:
         ("truncated", "truncated"),
         ("too_long", "too long"),
         ("missing", "unusable"),
+        ("endless", "without the end of an answer in the loss"),
     ):
         if summary[name]:
             parts.append(f"{summary[name]:,} records {reason}")

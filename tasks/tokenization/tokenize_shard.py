@@ -48,6 +48,7 @@ class Counts:
     duplicates: int = 0
     truncated: int = 0  # records that were cut to the sequence length
     too_long: int = 0  # records that were dropped because they, or their prompts, are longer
+    endless: int = 0  # records in which the loss leaves out the token that ends an answer
 
     def set_splits(self, train: IndexedDatasetBuilder, validation: IndexedDatasetBuilder) -> None:
         """Set the counts of documents and tokens from the files that were written."""
@@ -141,6 +142,14 @@ def _tokenize_records(
     if k == 0 and examples.unused:
         names = ", ".join(f"{name} ({count:,} records)" for name, count in examples.unused.most_common())
         log.warning("%s: fields that are not used: %s", shard.name, names)
+    if examples.endless:
+        counts.endless = examples.endless
+        log.warning(
+            "%s: in %s records, the {%% generation %%} marks of the chat template leave out the token that ends an answer: the "
+            "model does not learn to stop; move the token into the marked block",
+            shard.name,
+            f"{counts.endless:,}",
+        )
     if counts.missing:
         unusable = f"{counts.missing:,} records cannot be used; the first, {first}: {reason}"
         log.warning("%s: %s", shard.name, unusable)

@@ -211,6 +211,25 @@ def test_fields_that_are_not_used_are_counted(folder):
     assert made.unused == {"score": 2, "messages.name": 1}
 
 
+def test_marks_that_leave_out_the_end_of_an_answer_are_counted(folder, tmp_path):
+    marked = chat_templates.CHATML.replace(
+        "{{ message.content }}<|im_end|>",
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}"
+        "{{ message.content }}<|im_end|>{% endif %}",
+    )
+    endless = marked.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} <|im_end|>")
+    for source, trained, count in ((marked, f"Hello{EOS}Ciao{EOS}", 0), (endless, "HelloCiao", 2)):
+        (tmp_path / "chat.jinja").write_text(source)
+        made = examples(folder, template=str(tmp_path / "chat.jinja"))
+        for _ in range(2):
+            (sequence,) = made.of({"messages": CHAT}).sequences
+        assert parts(folder, sequence)[1] == trained
+        assert made.endless == count
+    (tmp_path / "chat.jinja").write_text(marked.replace("== 'assistant'", "== 'model'"))
+    with pytest.raises(TemplateFailed, match="marks none of the answers' text as generated"):
+        counted(folder, {"messages": CHAT}, template=str(tmp_path / "chat.jinja"))
+
+
 def test_template_markers_without_a_token_are_reported(folder):
     for template, unknown in (
         ("chatml", []),
