@@ -21,7 +21,13 @@ from torch import Tensor
 
 from modeling.conversion import torch_files
 from modeling.conversion.adapters.adapters import Adapters, Factors
-from modeling.conversion.adapters.peft import CONFIG, read_configuration, required, scale_of
+from modeling.conversion.adapters.peft import (
+    CONFIG,
+    read_configuration,
+    require_known,
+    required,
+    scale_of,
+)
 from modeling.conversion.choices import NXD_LAYOUTS, NxDLayout
 from modeling.conversion.nxd.layout import Split, TensorSplit
 from modeling.conversion.torch_files import LazyTensor
@@ -29,6 +35,13 @@ from profiles.errors import ProfileError
 from profiles.sections.model import Model
 
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.(weight\w*)")
+PLAIN = {"bias": "none", "lora_bias": "none"}  # the only supported values
+# Keys that are read, and keys that change neither the tensors nor what they mean.
+KNOWN = (
+    *("lora_rank", "lora_alpha", "use_rslora", "lora_dropout", "modules_to_save", "save_lora_base"),
+    *("target_modules", "init_lora_weights", "merge_lora", "merge_sharded_lora", "save_lora_config_adapter"),
+    *("lora_verbose", "load_lora_from_ckpt", "lora_load_tag", "lora_save_dir"),
+)
 BY_HEADS = (Split.Q_HEADS, Split.KV_HEADS, Split.Q_COLUMNS)
 Ranks = tuple[int, int]  # (tensor rank, pipeline rank)
 
@@ -52,8 +65,7 @@ class NxDAdapters(Adapters):
         self.model, self.rank = model, int(required(configuration, "lora_rank", file))
         self.dropout = float(configuration.get("lora_dropout", 0.0))
         self._scale = scale_of(configuration, self.rank, file)
-        if configuration.get("bias", "none") != "none":
-            raise ValueError(f"{folder}: trained biases (bias: {configuration['bias']}) are not supported")
+        require_known(configuration, PLAIN, KNOWN, file)
         if modules := configuration.get("modules_to_save"):
             raise ValueError(
                 f"{folder}: fully trained modules (modules_to_save: {modules}) are not supported, because only the "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,36 @@ from profiles.sections.model import Model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODULE = "base_model.model."  # prefix of the names of PEFT's tensors
+# Keys whose only supported value is this one, or none.
+PLAIN: Mapping[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,  # trained entirely
+    "trainable_token_indices": None,
+    "lora_bias": False,
+    "layer_replication": None,  # the base model's layers are repeated
+    "alora_invocation_tokens": None,  # the updates apply to some tokens only
+    "use_qalora": False,  # the updates apply to pooled inputs
+    "use_bdlora": None,  # the factors are block-diagonal
+    "arrow_config": None,  # the updates are weighted for each token
+    "kasa_config": None,  # the base model's weights are truncated
+    "monteclora_config": None,  # the updates are sampled
+}
+READ = (
+    *("r", "lora_alpha", "use_rslora", "lora_dropout", "base_model_name_or_path", "target_parameters"),
+    "init_lora_weights",
+)
+# Keys that change neither the tensors in the file nor what they mean: which layers were selected, how factors were initialized,
+# how PEFT loads or trains them.
+WITHOUT_EFFECT = (
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "qalora_group_size"),
+    *("auto_mapping", "inference_mode", "peft_version", "revision", "task_type", "runtime_config"),
+    *("megatron_config", "megatron_core", "ensure_weight_tying"),
+)
 # prefixes of init_lora_weights with which PEFT subtracts the initial update from the weights, or quantizes them
 CHANGE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
@@ -32,19 +62,7 @@ class PeftAdapters(Adapters):
 
     def __init__(self, folder: Path, model: Model) -> None:
         self.model, configuration = model, read_configuration(folder / CONFIG)
-        plain = {
-            "peft_type": "LORA",
-            "use_dora": False,
-            "bias": "none",
-            "rank_pattern": {},
-            "alpha_pattern": {},
-            "alora_invocation_tokens": None,  # the updates apply to some tokens only
-            "layer_replication": None,  # the base model's layers are repeated
-            "use_qalora": False,  # the updates apply to pooled inputs
-        }
-        for name, value in plain.items():
-            if (configuration.get(name) or value) != value:
-                raise ValueError(f"{folder / CONFIG}: {name} = {configuration[name]} is not supported")
+        require_known(configuration, PLAIN, (*READ, *WITHOUT_EFFECT), folder / CONFIG)
         initialization = str(configuration.get("init_lora_weights", True))
         if initialization.lower().startswith(CHANGE_BASE):
             raise ValueError(
@@ -133,6 +151,26 @@ def read_configuration(path: Path) -> Mapping[str, Any]:
     if (data := state_files.read(path)) is None:
         raise ValueError(f"{path}: missing")
     return state_files.require_json(data, path)
+
+
+def require_known(
+    configuration: Mapping[str, Any], plain: Mapping[str, Any], known: Collection[str], file: Path
+) -> None:
+    """Raise ValueError for a setting in a file that is not supported, or that may change what the adapters mean.
+
+    A setting of a later version that is off (null, false or empty) changes nothing.
+
+    Args:
+        plain: the only supported value of each key.
+        known: further keys, of which every value is supported.
+    """
+    for name, value in configuration.items():
+        if not value or name in known or (name in plain and value == plain[name]):
+            continue
+        reason = "is not supported" if name in plain else "is not a known setting of LoRA, and may change it"
+        raise ValueError(
+            f"{file}: {name} = {value} {reason}; merge the adapters with the program that wrote them"
+        )
 
 
 def required(configuration: Mapping[str, Any], name: str, file: Path) -> Any:
