@@ -43,6 +43,7 @@ from profiles.sections.model import Model
 SHARD_BYTES = 5 * 10**9
 SINGLE = ("model.safetensors", "pytorch_model.bin", "checkpoint.pt")
 LM_HEAD = "lm_head.weight"  # of every family
+PREFIX = r"^(model|transformer)\."  # of names in a model with a head
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Sources = list[tuple[str, HuggingFaceTensor]]  # the names of our tensors that make up a Hugging Face tensor
 # masks and frequencies saved by old versions of transformers, which are not weights
@@ -55,26 +56,55 @@ def weight_files(folder: Path) -> list[Path]:
     """The files with a model's weights, safetensors preferred over .bin; an empty list if there are none.
 
     Raises:
-        ValueError: an index is corrupted, names files outside the folder, or has other weights than the file beside it.
+        ValueError: an index is corrupted, names files outside the folder, or has other weights than the file beside it; or the
+            .bin files beside safetensors are of another model.
     """
     if folder.is_file():
         return [folder]
-    for single in SINGLE:
-        index = folder / f"{single}.index.json"
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_bytes())["weight_map"].values())
-                if any(Path(name).name != name or name in ("", "..") for name in names):
-                    raise ValueError("it names a file outside its folder")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{index}: corrupted: {error}") from error
-            files = [folder / name for name in sorted(names)]
-            if single not in names and (folder / single).is_file():
-                _require_equal(folder / single, files, index.name)
-            return files
-        if (folder / single).is_file():
-            return [folder / single]
-    return []
+    found = {single: files for single in SINGLE if (files := _files_of(folder, single))}
+    used, *others = found or [None]
+    for other in others:
+        if other.endswith(".bin"):
+            _require_same_model(found[used], found[other])
+        log.warning("%s: weights are read from %s; those of %s are not read", folder, used, other)
+    return found.get(used, [])
+
+
+def _files_of(folder: Path, single: str) -> list[Path]:
+    """The files of a format, whose name is `single` if there is only one."""
+    index = folder / f"{single}.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+            if any(Path(name).name != name or name in ("", "..") for name in names):
+                raise ValueError("it names a file outside its folder")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index}: corrupted: {error}") from error
+        files = [folder / name for name in sorted(names)]
+        if single not in names and (folder / single).is_file():
+            _require_equal(folder / single, files, index.name)
+        return files
+    return [folder / single] if (folder / single).is_file() else []
+
+
+def _require_same_model(used: list[Path], others: list[Path]) -> None:
+    """Raise ValueError if other files, which are not read, have weights of other names or shapes."""
+
+    def shapes(files: list[Path]) -> dict[str, tuple[int, ...]]:
+        """Without what only one format may store: buffers, a tied head, and the prefix of a model with a head."""
+        stored = {
+            name: tensor.shape for name, tensor in _read_all(files).items() if not name.endswith(BUFFERS)
+        }
+        return {re.sub(PREFIX, "", name): shape for name, shape in stored.items() if name != LM_HEAD}
+
+    one = shapes(used)
+    try:
+        other = shapes(others)
+    except (ValueError, OSError):  # for example, pointers of Git LFS
+        return
+    if differing := sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name)):
+        reason = f"holds other weights than {others[0].name} beside it ({summarize(differing)}); delete those that are not meant"
+        raise ValueError(f"{used[0]} {reason}")
 
 
 def _require_equal(single: Path, shards: list[Path], index: str) -> None:

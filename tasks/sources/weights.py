@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from modeling.conversion import formats
+from modeling.conversion.nxd import newest
 from parallel.checkpoint import locations
 from profiles import retries
 from profiles.errors import ProfileError
@@ -22,14 +23,13 @@ from profiles.rules import credentials
 from tasks import keys
 from tasks.sources import remote
 from tasks.sources.digest_cache import DigestCache
-from tasks.sources.shard import SourceChanged, local_state, remote_state, shown
+from tasks.sources.shard import SourceChanged, SourceError, local_state, remote_state, shown
 from tasks.store.backends.backend import checked_path
 from tasks.store.backends.folder import walk
 
 EXTENSIONS = (".safetensors", ".bin", ".json")
 # the marker of a run's complete checkpoint
 MARKED = re.compile(rf"checkpoints/{locations.STEP.pattern}/{re.escape(locations.MARKER)}")
-NEWEST = "newest"  # file of an NxD training run, with the name of its newest checkpoint
 CONFIGS = ("config.json", "adapter_config.json")  # that may lie beside NxD shards
 PARALLEL_FILES = 4
 
@@ -191,12 +191,15 @@ def _needed(
     steps = [int(match[1]) for match in map(MARKED.fullmatch, names) if match]
     if steps:
         return tuple(f"checkpoints/step_{step}/" for step in sorted(steps)[-checkpoints:])
-    if NEWEST in names and not any(name.startswith("model/") for name in names):
-        path = f"{root}/{NEWEST}"
-        tag = remote.call(filesystem, path, lambda: filesystem.cat_file(path)).decode().strip()
+    if newest.FILE in names and not any(name.startswith("model/") for name in names):
+        path = f"{root}/{newest.FILE}"
+        try:
+            tag = newest.read_tag(remote.call(filesystem, path, lambda: filesystem.cat_file(path)), path)
+        except ValueError as error:
+            raise SourceError(str(error)) from error
         if any(name.startswith(f"{tag}/model/") for name in names):
             configs = (*CONFIGS, *(f"{tag}/{name}" for name in CONFIGS))
-            return (NEWEST, f"{tag}/model/", *configs)
+            return (newest.FILE, f"{tag}/model/", *configs)
     return ("",)
 
 

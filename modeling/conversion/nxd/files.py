@@ -25,7 +25,7 @@ from torch.serialization import skip_data
 from modeling.conversion import torch_files
 from modeling.conversion.choices import NXD_LAYOUTS, NxDLayout, QKVForm
 from modeling.conversion.huggingface import BUFFERS
-from modeling.conversion.nxd import experts
+from modeling.conversion.nxd import experts, newest
 from modeling.conversion.nxd.layout import (
     TensorSplit,
     layer_prefix,
@@ -56,12 +56,12 @@ def find_shards(source: Path) -> dict[Ranks, Path]:
     """The model's files in a folder, by (tensor rank, pipeline rank); empty if there are none.
 
     Raises:
-        ValueError: files of some ranks are missing.
+        ValueError: files of some ranks are missing, or that with the name of the newest checkpoint is corrupted.
     """
     folders = [source, source / "model"]
-    newest = source / "newest"
-    if newest.is_file():
-        tag = newest.read_text().strip()
+    file = source / newest.FILE
+    if file.is_file():
+        tag = newest.read_tag(file.read_bytes(), str(file))
         if Path(tag).name == tag:
             folders.append(source / tag / "model")
     for folder in folders:

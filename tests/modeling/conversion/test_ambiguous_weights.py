@@ -62,3 +62,22 @@ def test_file_beside_an_index_must_have_the_same_weights(tmp_path):
     )
     with pytest.raises(ValueError, match=message + r"\(model\.norm\.weight\); delete"):
         formats.read(sharded, None, None)
+
+
+def test_bin_files_beside_safetensors_must_be_of_the_same_model(tmp_path, caplog):
+    source = save(MODELS["llama, tied"](), tmp_path / "hf")
+    state = load_file(source / "model.safetensors")
+    head = {"lm_head.weight": state["model.embed_tokens.weight"], "model.rotary_emb.inv_freq": torch.ones(4)}
+    without_prefix = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    for form in (state | head, without_prefix, {"layer": 7}):  # the last one is not read at all
+        torch.save(form, source / "pytorch_model.bin")
+        formats.read(source, None, None)
+        assert (
+            "hf: weights are read from model.safetensors; those of pytorch_model.bin are not read"
+            in caplog.text
+        )
+        caplog.clear()
+    torch.save(state | {"model.layers.9.weight": torch.ones(2)}, source / "pytorch_model.bin")
+    message = r"model\.safetensors holds other weights than pytorch_model\.bin beside it \(model\.layers\.9\.weight\); delete"
+    with pytest.raises(ValueError, match=message.replace(r"\(model\.", r"\(")):
+        formats.read(source, None, None)

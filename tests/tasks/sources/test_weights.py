@@ -159,6 +159,12 @@ def test_of_a_remote_run_only_its_latest_checkpoint_is_read(needed, others, tmp_
     assert weights.pin(source, None, None, "init.from", DigestCache()) == before
     (run / min(needed - {"newest"})).write_text("other weights")
     assert weights.pin(source, None, None, "init.from", DigestCache()) != before
+    if "newest" in needed:
+        (run / "newest").write_bytes(b"step_\xe9")
+        with pytest.raises(SourceError, match=r"run/newest: corrupted: .* it is not UTF-8"):
+            weights.pin(source, None, None, "init.from", DigestCache())
+        with pytest.raises(ValueError, match=r"run/newest: corrupted: .* it is not UTF-8"):
+            formats.read(run, None, None)
 
 
 def test_a_file_replaced_during_a_conversion_is_an_error(files, tmp_path):
