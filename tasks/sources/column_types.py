@@ -34,8 +34,12 @@ def find(shard: Shard, schema: Any) -> list[str]:
 def encoding(shard: Shard, schema: Any) -> str:
     """What the shard's digest says of its column's type: "" for types that have always been read.
 
+    Of a shard of records, which has no column: whether a field is binary.
+
     Raises ProfileError if the type is neither text nor token ids.
     """
+    if not shard.column:
+        return "decoded " if any(map(_has_binary, schema)) else ""
     kind = schema.field(shard.column).type if shard.column in schema.names else None
     if kind is None:  # no column, or a nested one: an error when it is read, if it is one
         return ""
@@ -97,6 +101,12 @@ def _is_readable(kind: Any) -> bool:
     is_list = _is_old_list(kind) or any(is_kind(kind) for is_kind in views)
     is_ids = is_list and types.is_integer(kind.value_type)
     return is_text(kind) or is_binary(kind) or types.is_null(kind) or is_ids
+
+
+def _has_binary(field: Any) -> bool:
+    """Whether a field has binary values, itself or in structs and lists."""
+    kind = value_type(field.type)
+    return is_binary(kind) or any(_has_binary(kind.field(i)) for i in range(kind.num_fields))
 
 
 def _is_old_list(kind: Any) -> bool:

@@ -45,7 +45,7 @@ def split_files(
             sizes = [0]
             if file.size > 2 * SHARD_BYTES and local_path(file.path):
                 sizes = [batch.nbytes for batch in all_arrow_batches(shard, token)]
-            encoding = arrow_encoding(replace(shard, fetch=False), token) if shard.column else ""
+            encoding = arrow_encoding(replace(shard, fetch=False), token)
             return _with_encoding(_split_by_groups(shard, file, sizes), encoding)
         return [_whole_file(shard, file)]
 

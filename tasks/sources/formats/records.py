@@ -56,14 +56,22 @@ def _located(batch: RecordBatch, position: str) -> Iterator[Located]:
     except UnicodeDecodeError as error:
         raise SourceError(f"{position}: not UTF-8 text: {error}") from error
     for record in records:
-        yield {name: _without_nulls(value) for name, value in record.items()}, lambda: position
+        yield {name: _plain(value) for name, value in record.items()}, lambda: position
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value without the nulls of its structs, which have every field that one of a column's structs has."""
+def _plain(value: Any) -> Any:
+    """A value as JSON would give it: UTF-8 in binary as text, and without the nulls of structs.
+
+    A struct has every field that one of its column's structs has. Other binary values, such as images, stay as they are.
+    """
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: _plain(each) for name, each in value.items() if each is not None}
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 COLUMNAR: dict[str, Callable[[Shard, str | None], Iterator[Located]]] = {

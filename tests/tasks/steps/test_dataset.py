@@ -362,7 +362,8 @@ def test_records_are_packed_and_counted_whatever_their_format(store, tmp_path):
         {"prompt": "an answer is missing", "completion": None},
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=7)
+    schema = pa.schema([("prompt", pa.string()), ("completion", pa.binary())])
+    parquet.write_table(pa.Table.from_pylist(records, schema), tmp_path / "a.parquet", row_group_size=7)
     tokenizer = make_tokenizer(profile(write(tmp_path / "texts/a.jsonl")), store)
     rows = []
     for ending in ("jsonl", "parquet"):
