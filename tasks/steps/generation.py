@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from profiles.huggingface.config import TOKEN_IDS
 from tasks.steps.checkpoint import GENERATION
 from tasks.store.artifacts import Artifact
-from tasks.tokenization.chat_templates import FILE, ChatTemplate, own_templates
-from tasks.tokenization.tokenizer_files import special_token_id
+from tasks.tokenization.chat_templates import ChatTemplate, own_templates
+from tasks.tokenization.tokenizer_files import TEMPLATE, special_token_id
 
 log = logging.getLogger(__name__)
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -40,7 +40,7 @@ def install_template(folder: Path, template: str | None, tokenizer: Tokenizer) -
     path = folder / TOKENIZER_CONFIG
     settings = json.loads(path.read_text())
     if template is not None:
-        (folder / FILE).write_text(template)
+        (folder / TEMPLATE).write_text(template)
         settings.pop("chat_template", None)
     elif not own_templates(folder):
         return []

@@ -14,6 +14,7 @@ from tasks import keys
 from tasks.sources.shard import Shard
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
+from tasks.tokenization.chat_templates import own_templates
 from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest
 from tasks.tokenization.tokenizer_files import convert, load, special_token_id
 from tasks.tokenization.tokenizer_training import held_out_fraction, holds_out_long_files, train
@@ -25,7 +26,8 @@ WITHOUT_TEXT = ("tokens", "megatron")  # formats of tokenized sources
 class TokenizerStep(Step):
     """Publishes the profile's tokenizer as a folder with tokenizer.json and tokenizer_config.json.
 
-    The artifact's summary: vocabulary_size (largest token id + 1), eos and bos (ids or None), source, revision (a commit).
+    The artifact's summary: vocabulary_size (largest token id + 1), eos and bos (ids or None), source, revision (a commit),
+    templates (names of its chat templates).
     """
 
     kind = "tokenizer"
@@ -83,6 +85,7 @@ class TokenizerStep(Step):
             eos, bos = (special_token_id(folder, tokenizer, name) for name in ("eos_token", "bos_token"))
             size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
             summary.update(vocabulary_size=size, eos=eos, bos=bos, source=source, revision=revision)
+            summary["templates"] = [*own_templates(folder)]
         return context.store.artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from profiles.errors import ProfileError
 from profiles.sections.objective import TEMPLATES
+from tasks.tokenization.tokenizer_files import TEMPLATE
 
 Message = Mapping[str, Any]
 
@@ -30,7 +31,6 @@ LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 NAMED = dict(zip(TEMPLATES, (CHATML, LLAMA3), strict=True))
-FILE = "chat_template.jinja"
 MARKER = re.compile(r"<[|｜][^|｜<>{}\s]+[|｜]>")
 # Special tokens of a tokenizer that transformers passes to templates.
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -217,7 +217,7 @@ class ChatTemplate:
 
 def own_templates(folder: Path) -> dict[str, str]:
     """The chat templates of a tokenizer's folder by name; without names, the only one is the default."""
-    if (file := folder / FILE).exists():
+    if (file := folder / TEMPLATE).exists():
         return {"default": file.read_text()}
     found = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
     if isinstance(found, list):

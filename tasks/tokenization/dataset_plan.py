@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,6 +19,7 @@ from tasks.tokenization.tokenizer_files import has_plain_added_tokens
 # Keys of `objective`.
 RECORD_OPTIONS = {"kind", "template", "turns", "too_long", "maximum_prompt_length", "truncation"}
 TOKENS = "tokens"  # artifact kind of a tokenized shard
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class DatasetPlan:
         records = None
         if profile.objective.kind != "pretrain":
             objective = profile.objective.model_dump(include=RECORD_OPTIONS)
+            if not objective["template"] and summary.get("revision") and "templates" not in summary:
+                reason = "was fetched by an earlier version, without additional_chat_templates"
+                log.warning("tokenizer %s %s; delete it to fetch it again", tokenizer.key, reason)
             template = objective["template"] and chat_templates.read_template(objective["template"])
             length = profile.train.sequence_length
             records = {**objective, "template": template, "sequence_length": length}

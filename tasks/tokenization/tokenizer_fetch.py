@@ -13,6 +13,7 @@ from typing import Any
 from profiles.errors import ProfileError
 from profiles.huggingface import hub
 from tasks.sources import remote
+from tasks.tokenization.tokenizer_files import TEMPLATE, TEMPLATES
 
 NAMES = (
     "tokenizer.json",
@@ -24,7 +25,7 @@ NAMES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "config.json",
-    "chat_template.jinja",
+    TEMPLATE,
 )
 
 
@@ -42,7 +43,7 @@ def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> No
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
-    options = {"allow_patterns": list(NAMES), "local_dir": into, "tqdm_class": Silent}
+    options = {"allow_patterns": [*NAMES, f"{TEMPLATES}/*.jinja"], "local_dir": into, "tqdm_class": Silent}
     hub.ask(
         lambda: snapshot_download(repository, revision=commit, token=token, **options),
         "tokenizer.source",
@@ -54,28 +55,41 @@ def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> No
 def fetch_folder(source: str, into: Path) -> None:
     """Copy the tokenizer files of a local or fsspec folder. Raises ProfileError if it does not exist."""
     filesystem, paths = _list(source)
-    for path in paths:
-        target = str(into / path.rpartition("/")[2])
-        remote.call(filesystem, path, partial(filesystem.get_file, path, target))
+    for name, path in paths.items():
+        target = into / name
+        target.parent.mkdir(exist_ok=True)
+        remote.call(filesystem, path, partial(filesystem.get_file, path, str(target)))
 
 
 def folder_digest(source: str) -> str:
     """sha256 of a folder's tokenizer files, names and contents. Raises ProfileError if it does not exist."""
     filesystem, paths = _list(source)
     digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.rpartition("/")[2].encode())
+    for name, path in paths.items():
+        digest.update(name.encode())
         with remote.open_file(filesystem, path) as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 
-def _list(source: str) -> tuple[Any, list[str]]:
+def _list(source: str) -> tuple[Any, dict[str, str]]:
+    """The file system of a folder, and the paths of its tokenizer files by name."""
     filesystem, folder = remote.open_filesystem(source)
     info = remote.info(filesystem, folder)
     if info is None or info["type"] != "directory":
         raise ProfileError("tokenizer.source", source, "folder does not exist")
     endings = ("vocab.json", "merges.txt")
-    paths = remote.call(filesystem, folder, lambda: filesystem.ls(folder, detail=False))
-    paths = [path for path in sorted(paths) if path.rpartition("/")[2] in NAMES or path.endswith(endings)]
-    return filesystem, [path for path in paths if (remote.info(filesystem, path) or {}).get("type") == "file"]
+    found = {}
+    for path in sorted(remote.call(filesystem, folder, lambda: filesystem.ls(folder, detail=False))):
+        name = path.rstrip("/").rpartition("/")[2]
+        if name == TEMPLATES:
+            templates = remote.call(filesystem, path, partial(filesystem.ls, path, detail=False))
+            found |= {
+                f"{name}/{each.rpartition('/')[2]}": each
+                for each in sorted(templates)
+                if each.endswith(".jinja")
+            }
+        elif name in NAMES or path.endswith(endings):
+            found[name] = path
+    is_file = {path: (remote.info(filesystem, path) or {}).get("type") == "file" for path in found.values()}
+    return filesystem, {name: path for name, path in found.items() if is_file[path]}

@@ -2,7 +2,8 @@
 
 Reads tokenizer.json, Mistral's tekken.json, a tokenizer.model of SentencePiece (Llama 2) or tiktoken (Llama 3 and 4), or
 vocab.json with merges.txt (GPT-2). The folder holds tokenizer.json, copied as it is or converted, and tokenizer_config.json,
-which names the special tokens. Tokens that only other files declare are added (added_tokens.json, added_tokens_decoder).
+which names the special tokens. Tokens that only other files declare are added (added_tokens.json, added_tokens_decoder). Chat
+templates of several names are listed in tokenizer_config.json, also if the source has a file for each.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "spec
 # Byte order marks, and the encodings that remove them.
 MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
+TEMPLATE, TEMPLATES = (
+    "chat_template.jinja",
+    "additional_chat_templates",
+)  # file of the default, folder of others
 EOS = "<|endoftext|>"  # GPT-2's
 DEFAULT_EOS = (EOS, "<|end_of_text|>", "</s>")  # tried in order if the source names no EOS token
 
@@ -61,9 +66,18 @@ def convert(source: str, raw: Path, folder: Path) -> None:
         if path.name == "tokenizer.json" and not added:
             shutil.copyfile(path, folder / path.name)
         path = raw / SETTINGS[0]
-        write(folder, tokenizer, _configuration(settings, tokenizer, special))
-        if (path := raw / "chat_template.jinja").exists():
+        configuration = _configuration(settings, tokenizer, special)
+        path = raw / TEMPLATES
+        if named := {file.stem: file.read_text("utf-8-sig") for file in sorted(path.glob("*.jinja"))}:
+            path = raw / TEMPLATE
+            given = path.read_text() if path.exists() else configuration.get("chat_template")
+            named = {"default": given, **named} if isinstance(given, str) else named
+            listed = [{"name": name, "template": template} for name, template in named.items()]
+            configuration["chat_template"] = listed
+        elif (path := raw / TEMPLATE).exists():
             shutil.copyfile(path, folder / path.name)
+        path = raw / SETTINGS[0]
+        write(folder, tokenizer, configuration)
         path = folder / "tokenizer.json"
         check_loads(folder)
     except (ProfileError, OSError):

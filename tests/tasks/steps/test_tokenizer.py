@@ -20,6 +20,7 @@ from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import tokenizer_files
+from tasks.tokenization.chat_templates import ChatTemplate, own_templates
 from tasks.tokenization.tokenizer_files import EOS, byte_level
 from tests import s3
 from tests.hub import TOKEN
@@ -340,6 +341,36 @@ def test_hub_revision_is_pinned_and_only_tokenizer_files_are_fetched(store, hub,
     latest = run(from_source("org/name"), store)  # no revision: resolved to the latest commit
     assert latest.summary["revision"] == newest
     assert latest.key != artifact.key
+
+
+def test_chat_templates_of_all_names_are_read_from_hub_and_folder(store, hub, gpt2_files, tmp_path):
+    from transformers import AutoTokenizer
+
+    names = {
+        "default": "chat_template.jinja",
+        **{each: f"additional_chat_templates/{each}.jinja" for each in ("rag", "tool_use")},
+    }
+    files = {file: f"{name}: {{{{ tools }}}}".encode() for name, file in names.items()}
+    files |= {
+        "tokenizer.json": gpt2_files["tokenizer.json"],
+        "tokenizer_config.json": b'{"chat_template": "old"}',
+    }
+    local = tmp_path / "local"
+    for name, data in files.items():
+        (local / name).parent.mkdir(parents=True, exist_ok=True)
+        (local / name).write_bytes(data)
+    hub.commit("org/name", files)
+    for source in ("org/name", local):
+        artifact = run(from_source(source), store)
+        path = store.artifacts.path(artifact)
+        found = own_templates(path)
+        assert artifact.summary["templates"] == [*found] == [*names]
+        assert found == AutoTokenizer.from_pretrained(path).chat_template
+        assert found == AutoTokenizer.from_pretrained(local).chat_template
+        template = ChatTemplate(path)
+        assert [template.render([], tools=tools) for tools in (None, [])] == ["default: None", "tool_use: []"]
+    (local / names["rag"]).write_text("other")
+    assert run(from_source(local), store).key != artifact.key
 
 
 def test_pinned_tokenizer_in_the_store_needs_no_hub(store, hub, gpt2_files):

@@ -218,12 +218,12 @@ def test_marks_that_leave_out_the_end_of_an_answer_are_counted(folder, tmp_path)
         "{{ message.content }}<|im_end|>{% endif %}",
     )
     endless = marked.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} <|im_end|>")
-    for source, trained, count in ((marked, f"Hello{EOS}Ciao{EOS}", 0), (endless, "HelloCiao", 2)):
+    for source, covered, count in ((marked, f"Hello{EOS}Ciao{EOS}", 0), (endless, "HelloCiao", 2)):
         (tmp_path / "chat.jinja").write_text(source)
         made = examples(folder, template=str(tmp_path / "chat.jinja"))
         for _ in range(2):
             (sequence,) = made.of({"messages": CHAT}).sequences
-        assert parts(folder, sequence)[1] == trained
+        assert parts(folder, sequence)[1] == covered
         assert made.endless == count
     (tmp_path / "chat.jinja").write_text(marked.replace("== 'assistant'", "== 'model'"))
     with pytest.raises(TemplateFailed, match="marks none of the answers' text as generated"):
