@@ -6,12 +6,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from profiles.errors import ProfileError
 from tasks.tokenization import chat_templates, tokenizer_files
 from tasks.tokenization.chat_templates import MARKER, ChatTemplate, TemplateFailed
+from tests.tasks.tokenization.tokenizers import of_bytes
 
 FIXTURES = {path.stem: path.read_text() for path in Path("tests/fixtures/chat_templates").iterdir()}
 FIXTURES |= chat_templates.NAMED
@@ -56,12 +56,8 @@ CHANGING = ("qwen3", "gpt_oss")  # earlier turns
 def folder(tmp_path_factory):
     """A tokenizer of bytes with the markers of all templates."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     markers = sorted({*re.findall(MARKER, "".join(FIXTURES.values())), "<s>", "</s>", "<think>"})
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in markers])
-    tokenizer_files.write(folder, tokenizer, {"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer_files.write(folder, of_bytes(markers), {"bos_token": "<s>", "eos_token": "</s>"})
     return folder
 
 

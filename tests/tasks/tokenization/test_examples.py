@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 from trl import DPOTrainer
 
@@ -14,7 +14,15 @@ from tasks.tokenization import chat_templates
 from tasks.tokenization.chat_templates import TemplateFailed
 from tasks.tokenization.conversations import UnusableRecord
 from tasks.tokenization.examples import Examples, RecordOptions
-from tests.tasks.tokenization.tokenizers import byte_fallback, gpt2, llama2, metaspace, trained, unsplit
+from tests.tasks.tokenization.tokenizers import (
+    byte_fallback,
+    gpt2,
+    llama2,
+    metaspace,
+    of_bytes,
+    trained,
+    unsplit,
+)
 
 EOS = "<|im_end|>"
 OWN = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{{ m.content }}\n{% endgeneration %}{% else %}U:{{ m.content }}\n{% endif %}{% endfor %}"  # noqa: E501
@@ -36,12 +44,7 @@ REASONED = {**CHAT[1], "reasoning": "8*5"}
 def folder(tmp_path_factory):
     """A tokenizer of single bytes, so that tokens are characters."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", EOS)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    of_bytes(("<|im_start|>", EOS)).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": OWN}))
     return folder
 

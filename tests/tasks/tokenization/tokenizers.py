@@ -30,6 +30,14 @@ PROSE = "".join(RANDOM.choice(WORDS) + RANDOM.choice(ENDS) for _ in range(20_000
 DOCUMENTS = [PROSE[start : start + 300] for start in range(0, 60_000, 300)]
 
 
+def of_bytes(special):
+    """A tokenizer whose tokens are single bytes, and special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = byte_level(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    return tokenizer
+
+
 def gpt2():
     return train(byte_level(models.BPE()))
 
