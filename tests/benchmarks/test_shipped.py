@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import shipped
+from tests.profiles.pair import PAIR
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs/devices/shipped.md"
@@ -25,10 +26,10 @@ TRACED = ("llama3-8b", "llama3-70b-h200")  # at full size
 
 def test_profiles_are_planned_and_traced(capsys):
     """No plan needs less memory than its trace, or much more."""
-    assert shipped.main(["tiny", *TRACED]) == 0
+    assert shipped.main([PAIR, *TRACED]) == 0
     found = cells_of(capsys.readouterr().out.splitlines())
-    cells = found["tiny"]
-    assert cells[:4] == ["tiny", "1 × 2 cpu", "TP 2", "none"]
+    cells = found["pair"]
+    assert cells[:4] == ["pair", "1 × 2 cpu", "TP 2", "none"]
     # Training: two of the block, one of the loss; evaluation: one of each.
     assert cells[6] == "5"
     for name in TRACED:

@@ -45,6 +45,7 @@ from tests.emulation.compiler import register_compiler
 from tests.emulation.device import host_alias, install, queue_work
 from tests.modeling import micro
 from tests.parallel.attention.reference import Bounds
+from tests.profiles.pair import PAIR
 
 FORWARD_BACKWARD = Trainer.forward_backward
 SLOW_SECONDS = 1000.0
@@ -61,7 +62,7 @@ KERNEL_PROFILES = {
         *("train.capacity_factor=1.25", "parallel.context=2", "cluster.device=neuron"),
         "cluster.devices_per_node=2",
     ],
-    "tiny": ["train.precision=fp8", "model.head_dim=32"],
+    PAIR: ["train.precision=fp8", "model.head_dim=32"],
 }
 
 

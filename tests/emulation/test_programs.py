@@ -11,6 +11,7 @@ from tests.emulation import usage
 from tests.emulation.program import FAULTS, SLOW_SECONDS
 from tests.forked_jobs import run_forked
 from tests.modeling import micro
+from tests.profiles.pair import PAIR
 
 SECONDS = 1800  # that a fixture of compiled runs may take on a busy machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS)]
@@ -417,7 +418,7 @@ def test_checks_of_check_device_pass(runs):
     assert "trainshed-check-" in found["settings"]["TORCH_NEURONX_NEFF_CACHE_DIR"]
     assert "experts: float32" in found["tiny-moe"]
     assert "context attention" in found["tiny-moe"]
-    assert "FP8 192 × 128: fp8" in found["tiny"]
+    assert "FP8 192 × 128: fp8" in found[PAIR]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -17,11 +17,12 @@ from uuid import UUID
 import psutil
 import yaml
 
+from tests.profiles.pair import PAIR
 from tests.waiting import until
 
 PROFILE = {
     "description": "smallest profile that the flow can train",
-    "extends": "tiny",
+    "extends": PAIR,
     "model": {
         "hidden_size": 32,
         "intermediate_size": 64,

@@ -14,11 +14,12 @@ from parallel.pipeline.stages import cut_layers
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.rules.cluster import time_limit_seconds
+from tests.profiles.pair import PAIR
 
 
 def rejection(*overrides) -> ProfileError:
     with pytest.raises(ProfileError) as caught:
-        resolve.check(resolve.load("tiny", overrides))
+        resolve.check(resolve.load(PAIR, overrides))
     return caught.value
 
 
@@ -26,20 +27,20 @@ def not_started(*overrides) -> ProfileError:
     """The error of starting a profile that can be planned."""
     accepted(*overrides)
     with pytest.raises(ProfileError) as caught:
-        resolve.check_start(resolve.load("tiny", overrides))
+        resolve.check_start(resolve.load(PAIR, overrides))
     return caught.value
 
 
 def accepted(*overrides) -> None:
-    resolve.check(resolve.load("tiny", overrides))
+    resolve.check(resolve.load(PAIR, overrides))
 
 
 def started(*overrides) -> None:
     accepted(*overrides)
-    resolve.check_start(resolve.load("tiny", overrides))
+    resolve.check_start(resolve.load(PAIR, overrides))
 
 
-def test_tiny_is_accepted_also_where_the_data_sets_the_number_of_traced_steps():
+def test_profile_is_accepted_also_where_the_data_sets_the_number_of_traced_steps():
     accepted()
     accepted("train.steps=null", "train.epochs=1", "cluster.trace=[5,7]")
 
@@ -278,10 +279,10 @@ PIPELINED = ("parallel.tensor=32", "parallel.pipeline=4", "parallel.data_shardin
         ("deepseek-coder-1.3b-trn1", ["parallel.pipeline=3"], None),
         ("llama2-7b-trn1", ["train.sequence_length=4095"], None),
         ("gpt3-175b-trn1", ["parallel.schedule=interleaved", "train.global_batch_size=60"], None),
-        ("tiny", ["parallel.context=2", "parallel.tensor=1", "train.sequence_length=250"], None),
-        ("tiny", [*EIGHT_LAYERS, "parallel.schedule=interleaved", "train.global_batch_size=20"], None),
-        ("tiny", ["cluster.devices_per_node=15"], None),
-        ("tiny", ["parallel.tensor=3"], (2,)),  # 4 needs more devices
+        (PAIR, ["parallel.context=2", "parallel.tensor=1", "train.sequence_length=250"], None),
+        (PAIR, [*EIGHT_LAYERS, "parallel.schedule=interleaved", "train.global_batch_size=20"], None),
+        (PAIR, ["cluster.devices_per_node=15"], None),
+        (PAIR, ["parallel.tensor=3"], (2,)),  # 4 needs more devices
     ],
 )
 def test_suggested_choices_for_cluster_and_batch_are_valid(name, overrides, choices):
@@ -350,7 +351,7 @@ def test_slurm_needs_sbatch_to_start_but_not_to_plan(monkeypatch, tmp_path):
     assert not_started("cluster.launcher=slurm", "cluster.nodes=2").choices == ("local",)
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
-    resolve.check_start(resolve.load("tiny", ["cluster.launcher=slurm", "cluster.nodes=2"]))
+    resolve.check_start(resolve.load(PAIR, ["cluster.launcher=slurm", "cluster.nodes=2"]))
 
 
 def test_missing_files_stop_a_run_but_not_its_plan():
@@ -367,7 +368,7 @@ def test_missing_files_stop_a_run_but_not_its_plan():
 
 def test_planned_only_accelerator_can_be_planned_but_not_started():
     assert not_started("cluster.device=neuron", "cluster.accelerator=trn1").choices == ("trn2", "trn3")
-    resolve.check_start(resolve.load("tiny", ["cluster.device=neuron", "cluster.accelerator=trn2"]))
+    resolve.check_start(resolve.load(PAIR, ["cluster.device=neuron", "cluster.accelerator=trn2"]))
 
 
 def test_fp8_is_accepted_on_gpus_and_planned_on_trn3():
@@ -406,7 +407,7 @@ def test_hub_and_bucket_sources_are_not_checked_locally(source):
 
 
 def test_kv_replication_is_derived():
-    profile = resolve.load("tiny", ["parallel.tensor=8", "cluster.devices_per_node=8"])
+    profile = resolve.load(PAIR, ["parallel.tensor=8", "cluster.devices_per_node=8"])
     assert profile.kv_replication == 4
     accepted("parallel.tensor=8", "cluster.devices_per_node=8", "parallel.kv_replication=4")
     accepted("parallel.tensor=1")  # one key alone, as on the command line
@@ -414,7 +415,7 @@ def test_kv_replication_is_derived():
 
 def test_degrees_follow_from_the_cluster():
     overrides = ["cluster.devices_per_node=8", "train.micro_batch_size=1", "train.global_batch_size=16"]
-    profile = resolve.load("tiny", overrides)
+    profile = resolve.load(PAIR, overrides)
     assert (profile.world_size, profile.data_parallel, profile.accumulation_steps) == (8, 4, 4)
 
 
@@ -459,7 +460,7 @@ def test_rejected_degree_names_the_nearest_degrees_that_fit_the_cluster(kv_heads
         "train.global_batch_size=5040",
     ]
     valid = [t for t in range(1, heads + 1) if brute_force(heads, kv_heads, t)]
-    profile = resolve.load("tiny", overrides)
+    profile = resolve.load(PAIR, overrides)
     if tensor in valid:
         if 5040 % tensor == 0:
             resolve.check(profile)

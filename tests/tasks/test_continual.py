@@ -11,6 +11,7 @@ from tasks.continual import Promoted, latest_step, new_data, with_shortened_sche
 from tasks.store import ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
+from tests.profiles.pair import PAIR
 
 
 def publish(
@@ -55,5 +56,5 @@ def test_new_data_is_drawn_by_the_weights_of_its_sources(store):
 
     sources = "[{kind: python-docs, weight: 3}, {kind: files, path: a, weight: 1}]"
     changes = ("data.schedule=[{step: 280, weights: [0, 1]}]", "train.epochs=1", "train.steps=null")
-    round_profile = with_shortened_schedule(load("tiny", [f"data.sources={sources}", *changes]), new)
+    round_profile = with_shortened_schedule(load(PAIR, [f"data.sources={sources}", *changes]), new)
     assert round_profile.data.schedule == []

@@ -27,6 +27,7 @@ from tasks.jsonl import LogFollower, is_metrics
 from tasks.store import ledger, runs
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
+from tests.profiles.pair import PAIR
 
 INPUTS = {"tokenizer": "t", "dataset": "d", "checkpoint": None}
 
@@ -39,7 +40,7 @@ def store(request, tmp_path) -> Store:
 
         fsspec.filesystem("memory").store.clear()
     store = Store("memory://bucket/store" if request.param == "memory" else str(tmp_path), tmp_path)
-    runs.open_run(store, load("tiny", ["train.schedule=constant"], "parent"), "one", "flow", INPUTS)
+    runs.open_run(store, load(PAIR, ["train.schedule=constant"], "parent"), "one", "flow", INPUTS)
     save(store, 100)
     save(store, 200)
     return store
@@ -56,7 +57,7 @@ def remove(store: Store, step: int) -> None:
 
 def open_child(store: Store, parent: Parent, dataset: str = "d") -> None:
     inputs = {**INPUTS, "dataset": dataset}
-    runs.open_run(store, load("tiny", (), "child"), "two", "flow", inputs, parent=parent)
+    runs.open_run(store, load(PAIR, (), "child"), "two", "flow", inputs, parent=parent)
 
 
 def test_the_cli_forks_in_its_work_dir(store, tmp_path, monkeypatch):
@@ -66,7 +67,7 @@ def test_the_cli_forks_in_its_work_dir(store, tmp_path, monkeypatch):
     assert main(["fork", "parent@100", "child", "--store", store.uri, *work]) == 0
     assert (found["fork"], found["name"]) == ("parent@100", "child")
     assert found["overrides"] == [f"cluster.work_dir={tmp_path}", "cluster.devices_per_node=1"]
-    stored = resolve.dump(load("tiny", [f"cluster.work_dir={tmp_path / 'work'}"], "parent"))
+    stored = resolve.dump(load(PAIR, [f"cluster.work_dir={tmp_path / 'work'}"], "parent"))
     store.run_folder("parent").write("profile.yaml", stored.encode())
     assert main(["fork", "parent@100", "child", "--store", store.uri]) == 0
     assert not store.is_remote or found["profile"].startswith(str(tmp_path / "work"))
@@ -116,7 +117,7 @@ def test_the_same_command_resumes_a_fork_whose_parent_has_trained_on(store, open
     assert find_parent(store, "parent", "child") == find_parent(store, "parent@200", "child") == parent
     assert find_parent(store, "parent", "other").step == find_parent(store, "parent@300", "child").step == 300
     store.run_folder("parent").move_aside()
-    runs.open_run(store, load("tiny", (), "parent"), "another", "flow", INPUTS)
+    runs.open_run(store, load(PAIR, (), "parent"), "another", "flow", INPUTS)
     save(store, 200)
     # A fork that was opened resumes from its own checkpoint.
     assert find_parent(store, "parent", "child").identity == ("one" if opened else "another")
@@ -128,13 +129,13 @@ def test_a_fork_resumes_without_its_parent(store, replaced, caplog):
     parent = find_parent(store, "parent", "child")
     before = decay_overrides(parent_profile(store, parent, "child"), parent, 50)
     hold_checkpoint(store, parent, "child")
-    profile = load("tiny", before, "child")
+    profile = load(PAIR, before, "child")
     runs.open_run(store, profile, "two", "flow", INPUTS, parent=parent)
     store.remove("runs/parent")
     assert find_parent(store, "parent", "child") == parent  # interrupted before it had its checkpoint
     copy_checkpoint(store, parent, "child")
     if replaced:
-        runs.open_run(store, load("tiny", ["model.num_hidden_layers=5"], "parent"), "another", "flow", INPUTS)
+        runs.open_run(store, load(PAIR, ["model.num_hidden_layers=5"], "parent"), "another", "flow", INPUTS)
         save(store, 300)
     assert find_parent(store, "parent", "child") == find_parent(store, "parent@200", "child") == parent
     assert "run parent was removed or replaced; child resumes from its own checkpoint" in caplog.text
@@ -142,7 +143,7 @@ def test_a_fork_resumes_without_its_parent(store, replaced, caplog):
     require_new_name(store, parent, "child")
     require_forkable(store, parent, profile)
     with pytest.raises(ProfileError, match="model: differs from the model of parent"):
-        require_forkable(store, parent, load("tiny", ["model.num_hidden_layers=5"], "child"))
+        require_forkable(store, parent, load(PAIR, ["model.num_hidden_layers=5"], "child"))
     with pytest.raises(ProfileError):
         find_parent(store, "parent@100", "child")
     if replaced:
@@ -171,8 +172,8 @@ def test_a_fork_that_raises_the_learning_rate_is_warned_of_with_both_rates(tmp_p
         f"train.{each}"
         for each in ("steps=300", "warmup_steps=30", "learning_rate=3e-3", "minimum_learning_rate=3e-4")
     ]
-    runs.open_run(store, load("tiny", [*cosine, *theirs], "base"), "one", "flow", INPUTS)
-    warnings = rate_warnings(store, parent, load("tiny", [*cosine, *ours], "child"))
+    runs.open_run(store, load(PAIR, [*cosine, *theirs], "base"), "one", "flow", INPUTS)
+    warnings = rate_warnings(store, parent, load(PAIR, [*cosine, *ours], "child"))
     assert [all(rate in text for rate in rates) for text in warnings] == [True] * bool(rates), warnings
     assert all("set train.schedule=constant and train.learning_rate=0.0003" in text for text in warnings)
 
@@ -188,9 +189,9 @@ def test_a_fork_changes_weights_only_after_its_step(store):
         ]
         changes = [{"step": step, "weights": row} for step, row in schedule]
         overrides = [f"data.sources={json.dumps(sources)}", f"data.schedule={json.dumps(changes)}"]
-        return load("tiny", overrides, "child")
+        return load(PAIR, overrides, "child")
 
-    alone = load("tiny", ["data.sources=[{kind: files, path: a.jsonl}]"])
+    alone = load(PAIR, ["data.sources=[{kind: files, path: a.jsonl}]"])
     early, late = (100, [1, 3]), (200, [0, 1])
     for parent, child, choice in (
         (mixed("31"), mixed("62"), None),
@@ -221,7 +222,7 @@ def test_a_fork_changes_weights_only_after_its_step(store):
 
     parent = find_parent(store, "parent@100", "child")
     sources = "[{kind: python-docs, weight: 1}, {kind: files, path: a, weight: 1}]"
-    child = load("tiny", [f"data.sources={sources}"], "child")
+    child = load(PAIR, [f"data.sources={sources}"], "child")
     with pytest.raises(ProfileError, match=r"nearest valid: .*'weights': \[1\.0, 0\.0\]"):
         require_forkable(store, parent, child)
     hold_checkpoint(store, parent, "child")
@@ -256,9 +257,9 @@ LORA = ["init.from=model", "lora.rank=8"]
 )
 def test_a_fork_trains_the_tensors_of_its_parent(tmp_path, theirs, ours, message):
     store = Store(str(tmp_path))
-    runs.open_run(store, load("tiny", theirs, "parent"), "one", "flow", INPUTS)
+    runs.open_run(store, load(PAIR, theirs, "parent"), "one", "flow", INPUTS)
     save(store, 100)
-    parent, child = find_parent(store, "parent", "child"), load("tiny", ours, "child")
+    parent, child = find_parent(store, "parent", "child"), load(PAIR, ours, "child")
     if message is None:
         require_forkable(store, parent, child)
         return
@@ -285,7 +286,7 @@ def test_checkpoints_of_a_run_that_has_replaced_the_parent_are_not_copied(store)
     parent = find_parent(store, "parent", "child")
     open_child(store, parent)
     store.remove("runs/parent")
-    runs.open_run(store, load("tiny", (), "parent"), "another", "flow", INPUTS)
+    runs.open_run(store, load(PAIR, (), "parent"), "another", "flow", INPUTS)
     save(store, 200)
     assert find_parent(store, "parent", "child").identity == "another"
     with pytest.raises(ProfileError, match="fork = parent@200: the run was removed or replaced"):

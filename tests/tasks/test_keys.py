@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from profiles import resolve
 from tasks import keys
+from tests.profiles.pair import PAIR
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -50,7 +51,7 @@ def test_a_files_digest_is_sha256(tmp_path):
 
 
 def identity(*overrides, name=None, inputs=("tokenizer", "dataset", None)) -> str:
-    return keys.run_identity(resolve.load("tiny", overrides, name), *inputs)
+    return keys.run_identity(resolve.load(PAIR, overrides, name), *inputs)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +75,12 @@ def test_settings_of_the_mathematics_change_the_identity(override):
 
 def test_parametrization_changes_the_identity_but_not_the_graphs_key():
     one, other = (
-        resolve.load("tiny", ["model.parametrization=mup", f"model.base_hidden_size={size}"])
+        resolve.load(PAIR, ["model.parametrization=mup", f"model.base_hidden_size={size}"])
         for size in (64, 96)
     )
-    identities = {keys.run_identity(run, "t", "d") for run in (one, other, resolve.load("tiny"))}
+    identities = {keys.run_identity(run, "t", "d") for run in (one, other, resolve.load(PAIR))}
     assert len(identities) == 3
-    assert keys.graphs(one) == keys.graphs(resolve.load("tiny"))
+    assert keys.graphs(one) == keys.graphs(resolve.load(PAIR))
 
 
 def test_other_data_or_weights_change_the_identity():
@@ -144,7 +145,7 @@ def test_graphs_key_of_experts_depends_on_whether_samples_have_padding():
 
 def test_name_and_schedule_change_training_keys_but_not_the_identity():
     assert identity(name="other") == identity()
-    train, longer = resolve.load("tiny").train, resolve.load("tiny", ["train.steps=301"]).train
+    train, longer = resolve.load(PAIR).train, resolve.load(PAIR, ["train.steps=301"]).train
     for step in (keys.training, keys.evaluation, keys.export):
         runs = [("tiny", "i", train), ("other", "i", train), ("tiny", "j", train), ("tiny", "i", longer)]
         assert len({step(*run) for run in runs}) == 4
@@ -168,7 +169,7 @@ def test_name_and_schedule_change_training_keys_but_not_the_identity():
 )
 def test_settings_of_graphs_change_their_key(override):
     fixed = ["cluster.threads=1"] + (["lora.rank=4"] if "lora" in override else [])
-    assert keys.graphs(resolve.load("tiny", [*fixed, override])) != keys.graphs(resolve.load("tiny", fixed))
+    assert keys.graphs(resolve.load(PAIR, [*fixed, override])) != keys.graphs(resolve.load(PAIR, fixed))
 
 
 NEURON = ["cluster.threads=1", "cluster.device=neuron", "compile.enabled=false"]
@@ -190,13 +191,13 @@ PAIRS = ["objective.kind=orpo", "objective.packing=true"]
     ],
 )
 def test_step_settings_change_the_graphs_key_on_devices_that_compile_whole_steps(settings, others):
-    found = {keys.graphs(resolve.load("tiny", [*NEURON, *each])) for each in (settings, others)}
+    found = {keys.graphs(resolve.load(PAIR, [*NEURON, *each])) for each in (settings, others)}
     assert len(found) == 2
 
 
 def test_pairs_and_single_records_have_different_graphs_keys_at_equal_row_counts():
     found = {
-        keys.graphs(resolve.load("tiny", ["cluster.threads=1", *each]))
+        keys.graphs(resolve.load(PAIR, ["cluster.threads=1", *each]))
         for each in ([*SFT, "train.micro_batch_size=2"], [*PAIRS, "train.micro_batch_size=1"])
     }
     assert len(found) == 2
@@ -220,11 +221,11 @@ def test_pairs_and_single_records_have_different_graphs_keys_at_equal_row_counts
 )
 def test_other_settings_keep_the_graphs_key(override):
     fixed = ["cluster.threads=1"]
-    assert keys.graphs(resolve.load("tiny", [*fixed, override])) == keys.graphs(resolve.load("tiny", fixed))
+    assert keys.graphs(resolve.load(PAIR, [*fixed, override])) == keys.graphs(resolve.load(PAIR, fixed))
 
 
 def test_other_code_or_compilers_change_the_graphs_key(monkeypatch):
-    profile = resolve.load("tiny")
+    profile = resolve.load(PAIR)
     before = keys.graphs(profile)
     monkeypatch.setattr(keys, "compiler_versions", lambda: {"torch": "99"})
     other = keys.graphs(profile)

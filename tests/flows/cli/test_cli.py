@@ -17,6 +17,7 @@ from flows.cli.main import main, parser
 from profiles import resolve
 from tests.flows.experiments.test_ladder import write_ladder
 from tests.flows.micro import settings, write_shadowing_modules
+from tests.profiles.pair import PAIR
 from tests.tasks.reporting.run_folders import write_run
 from tests.tasks.source_files import write_pair
 
@@ -155,7 +156,7 @@ def test_dry_run_prints_what_training_would_submit(
 
 
 def test_the_plan_as_json_is_one_document_with_the_keys_that_tools_rely_on(capsys):
-    assert main(["plan", "tiny", "--json"]) == 0
+    assert main(["plan", PAIR, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert 2_000_000 < plan["parameters"] < 3_000_000
     assert plan["mesh"] == {"pipeline": 1, "data": 1, "context": 1, "tensor": 2}
@@ -165,7 +166,7 @@ def test_the_plan_as_json_is_one_document_with_the_keys_that_tools_rely_on(capsy
 
 
 def test_plan_prints_parameters_and_mesh(capsys):
-    assert main(["plan", "tiny"]) == 0
+    assert main(["plan", PAIR]) == 0
     out = capsys.readouterr().out
     assert "2,735,424" in out
     assert "tensor 2" in out
@@ -177,7 +178,7 @@ def test_plan_of_a_small_run_has_no_speed_and_warns_of_repeated_data(capsys, mon
     (tmp_path / "text.txt").write_text("word " * 4000)
     few = f"data={{sources: [{{kind: files, path: {tmp_path / 'text.txt'}}}], validation_fraction: 0.2}}"
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["plan", "tiny", *settings("cluster.device=cuda", "cluster.accelerator=h200", few)]) == 0
+    assert main(["plan", PAIR, *settings("cluster.device=cuda", "cluster.accelerator=h200", few)]) == 0
     out = capsys.readouterr().out
     assert "too small to estimate" in out
     assert "tokens/s" not in out
@@ -213,7 +214,7 @@ def test_plan_figures_are_complete_on_a_narrow_terminal(capsys, monkeypatch, cut
 
 
 def test_search_without_speeds_ranks_by_communication_volume(capsys):
-    assert main(["plan", "tiny", "--search"]) == 0
+    assert main(["plan", PAIR, "--search"]) == 0
     out = capsys.readouterr().out
     assert "least communication first" in out
     assert "communication per step" in out
@@ -236,9 +237,9 @@ train: {recompute: full 1}
             "my profiles/mine.yaml",
             *settings("description=two words", "cluster.devices_per_node=16", "parallel.tensor=8"),
         ],
-        ["tiny", *settings("cluster.devices_per_node=4", "train.micro_batch_size=2")],
+        [PAIR, *settings("cluster.devices_per_node=4", "train.micro_batch_size=2")],
     ],
-    ids=lambda typed: typed[0],
+    ids=lambda typed: Path(typed[0]).stem,
 )
 def test_printed_search_command_plans_the_first_topology(capsys, monkeypatch, tmp_path, typed):
     monkeypatch.chdir(tmp_path)
@@ -319,7 +320,8 @@ def test_profiles_are_listed_with_their_descriptions(capsys):
     assert main(["profiles", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert "Python" in listed["tiny"]["description"]
-    assert (listed["tiny"]["parameters"], listed["tiny"]["status"]) == (2_735_424, "runs here")
+    parameters = resolve.load("tiny").model.parameters
+    assert (listed["tiny"]["parameters"], listed["tiny"]["status"]) == (parameters, "runs here")
     assert listed["llama3-70b"]["cluster"]["nodes"] == 8
     assert main(["profiles", "Tiny-S", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"tiny-sft": listed["tiny-sft"]}

@@ -10,11 +10,12 @@ from flows.cli.plan_table import GIB, print_plan
 from flows.ui.console import TrimmedConsole
 from modeling.planning.planner import plan
 from profiles import resolve
+from tests.profiles.pair import PAIR
 
 
 @pytest.fixture(scope="module")
 def planned():
-    return plan(resolve.load("tiny"))
+    return plan(resolve.load(PAIR))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_memory_table_is_complete_and_has_no_trailing_blanks(capsys, monkeypatch
     (stage,) = planned.stages
     large = replace(stage, bytes={kind: size * factor for kind, size in stage.bytes.items()})
     device = {"device_bytes": round(11.8 * GIB), "host_bytes": 450 << 20}
-    print_plan(TrimmedConsole(), resolve.load("tiny"), replace(planned, stages=[large], **device))
+    print_plan(TrimmedConsole(), resolve.load(PAIR), replace(planned, stages=[large], **device))
     lines = capsys.readouterr().out.splitlines()
     header, row = next(pair for pair in pairwise(lines) if pair[0].startswith("stage"))
     assert header.endswith("iB of 11.8 GiB")
@@ -46,7 +47,7 @@ def test_plan_says_what_dropout_of_attention_costs(capsys, monkeypatch):
     gpt += ["model.intermediate_size=256", "model.num_key_value_heads=4", "tokenizer.vocabulary_size=512"]
     shown = {}
     for rate in (0.0, 0.1):
-        profile = resolve.load("tiny", [*gpt, f"model.dropout={rate}"])
+        profile = resolve.load(PAIR, [*gpt, f"model.dropout={rate}"])
         print_plan(TrimmedConsole(), profile, plan(profile))
         shown[rate] = capsys.readouterr().out
     said = "warning: model.dropout = 0.1: attention has no flash kernel with dropout, and keeps its probabilities"

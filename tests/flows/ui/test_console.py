@@ -12,6 +12,7 @@ from flows.ui.artifacts import PrefectArtifact
 from flows.ui.console import ProgressFilter, TerminalHandler
 from flows.ui.progress import TrainingProgress, progress_reporter, step_parts
 from profiles import resolve
+from tests.profiles.pair import PAIR
 
 STEPS = 2_000_000
 ROW = {
@@ -58,7 +59,7 @@ def test_a_long_run_shows_its_speed_and_the_time_left_on_narrow_terminals(shown,
 def test_a_rising_validation_loss_is_warned_about_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(PrefectArtifact, "update", lambda *_, **__: None)
     caplog.set_level(logging.INFO)
-    progress = TrainingProgress(resolve.load("tiny"), tmp_path)
+    progress = TrainingProgress(resolve.load(PAIR), tmp_path)
     progress.update()
     with (tmp_path / "metrics.jsonl").open("w") as metrics:
         for step, loss in ((100, 0.71), (200, 0.9), (300, 1.21)):
@@ -109,7 +110,7 @@ def test_after_a_restart_only_new_steps_and_evaluations_are_shown(tmp_path, monk
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(PrefectArtifact, "update", lambda *_, **__: None)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    following = TrainingProgress(resolve.load("tiny"), tmp_path)
+    following = TrainingProgress(resolve.load(PAIR), tmp_path)
     metrics = tmp_path / "metrics.jsonl"
 
     def write(*steps: int) -> list[str]:

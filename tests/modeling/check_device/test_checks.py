@@ -24,6 +24,7 @@ from parallel.layers import products
 from parallel.layers.products import Float8
 from profiles import resolve
 from tests.ports import free_port
+from tests.profiles.pair import PAIR
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,7 @@ def test_kernels_are_checked_on_the_shapes_of_the_profile(monkeypatch):
     changes = {f"model.{key}": value for key, value in model.items()} | {"model.sliding_window": 20}
     changes |= {"parallel.tensor": 2, "cluster.devices_per_node": 2, "train.document_masks": "true"}
     changes |= {"train.sequence_length": 72, "parallel.data_sharding": "zero1", "train.precision": "bf16"}
-    profile = resolve.load("tiny", [f"{key}={value}" for key, value in changes.items()])
+    profile = resolve.load(PAIR, [f"{key}={value}" for key, value in changes.items()])
     seen = defaultdict(set)
 
     def recorded(name, function):
@@ -75,7 +76,7 @@ def test_kernels_are_checked_on_the_shapes_of_the_profile(monkeypatch):
 
 EXPERTS = ("tiny-moe", ())
 SLOTS = ("tiny-moe", ("train.capacity_factor=1.25",))
-FP8 = ("tiny", ("train.precision=fp8", "model.head_dim=32"))
+FP8 = (PAIR, ("train.precision=fp8", "model.head_dim=32"))
 MX = (FP8[0], (*FP8[1], "train.fp8_recipe=mxfp8"))
 GPT_OSS = ("model.architecture=gpt_oss", "model.moe_intermediate_size=null")  # with biases
 BIASED = ("tiny-moe", GPT_OSS)
@@ -122,7 +123,7 @@ RING = ("parallel.tensor=1", "parallel.context=2")
 @pytest.mark.parametrize("settings", [(), MASKED, RING])
 def test_kernels_pass_on_a_gpu(settings):
     """At the head size of real models; document masks and windows use a separate kernel."""
-    result = checks.check_kernels("cuda", resolve.load("tiny", ["model.head_dim=128", *settings]))
+    result = checks.check_kernels("cuda", resolve.load(PAIR, ["model.head_dim=128", *settings]))
     assert result.passed, result.measured
 
 
@@ -136,7 +137,7 @@ def test_kernels_pass_on_a_gpu(settings):
     ],
 )
 def test_blocks_of_ring_attention_are_checked_where_a_profile_uses_them(settings, names):
-    found = kernel_errors.kernels_of(resolve.load("tiny", list(settings)))
+    found = kernel_errors.kernels_of(resolve.load(PAIR, list(settings)))
     assert [each.name for each in found] == [*names, "loss", "update", "norm", "products"]
     measured, passed = found[0].check(torch.device("cpu"))
     assert passed, measured
@@ -144,7 +145,7 @@ def test_blocks_of_ring_attention_are_checked_where_a_profile_uses_them(settings
 
 def test_wrong_merge_of_a_ring_is_found(monkeypatch):
     monkeypatch.setattr(zigzag, "merge", lambda *_: None)
-    measured, passed = kernel("ring attention", ("tiny", RING)).check(torch.device("cpu"))
+    measured, passed = kernel("ring attention", (PAIR, RING)).check(torch.device("cpu"))
     assert not passed
     assert measured.startswith(
         "ring attention of 8 query and 2 KV heads of 24, 128 tokens of each of 2 ranks: "
@@ -162,7 +163,7 @@ def test_loss_is_compiled_as_in_training(monkeypatch, enabled):
 
     monkeypatch.setattr(kernel_errors, "EAGER", ())
     monkeypatch.setattr(compilers.Inductor, "compile", compile_graph)
-    case = "tiny", (f"compile.enabled={str(enabled).lower()}",)
+    case = PAIR, (f"compile.enabled={str(enabled).lower()}",)
     for name in ("loss", "update"):
         measured, passed = kernel(name, case).check(torch.device("cpu"))
         assert passed, measured
@@ -170,7 +171,7 @@ def test_loss_is_compiled_as_in_training(monkeypatch, enabled):
 
 
 def test_profile_without_experts_and_fp8_checks_neither():
-    assert [each.name for each in kernel_errors.kernels_of(resolve.load("tiny"))] == [
+    assert [each.name for each in kernel_errors.kernels_of(resolve.load(PAIR))] == [
         "attention",
         "loss",
         "update",
@@ -216,13 +217,13 @@ def test_loss_is_checked_on_a_chunk_of_training():
     """The chunk of a GPU is larger than what a CPU computes; the formula then runs in tiles."""
     found = kernel_errors.kernels_of(resolve.load("llama3-8b-h100"))
     assert next(each.shape for each in found if each.name == "loss") == "2048 × 4096 by 128256 tokens"
-    profile = resolve.load("tiny", ["train.sequence_length=512", "model.max_position_embeddings=512"])
+    profile = resolve.load(PAIR, ["train.sequence_length=512", "model.max_position_embeddings=512"])
     assert max(kernel_errors.loss_errors(profile, torch.device("cpu")).values()) < 2e-2
 
 
 def test_wrong_norm_is_found(monkeypatch):
     monkeypatch.setattr(product_errors.RMSNorm, "forward", lambda self, x: x * self.weight)
-    measured, passed = kernel("norm", ("tiny", ())).check(torch.device("cpu"))
+    measured, passed = kernel("norm", (PAIR, ())).check(torch.device("cpu"))
     assert not passed, measured
 
 

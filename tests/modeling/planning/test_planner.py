@@ -23,6 +23,7 @@ from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES
+from tests.profiles.pair import PAIR
 
 pytestmark = pytest.mark.slow
 
@@ -108,11 +109,11 @@ def test_communication_volume_follows_from_the_degrees():
     communication = plan(resolve.load("llama3-70b-cp-trn1")).communication
     assert all(communication[axis] > 0 for axis in ("tensor", "context", "pipeline", "data"))
     communication = plan(
-        resolve.load("tiny", ["parallel.tensor=1", "cluster.devices_per_node=1"])
+        resolve.load(PAIR, ["parallel.tensor=1", "cluster.devices_per_node=1"])
     ).communication
     assert set(communication.values()) == {0}
     # float32 gradients are reduce-scattered and bf16 weights all-gathered, half of each on two ranks.
-    both = plan(resolve.load("tiny", ["parallel.tensor=1", "train.micro_batch_size=1"]))
+    both = plan(resolve.load(PAIR, ["parallel.tensor=1", "train.micro_batch_size=1"]))
     assert (
         both.communication["data"]
         == both.stages[0].bytes["gradients"] // 2 + both.stages[0].bytes["parameters"] // 2
@@ -293,14 +294,14 @@ def test_rejection_suggests_single_changes_that_fit(name, overrides, among, not_
 
 
 def test_cpu_plan_includes_the_process_itself():
-    planned = plan(resolve.load("tiny"))
+    planned = plan(resolve.load(PAIR))
     assert planned.host_bytes > 300 << 20
     assert planned.needs == planned.stages[0].total + planned.host_bytes
     tight = replace(planned, device_bytes=planned.needs, fits=False)
     with pytest.raises(
         ProfileError, match=r"needs 0\.5 GiB per device \(.*process 0\.4\), which has 0\.5 GiB"
     ):
-        require_fit(resolve.load("tiny"), tight)
+        require_fit(resolve.load(PAIR), tight)
     assert plan(resolve.load("llama3-8b")).host_bytes == 0
 
 
@@ -316,7 +317,7 @@ def test_plans_leave_more_memory_free_on_neuron_where_it_fragments(device, fit):
 def test_gpu_of_unknown_memory_needs_an_accelerator_name():
     overrides = ["cluster.device=cuda", "parallel.tensor=1", "cluster.devices_per_node=1"]
     with pytest.raises(ProfileError, match=r"cluster\.accelerator.*h100, h200, b200"):
-        plan(resolve.load("tiny", overrides))
+        plan(resolve.load(PAIR, overrides))
 
 
 def test_search_ranks_topologies_that_fit_and_explains_the_others():
@@ -470,4 +471,4 @@ def test_unreadable_calibration_is_an_error(tmp_path, monkeypatch):
     calibration.path_of("cpu").parent.mkdir()
     calibration.path_of("cpu").write_text("{")
     with pytest.raises(ProfileError, match=r"calibration.*cpu\.json.*check_device --calibrate"):
-        plan(resolve.load("tiny"))
+        plan(resolve.load(PAIR))

@@ -12,6 +12,7 @@ from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import render, warning_texts
 from tasks.store.store import Store
 from tests import s3
+from tests.profiles.pair import PAIR
 from tests.tasks.fleet.histories import SimulatedRun
 from tests.tasks.reporting.run_folders import WellFormed
 
@@ -130,7 +131,7 @@ def test_validation_loss_is_that_of_the_final_evaluation_as_in_a_comparison(tmp_
     ):
         run = simulated(tmp_path / "store", name, steps=steps or 20)
         (run.folder / "profile.yaml").write_text(
-            resolve.dump(resolve.load("tiny", (f"train.steps={run.steps}",), name))
+            resolve.dump(resolve.load(PAIR, (f"train.steps={run.steps}",), name))
         )
         os.utime(run.folder / "profile.yaml", (1.7e9, 1.7e9))
         with (run.folder / "metrics.jsonl").open("a") as file:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from profiles import resolve
 from tasks import report
 from tasks.reporting.outcome import Outcome
+from tests.profiles.pair import PAIR
 
 VOID = {"meta", "link", "br", "img", "input"}
 TRACED = {
@@ -44,7 +45,7 @@ class WellFormed(HTMLParser):
 def write_run(folder, *overrides, losses=100):
     """Write a run folder: metrics of `losses` steps, two evaluations, one incident, an exported tokenizer."""
     folder.mkdir(parents=True)
-    (folder / "profile.yaml").write_text(resolve.dump(resolve.load("tiny", overrides, folder.name)))
+    (folder / "profile.yaml").write_text(resolve.dump(resolve.load(PAIR, overrides, folder.name)))
     rows = [
         {"step": step, "loss": 8.3 - step / 100, "step_seconds": 0.5, "tokens_per_second": 4096.0}
         | {"forward_backward_seconds": 0.3, "optimizer_seconds": 0.1, "memory_bytes": 3 << 28}

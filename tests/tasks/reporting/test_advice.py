@@ -6,8 +6,9 @@ import pytest
 
 from profiles import resolve
 from tasks.reporting.advice import data_warnings, rise_warning, tokens_of_pass, training_tokens
+from tests.profiles.pair import PAIR
 
-STEP_TOKENS = 8 * 256  # of tiny
+STEP_TOKENS = 8 * 256  # of PAIR
 ENOUGH = {"vocabulary_size": 4096}
 
 
@@ -38,7 +39,7 @@ ENOUGH = {"vocabulary_size": 4096}
     ],
 )
 def test_missing_repeated_data_and_small_tokenizers_are_warned_about(tokenizer, dataset, expected):
-    warnings = data_warnings(resolve.load("tiny"), tokenizer, dataset)
+    warnings = data_warnings(resolve.load(PAIR), tokenizer, dataset)
     assert len(warnings) == len(expected)
     for warning, part in zip(warnings, expected, strict=True):
         assert re.search(part, warning)
@@ -46,7 +47,7 @@ def test_missing_repeated_data_and_small_tokenizers_are_warned_about(tokenizer, 
 
 def test_passes_over_pairs_count_padding_and_both_rows():
     settings = ("objective.kind=dpo", "train.steps=100", "train.global_batch_size=8")
-    profile = resolve.load("tiny", settings)
+    profile = resolve.load(PAIR, settings)
     pairs = tokens_of_pass(profile, {"tokens": 999, "samples": 400})
     assert training_tokens(profile) / pairs == 100 * 8 / 400
 

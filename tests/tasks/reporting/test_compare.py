@@ -11,6 +11,7 @@ import pytest
 
 from flows.cli.main import main
 from profiles import resolve
+from tests.profiles.pair import PAIR
 from tests.tasks.reporting.run_folders import WellFormed, write_report, write_run
 
 
@@ -42,7 +43,7 @@ def test_compare_shows_an_extended_run_as_unfinished(capsys, tmp_path, monkeypat
     folder = tmp_path / "store/runs/first"
     write_run(folder, "train.steps=100")
     write_report(folder)
-    (folder / "profile.yaml").write_text(resolve.dump(resolve.load("tiny", ("train.steps=200",), "first")))
+    (folder / "profile.yaml").write_text(resolve.dump(resolve.load(PAIR, ("train.steps=200",), "first")))
     assert main(["compare", "first", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert run["state"] == "at step 100 of 200"

@@ -16,6 +16,7 @@ from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
 from tests.modeling.conversion.nxd import nxd_shards
+from tests.profiles.pair import PAIR
 
 HEADS = {"num_attention_heads": nxd_shards.HEADS, "num_key_value_heads": nxd_shards.KV_HEADS}
 MODEL = {
@@ -40,7 +41,7 @@ def weights(tmp_path) -> Path:
 
 def profile(source: Path, *overrides: str):
     fields = [f"model.{name}={value}" for name, value in MODEL.items()]
-    return resolve.load("tiny", [*fields, f"init.from={source}", "tokenizer.vocabulary_size=100", *overrides])
+    return resolve.load(PAIR, [*fields, f"init.from={source}", "tokenizer.vocabulary_size=100", *overrides])
 
 
 def same(one: Path, other: Path) -> bool:

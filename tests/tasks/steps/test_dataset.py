@@ -22,6 +22,7 @@ from tasks.steps.tokenizer import TokenizerStep
 from tasks.store.store import Store
 from tasks.tokenization import tokenize_shard, tokenizer_files
 from tests import s3
+from tests.profiles.pair import PAIR
 from tests.tasks.source_files import documents_of, list_shards
 
 DOCUMENTS = [f"Document {i} " + "says words and more words. " * (i % 7) for i in range(200)] + [
@@ -50,7 +51,7 @@ def profile(path, *overrides):
         "tokenizer.vocabulary_size=300",
         "train.sequence_length=16",
     ]
-    return resolve.load("tiny", [*common, "data.validation_fraction=0.1", *overrides])
+    return resolve.load(PAIR, [*common, "data.validation_fraction=0.1", *overrides])
 
 
 def make_tokenizer(wanted, store):

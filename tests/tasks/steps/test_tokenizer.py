@@ -24,6 +24,7 @@ from tasks.tokenization.chat_templates import ChatTemplate, own_templates
 from tasks.tokenization.tokenizer_files import EOS, byte_level
 from tests import s3
 from tests.hub import TOKEN
+from tests.profiles.pair import PAIR
 
 TEXT = [
     "The quick brown fox",
@@ -45,7 +46,7 @@ def texts(tmp_path):
 
 
 def profile(*overrides):
-    return resolve.load("tiny", overrides)
+    return resolve.load(PAIR, overrides)
 
 
 def from_source(source, *overrides):

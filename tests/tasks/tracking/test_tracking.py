@@ -18,6 +18,7 @@ from tasks.tracking import process, worker
 from tasks.tracking.mlflow_tracker import MlflowTracker
 from tasks.tracking.process import labels_of, tracking
 from tasks.tracking.protocol import TrackedRun
+from tests.profiles.pair import PAIR
 from tests.tasks.tracking import wandb_files
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ class Run:
     def __init__(self, store: Path, *trackers: str) -> None:
         names = ",".join(trackers)
         overrides = [f"tracking.trackers=[{names}]", "tracking.project=shared", "tracking.tags=[ablation]"]
-        self.profile = resolve.load("tiny", overrides)
+        self.profile = resolve.load(PAIR, overrides, "tiny")
         self.folder = store / "runs/tiny"
         self.folder.mkdir(parents=True)
         self.metrics = self.folder / "metrics.jsonl"
