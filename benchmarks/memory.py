@@ -30,6 +30,8 @@ STEPS = 2
 SMALL = (
     *("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4"),
     *("model.vocab_size=2048", "tokenizer.vocabulary_size=2048", "train.sequence_length=256"),
+    *("model.num_attention_heads=8", "parallel.tensor=2", "cluster.devices_per_node=2"),
+    *("train.global_batch_size=8", "train.micro_batch_size=4"),
     "compile.enabled=false",
 )
 GPT = (

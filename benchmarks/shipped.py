@@ -35,7 +35,7 @@ def topology(profile: Profile) -> str:
         replicas = profile.weight_replicas // profile.shard_degree
         kind = {"zero1": "ZeRO-1", "fsdp": "FSDP"}[parallel.data_sharding]
         parts.append(f"{kind} {profile.shard_degree}" + (f" × {replicas}" if replicas > 1 else ""))
-    return ", ".join(parts)
+    return ", ".join(parts) or "one process"
 
 
 def describe(profile: Profile) -> tuple[str, str, str, str]:

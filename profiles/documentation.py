@@ -22,7 +22,7 @@ cat > shorter.yaml <<'END'
 extends: tiny
 train: {steps: 100, learning_rate: 1e-3}
 END
-trainshed plan shorter.yaml --set parallel.tensor=1
+trainshed plan shorter.yaml --set train.seed=7
 trainshed profiles
 ```
 
@@ -31,8 +31,8 @@ overrides one key. `trainshed profiles` lists the shipped profiles:
 
 ```
 profile                   parameters    nodes × devices  status
-tiny                      2.74 million  1 × 2 cpu        runs here
-  Llama with 2.7 million parameters on the Python documentation, two CPU processes on this machine
+tiny                      1.09 million  1 × 1 cpu        runs here
+  Llama with 1.1 million parameters on the Python documentation, one CPU process on this machine
 …
 llama3-70b                70.6 billion  8 × 64 trn2      submits to Slurm
   Llama 3 70B from scratch on English Wikipedia, on 8 trn2.48xlarge

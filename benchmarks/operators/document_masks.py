@@ -21,6 +21,12 @@ def main() -> None:
     options = parser.parse_args()
     overrides = ["parallel.tensor=1", "cluster.devices_per_node=1", "train.precision=float32"]
     overrides += [f"train.sequence_length={options.sequence}", "train.document_masks=true"]
+    overrides += [
+        "model.vocab_size=4096",
+        "model.hidden_size=192",
+        "model.num_attention_heads=8",
+        "train.micro_batch_size=4",
+    ]
     with Trainer(resolve.load("tiny", overrides)) as trainer:
         initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, 0)
         tokens = torch.randint(0, 4096, (4, options.sequence + 1))

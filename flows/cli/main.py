@@ -125,7 +125,7 @@ def _add_training(commands: Any) -> None:
     _json(chain)
 
     about = "start a new run from another run's checkpoint"
-    example = "trainshed fork tiny@200 colder --set train.learning_rate=1e-4"
+    example = "trainshed fork tiny@600 colder --set train.learning_rate=1e-4"
     fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example, folder="runs")
     fork.add_argument(
         "parent", metavar="RUN[@STEP]", help="the run, and the step of its checkpoint (default: latest)"
