@@ -1,6 +1,6 @@
-"""Deployments of prefect.yaml on the server of `trainshed up`: what it lacks, and their registration.
+"""Deployments of prefect.yaml on a Prefect server: what it lacks, and their registration.
 
-Those whose profiles can start on this machine are registered, or with --all all, in about 20 s. The server keeps a digest
+Those whose profiles can start from this machine are registered, or with --all all, in about 20 s. The server keeps a digest
 of what they were made from, and of the result, in a variable, so that they are registered again only after a change, or if they
 were changed or removed there. A digest that the server does not return or store in time only costs another registration.
 """
@@ -11,6 +11,10 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
+import shutil
+import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,11 +28,14 @@ from uuid import uuid4
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.prefect_settings import POOL, authorization
+from flows.server.outages import await_start
+from flows.server.prefect_settings import PASSWORD, POOL, SETTINGS, authorization
+from flows.server.secrets import without_tokens
 from flows.server.shared_server import start_module
 from flows.ui.console import print_stderr, waiting
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
+from profiles.rules.cluster import ACCELERATORS
 
 VARIABLE = "trainshed_deployments"
 # What deployments are made from: their definitions, and the flows and names of profiles, from which Prefect makes their forms.
@@ -48,6 +55,9 @@ FIELDS = (
 )
 RECORD = "flows.working_folder.record"  # the pull step
 DEVICES = {"cuda": "nvidia[0-9]*", "neuron": "neuron[0-9]*"}  # of device types, in /dev
+# What Slurm says about the nodes: their devices, such as gpu:h100:8, and features, such as the name of a cloud's instance type.
+NODES = ("sinfo", "--noheader", "--format=%G %f")
+NODES_SECONDS = 10.0
 FORBIDDEN, NOT_FOUND, UNAVAILABLE = 403, 404, 503
 CSRF_TOKEN = "Prefect-Csrf-Token"
 ATTEMPTS = 10  # a server on SQLite is unavailable for moments
@@ -68,6 +78,39 @@ def register(
     return _run(["flows.alerts.evaluation", *tasks], home, log_file, settings)
 
 
+def register_elsewhere(options: argparse.Namespace, home: Path) -> int:
+    """Register with the server that Prefect's settings name, quietly; returns the exit code."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    with waiting(lambda: "loading Prefect"):
+        from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+
+    api = PREFECT_API_URL.value()
+    if not api:
+        reason = "is not set; export the address of the API, such as https://prefect.example.org/api"
+        raise ProfileError("PREFECT_API_URL", None, reason)
+    if password := PREFECT_API_AUTH_STRING.value():
+        os.environ[PASSWORD] = password
+    with waiting(lambda: "waiting for the Prefect server"):
+        await_start(api)
+    folder = Path(tempfile.mkdtemp(prefix="trainshed-deploy-"))
+    environment = {"TRAINSHED_FOLDER": str(Path.cwd()), **without_tokens(), "PREFECT_API_URL": api}
+    settings = {"env": environment, "stdin": subprocess.DEVNULL}
+    if code := register(options, home, api, folder / "deploy.log", settings):
+        return code
+    shutil.rmtree(folder)
+    print_stderr(f"registered with {api}: {summary(home, every=options.all)}")
+    return DONE
+
+
+def summary(home: Path, *, every: bool) -> str:
+    """How many deployments are registered, and how to register the others."""
+    count, total = len(listed(home, every=every)), len(listed(home, every=True))
+    if count == total:
+        return f"{total} deployments"
+    return f"the {count} of {total} deployments that can start from here; --all registers all"
+
+
 def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any], *, every: bool = False) -> int:
     """Register the deployments, unless the server has them unchanged; returns the exit code.
 
@@ -75,9 +118,10 @@ def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any], *,
         every: also those that cannot start on this machine.
     """
     wanted = listed(home, every=every)
+    folder = settings.get("env", {}).get("TRAINSHED_FOLDER", str(Path.cwd()))
     with contextlib.suppress(OSError, ValueError):
         variables = query(f"{api}/variables/filter", {"variables": named(VARIABLE)})
-        if variables and variables[0]["value"] == _digest(home, api, wanted):
+        if variables and variables[0]["value"] == _digest(home, api, wanted, folder):
             return DONE
     file = log_file.absolute().with_name("deployments.yaml")  # written by each `up`, with the same contents
     state_files.write(file, yaml.safe_dump({**_read(home), "deployments": wanted}, sort_keys=False))
@@ -85,7 +129,7 @@ def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any], *,
     if code := _run(command, home, log_file, settings, len(wanted)):
         return code
     with contextlib.suppress(OSError, ValueError):
-        _write_digest(api, _digest(home, api, wanted))
+        _write_digest(api, _digest(home, api, wanted, folder))
     return DONE
 
 
@@ -102,7 +146,7 @@ def working_folder(api: str) -> str | None:
 
 
 def listed(home: Path, *, every: bool = False) -> list[dict[str, Any]]:
-    """The deployments of prefect.yaml: those whose profiles can start on this machine, or all."""
+    """The deployments of prefect.yaml: those whose profiles can start from this machine, or all."""
     return [entry for entry in _read(home)["deployments"] if every or _starts_here(entry)]
 
 
@@ -118,14 +162,29 @@ def _starts_here(deployment: Mapping[str, Any]) -> bool:
 
 @cache
 def _profile_starts_here(name: str) -> bool:
-    """Whether this machine has the launcher, the data and, for a local run, a device of the profile."""
+    """Whether this machine has the launcher and data of the profile, and it or its cluster the devices."""
     try:
         profile = resolve.load(name)
         resolve.check_start(profile)
     except ProfileError:
         return False
-    devices = DEVICES.get(profile.cluster.device)
-    return profile.cluster.launcher != "local" or devices is None or bool([*Path("/dev").glob(devices)])
+    cluster = profile.cluster
+    if cluster.launcher == "slurm":
+        known = _slurm_accelerators()
+        return not known or cluster.accelerator in (None, *known)
+    devices = DEVICES.get(cluster.device)
+    return cluster.launcher != "local" or devices is None or bool([*Path("/dev").glob(devices)])
+
+
+@cache
+def _slurm_accelerators() -> frozenset[str]:
+    """Accelerators that Slurm names for its nodes, whatever their state; empty if it names none."""
+    try:
+        done = subprocess.run(NODES, capture_output=True, text=True, errors="replace", timeout=NODES_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return frozenset()
+    names = (name for kind in ACCELERATORS.values() for name in kind)
+    return frozenset(name for name in names if name in done.stdout.lower())
 
 
 def named(name: str) -> dict[str, Any]:
@@ -164,9 +223,9 @@ def _registered(api: str) -> list[dict[str, Any]]:
     return query(f"{api}/deployments/filter", {"work_pools": named(POOL)})
 
 
-def _digest(home: Path, api: str, wanted: Sequence[Mapping[str, Any]]) -> str:
+def _digest(home: Path, api: str, wanted: Sequence[Mapping[str, Any]], folder: str) -> str:
     """Digest of what deployments are made from, the folder of their runs, and the server's deployments."""
-    found = hashlib.sha256(f"{version('prefect')} {Path.cwd()}".encode())
+    found = hashlib.sha256(f"{version('prefect')} {folder}".encode())
     found.update(json.dumps(wanted).encode())
     for pattern in SOURCES:
         for path in sorted(home.glob(pattern)):

@@ -225,7 +225,9 @@ def _add_planning(commands: Any) -> None:
     about = "start a Prefect server and a worker on this machine"
     up = _command(commands, "up", "", about, "trainshed up")
     _with_default(up, "--port", 4200, "port of the UI and the API", type=integer(1, 65535), metavar="PORT")
-    about = "register the deployments of all shipped profiles, not only of those that can start here"
+    about = "only register, with the server of PREFECT_API_URL"
+    up.add_argument("--register", action="store_true", help=about)
+    about = "register the deployments of all shipped profiles, not only of those that can start from here"
     up.add_argument("--all", action="store_true", help=about)
     about = "send alerts to this Prefect notification block, such as slack-webhook/team"
     up.add_argument("--alerts", metavar="TYPE/NAME", help=about)

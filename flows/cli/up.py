@@ -21,7 +21,16 @@ from urllib.parse import quote
 
 import psutil
 
-from flows.cli.deployments import count_unregistered, listed, named, query, register, working_folder
+from flows.cli.deployments import (
+    count_unregistered,
+    listed,
+    named,
+    query,
+    register,
+    register_elsewhere,
+    summary,
+    working_folder,
+)
 from flows.cli.exit_codes import DONE, FAILED
 from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import (
@@ -61,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
         advice = "`up` needs a checkout, installed with `pip install -e`"
         print_stderr(f"trainshed: no prefect.yaml in {home}; {advice}")
         return FAILED
+    if options.register:
+        return register_elsewhere(options, home)
     port = options.port
     address = f"http://127.0.0.1:{port}"
     missing = [SERVER, WORKER]
@@ -168,6 +179,7 @@ class _Services:
         start = f"{prefect} deployment run pretrain/tiny --flow-run-name tiny"
         print_stderr(f"  PREFECT_PROFILES_PATH={relative(str(client))} {start}")
         print_stderr(f"Prefect's database: {self.locks.home}")
+        print_stderr(f"registered: {summary(self.home, every=self.options.all)}")
 
 
 def _sign_in(address: str) -> str:

@@ -63,7 +63,7 @@ def deployment(server, tmp_path_factory):
     """A worker and the deployment `pretrain/tiny`, registered as by `trainshed up`; its id."""
     register_deployment(server.api, "tiny")
     every = ask(f"{server.api}/deployments/filter")
-    (found,) = (each for each in every if "pretrain" in each["tags"])
+    (found,) = (each for each in every if each["entrypoint"] == "flows.pretrain.pretrain")
     with worker(server.api, tmp_path_factory.mktemp("worker") / "worker.log") as started:
         yield started, found["id"]
 

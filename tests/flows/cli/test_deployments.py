@@ -4,14 +4,19 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli import deployments
 from flows.cli.deployments import count_unregistered, deploy, listed, named, query
+from flows.cli.main import main
 from flows.registration import register_pool
+
+CHECKOUT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -68,31 +73,85 @@ def test_deployments_are_registered_again_only_if_they_or_the_servers_have_chang
     assert not registers()
 
 
-def test_a_server_too_busy_for_the_digest_has_the_deployments_registered(home, monkeypatch):
+@pytest.fixture
+def started(monkeypatch):
+    """Modules that are started instead of run, with their logs."""
+    found = []
+
+    def start(module, log_file, **_):
+        found.append((module, log_file))
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(deployments, "start_module", start)
+    return found
+
+
+def test_a_server_too_busy_for_the_digest_has_the_deployments_registered(home, monkeypatch, started):
     def time_out(*_):
         raise TimeoutError("timed out")
 
-    def start(module, log_file, **_):
-        started.append(module)
-        return subprocess.Popen([sys.executable, "-c", ""])
-
-    started = []
     monkeypatch.setattr(deployments, "query", time_out)
-    monkeypatch.setattr(deployments, "start_module", start)
     assert deploy(home, "http://127.0.0.1:4200/api", home / "deploy.log", {}) == 0
-    (command,) = started
+    ((command, _),) = started
     assert command[:4] == ["prefect", "--no-prompt", "deploy", "--all"]
     assert yaml.safe_load(Path(command[-1]).read_text())["deployments"][0]["name"] == "only"
 
 
-def test_deployments_are_of_the_profiles_that_can_start_here(monkeypatch):
-    """Without sbatch and accelerators, those on this machine's CPU; others only if all are wanted."""
-    monkeypatch.setenv("PATH", "/nowhere")
+def test_up_register_registers_with_the_configured_server_and_prints_one_line(monkeypatch, capsys, started):
+    monkeypatch.setattr(deployments, "await_start", lambda _: None)
+    count = len(listed(CHECKOUT, every=True))
+    for address, code, says in (
+        ("http://127.0.0.1:9/api", 0, "registered with http://127.0.0.1:9/api: {count} deployments\n"),
+        (None, 2, "trainshed: PREFECT_API_URL: is not set; export the address of the API"),
+    ):
+        with temporary_settings({PREFECT_API_URL: address}):
+            assert main(["up", "--register", "--all", "--evaluate", "hellaswag"]) == code
+        assert capsys.readouterr().err.startswith(says.format(count=count))
+    assert [module[0] for module, _ in started] == [
+        "flows.registration",
+        "prefect",
+        "flows.alerts.evaluation",
+    ]
+    assert not any(log.parent.exists() for _, log in started)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine without devices, and a function that gives it a Slurm cluster of such nodes."""
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(deployments, "DEVICES", {"cuda": "no-such-device", "neuron": "no-such-device"})
     monkeypatch.setattr(deployments, "_profile_starts_here", deployments._profile_starts_here.__wrapped__)
-    checkout = Path(__file__).parents[3]
-    found = [each for each in listed(checkout) if "profile" in each.get("parameters", {})]
-    assert {each["name"] for each in found} == {"tiny", "tiny-moe", "tiny-sft", "tiny-lora", "tiny-dpo"}
-    assert {"fleet", "chain", "evaluate"} < {each["name"] for each in listed(checkout)}
-    assert "llama3-8b-chain" not in {each["name"] for each in listed(checkout)}
-    assert "llama3-70b" in {each["name"] for each in listed(checkout, every=True)}
+    monkeypatch.setattr(deployments.resolve, "load", cache(deployments.resolve.load))
+    accelerators = deployments._slurm_accelerators.__wrapped__
+
+    def with_nodes(text: str) -> None:
+        for name in ("sbatch", "sinfo"):
+            program = tmp_path / name
+            program.write_text(f"#!/bin/sh\necho '{text}'\n")
+            program.chmod(0o755)
+        found = accelerators()
+        monkeypatch.setattr(deployments, "_slurm_accelerators", lambda: found)
+
+    return with_nodes
+
+
+def test_deployments_are_of_the_profiles_that_can_start_here(machine):
+    """Those on this machine's CPU, and those whose accelerators Slurm names; others if all are wanted."""
+
+    def names(**wanted) -> set[str]:
+        return {each["name"] for each in listed(CHECKOUT, **wanted)}
+
+    profiles = {each["name"] for each in listed(CHECKOUT) if "profile" in each.get("parameters", {})}
+    assert profiles == {"tiny", "tiny-moe", "tiny-sft", "tiny-lora", "tiny-dpo"}
+    here, every = names(), names(every=True)
+    assert {"fleet", "chain", "evaluate"} < here
+    of_gpus = {name for name in every if name.endswith(("-h100", "-h200"))}
+    of_trainium = every - here - of_gpus
+    assert {"llama3-70b", "llama3-8b-chain"} < of_trainium
+    for nodes, expected in (
+        ("gpu:H100:8 static,p5.48xlarge", here | {name for name in of_gpus if name.endswith("-h100")}),
+        ("(null) dynamic,trn2.48xlarge,queue1", here | of_trainium),
+        ("(null) (null)", every),
+    ):
+        machine(nodes)
+        assert names() == expected

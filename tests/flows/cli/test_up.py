@@ -91,7 +91,7 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
     assert started.process.stderr.readline() == f"Prefect's UI: http://127.0.0.1:{port}\n"
     assert ask(f"{api}/automations/filter")
     found = ask(f"{api}/deployments/filter")
-    deployments = {each["name"]: each for each in found if "pretrain" in each["tags"]}
+    deployments = {each["name"]: each for each in found if each["entrypoint"] == "flows.pretrain.pretrain"}
     assert f"/deployment/{deployments['tiny']['id']}/run" in started.process.stderr.readline()
     form = deployments["tiny"]["parameter_openapi_schema"]["properties"]
     assert all(field["description"] for field in form.values())
@@ -164,7 +164,7 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert len({(each["flow_id"], each["name"]) for each in deployments}) == len(deployments)
 
     # A schedule of the continual flow, with a time zone, starts a run on the worker.
-    (nightly,) = (each for each in deployments if "continual" in each["tags"])
+    (nightly,) = (each for each in deployments if each["entrypoint"].startswith("flows.continual"))
     (schedule,) = nightly["schedules"]
     assert schedule["schedule"]["timezone"] == "Europe/Berlin"
     assert not schedule["active"]
@@ -187,7 +187,8 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert done[0]["auto_scheduled"]
 
     # The second Ctrl-C also kills processes that ignore signals: here a suspended rank.
-    (deployment,) = (each for each in deployments if each["name"] == "tiny" and "pretrain" in each["tags"])
+    tiny = ("tiny", "flows.pretrain.pretrain")
+    (deployment,) = (each for each in deployments if (each["name"], each["entrypoint"]) == tiny)
     parameters = {"profile": str(profile), "overrides": ENDLESS, "name": "deployed"}
     ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
     wait_for_step(tmp_path / "store/runs/deployed", 50, timeout=300)
@@ -260,5 +261,5 @@ def test_deployments_are_the_profiles_that_can_start_and_name_their_cluster(depl
         here = profile.cluster.launcher == "local"
         flow = "finetune" if profile.fine_tunes else "pretrain"
         assert each["entrypoint"] == f"flows.pretrain.{flow}"
-        assert each["tags"] == [flow, "cpu" if here else cluster_summary(profile)]
+        assert each["tags"] == ["cpu" if here else cluster_summary(profile)]
         assert each["description"].partition(", on ")[2] in profile.description or here
