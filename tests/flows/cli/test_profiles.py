@@ -47,7 +47,7 @@ FAMILIES = {
     ),
     "gpt3-175b": (
         *("parallel.tensor=1", "parallel.pipeline=2", "model.num_attention_heads=4"),
-        "train.recompute=[selective 1, none]",  # its own list has an entry for each of four stages
+        "train.recompute=[selective 1, none]",  # an entry for each stage
     ),
     "deepseek-coder-1.3b": (
         *("parallel.tensor=1", "parallel.data_sharding=fsdp"),
