@@ -45,7 +45,7 @@ def main() -> int:
     about = "for Debian, packages, logs and the table; 10 GB (default: build/machines)"
     parser.add_argument("--folder", type=Path, default=Path("build/machines"), help=about)
     parser.add_argument(
-        "--short", action="store_true", help="train 20 steps only, to find quickly what fails"
+        "--short", action="store_true", help="train 20 steps, without make test, to find quickly what fails"
     )
     options = parser.parse_args()
     if unknown := set(options.machines) - {*names}:

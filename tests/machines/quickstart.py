@@ -141,7 +141,7 @@ def quickstart(machine: Machine, folder: Path, short: bool) -> Row:
         return Row(**row, failure="" if fine else "make install: does not end with one line")
     if install.code:
         return Row(**row, failure="make install: fails")
-    if machine.tests and user.run("make", "test", TESTS).code:
+    if machine.tests and not short and user.run("make", "test", TESTS).code:
         return Row(**row, failure="make test: fails")
     if machine.read_only:
         debian.make_read_only()
