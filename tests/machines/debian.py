@@ -135,7 +135,9 @@ class Debian:
         """Install the machine's packages, its user and the checkout of HEAD."""
         root = Path("/")
         if self.machine.packages:
-            apt = ("apt-get", "-o", "APT::Sandbox::User=root", "-qq")
+            # A mirror may be behind by weeks: then testing's index, which is still signed, has expired.
+            options = ("APT::Sandbox::User=root", "Acquire::Check-Valid-Until=false")
+            apt = ("apt-get", *(f"-o{option}" for option in options), "-qq")
             install = ("install", "-y", "--no-install-recommends", *self.machine.packages)
             for arguments in (("update",), install):
                 _run(
