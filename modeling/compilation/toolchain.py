@@ -15,6 +15,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from profiles import file_locks
+
 COMPILERS = ("g++", "clang++")
 # What inductor's code needs: Python's and OpenMP's headers, and C++20.
 SOURCE = """
@@ -28,6 +30,7 @@ extern "C" PyObject* PyInit_probe() { return PyModule_Create(&probe); }
 OPTIONS = ("-std=c++20", "-shared", "-fPIC")
 TIMEOUT = 120.0  # seconds, on a machine that swaps; usually it takes half a second
 NO_HEADERS = "no Python headers (install python3-dev)"
+NO_LOCKS = "no file locks for compiled code (choose a --store whose file system has them)"
 # What a compiler prints, or how a process that compiles fails, if the machine is at fault and not the code.
 FAULTS = (
     (r"Python\.h.*(not found|No such file)", NO_HEADERS),
@@ -74,6 +77,8 @@ def _fault(compiler: str, folder: Path) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".toolchain-", dir=folder) as work:
+            if not file_locks.supported(Path(work, "lock")):  # inductor locks each file that it compiles
+                return NO_LOCKS
             source, library = Path(work, "probe.cpp"), Path(work, "probe.so")
             source.write_text(SOURCE)
             command = [

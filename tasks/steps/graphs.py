@@ -172,7 +172,7 @@ def _trial(context: Context, work: Path) -> dict[str, Any] | None:
     try:
         execute(_launcher(context.profile, work / PREPARED), job, timeout=TIMEOUT)
     except (JobFailed, TimeoutError) as error:
-        note = f"{toolchain.of_machine(str(error)) or error}: training runs in eager mode"
+        note = f"{_reason(error)}: training runs in eager mode"
         log.warning("%s", note)
         return {**summarize([], 0.0), "note": note, "eager": True, "test_again": True}
     trial = json.loads(output.read_text())
@@ -185,6 +185,15 @@ def _trial(context: Context, work: Path) -> dict[str, Any] | None:
         f"1 graph as a trial; all would take {needed} of CPU to compile and save at most {saves}: eager mode"
     )
     return {**summarize([{**entry, "peak_bytes": None}], trial["seconds"]), "note": note, "eager": True}
+
+
+def _reason(error: JobFailed | TimeoutError) -> str:
+    """Why a trial failed, as a phrase; its log is removed with its work folder."""
+    lines = [line for line in getattr(error, "detail", "").splitlines() if line.strip()]
+    phrase = toolchain.of_machine("\n".join([str(error), *lines]))
+    raised = (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception)\b", line))
+    reason = next(raised, str(error).partition("; log: ")[0])[:200]
+    return phrase or f"a trial of the compiler failed ({reason})"
 
 
 def _trace(profile: Profile, work: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from modeling.compilation import toolchain
+from profiles import file_locks
 
 
 def compiler(folder: Path, script: str) -> Path:
@@ -47,7 +48,7 @@ def test_each_fault_is_one_line_with_what_to_do(tmp_path, monkeypatch, script, p
     assert "\n" not in found
 
 
-def test_missing_headers_and_a_folder_without_execution_are_named(tmp_path, monkeypatch):
+def test_missing_headers_and_a_folder_without_execution_or_locks_are_named(tmp_path, monkeypatch):
     write_text = compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo text > "$2"')
     monkeypatch.setenv("CXX", str(write_text))
     status = os.statvfs(tmp_path)
@@ -57,6 +58,8 @@ def test_missing_headers_and_a_folder_without_execution_are_named(tmp_path, monk
     fields[8] |= os.ST_NOEXEC
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
     assert f"from {tmp_path} (mounted noexec" in toolchain.fault(tmp_path)
+    monkeypatch.setattr(file_locks, "supported", lambda _: False)
+    assert toolchain.fault(tmp_path / "shared").startswith("no file locks for compiled code (choose")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert toolchain.missing() == "no Python headers (install python3-dev)"
     monkeypatch.setenv("PATH", "")

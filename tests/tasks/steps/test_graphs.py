@@ -271,8 +271,13 @@ def test_a_machine_that_cannot_compile_is_tested_again_by_the_next_run(run, tmp_
 def test_auto_compiles_only_where_a_trial_shows_that_it_pays(run, tmp_path, monkeypatch):
     store, jobs = Store(str(tmp_path / "store")), []
     trial = {"seconds": 2.0, "compiling": 32.0}
+    errors = [
+        JobFailed("trial: ended with exit code 1; log: removed", "x.py\nInductorError: no such operator\n\n")
+    ]
 
     def execute(launcher: local.LocalLauncher, job: Job, *_: object, **__: object) -> None:
+        if errors:
+            raise errors.pop()
         jobs.append(job.name)
         job.folder.mkdir()
         (job.folder / "trial.json").write_text(json.dumps({**trial, "training": steps}))
@@ -285,6 +290,8 @@ def test_auto_compiles_only_where_a_trial_shows_that_it_pays(run, tmp_path, monk
     profile = load(str(run / "profile.yaml"), ["compile.enabled=auto"])
     contexts = {n: Context(with_value(profile, "train.steps", n), store) for n in (100, 200)}
     steps = 100
+    note = "a trial of the compiler failed (InductorError: no such operator): training runs in eager mode"
+    assert GraphsStep().run(contexts[steps]).summary["note"] == note  # and it is not found again
     for _ in range(2):  # the second time, the decision is in the store
         summary = GraphsStep().run(contexts[steps]).summary
         assert (summary["eager"], summary["total"]) == (True, 1)
