@@ -165,6 +165,11 @@ class Inductor(Compiler):
 
             inductor.compile_threads = jobs
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_without_spaces(folder))
+        libraries = Path(torch.__file__).with_name("lib")
+        if (link := _without_spaces(libraries)) != libraries:
+            from torch.utils import cpp_extension
+
+            cpp_extension.TORCH_LIB_PATH = str(link)  # read for each command
 
     def prepare(self) -> None:
         """Compile a probe of each of the CPU's instruction sets, which takes 9 s of CPU."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.utils import cpp_extension
 
 from modeling.compilation.compilers import Inductor
 from parallel import ColumnParallelLinear, RowParallelLinear, torch_internals
@@ -89,6 +90,19 @@ def test_link_to_a_cache_with_a_space_in_its_path_is_shared_and_private(tmp_path
     first.parent.chmod(0o777)  # another user could redirect its links
     assert link().parent != first.parent
     assert link().resolve() == tmp_path / "a cache"
+
+
+def test_compiler_finds_torchs_libraries_below_a_path_with_a_space(tmp_path, monkeypatch):
+    installed = tmp_path / "a checkout" / "torch"
+    (installed / "lib").mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(installed / "lib"))
+    monkeypatch.setattr(torch, "__file__", str(installed / "__init__.py"))
+    Inductor("cpu").use_cache(tmp_path / "cache")
+    found = cpp_extension.TORCH_LIB_PATH  # which inductor reads for each of g++'s commands
+    assert Path(found).resolve() == installed / "lib"
+    assert " " not in found
 
 
 def test_gpu_graphs_are_found_wherever_weights_are_stored(tmp_path, monkeypatch):
