@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-IDENTITY = "run.json"  # identity of the run, and its parent if it was forked
+IDENTITY = "run.json"  # identity of the run, its id, and its parent if it was forked
 LOCKFILE = "lock.json"  # what the profile's references resolve to
 INPUTS = "inputs.json"  # identity, and the keys of tokenizer, dataset and initial weights
 ARTIFACTS = "artifacts.json"  # keys of the artifacts that the run's steps used, by kind
@@ -40,6 +40,20 @@ NOT_PROMOTED = "rejected.json"  # of a continual round
 def checkpoint(step: int) -> str:
     """The folder of a checkpoint (parallel/checkpoint/locations.py), relative to the run folder."""
     return f"{CHECKPOINTS}/step_{step}"
+
+
+def owner(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's marker records as `run`, from the contents of IDENTITY; empty if that is unknown."""
+    return {key: record[key] for key in ("identity", "id") if key in record}
+
+
+def is_other_run(owner: Any, record: Mapping[str, Any]) -> bool:
+    """Whether an `owner` is another run than that of the contents of IDENTITY.
+
+    Earlier versions recorded no `id`, and no `run` in markers: what is unknown may be the same.
+    """
+    known = owner.keys() & record.keys() & {"identity", "id"} if isinstance(owner, dict) else ()
+    return any(owner[key] != record[key] for key in known)
 
 
 def applied_request(record: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from modeling import run_files
 from modeling.data.sample_order import quotas
 from modeling.supervision.time_account import TOTALS
 from modeling.training.learning_rate import learning_rate
-from parallel.checkpoint.locations import QUARANTINE
+from parallel.checkpoint.locations import MARKER, QUARANTINE
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile, Train
@@ -269,6 +269,9 @@ def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
         run.write(run_files.METRICS, run.read(f"{HELD}/{run_files.METRICS}") or b"")
         _warn_of_other_data(store, parent, run)
         part = f"step_{parent.step}"
+        marker = f"{HELD}/{part}/{MARKER}"
+        if (found := state_files.parse(run.read(marker) or b"")) is not None:  # else training rejects it
+            store.backend.write(f"runs/{name}/{marker}", json.dumps({**found, "run": run.owner}).encode())
         run.copy_checkpoint(f"{HELD}/{part}", run, f"{run_files.CHECKPOINTS}/{part}")
         if run.checkpoint_steps() != [parent.step]:
             reason = "its copy is not complete; start the fork again"

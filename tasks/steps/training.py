@@ -69,6 +69,7 @@ class TrainingStep(Step):
         profile, store, folder = context.profile, context.store, context.run_folder
         run = store.run_folder(folder.name)
         self._require_same_run(store, run)
+        self._require_own_result(run, profile.train.steps)
         job = cluster_job("train", context, key, self.dataset, self.graphs)
         job = replace(job, attempt_file=folder / run_files.ATTEMPT)
         if self.weights is not None:
@@ -111,6 +112,13 @@ class TrainingStep(Step):
         if local != self.identity or stored not in (None, self.identity):  # None: not uploaded yet
             where = run.path if local != self.identity else f"{store.uri}/runs/{run.name}"
             reason = "now belongs to another run, which replaced this one; start this one under another name"
+            raise failures.FatalError(f"{where}: {reason}")
+
+    def _require_own_result(self, run: RunFolder, steps: int) -> None:
+        """Raise FatalError if the last step's checkpoint is of another run, such as one that was replaced."""
+        if run_files.is_other_run(_marker(run, steps).get("run"), run.owner):
+            where = run.location(run_files.checkpoint(steps))
+            reason = "written by another run; move the folder away, and start the run again"
             raise failures.FatalError(f"{where}: {reason}")
 
     def may_retry(self, context: Context) -> Callable[[BaseException], float | None]:

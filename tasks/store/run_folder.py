@@ -19,6 +19,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from modeling import run_files
 from parallel.checkpoint import locations
@@ -91,6 +92,11 @@ class RunFolder:
     def stored_identity(self) -> str | None:
         """Identity of the run in the store; None if the store has no such run. Raises as `identity`."""
         return self._identity_in(self._primary)
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        """What markers of the run's checkpoints record of it; empty if the store has no such run."""
+        return run_files.owner(self._read_identity(self._primary))
 
     @property
     def parent(self) -> Parent | None:
@@ -251,20 +257,25 @@ class RunFolder:
         return found
 
     def _prepare(self, identity: str, parent: Parent | None) -> Path:
-        local = self.identity
+        record = self._read_identity(self._local)
+        local = record.get("identity")
         traces = (name for name in TRACES if self._local.exists(f"{self._prefix}/{name}"))
         if local is None and (found := next(traces, None)):
             reason = f"{self.path} has {found} but no {run_files.IDENTITY}; restore that file, or move the folder away"
             raise ProfileError("name", self.name, reason)
-        if local not in (None, identity):
+        stored = self._read_identity(self._remote) if self._remote else {}
+        is_stored = stored.get("identity") == identity
+        if local not in (None, identity) or (is_stored and run_files.is_other_run(stored, record)):
             name = self._free_name()
             self._local.move(self._prefix, f"runs/{name}")
             log.warning("run %s: moved this machine's copy of another run to %s", self.name, name)
-        if self._remote:
-            self._restore(self._remote, identity)
+        if self._remote and is_stored:
+            self._restore(self._remote)
         retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
         if not self._local.exists(f"{self._prefix}/{run_files.IDENTITY}"):
-            contents = {"identity": identity, **({"parent": asdict(parent)} if parent else {})}
+            # The id differs from that of a replaced run, whose schedule may differ, but not its identity.
+            contents = {"identity": identity, "id": uuid4().hex}
+            contents |= {"parent": asdict(parent)} if parent else {}
             self.write(run_files.IDENTITY, json.dumps(contents, indent=1).encode())
         return self.path
 
@@ -282,13 +293,11 @@ class RunFolder:
         with locked(lock, required=False):
             yield
 
-    def _restore(self, remote: ObjectBackend, identity: str) -> None:
-        """Download the run if the remote store has it, and this machine none or an earlier attempt.
+    def _restore(self, remote: ObjectBackend) -> None:
+        """Download the run, which the remote store has, if this machine has none or an earlier attempt.
 
         If both have the same attempt, download what is missing or out of date here.
         """
-        if self._identity_in(remote) != identity:
-            return
         # The store before the local folder: a job that runs here writes to this folder first, and must not make it seem outdated.
         stored = attempt_in(remote, self._prefix)
         here = self._local_attempt()

@@ -84,8 +84,8 @@ class RunSync:
             return
         stored_record = self._remote.read(f"{self._name}/{run_files.IDENTITY}")
         records = FolderBackend(self._folder).read(run_files.IDENTITY), stored_record
-        ours, theirs = ((state_files.parse(record or b"") or {}).get("identity") for record in records)
-        if theirs not in (None, ours):
+        ours, theirs = (state_files.parse(record or b"") or {} for record in records)
+        if theirs.get("identity") not in (None, ours.get("identity")) or run_files.is_other_run(theirs, ours):
             message = "%s: not uploaded: the store has another run of this name, which replaced this one"
             log.warning(message, self._name)
             return

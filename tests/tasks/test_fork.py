@@ -84,6 +84,15 @@ def test_a_fork_keeps_its_checkpoint_while_the_parent_trains_on(store):
     assert child.checkpoint_steps() == [200]
     assert child.files("checkpoints").keys() == {"step_200/0.distcp", "step_200/complete.json"}
     assert not child.files("checkpoints.partial")
+    # Otherwise training rejects it as another run's.
+    marker = json.loads(child.read("checkpoints/step_200/complete.json"))
+    assert marker["run"] == child.owner != store.run_folder("parent").owner
+    grandchild = find_parent(store, "child", "grandchild")
+    hold_checkpoint(store, grandchild, "grandchild")
+    runs.open_run(store, load("tiny", (), "grandchild"), "three", "flow", INPUTS, parent=grandchild)
+    copy_checkpoint(store, grandchild, "grandchild")
+    other = store.run_folder("grandchild")
+    assert json.loads(other.read("checkpoints/step_200/complete.json"))["run"] == other.owner
 
 
 @pytest.mark.parametrize("removed", ["", "/complete.json"])

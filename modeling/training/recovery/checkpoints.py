@@ -34,6 +34,7 @@ from modeling.training.recovery.resume import (
     ResumeRequest,
     check_same_model,
     reject_beyond_last_step,
+    reject_other_run,
 )
 from modeling.training.recovery.row_upload import RowUpload
 from modeling.training.trainer import Trainer
@@ -268,6 +269,7 @@ class Checkpoints:
             "validation_loss": validation_loss,
             "profile": self.profile.model_dump(mode="json"),
             "versions": {"trainshed": version("trainshed")},
+            "run": run_files.owner(state_files.parse(self._run_identity) or {}),
             **state,
         }
         try:
@@ -374,6 +376,7 @@ class Checkpoints:
             except checkpoint.CorruptCheckpoint as error:
                 self._quarantine(step, str(error))
             else:
+                reject_other_run(state_files.parse(self._run_identity) or {}, latest, source)
                 losses[step] = comparable_loss(latest, self.profile)
         if losses:
             check_same_model(self.profile, latest, saved[max(losses)])

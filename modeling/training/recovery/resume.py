@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -98,9 +99,16 @@ class AppliedRequest:
             aside = checkpoint.free_aside(self._location)
             self._record["moving"] = {"steps": later, "to": str(aside)}
             if self._request.weights and step is not None:
+                self._reject_other_run(saved[step])
                 self._record["weights"] = str(checkpoint.join(aside, f"step_{step}"))
         self._write()
         return self._complete_move(saved)
+
+    def _reject_other_run(self, source: Location) -> None:
+        """Raise Rejected for weights that another run has written."""
+        record = state_files.parse(state_files.read(self._path.parent / run_files.IDENTITY) or b"") or {}
+        with suppress(checkpoint.CorruptCheckpoint):  # rejected when it is loaded
+            reject_other_run(record, checkpoint.read_marker(source), source)
 
     def _complete_move(self, saved: dict[int, Location]) -> dict[int, Location]:
         """Move aside the recorded checkpoints; returns those that remain."""
@@ -197,6 +205,20 @@ def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> Non
                 f"{source}: its step is after the run's last step, train.steps = {profile.train.steps}; raise train.steps to "
                 "continue from it, or move the folder away"
             )
+
+
+def reject_other_run(record: Mapping[str, Any], marker: Mapping[str, Any], source: Location) -> None:
+    """Raise `Rejected` for a checkpoint that another run has written: left behind by one that was replaced, or copied by hand.
+
+    Args:
+        record: contents of run.json.
+    """
+    if run_files.is_other_run(marker.get("run"), record):
+        name = marker.get("profile", {}).get("name")
+        raise Rejected(
+            f"{source}: written by another run{f', {name}' if name else ''}; move the folder away, or start a run from its "
+            "weights with init.from"
+        )
 
 
 def check_same_model(profile: Profile, marker: dict[str, Any], source: Location) -> None:

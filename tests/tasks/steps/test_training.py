@@ -91,6 +91,17 @@ def test_run_that_replaced_this_one_is_not_trained(tmp_path, remote):
     assert sorted(path.name for path in replacement.iterdir()) == ["profile.yaml", "run.json"]
 
 
+def test_last_checkpoint_of_another_run_is_no_result(tmp_path):
+    profile, store = resolve.load("tiny"), Store(str(tmp_path))
+    folder = run_folder(profile, store, "run")
+    marker = folder / f"checkpoints/step_{profile.train.steps}/complete.json"
+    state_files.write(
+        marker, json.dumps({"run": {"identity": "identity", "id": "of the run that was replaced"}})
+    )
+    with pytest.raises(FatalError, match=rf"{marker.parent}: written by another run; move the folder away"):
+        TrainingStep(Artifact("dataset", "key", "", {}), "identity").run(Context(profile, store, folder))
+
+
 @pytest.mark.parametrize(
     ("every", "due", "evaluated", "jobs"),
     [

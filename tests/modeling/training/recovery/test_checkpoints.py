@@ -161,6 +161,26 @@ def test_checkpoint_beyond_the_last_step_is_rejected_by_name(run, dataset):
     assert f"{run}/checkpoints/step_13: its step is after the run's last step, train.steps = 12" in output
 
 
+def test_checkpoint_of_another_run_is_rejected_by_name(run, dataset):
+    """As of a replaced run of the same identity, but with another schedule, which the store did not delete."""
+    markers = list((run / "checkpoints").glob("step_*/complete.json"))
+    for marker in markers:
+        about = json.loads(marker.read_text())
+        assert about.pop("run") == {}  # this run has no run.json, and neither had those of earlier versions
+        marker.write_text(
+            json.dumps(about | ({"run": {"identity": "a", "id": "1"}} if "_8" in str(marker) else {}))
+        )
+    (run / "run.json").write_text(json.dumps({"identity": "a", "id": "2"}))
+    (run / "checkpoints/owner").unlink()  # as a run is moved aside
+    for request in ((), ("checkpoint.resume=8", "checkpoint.weights=true")):
+        output = train(run, dataset, *request, code=2)
+        assert f"{run}/checkpoints/step_8: written by another run, micro; move the folder away" in output
+    assert steps(run) == [4, 8, 12]
+    (run / "checkpoints/owner").unlink()
+    (run / "run.json").write_text(json.dumps({"identity": "a"}))  # opened by an earlier version: unknown
+    assert "resumed from step 12" in train(run, dataset)
+
+
 def test_requested_step_is_resumed_once_and_later_checkpoints_move_aside(run, finished, dataset):
     output = train(run, dataset, "checkpoint.resume=4")
     assert "moved to checkpoints~1: step_8, step_12" in output
