@@ -16,7 +16,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -79,6 +79,26 @@ def make_folder(path: Path) -> None:
     except FileExistsError as error:  # which otherwise means that a file of the folder exists
         reason = "a file or a dangling link is where a folder belongs"
         raise NotADirectoryError(errno.ENOTDIR, reason, str(error.filename or path)) from error
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a file in errors of the block that have no path, such as of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def sync(path: Path | str) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -164,7 +184,7 @@ def _write(path: Path, data: bytes, durable: bool, private: bool) -> None:
     make_folder(path.parent)
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             if private:
                 partial.chmod(0o600)
             file.write(data)
@@ -177,8 +197,4 @@ def _write(path: Path, data: bytes, durable: bool, private: bool) -> None:
             retried(lambda: partial.unlink(missing_ok=True))
         raise
     if durable:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)

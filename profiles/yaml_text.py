@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import re
 import stat
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ EXPONENT = re.compile(r"[-+]?\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+$")
 
 CLOCK = re.compile(r"\d+(:\d+)+$")
 
+KEY = re.compile(rb"^([A-Za-z_]\w*):(?=\s)", re.MULTILINE)  # of the document's own mapping
 MAX_BYTES = 1_000_000  # of a document; shipped profiles have less than 5,000
 MAX_DEPTH = 50  # of lists and mappings in each other
 MAX_VALUES = 100_000  # scalars, lists and mappings
@@ -95,6 +98,34 @@ def parse(text: str | bytes) -> Any:
         raise ValueError(f"is not YAML{position}: {error.problem}") from error
     except (yaml.YAMLError, ValueError) as error:  # unprintable characters; an impossible date
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
+
+
+def parse_sections(text: bytes, names: Sequence[str]) -> dict[str, Any]:
+    """The entries of some keys of a document such as `Dumper` writes, whose other keys are not parsed.
+
+    Any other document is parsed completely. Raises ValueError as `parse`, also if it is not a mapping.
+    """
+    starts = [*KEY.finditer(text)]
+    ends = [*(start.start() for start in starts[1:]), len(text)]
+    found = {
+        name: text[start.start() : end]
+        for start, end in zip(starts, ends, strict=False)
+        if (name := start[1].decode()) in names
+    }
+    try:
+        if not found or starts[0].start():
+            raise ValueError
+        parsed = {key: value for part in found.values() for key, value in _parse_section(part).items()}
+    except ValueError:  # such as of an alias, whose anchor is elsewhere
+        parsed = parse(text) or {}
+    if not isinstance(parsed, dict):
+        raise ValueError("is not a mapping")
+    return parsed
+
+
+@lru_cache(maxsize=1024)  # runs of a store have many sections in common
+def _parse_section(text: bytes) -> dict[str, Any]:
+    return parse(text)
 
 
 def read(path: Path) -> Any:

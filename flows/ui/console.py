@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
 from rich.live import Live
 from rich.segment import Segment
@@ -206,6 +207,35 @@ def table_console() -> Console:
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     return console
+
+
+def print_table(
+    console: Console,
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int,
+    last_left: bool = False,
+) -> None:
+    """Print a table of many rows, of which rich takes a second for every 500. Long lines are left to the terminal.
+
+    Args:
+        left: number of columns, from the first, that are aligned to the left; the rest is to the right.
+        last_left: whether the last one is aligned to the left as well.
+    """
+    widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
+    lefts = {*range(left)} | ({len(titles) - 1} if last_left else set())
+
+    def line(cells: Sequence[str]) -> str:
+        blanks = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
+        padded = [
+            cell + blank if index in lefts else blank + cell
+            for index, (cell, blank) in enumerate(zip(cells, blanks, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    console.print(line(titles), style="dim", soft_wrap=True, markup=False)
+    console.out("\n".join(map(line, rows)), highlight=False)
 
 
 def redirect_to_devnull(output: IO[str]) -> None:

@@ -172,7 +172,7 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     backends = store.backends
     with ThreadPoolExecutor(READERS) as pool:
         entries = [entry for backend in backends for entry in backend.entries("runs").items()]
-        names = sorted({name for name, entry in entries if entry.is_folder})
+        names = sorted({name for name, entry in entries if entry.is_folder and not name.startswith(".")})
         read = pool.map(lambda name: _view(store, backends, name, cached.get(name), now), names)
         found = dict(zip(names, read, strict=True))
     kept = {name: (stamps, view.summary) for name, (stamps, view) in found.items() if stamps is not None}

@@ -42,6 +42,7 @@ EVENT_BYTES = 1 << 20  # of events.jsonl, from its end
 ROWS = 2  # read at each offset of a curve
 LATEST = 24  # rows that the speed is computed from
 LAST_KEYS = ("step", "loss", "time")  # kept from the last row, besides totals
+SECTIONS = ("train", "cluster", "objective")  # of the profile: parsing all of it takes most of the time
 PLANNED = ("step_seconds", "tokens_per_second")  # kept from plan.json
 Row = dict[str, Any]
 
@@ -193,11 +194,6 @@ def _rows(lines: Iterable[bytes]) -> Iterator[Row]:
             yield row
 
 
-def _sections(profile: dict[str, Any]) -> list[Any]:
-    """The sections that a summary reads."""
-    return [profile.get(name, {}) for name in ("train", "cluster", "objective")]
-
-
 class _Reader:
     """Files of one run."""
 
@@ -227,12 +223,12 @@ class _Reader:
         return value if isinstance(value, dict) else {}
 
     def profile(self) -> dict[str, Any]:
-        """The run's profile; empty if it does not exist. Raises ValueError if it is corrupted."""
+        """The SECTIONS of the run's profile; empty if it does not exist. Raises ValueError if it is corrupted."""
         try:
-            found = yaml_text.parse(self.read(run_files.PROFILE) or b"") or {}
+            found = yaml_text.parse_sections(self.read(run_files.PROFILE), SECTIONS)
         except ValueError as error:
             raise ValueError(f"{run_files.PROFILE} {error}") from error
-        if not isinstance(found, dict) or not all(isinstance(each, dict) for each in _sections(found)):
+        if not all(isinstance(found.get(name, {}), dict) for name in SECTIONS):
             raise ValueError(f"{run_files.PROFILE} is not a profile")
         return found
 

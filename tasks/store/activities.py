@@ -61,7 +61,7 @@ def holder(store: Store, kind: Kind, name: str) -> str | None:
 
 def find_all(store: Store) -> Iterator[tuple[str, str]]:
     """Run and process of every activity."""
-    for lock in sorted({file.partition("/")[0] for file in store.backend.files("locks")}):
+    for lock in sorted(store.backend.entries("locks")):
         kind, _, name = lock.partition("-")
         if kind in get_args(Kind) and (process := store.lock_holder(lock)):
             yield name, process

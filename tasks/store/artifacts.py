@@ -208,8 +208,9 @@ class ArtifactStore:
         """Files with their sizes of everything below `artifacts`, by kind and key."""
         listed: dict[tuple[str, str], dict[str, int]] = {}
         for path, size in self._primary.backend.files("artifacts").items():
-            kind, key, file = path.split("/", 2)
-            listed.setdefault((kind, key), {})[file] = size
+            if path.count("/") >= 2:  # otherwise another program's
+                kind, key, file = path.split("/", 2)
+                listed.setdefault((kind, key), {})[file] = size
         return listed
 
     def remove(self, kind: str, key: str) -> None:

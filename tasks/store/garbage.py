@@ -6,9 +6,15 @@ intermediate artifacts of an interrupted step are not referred to yet, so they a
 
 from __future__ import annotations
 
+import errno
+import shutil
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from modeling import run_files
@@ -16,15 +22,19 @@ from profiles import yaml_text
 from profiles.errors import ProfileError
 from profiles.state_files import CorruptedState, require_json
 from tasks.store import activities
+from tasks.store.backends.backend import NAME
+from tasks.store.backends.folder import REMOVED
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.run_folder import REPLACED
-from tasks.store.runs import files_by_run
 from tasks.store.staging import abandoned_folders
 from tasks.store.store import Store
 
 # Kinds of intermediate artifacts, by the step that makes them.
 PARTS = {"dataset": ("tokens", "hashes", "duplicates"), "graphs": ("graph",)}
+READERS = 16  # of runs' records, which an object store answers slowly
+FULL = {errno.ENOSPC, errno.EDQUOT}
+CHECK_SECONDS = 1.0  # between checks that the lock is still held
 
 
 @dataclass(frozen=True)
@@ -39,19 +49,23 @@ class Garbage:
 def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
     """Garbage that no run refers to, and notes about unreferenced artifacts that are kept."""
     _require_linked_runs(store)
-    runs = files_by_run(store)
     found = [
-        Garbage("replaced run", f"runs/{name}", sum(files.values()))
-        for name, files in runs.items()
+        Garbage("replaced run", f"runs/{name}", sum(store.files(f"runs/{name}").values()))
+        for name in _runs(store)
         if REPLACED.search(name)
     ]
-    current = {name: files for name, files in runs.items() if not REPLACED.search(name)}
-    artifacts, notes = _unused_artifacts(store, current)
-    found += artifacts
+    kept, notes = _kept_artifacts(store)
+    listed = store.artifacts.list_files()
+    _add_required(store, kept.used, listed)
     found += [
-        Garbage("staging", f"staging/{folder.name}", sum(store.files(f"staging/{folder.name}").values()))
-        for folder in (abandoned_folders(store.work_dir / "staging") if store.has_work_dir else ())
+        Garbage("artifact", f"artifacts/{kind}/{key}", sum(files.values()))
+        for (kind, key), files in sorted(listed.items())
+        if not kept.has(kind, key)
     ]
+    abandoned = abandoned_folders(store.work_dir / "staging") if store.has_work_dir else ()
+    left = [f"staging/{folder.name}" for folder in abandoned]
+    left += [f"runs/{name}" for name in store.backend.entries("runs") if name.startswith(f".{REMOVED}")]
+    found += [Garbage("staging", name, sum(store.files(name).values())) for name in left]
     folders = {"quarantine": "quarantine"} | ({} if notes else {"work": "scratch"})
     for folder, what in folders.items():
         sizes: dict[str, int] = defaultdict(int)
@@ -62,38 +76,113 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 
 
 def _require_linked_runs(store: Store) -> None:
-    """Raise ValueError for a run folder that is a link to a missing folder, such as on a disk not mounted."""
-    for path in (store.work_dir / "runs").glob("*"):
+    """Raise ValueError for a folder of runs that is a link to a missing one, such as on a disk not mounted."""
+    runs = store.work_dir / "runs"
+    for path in (runs, *runs.glob("*")):
         if path.is_symlink() and not path.exists():
-            raise ValueError(
-                f"{path} links to {path.readlink()}, which is missing: what the run uses is unknown"
-            )
+            raise ValueError(f"{path} links to {path.readlink()}, which is missing: what runs use is unknown")
 
 
-def remove(store: Store, garbage: Iterable[Garbage]) -> None:
-    """Remove garbage. Raises ProfileError while a run is active: its new artifacts are still unreferenced."""
-    with store.lock("gc") as lock:
-        for run, process in activities.find_all(store):
-            reason = f"run {run} is active in {process}; remove garbage once it has ended"
-            raise ProfileError("--yes", None, reason)
-        still = set(find_garbage(store)[0])
-        for each in garbage:
-            if each in still:
+def remove(store: Store, garbage: Sequence[Garbage]) -> None:
+    """Remove garbage. Raises ProfileError while a run is active: its new artifacts are still unreferenced.
+
+    New runs wait until all of it has its new name; a local store's files are deleted after that. On a full disk, which has no
+    room for the lock either, garbage is removed without the lock until it has.
+    """
+    left = list(garbage)
+    with ExitStack() as stack:
+        while True:
+            try:
+                lock = stack.enter_context(store.lock("gc"))
+                break
+            except OSError as error:
+                if error.errno not in FULL or not left:
+                    raise
+                _remove_without_lock(store, left.pop())
+        still = _still_garbage(store, left)
+        checked, aside = time.monotonic(), []
+        for each in still:
+            if time.monotonic() - checked > CHECK_SECONDS:
                 lock.check()  # a run may have begun if this process was suspended
-                store.remove(each.name)
+                checked = time.monotonic()
+            aside += store.set_aside(each.name)
+    _delete(aside)
 
 
-def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tuple[list[Garbage], list[str]]:
-    """Unreferenced artifacts, and notes about those kept for a run that is still making them."""
+def _remove_without_lock(store: Store, each: Garbage) -> None:
+    """Remove garbage unless a run has begun: it is renamed first, so that a run that begins later does not find it.
+
+    Raises ProfileError for an active run.
+    """
+    if not _still_garbage(store, [each]):
+        return
+    aside, is_garbage = store.set_aside(each.name), False
+    try:
+        is_garbage = bool(_still_garbage(store, [each]))
+    finally:
+        if not is_garbage:
+            for folder in aside:
+                folder.rename(store.work_dir / each.name)
+    _delete(aside)
+
+
+def _delete(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _still_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Garbage]:
+    """Those of earlier found garbage that no run has begun to use. Raises ProfileError while a run is active.
+
+    Reads the runs' records only: listing all files again would keep new runs waiting.
+    """
+    for run, process in activities.find_all(store):
+        reason = f"run {run} is active in {process}; remove garbage once it has ended"
+        raise ProfileError("--yes", None, reason)
+    kept, notes = _kept_artifacts(store)
+    _add_required(store, kept.used)
+    return [
+        each
+        for each in garbage
+        if not (each.what == "artifact" and kept.has(*each.name.split("/")[1:]))
+        and not (notes and each.what == "scratch")
+    ]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Artifacts that are not garbage."""
+
+    used: set[tuple[str, str]]  # kind and key
+    kinds: set[str]  # of which all are kept
+
+    def has(self, kind: str, key: str) -> bool:
+        return (kind, key) in self.used or kind in self.kinds
+
+
+def _runs(store: Store) -> list[str]:
+    """Names of the store's runs, replaced ones too."""
+    entries = store.backend.entries("runs")
+    return sorted(
+        name for name, entry in entries.items() if entry.is_folder and NAME.fullmatch(REPLACED.sub("", name))
+    )
+
+
+def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
+    """What runs refer to, without what that requires, and notes about kinds kept for a run that is still making them."""
     used: set[tuple[str, str]] = set()
     kept: set[str] = {"forecast", "mixture"}  # records of predictions, a few kilobytes each
     notes = []
-    for name in runs:
-        record = _json(store, name, run_files.ARTIFACTS, list)
+    names = [name for name in _runs(store) if not REPLACED.search(name)]
+    files = ((run_files.ARTIFACTS, list), (run_files.INPUTS, str | None), (run_files.STANDING, object))
+    with ThreadPoolExecutor(READERS) as pool:
+        read = pool.map(lambda name: [_json(store, name, *each) for each in files], names)
+        records = list(zip(names, read, strict=True))
+    for name, (record, inputs, series) in records:
+        if not (record or inputs or store.backend.entries(f"runs/{name}")):
+            continue  # an empty folder
         used |= {(kind, key) for kind, found in record.items() for key in found}
-        inputs = _json(store, name, run_files.INPUTS, str | None)
         used |= {(kind, key) for kind, key in inputs.items() if key}
-        series = _json(store, name, run_files.STANDING)
         used |= {(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
         for kind, parts in PARTS.items():
             if kind not in record and (kind != "graphs" or _compiles(store, name)):
@@ -101,33 +190,40 @@ def _unused_artifacts(store: Store, runs: Mapping[str, Mapping[str, int]]) -> tu
                 notes.append(
                     f"run {name} has no {kind} yet: {', '.join(parts)} are kept; remove runs/{name} to collect them"
                 )
-    listed = store.artifacts.list_files()
-    _add_required(store, used, listed)
-    found = [
-        Garbage("artifact", f"artifacts/{kind}/{key}", sum(files.values()))
-        for (kind, key), files in sorted(listed.items())
-        if (kind, key) not in used and kind not in kept
-    ]
-    return found, notes
+    return _Kept(used, kept), notes
 
 
 def _add_required(
-    store: Store, used: set[tuple[str, str]], listed: Mapping[tuple[str, str], Mapping[str, int]]
+    store: Store,
+    used: set[tuple[str, str]],
+    listed: Mapping[tuple[str, str], Mapping[str, int]] | None = None,
 ) -> None:
-    """Add everything that these artifacts require, directly or indirectly."""
-    waiting = list(used)
-    while waiting:
-        kind, key = waiting.pop()
-        if MANIFEST not in listed.get((kind, key), ()):
-            continue
-        data = store.backend.read(f"artifacts/{kind}/{key}/{MANIFEST}")
-        try:
-            required = Manifest.from_bytes(data or b"", kind, key).requires
-        except Corrupted as error:
-            reason = "what it requires is unknown, so nothing is removed"
-            raise ValueError(f"artifacts/{kind}/{key}: {error}; {reason}") from error
-        waiting += [other for other in required if other not in used]
-        used |= {*required}
+    """Add everything that these artifacts require, directly or indirectly.
+
+    Args:
+        listed: all artifacts, which saves requests for manifests of those that do not exist.
+    """
+    waiting = used
+    with ThreadPoolExecutor(READERS) as pool:
+        while waiting:
+            there = [each for each in waiting if listed is None or MANIFEST in listed.get(each, ())]
+            required = {
+                other for found in pool.map(lambda each: _required(store, *each), there) for other in found
+            }
+            waiting = required - used
+            used |= waiting
+
+
+def _required(store: Store, kind: str, key: str) -> Iterable[tuple[str, str]]:
+    """What an artifact requires directly; nothing if it does not exist. Raises ValueError for a corrupted manifest."""
+    data = store.backend.read(f"artifacts/{kind}/{key}/{MANIFEST}")
+    if data is None:
+        return ()
+    try:
+        return Manifest.from_bytes(data, kind, key).requires
+    except Corrupted as error:
+        reason = "what it requires is unknown, so nothing is removed"
+        raise ValueError(f"artifacts/{kind}/{key}: {error}; {reason}") from error
 
 
 def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, Any]:
@@ -147,7 +243,7 @@ def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, 
 def _compiles(store: Store, name: str) -> bool:
     """Whether a run has graphs. Raises CorruptedState."""
     try:
-        profile = yaml_text.parse(store.run_folder(name).read(run_files.PROFILE) or b"") or {}
+        profile = yaml_text.parse_sections(store.run_folder(name).read(run_files.PROFILE) or b"", ["compile"])
         return bool(profile.get("compile", {}).get("enabled", True))
     except (ValueError, AttributeError) as error:
         location = store.backend.location(f"runs/{name}/{run_files.PROFILE}")

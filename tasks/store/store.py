@@ -169,6 +169,13 @@ class Store:
         for backend in self.backends:
             backend.remove(name)
 
+    def set_aside(self, name: str) -> list[Path]:
+        """As `remove`, but only renames local folders; returns what is left to delete, which takes longer."""
+        folders = [self._local.set_aside(name)] if self._local in self.backends else []
+        if self._remote:
+            self._remote.remove(name)
+        return [folder for folder in folders if folder]
+
     def scratch_folder(self, name: str) -> Path:
         """Local folder for work that resumes after an interruption, created if needed."""
         folder = self._local.path(f"work/{checked_name(name)}")

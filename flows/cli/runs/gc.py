@@ -6,10 +6,8 @@ import argparse
 import shlex
 from dataclasses import asdict
 
-from rich.table import Table
-
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, table_console
+from flows.ui.console import print_json, print_table, table_console
 from tasks.reporting.format import format_bytes
 from tasks.store.garbage import find_garbage, remove
 from tasks.store.store import Store
@@ -26,13 +24,8 @@ def run(options: argparse.Namespace) -> int:
         return DONE
     console = table_console()
     if found:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        table.add_column("what", no_wrap=True)
-        table.add_column("name", overflow="fold")
-        table.add_column("size", justify="right", no_wrap=True)
-        for each in found:
-            table.add_row(each.what, each.name, format_bytes(each.bytes))
-        console.print(table)
+        rows = [(each.what, each.name, format_bytes(each.bytes)) for each in found]
+        print_table(console, ("what", "name", "size"), rows, left=2)
     for note in notes:
         console.print(f"note: {note}", markup=False)
     total = format_bytes(sum(each.bytes for each in found))

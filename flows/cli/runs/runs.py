@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.table import Table
-
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, print_stderr, table_console
+from flows.ui.console import print_json, print_stderr, print_table, table_console
 from tasks.fleet.fleet import ACTIVE, UNREADABLE, RunView, read_fleet
 from tasks.fleet.page import format_cost
 from tasks.reporting.format import format_age, format_bytes
@@ -64,26 +62,16 @@ def _print(rows: Sequence[tuple[RunView, _Files]]) -> None:
     """Print a table, without the optional columns that are empty for all runs."""
     optional = {name: [text(run) for run, _ in rows] for name, text in _OPTIONAL.items()}
     optional = {name: values for name, values in optional.items() if any(values)}
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("run", "state"):
-        table.add_column(title, no_wrap=True)
-    for title in ("step", "loss", *optional, "age", "size"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("parent", no_wrap=True)
+    titles = ("run", "state", "step", "loss", *optional, "age", "size", "parent")
+    lines = []
     for index, (run, files) in enumerate(rows):
         summary = run.summary
         loss = summary.last["loss"] if summary.last else None
-        table.add_row(
-            run.name,
-            _state(run, files),
-            _step(run, files),
-            f"{loss:.4f}" if loss is not None else "",
-            *(values[index] for values in optional.values()),
-            format_age(time.time() - summary.changed) if summary.changed else "",
-            format_bytes(files.bytes),
-            summary.parent or "",
-        )
-    table_console().print(table)
+        line = [run.name, _state(run, files), _step(run, files), f"{loss:.4f}" if loss is not None else ""]
+        line += [values[index] for values in optional.values()]
+        line += [format_age(time.time() - summary.changed) if summary.changed else ""]
+        lines.append([*line, format_bytes(files.bytes), summary.parent or ""])
+    print_table(table_console(), titles, lines, left=2, last_left=True)
 
 
 def _state(run: RunView, files: _Files) -> str:

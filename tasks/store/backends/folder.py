@@ -16,6 +16,9 @@ from profiles import state_files
 from profiles.state_files import retried
 from tasks.store.backends.backend import FileInfo
 
+REMOVED = "removed-"  # begins the names of folders that are being removed
+NO_STAGING = {errno.EXDEV, errno.ENOSPC, errno.EDQUOT}  # another disk, or no room for a folder
+OF_A_DISK = "lost+found"  # which its file system makes, and only root can read
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -56,7 +59,7 @@ class FolderBackend:
         sizes = {}
         for file, entry in walk(self.path(name), follow=True):  # a run may be on another disk
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                status = retried(partial(os.stat, entry.path))
+                status = retried(entry.stat)
                 if stat.S_ISREG(status.st_mode):
                     sizes[file] = status.st_size
         return sizes
@@ -89,18 +92,54 @@ class FolderBackend:
         except FileNotFoundError:
             if self.exists(name) or not self.exists(target):  # otherwise an earlier attempt moved it
                 raise
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _copy_folder(source, path)
+            self.remove(name)
 
     def remove(self, name: str) -> None:
+        if aside := self.set_aside(name):
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def set_aside(self, name: str) -> Path | None:
+        """Remove a folder by renaming it, so that no reader sees a part of it; returns what is left to delete.
+
+        A file is deleted. None if nothing is left.
+        """
         path = self.path(name)
-        if path.is_dir() and not path.is_symlink():
-            # Renamed first, so that no reader sees a partially removed folder.
-            removed = self.root / "staging" / f"removed-{uuid4().hex}"
-            removed.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                path.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
-        else:
+        if path.is_symlink() or not path.is_dir():
             retried(lambda: path.unlink(missing_ok=True))
+            return None
+        removed = f"{REMOVED}{uuid4().hex}"
+        try:
+            return _renamed(path, self.root / "staging" / removed)
+        except OSError as error:
+            if error.errno not in NO_STAGING:
+                raise
+        return _renamed(path, path.with_name(f".{removed}"))  # needs neither room nor the same disk
+
+
+def _renamed(path: Path, target: Path) -> Path | None:
+    """Rename a folder; None if it was removed meanwhile."""
+    state_files.make_folder(target.parent)
+    try:
+        path.rename(target)
+    except FileNotFoundError:
+        return None
+    return target
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder to another disk, where it appears complete or not at all."""
+    partial = target.with_name(f".{REMOVED}{uuid4().hex}")  # removed if this process is killed
+    try:
+        shutil.copytree(source, partial, symlinks=True)
+        for _, entry in walk(partial):
+            state_files.sync(entry.path)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _create(path: Path, data: bytes) -> None:
@@ -108,7 +147,8 @@ def _create(path: Path, data: bytes) -> None:
     state_files.make_folder(path.parent)
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        partial.write_bytes(data)
+        with state_files.naming(path):
+            partial.write_bytes(data)
         try:
             os.link(partial, path)
         except OSError as error:
@@ -121,7 +161,9 @@ def _create(path: Path, data: bytes) -> None:
             retried(lambda: partial.unlink(missing_ok=True))
 
 
-def walk(folder: Path, prefix: str = "", *, follow: bool = False) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def walk(
+    folder: Path | str, prefix: str = "", *, follow: bool = False
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Everything but folders below a folder, by relative path.
 
     Args:
@@ -135,13 +177,13 @@ def walk(folder: Path, prefix: str = "", *, follow: bool = False) -> Iterator[tu
     except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there
         return
     for entry in entries:
-        path = Path(entry.path)
+        # Of files that are no links, the listing says so; a `Path` for each would take most of the time.
         if not retried(partial(entry.is_dir, follow_symlinks=follow)):
             yield prefix + entry.name, entry
-        elif not (entry.is_symlink() and folder.resolve().is_relative_to(path.resolve())):
-            yield from walk(path, f"{prefix}{entry.name}/", follow=follow)
+        elif not (entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry.path).resolve())):
+            yield from walk(entry.path, f"{prefix}{entry.name}/", follow=follow)
 
 
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
+def _scan(folder: Path | str) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
-        return list(entries)
+        return [entry for entry in entries if entry.name != OF_A_DISK]

@@ -94,5 +94,5 @@ def test_what_a_run_on_another_disk_uses_is_no_garbage(store, tmp_path):
     assert "inputs.json" in runs.files_by_run(store)["tiny"]
     assert find_garbage(store)[0] == []
     moved.rename(tmp_path / "not mounted")
-    with pytest.raises(ValueError, match="which is missing: what the run uses is unknown"):
+    with pytest.raises(ValueError, match="which is missing: what runs use is unknown"):
         find_garbage(store)
