@@ -23,7 +23,9 @@ def test_a_schedule_is_not_changed_under_an_active_job(store, tmp_path, monkeypa
         assert load(str(folder / "profile.yaml")).train.steps == 10
         rarer = load("tiny", ["train.steps=10", "checkpoint.every=7"])
         assert runs.open_run(store, rarer, "identity", "another flow run", {}) == folder
-        assert f"keeps its settings: checkpoint.every is {profile.checkpoint.every} there, 7 here" in caplog.text
+        assert (
+            f"keeps its settings: checkpoint.every is {profile.checkpoint.every} there, 7 here" in caplog.text
+        )
     finally:
         launcher.cancel(training, grace=0)
     assert runs.open_run(store, longer, "identity", "another flow run", {}) == folder
