@@ -156,7 +156,7 @@ def read_configuration(path: Path) -> Mapping[str, Any]:
 def require_known(
     configuration: Mapping[str, Any], plain: Mapping[str, Any], known: Collection[str], file: Path
 ) -> None:
-    """Raise ValueError for a setting in a file that is not supported, or that may change what the adapters mean.
+    """Raise ValueError for a setting that is not supported, or may change what the adapters mean.
 
     A setting of a later version that is off (null, false or empty) changes nothing.
 
