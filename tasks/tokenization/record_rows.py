@@ -48,6 +48,6 @@ def describe(summary: Mapping[str, Any]) -> str:
         ("missing", "unusable"),
         ("endless", "without the end of an answer in the loss"),
     ):
-        if summary[name]:
+        if summary.get(name):  # an artifact of an earlier version lacks some
             parts.append(f"{summary[name]:,} records {reason}")
     return ", ".join(parts)
