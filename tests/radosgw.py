@@ -51,8 +51,6 @@ osd pool default min size = 1
 osd pool default pg num = 1
 osd pool default pg autoscale mode = off
 auth allow insecure global id reclaim = false
-# Fewer than 1,000, so that tests of a few hundred objects read several pages.
-rgw max listing results = 100
 """)
 
 

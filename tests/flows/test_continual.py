@@ -229,6 +229,7 @@ def test_export_flow_exports_an_existing_run(series):
         export("nobody", str(store))
 
 
+@pytest.mark.s3
 def test_series_on_s3_continues_on_any_machine(prefect_server, tmp_path, monkeypatch):
     from flows.continual import continual
     from flows.export import export

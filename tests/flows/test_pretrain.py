@@ -430,6 +430,7 @@ def test_tokenizer_larger_than_the_model_is_rejected_after_its_step(pretrain, pr
     assert not (tmp_path / "store/artifacts/tokens").exists()
 
 
+@pytest.mark.s3
 def test_s3_store_keeps_artifacts_and_records(pretrain, tmp_path, monkeypatch):
     import s3fs
 

@@ -82,6 +82,7 @@ def load(address: str) -> tuple[bool, int]:
         return same, sum(map(len, fetched))
 
 
+@pytest.mark.s3
 def test_rank_fetches_only_its_shard(pool, address):
     run_on_ranks(pool, 2, save, address)
     assert [step for step, _ in checkpoint.complete_checkpoints(address)] == [3]
@@ -104,6 +105,7 @@ def test_rank_fetches_only_its_shard(pool, address):
             reader.load(shards)
 
 
+@pytest.mark.s3
 def test_incomplete_checkpoints_are_ignored_and_removed(address):
     for step in (1, 2):
         checkpoint.save(f"{address}/step_{step}", optimizer(Mesh(), step), {"step": step})

@@ -257,12 +257,13 @@ def test_a_long_curve_is_read_at_a_few_offsets(store, monkeypatch):
     assert (found.last["step"], found.step_seconds, found.last_validation_loss) == (5000, 2.0, 5.5)
 
 
+@pytest.mark.s3
 def test_runs_on_s3_are_read_without_a_local_copy(store, tmp_path, monkeypatch):
     monkeypatch.setattr(run_summary, "POINTS", 4)
     write_long(store, monkeypatch)
     expected = by_name(read_fleet(store))["done"].summary
     with s3.bucket(monkeypatch) as uri:
-        s3.fill(store.work_dir / "runs/done", "store/runs/done")
+        s3.fill(store.work_dir / "runs/done", f"{uri}/store/runs/done")
         (run,) = read_fleet(Store(f"{uri}/store", tmp_path / "elsewhere")).runs
     assert (run.state, run.step) == ("finished", 5000)
     assert run.summary.curve == expected.curve

@@ -85,6 +85,7 @@ def test_lines_option_reads_each_line_of_text_as_a_document(tmp_path, small_shar
     assert texts(profile(files(tmp_path / "a.txt"))) == [["\n".join(DOCUMENTS)]]
 
 
+@pytest.mark.s3
 def test_lines_on_s3_are_read_in_blocks_about_once(tmp_path, monkeypatch):
     import fsspec
     import s3fs
@@ -137,6 +138,7 @@ def test_text_files_are_grouped_and_a_new_file_changes_only_its_group(tmp_path):
     assert joined(texts(profile(files(tmp_path)))).count("a new document") == 1
 
 
+@pytest.mark.s3
 def test_a_folder_includes_nested_data_but_no_hidden_files(tmp_path, monkeypatch):
     made = {"a.jsonl": DOCUMENTS[:9], "b/c/d.jsonl": DOCUMENTS[9:20], "e[1].jsonl": DOCUMENTS[20:]}
     for name, documents in made.items():
@@ -171,7 +173,7 @@ def test_a_folder_includes_nested_data_but_no_hidden_files(tmp_path, monkeypatch
     shell = {pattern: {*glob.glob(str(tmp_path / "data" / pattern), recursive=True)} for pattern in patterns}
     shell = {pattern: {path for path in found if os.path.isfile(path)} for pattern, found in shell.items()}
     with s3.bucket(monkeypatch) as bucket:
-        s3.fill(tmp_path / "data", "data")
+        s3.fill(tmp_path / "data", f"{bucket}/data")
         for pattern, wanted in shell.items():
             for folder in str(tmp_path), bucket:
                 (source,) = profile(files(f"{folder}/data/{pattern}")).data.sources
@@ -183,7 +185,7 @@ def test_a_folder_includes_nested_data_but_no_hidden_files(tmp_path, monkeypatch
         digests = {shard.digest for shard in list_shards(profile(files(f"{bucket}/data")).data)}
         (tmp_path / "data/a.jsonl").write_bytes(lines(DOCUMENTS[:8]))
         (tmp_path / "data/f.jsonl").write_bytes(lines(["new"]))
-        s3.fill(tmp_path / "data", "data")
+        s3.fill(tmp_path / "data", f"{bucket}/data")
         shards = list_shards(profile(files(f"{bucket}/data")).data)
         assert len({shard.digest for shard in shards} - digests) == 2
         assert joined(texts(profile(files(f"{bucket}/data")))) == [*DOCUMENTS[:8], *DOCUMENTS[9:], "new"]
@@ -249,6 +251,7 @@ def test_an_unreadable_folder_is_an_error_and_never_less_data(tmp_path, monkeypa
     assert joined(texts(profile(files(tmp_path / "*/*.jsonl")))) == DOCUMENTS
 
 
+@pytest.mark.s3
 def test_failed_requests_to_s3_are_retried_and_never_treated_as_absence(monkeypatch, waits):
     import fsspec
     import s3fs
@@ -291,6 +294,7 @@ def test_digests_are_cached_until_a_file_changes(tmp_path, store, monkeypatch):
     assert [shard.digest for shard in list_shards(wanted, DigestCache(store.local_cache))] != before
 
 
+@pytest.mark.s3
 def test_a_remote_arrow_file_is_one_shard(monkeypatch, small_shards):
     import fsspec
 

@@ -160,6 +160,7 @@ def first_token(dataset, store, cache):
     return Corpus.open(store.artifacts.path(dataset), "train", cache).read(0, 1).item()
 
 
+@pytest.mark.s3
 def test_pairs_on_s3_are_checked(tmp_path, store, tokenizer, monkeypatch):
     import fsspec
 

@@ -314,6 +314,7 @@ def test_weighted_source_that_would_not_be_sampled_is_rejected(store, tmp_path):
     assert make_dataset(tokenizer, blended(2.9e-6), store).summary["shards"] == 2
 
 
+@pytest.mark.s3
 def test_shuffling_more_remote_data_than_the_cache_holds_is_rejected(tmp_path, monkeypatch):
     """A cache of ten kilobytes and a larger corpus, in a remote store."""
     for i in range(6):
@@ -336,6 +337,7 @@ def test_shuffling_more_remote_data_than_the_cache_holds_is_rejected(tmp_path, m
                 make_dataset(tokenizer, wanted, remote)
 
 
+@pytest.mark.s3
 def test_source_on_s3_gives_the_same_documents(store, tmp_path, monkeypatch):
     import fsspec
 

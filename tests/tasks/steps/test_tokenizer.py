@@ -456,6 +456,7 @@ def test_tokenizer_larger_than_the_embedding_is_rejected(store, folder, gpt2_fil
     tokenizer.check_fits(from_source(source, "model.vocab_size=600"), artifact)
 
 
+@pytest.mark.s3
 def test_tokenizer_folder_on_s3_is_read(store, gpt2_files, monkeypatch):
     import fsspec
 

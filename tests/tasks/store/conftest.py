@@ -6,7 +6,7 @@ from tasks.store.store import Store
 from tests import s3
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.s3)])
 def remote(request, monkeypatch, tmp_path):
     """Opens one remote store for a named machine, each with its own local folder."""
     if request.param == "memory":

@@ -129,6 +129,7 @@ def test_object_store_survives_random_faults(folder, monkeypatch):
     assert count > 10 * SEEDS
 
 
+@pytest.mark.s3
 def test_s3_store_survives_random_faults(tmp_path, monkeypatch):
     with s3.bucket(monkeypatch) as address, Proxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)

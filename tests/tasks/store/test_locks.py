@@ -169,6 +169,7 @@ def test_a_partially_written_ticket_blocks_until_expiry(backend):
     assert (backend.root / "locks/work/4").exists()
 
 
+@pytest.mark.s3
 def test_only_one_of_many_threads_creates_a_ticket_on_s3(monkeypatch):
     with s3.bucket(monkeypatch) as address:
         backend = ObjectBackend(f"{address}/store")

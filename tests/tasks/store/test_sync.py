@@ -14,6 +14,7 @@ from tasks.store.sync import RunSync
 from tests import s3
 
 
+@pytest.mark.s3
 @pytest.mark.slow  # a server, and waits for an unreachable store
 def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, monkeypatch, caplog):
     with s3.bucket(monkeypatch) as address:
@@ -44,6 +45,7 @@ def test_changed_files_are_uploaded_during_the_block_and_at_its_end(tmp_path, mo
     assert "runs/r: cannot sync with the store" in caplog.text
 
 
+@pytest.mark.s3
 def test_start_of_an_attempt_is_uploaded_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sync, "POLL", 0.05)
     with s3.bucket(monkeypatch) as address:
