@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 # Without cached bytecode, each process of a run or a test compiles torch's modules again: 4 s each, and the suite starts hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run install up check-device lint test test-fast test-cuda test-machines test-system
+.PHONY: run install up check-device lint test test-fast test-cuda test-machines test-s3 test-system
 
 run: $(INSTALLED)
 	@$(BIN)/trainshed run tiny
@@ -53,6 +53,10 @@ test-cuda: .venv/installed-for-tests
 # As root, before a release: the quickstart in fresh Debian machines (tests/machines).
 test-machines: .venv/installed-for-tests
 	@$(BIN)/python -m tests.machines $(MACHINES)
+
+# The tests that use S3, against Ceph's radosgw instead of moto (tests/radosgw.py), or against the server at TRAINSHED_TEST_S3.
+test-s3: .venv/installed-for-tests
+	$(if $(TRAINSHED_TEST_S3),,$(BIN)/python -m tests.radosgw) $(BIN)/python -m pytest -m s3
 
 test-system:
 	@dpkg -s $(SYSTEM_PACKAGES) > /dev/null 2>&1 || { \

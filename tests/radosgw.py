@@ -16,7 +16,7 @@ import tempfile
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from string import Template
@@ -24,7 +24,8 @@ from string import Template
 from tests.ports import free_port
 from tests.waiting import until
 
-PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "openssl", "radosgw", "radosgw-admin")
+WITHOUT_CONFIGURATION = ("ceph-authtool", "monmaptool", "openssl")
+PROGRAMS = (*WITHOUT_CONFIGURATION, "ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin")
 PACKAGES = "radosgw ceph-mon ceph-osd ceph-common openssl"
 CONFIGURATION = Template("""
 [global]
@@ -77,7 +78,7 @@ def _start(folder: Path, stack: ExitStack) -> dict[str, str]:
     configuration.write_text(CONFIGURATION.substitute(fsid=fsid, monitor=address, folder=folder))
 
     def run(program: str, *arguments: str, text: str | None = None) -> str:
-        options = () if program in ("ceph-authtool", "monmaptool", "openssl") else ("-c", str(configuration))
+        options = () if program in WITHOUT_CONFIGURATION else ("-c", str(configuration))
         done = subprocess.run([program, *options, *arguments], input=text, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{program} {' '.join(arguments)}: {done.stderr[-2000:]}")
@@ -100,13 +101,13 @@ def _start(folder: Path, stack: ExitStack) -> dict[str, str]:
     serve("ceph-mon", "-i", "a", "--public-addrv", f"[{address}]")
 
     (folder / "osd").mkdir()
-    secret_of_osd = run("ceph-authtool", "--gen-print-key").strip()
-    identity = str(uuid.uuid4())
+    secret_of_osd, identity = run("ceph-authtool", "--gen-print-key").strip(), str(uuid.uuid4())
     run("ceph", "osd", "new", identity, "-i", "-", text=json.dumps({"cephx_secret": secret_of_osd}))
     run("ceph-authtool", str(keyring), "-n", "osd.0", "--add-key", secret_of_osd)
     run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", identity)
     serve("ceph-osd", "-i", "0")
-    run("ceph", "auth", "get-or-create", "client.rgw", "mon", "allow rw", "osd", "allow rwx", "-o", f"{folder}/rgw.keyring")
+    rights = ("mon", "allow rw", "osd", "allow rwx")
+    run("ceph", "auth", "get-or-create", "client.rgw", *rights, "-o", f"{folder}/rgw.keyring")
 
     certificate = _certificate(folder, run)
     user = ("--uid", "tests", "--display-name", "tests", "--access-key", key, "--secret-key", secret)
@@ -117,6 +118,7 @@ def _start(folder: Path, stack: ExitStack) -> dict[str, str]:
     )
     until(lambda: _answers(gateway, f"http://127.0.0.1:{plain}", folder / "radosgw.out"))
     return {
+        "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": key,
         "AWS_SECRET_ACCESS_KEY": secret,
         "AWS_CA_BUNDLE": str(certificate),
@@ -125,7 +127,7 @@ def _start(folder: Path, stack: ExitStack) -> dict[str, str]:
     }
 
 
-def _certificate(folder: Path, run) -> Path:
+def _certificate(folder: Path, run: Callable[..., str]) -> Path:
     """A self-signed certificate of this machine's loopback address, and its key, in one file."""
     path, key = folder / "certificate.pem", folder / "key.pem"
     subject = ("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1")

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 Fault = str | None
 """None: the request is forwarded. "busy": it is answered with 503. "lost": the connection closes before it is forwarded.
 "unanswered": the connection closes after it was processed. "half": the connection closes in the middle of the response.
-"refused": a request that deletes several objects is answered with 200 and an error for each, as S3 does."""
+"refused": a request that deletes several objects is answered with 200 and an error for each, as S3 does. "conflict": 409, as
+S3 answers concurrent conditional writes. "older": answered with 501 if it has a checksum other than Content-MD5."""
 
 
 class Proxy:
@@ -61,6 +62,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(
                 503, {}, b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
             )
+            return
+        if fault == "conflict":
+            self._send(409, {}, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+            return
+        if fault == "older" and any(name.lower().startswith("x-amz-checksum-crc") for name in self.headers):
+            self._send(501, {}, b"<Error><Code>NotImplemented</Code></Error>")
             return
         if fault == "refused":
             keys = re.findall(rb"<Key>.*?</Key>", body)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel.checkpoint.credentials import renew_credentials
+from parallel.checkpoint.object_stores import delete, explained
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -125,7 +126,8 @@ def retry_reads(path: str, read: Callable[[], T]) -> T:
     """Call `read`, retrying after each of READ_PAUSES; absence and corruption are raised at once."""
     for pause in READ_PAUSES:
         try:
-            return read()
+            with explained():
+                return read()
         except (*ABSENT, CorruptCheckpoint):
             raise
         except Exception as error:  # of any storage
@@ -152,7 +154,7 @@ def discard(checkpoint: Location) -> None:
     if _exists(files, marker := f"{root}/{MARKER}"):
         files.rm_file(marker)  # by a request of its own, whose refusal is an error
     if _exists(files, root):
-        files.rm(root, recursive=True)
+        delete(files, root)
         _require_removed(files, root)
 
 
@@ -232,7 +234,7 @@ def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MAR
     files.copy([source + name for name in rest], [target + name for name in rest])
     if f"/{MARKER}" in found:
         files.copy(f"{source}/{MARKER}", f"{target}/{marker}")
-    files.rm([source + name for name in found])
+    delete(files, [source + name for name in found])
     _require_removed(files, source)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from parallel.checkpoint import locations
 from parallel.checkpoint.credentials import renew_credentials
+from parallel.checkpoint.object_stores import explained
 from profiles import retries
 from profiles.huggingface import hub
 
@@ -52,7 +53,8 @@ def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
 
     def renewed() -> T:
         renew_credentials(filesystem)
-        return function()
+        with explained():
+            return function()
 
     return retries.call(renewed, f"{filesystem.unstrip_protocol(path)}: cannot be read")
 

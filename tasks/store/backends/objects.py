@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from uuid import uuid4
 
 from parallel.checkpoint.credentials import renew_credentials
+from parallel.checkpoint.object_stores import delete, explained, is_not_supported
 from profiles.errors import ProfileError
 from profiles.state_files import retried
 from tasks.store.backends.backend import FileInfo, checked_path
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 PARALLEL_DOWNLOADS = 8
-MODIFIED = ("LastModified", "mtime", "created", "updated")  # modification time in fsspec's listings
+ETAG = ("ETag", "etag")  # in fsspec's listings: of S3; of GCS and Azure
+MODIFIED = ("LastModified", "last_modified", "mtime", "created", "updated")  # likewise
+CHECKSUMS = (
+    "the object store does not support the checksums that AWS SDKs add to uploads; set "
+    "AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
+)
+NO_CREATE = (
+    "locks need writes that fail if the object exists (on S3, If-None-Match: *), which this object store lacks; use one that has "
+    "them, or a shared folder"
+)
 NO_CREDENTIALS = "no S3 credentials; set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 T = TypeVar("T")
 
@@ -85,7 +95,8 @@ class ObjectBackend:
                 continue
             moment = next((info[key] for key in MODIFIED if info.get(key)), 0.0)
             modified = moment.timestamp() if isinstance(moment, datetime) else float(moment)
-            found[file] = FileInfo(info["size"], str(info.get("ETag") or modified or info["size"]), modified)
+            etag = next((info[key] for key in ETAG if info.get(key)), None)
+            found[file] = FileInfo(info["size"], str(etag or modified or info["size"]), modified)
         return found
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -117,7 +128,7 @@ class ObjectBackend:
             if found.keys() == {""}:  # a single object, whose refusal is an error
                 self._filesystem.rm_file(self._path(name))
                 return
-            self._filesystem.rm(self._path(name), recursive=True)
+            delete(self._filesystem, self._path(name))
         self._require_removed(name, found)
 
     def move(self, name: str, target: str) -> None:
@@ -133,7 +144,7 @@ class ObjectBackend:
         for top in (False, True):
             if sources := [self._path(f"{name}/{file}") for file in sizes if ("/" not in file) == top]:
                 with self._os_errors(name):
-                    self._filesystem.rm(sources)
+                    delete(self._filesystem, sources)
                 self._require_removed(name, [file for file in sizes if ("/" not in file) == top])
 
     def copy(self, name: str, target: str, last: str | None = None) -> None:
@@ -186,15 +197,18 @@ class ObjectBackend:
             raise PermissionError(errno.EACCES, reason, self.location(name))
 
     def _create(self, name: str, data: bytes) -> bool:
-        try:
-            with self._os_errors(name):
-                self._filesystem.pipe_file(self._path(name), data, mode="create")
-        except OSError:  # "already exists" is a different exception in each file system
-            existing = self.read(name)
-            if existing is None:
-                raise
-            return existing == data  # equal if the first attempt succeeded and only its response was lost
-        return True
+        def create() -> bool:
+            try:
+                with self._os_errors(name):
+                    self._filesystem.pipe_file(self._path(name), data, mode="create")
+            except OSError:  # "already exists" is a different exception in each file system
+                existing = self.read(name)
+                if existing is None:  # such as by a conflict with another request, which S3 asks to repeat
+                    raise
+                return existing == data  # equal if the first attempt succeeded and only its response was lost
+            return True
+
+        return retried(create)
 
     def _require_exclusive_create(self) -> None:
         """Create an object twice: the second must fail, but some stores ignore the condition and overwrite."""
@@ -202,28 +216,40 @@ class ObjectBackend:
         from fsspec.asyn import AsyncFileSystem
 
         name = f"locks/probe-{uuid4().hex}"
-        reason = (
-            "locks need writes that fail if the object exists (on S3, If-None-Match: *), which this object store lacks; use "
-            "one that has them, or a shared folder"
-        )
         # fsspec's own implementation checks and then writes, which is not exclusive.
         kind = type(self._filesystem)
         if kind.pipe_file is AbstractFileSystem.pipe_file and not issubclass(kind, AsyncFileSystem):
-            raise ProfileError("store", self._uri, reason)
+            raise ProfileError("store", self._uri, NO_CREATE)
         try:
-            if (
-                not self._create(name, b"first")
-                or self._create(name, b"second")
-                or self.read(name) != b"first"
-            ):
-                raise ProfileError("store", self._uri, reason)
+            created = self._create(name, b"first"), self._create(name, b"second")
+            stored = self.read(name)
+            # The encoding that carries a checksum became a part of it.
+            if stored not in (None, b"first", b"second"):
+                raise ProfileError("store", self._uri, CHECKSUMS)
+            if created != (True, False) or stored != b"first":
+                raise ProfileError("store", self._uri, NO_CREATE)
         except OSError as error:
             if isinstance(error.__cause__, NotImplementedError | TypeError):  # there is no such mode
-                raise ProfileError("store", self._uri, reason) from error
+                raise ProfileError("store", self._uri, NO_CREATE) from error
+            if is_not_supported(error) and self._accepts_without_checksum(name):
+                raise ProfileError("store", self._uri, CHECKSUMS) from error
             raise
         finally:
             with contextlib.suppress(OSError):
                 self.remove(name)
+
+    def _accepts_without_checksum(self, name: str) -> bool:
+        """Whether an S3 server accepts a write without the checksum that AWS SDKs add by default."""
+        if "s3" not in self._client.protocol:
+            return False
+        options = {"config_kwargs": {"request_checksum_calculation": "when_required"}}
+        client = type(self._client)(**{**self._client.storage_options, **options})
+        try:
+            with self._os_errors(name):
+                client.pipe_file(self._path(name), b"first")
+        except OSError:
+            return False
+        return True
 
     def _retried(self, name: str, operation: Callable[[], T]) -> T:
         def call() -> T:
@@ -241,7 +267,8 @@ class ObjectBackend:
             ProfileError: there are no credentials, at the first access; later, their source may be unavailable for a while.
         """
         try:
-            yield
+            with explained():
+                yield
             self._reached = True
         except OSError:
             raise

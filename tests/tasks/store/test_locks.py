@@ -262,17 +262,32 @@ def test_waiting_backs_off(backend, monkeypatch):
     assert all(5 <= pause <= 10 for pause in pauses[20:])
 
 
-def test_an_object_store_without_exclusive_create_is_rejected(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("stored", "mode", "reason"),
+    [
+        # ignores the condition
+        (lambda data: data, "overwrite", "locks need writes that fail"),
+        # stores the encoding of a request with a checksum at its end
+        (
+            lambda data: b"%x\r\n%s\r\n0\r\nx-amz-checksum-crc32:\r\n" % (len(data), data),
+            "create",
+            "set AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
+        ),
+    ],
+)
+def test_an_object_store_on_which_locks_do_not_work_is_rejected(tmp_path, monkeypatch, stored, mode, reason):
     from fsspec.implementations.memory import MemoryFileSystem
 
     create = MemoryFileSystem.pipe_file
     monkeypatch.setattr(
-        MemoryFileSystem, "pipe_file", lambda self, path, data, mode="": create(self, path, data)
+        MemoryFileSystem,
+        "pipe_file",
+        lambda self, path, data, **options: create(self, path, stored(data), mode=mode),
     )
     monkeypatch.setattr(ObjectBackend, "_exclusive", set())
     store = Store("memory://overwriting/store", tmp_path)
     with (
-        pytest.raises(ProfileError, match="store = memory://overwriting/store: locks need"),
+        pytest.raises(ProfileError, match=f"store = memory://overwriting/store: .*{reason}"),
         store.lock("run-a"),
     ):
         pass

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from datetime import UTC, datetime
 
 import pytest
 import s3fs
@@ -16,6 +17,7 @@ import s3fs
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
 from tasks.store.artifacts import LIST_WHOLE_KIND
+from tasks.store.backends.backend import FileInfo
 from tasks.store.backends.objects import ObjectBackend
 from tasks.store.store import Store
 from tests import s3
@@ -41,6 +43,16 @@ def contents(store: Store, artifact) -> dict[str, bytes]:
     folder = store.artifacts.path(artifact)
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_files_on_azure_are_identified_by_their_etag(monkeypatch, tmp_path):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    changed = datetime(2026, 1, 2, tzinfo=UTC)
+    listed = {"name": "/bucket/a", "type": "file", "size": 3, "etag": "0x8D", "last_modified": changed}
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda *arguments, **options: [listed])
+    found = Store("memory://bucket", tmp_path).backend.entries("")
+    assert found == {"a": FileInfo(3, "0x8D", changed.timestamp())}
 
 
 @pytest.mark.s3
@@ -81,6 +93,42 @@ def test_refused_deletion_is_an_error_that_names_what_is_left(network, tmp_path)
     backend.remove("runs/a/identity")
     backend.remove("runs/a")
     assert backend.files("runs/a") == {}
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("endpoint", s3.WITHOUT_TRAILERS)
+def test_server_without_newer_checksums_is_rejected_until_they_are_off(
+    network, endpoint, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    proxy, address = network
+    proxy.fault = lambda method, path: "older"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint or proxy.url)
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(ObjectBackend, "_exclusive", set())
+    with (
+        pytest.raises(ProfileError, match="set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"),
+        Store(address, tmp_path / "here").lock("run-a"),
+    ):
+        pass
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+    s3fs.S3FileSystem.clear_instance_cache()
+    backend = Store(address, tmp_path / "here").backend
+    conflicts = iter(["conflict"])
+    proxy.fault = lambda method, path: (
+        next(conflicts, "older") if "run-b" in path and method == "PUT" else "older"
+    )
+    assert backend.create("runs/run-b/identity", b"1")
+    assert endpoint or next(conflicts, None) is None
+    # Of requests that delete several objects, SDKs send a checksum nevertheless.
+    backend.move("runs/run-b", "runs/run-b~1")
+    backend.remove("runs/run-b~1")
+    assert backend.files("runs") == {}
+    backend.write("runs/a/checkpoints/step_1/complete.json", b"{}")
+    locations.move_aside(f"{address}/runs/a/checkpoints", [1], f"{address}/runs/a/checkpoints~1")
+    locations.discard(f"{address}/runs/a/checkpoints~1/step_1")
+    assert backend.files("runs/a") == {}
+    assert endpoint or "deleting 1 objects one by one" in caplog.text
 
 
 @pytest.mark.s3

@@ -1,0 +1,54 @@
+"""Differences between S3 servers: answers without a message, and servers that only know Content-MD5."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+NOT_SUPPORTED = (400, 411, 501)  # HTTP status codes of servers that do not know a header, or require another
+PARALLEL_DELETES = 16
+
+log = logging.getLogger(__name__)
+
+
+def is_not_supported(error: BaseException) -> bool:
+    """Whether an S3 server rejected the form of a request, rather than what it asks for."""
+    response = getattr(error.__cause__, "response", None)
+    return isinstance(response, dict) and (
+        response.get("ResponseMetadata", {}).get("HTTPStatusCode") in NOT_SUPPORTED
+    )
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Give an OSError of the block its cause's message if it has none: Ceph's answers have a code only."""
+    try:
+        yield
+    except OSError as error:
+        if error.__cause__ is not None and (error.strerror or str(error)) == "None":
+            error.args, error.strerror = (str(error.__cause__),), str(error.__cause__)
+        raise
+
+
+def delete(files: AbstractFileSystem, target: str | Sequence[str]) -> None:
+    """Delete a folder, or objects, in requests of many, or one by one if the server rejects those.
+
+    Newer AWS SDKs send a CRC with such a request, where S3 once required Content-MD5. Some servers still do, or do not support
+    such requests at all.
+    """
+    try:
+        with explained():
+            files.rm(target, recursive=isinstance(target, str))
+    except OSError as error:
+        if not is_not_supported(error):
+            raise
+        paths = files.find(target) if isinstance(target, str) else target
+        log.info("%s; deleting %d objects one by one", error, len(paths))
+        with ThreadPoolExecutor(PARALLEL_DELETES) as pool:
+            list(pool.map(files.rm_file, paths))
