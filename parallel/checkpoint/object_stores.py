@@ -27,13 +27,18 @@ def is_not_supported(error: BaseException) -> bool:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Give an OSError of the block its cause's message if it has none: Ceph's answers have a code only."""
+    """Give an OSError of the block its cause's message if it has none: Ceph's answers have a code only.
+
+    Raises it also instead of the TypeError of s3fs, which looks for AWS's words in the message that a file has changed.
+    """
     try:
         yield
-    except OSError as error:
-        if error.__cause__ is not None and (error.strerror or str(error)) == "None":
-            error.args, error.strerror = (str(error.__cause__),), str(error.__cause__)
-        raise
+    except (OSError, TypeError) as raised:
+        error = raised.__context__ if isinstance(raised, TypeError) else raised
+        if not isinstance(error, OSError) or error.__cause__ is None or error.args[-1:] != (None,):
+            raise
+        error.args, error.strerror = (str(error.__cause__),), str(error.__cause__)
+        raise error from error.__cause__
 
 
 def delete(files: AbstractFileSystem, target: str | Sequence[str]) -> None:

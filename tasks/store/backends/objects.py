@@ -80,6 +80,10 @@ class ObjectBackend:
     def files(self, name: str) -> dict[str, int]:
         root = self._path(name)
         found = self._retried(name, lambda: self._filesystem.find(root, detail=True))
+        if isinstance(found, list):  # adlfs, of a single file
+            found = {
+                path: self._retried(name, lambda path=path: self._filesystem.info(path)) for path in found
+            }
         return {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
 
     def entries(self, name: str) -> dict[str, FileInfo]:
