@@ -1,8 +1,8 @@
 """A second S3 server for tests: Ceph's radosgw on loopback.
 
 It has a monitor, and one OSD that stores objects in memory. `python -m tests.radosgw COMMAND...` runs a command with the server's
-address and credentials in its environment. Everything is kept in one temporary folder and ends with the command. Requires Debian's
-ceph-mon, ceph-osd, ceph-common, radosgw and openssl.
+address and credentials in its environment. Everything is kept in one temporary folder and ends with the command. Requires
+Debian's ceph-mon, ceph-osd, ceph-common, radosgw and openssl.
 """
 
 from __future__ import annotations

@@ -81,9 +81,8 @@ class ObjectBackend:
         root = self._path(name)
         found = self._retried(name, lambda: self._filesystem.find(root, detail=True))
         if isinstance(found, list):  # adlfs, of a single file
-            found = {
-                path: self._retried(name, lambda path=path: self._filesystem.info(path)) for path in found
-            }
+            paths = found
+            found = self._retried(name, lambda: {path: self._filesystem.info(path) for path in paths})
         return {path.removeprefix(root).lstrip("/"): info["size"] for path, info in found.items()}
 
     def entries(self, name: str) -> dict[str, FileInfo]:
