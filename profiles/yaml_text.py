@@ -125,7 +125,8 @@ def parse_sections(text: bytes, names: Sequence[str]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)  # runs of a store have many sections in common
 def _parse_section(text: bytes) -> dict[str, Any]:
-    return parse(text)
+    section: dict[str, Any] = parse(text)
+    return section
 
 
 def read(path: Path) -> Any:

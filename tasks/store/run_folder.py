@@ -274,7 +274,7 @@ class RunFolder:
         retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
         if not self._local.exists(f"{self._prefix}/{run_files.IDENTITY}"):
             # The id differs from that of a replaced run, whose schedule may differ, but not its identity.
-            contents = {"identity": identity, "id": uuid4().hex}
+            contents: dict[str, Any] = {"identity": identity, "id": uuid4().hex}
             contents |= {"parent": asdict(parent)} if parent else {}
             self.write(run_files.IDENTITY, json.dumps(contents, indent=1).encode())
         return self.path
