@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks import shipped
 from modeling.models.build import partition_layers
 from modeling.models.families import model_class
+from modeling.models.flops import flops_per_token
 from modeling.planning.planner import plan
 from parallel import Mesh
 from parallel import device as devices
@@ -260,6 +261,13 @@ def test_documented_topologies_are_those_of_the_profiles():
         if profile.cluster.device != "cpu":
             row = DOCUMENTED[profile.name]
             assert (row[4], row[7]) == shipped.describe_plan(plan(profile, CACHE)), profile.name
+
+
+def test_quickstart_is_small_and_computes_the_same_on_every_machine():
+    """Most CPU seconds of a first run are its FLOPs; another number of threads would add in another order."""
+    profile = load("tiny")
+    assert profile.train.steps * profile.step_tokens * flops_per_token(profile) < 3e12
+    assert (profile.world_size, profile.cluster.threads) == (1, 1)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *(f"{model}-trn1" for model in PUBLISHED)])
