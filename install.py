@@ -7,6 +7,7 @@ runs before anything is installed, and writes nothing outside .venv, except the 
 from __future__ import annotations
 
 import argparse
+import getpass
 import importlib.util
 import os
 import re
@@ -166,11 +167,24 @@ def compile_modules() -> None:
     print("compiling the modules that a run imports", flush=True)
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     command = [str(VENV / "bin/python"), "-c", code, *IMPORTED]
-    imported = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    imported = subprocess.run(command, text=True, errors="replace", env=_with_home(), **streams)
     if imported.returncode:
         sys.exit(f"{imported.stderr.rstrip()}\nan installed module cannot be imported")
+
+
+def _with_home() -> dict[str, str]:
+    """The environment, with a home and a name for a user who has neither, as in containers; imports need them."""
+    environment = dict(os.environ)
+    try:
+        Path.home()
+    except RuntimeError:
+        environment["HOME"] = str(VENV.absolute())
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        environment["USER"] = str(os.geteuid())
+    return environment
 
 
 def _follow(lines: Iterable[str], log: PipLog) -> None:

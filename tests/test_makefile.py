@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def folder(tmp_path):
 
 PIP = """#!/bin/sh
 case "$*" in *importlib*)
-  echo "$@" > compiled
+  echo "$@ HOME=$HOME USER=$USER" > compiled
   test ! -e unusable || { echo 'ImportError: libgomp.so.1' >&2; exit 1; }
   exit;;
 esac
@@ -101,7 +102,7 @@ def test_a_missing_or_unsupported_python_is_one_line(folder, version):
     assert not (folder / ".venv").exists()
 
 
-def test_installation_names_torchs_cuda_build_before_its_download_and_counts_bytes(stub, capsys):
+def test_installation_names_torchs_cuda_build_before_its_download_and_counts_bytes(stub, capsys, monkeypatch):
     install.main()
     printed = capsys.readouterr().out
     assert "--extra-index-url https://example.com/cpu" in (stub / "arguments").read_text()
@@ -115,6 +116,13 @@ def test_installation_names_torchs_cuda_build_before_its_download_and_counts_byt
     assert not (stub / ".venv/tmp").exists()
 
     assert "modeling.training.train" in (stub / "compiled").read_text()
+
+    # The user of a container may have no home and no name, without which some modules cannot be imported.
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    install.compile_modules()
+    assert f"HOME={stub}/.venv USER={os.geteuid()}" in (stub / "compiled").read_text()
 
     (stub / "unusable").touch()
     with pytest.raises(
