@@ -52,7 +52,8 @@ rank = int(os.environ["RANK"])
 signal.signal(signal.SIGTERM, lambda *_: None)  # as training does
 
 def wait_for_the_other():
-    ready.touch()  # only now, so that a rank that is stopped at once has this frame
+    if rank == 1 and how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)  # by itself: another process might be late, after this rank's own dump
     time.sleep(300)
 
 def hold_the_gil():
@@ -60,9 +61,10 @@ def hold_the_gil():
     for _ in range(2):  # the second never returns, whatever signals arrive
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
-ready = folder / f"{rank}.ready"
-if how == "holds":
-    ready.touch()  # before the steps: a slow disk between them and the hang would let the rank dump its own stacks
+# Before the steps: a slow disk between them and the hang would let the rank dump its own stacks.
+(folder / f"{rank}.pid").write_text(str(os.getpid()))
+while len([*folder.glob("?.pid")]) < 2:
+    time.sleep(0.05)
 with Watchdog(folder / "stacks", rank, Timeouts(1.0, 4.0)) as watchdog:
     for step in 1, 2, 3:
         watchdog.beat(step, 0.1)
@@ -90,16 +92,8 @@ def start_torchrun(folder, program, *arguments):
 
 @pytest.mark.parametrize("how", ["waits", "holds", "stopped"])
 def test_hung_ranks_leave_their_stacks(how, tmp_path):
-    process = start_torchrun(tmp_path, PROGRAM, how)
-    until(lambda: (tmp_path / "1.ready").exists())
-    children = [
-        each for each in psutil.Process(process.pid).children() if each.status() != psutil.STATUS_ZOMBIE
-    ]
-    ranks = {int(child.environ()["RANK"]): child for child in children}
-    if how == "stopped":
-        ranks[1].send_signal(signal.SIGSTOP)
-    output, _ = process.communicate(timeout=180)
-    assert not any(child.is_running() for child in ranks.values())
+    output, _ = start_torchrun(tmp_path, PROGRAM, how).communicate(timeout=180)
+    assert not any(psutil.pid_exists(int((tmp_path / f"{rank}.pid").read_text())) for rank in (0, 1))
     first, second = ((tmp_path / f"stacks/rank_{rank}.txt").read_text() for rank in (0, 1))
     assert exit_codes.HANG_MESSAGE in first
     assert "wait_for_the_other" in first
