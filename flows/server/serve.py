@@ -10,7 +10,7 @@ therefore answered only if
 - it has the password of the server's home, except for the UI's files and the health check;
 - it has a token of Prefect's CSRF protection if it changes something; a page of another origin cannot read one.
 
-LOGIN keeps the password, which is in the fragment of its address and hence never sent, where Prefect's UI looks for it.
+The page LOGIN reads the password from the fragment of its address, which browsers never send, and stores it for Prefect's UI.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if (password) {
 
 
 class Guard:
-    """ASGI middleware: rejects foreign Host headers and forbids framing the UI."""
+    """ASGI middleware that rejects requests for other host names, and forbids framing the UI."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -102,7 +102,7 @@ def make_app() -> ASGIApp:
 
 
 def stop_without_users(locks: ServerLocks, port: int) -> None:
-    """End this process, the server, once it has no users, or once nobody can tell whether it has any."""
+    """End this process, the server, once it has no users, or if that cannot be determined for OUTAGE seconds."""
     answered = time.monotonic()
     while time.monotonic() - answered < OUTAGE:
         time.sleep(CHECK_SECONDS)

@@ -50,7 +50,9 @@ def _run_isolated(check: Check, kind: str, processes: int, profile: str | None =
     """Run a check in new processes."""
     command = [sys.executable, "-m"]
     if check.all_devices:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+        # Ours listens on loopback only.
+        command += ["modeling.supervision.torchrun", "--master-addr", "127.0.0.1", "--master-port", "0"]
+        command += ["--nproc-per-node", str(processes), "-m"]
     command += ["modeling.check_device", "--device", kind, "--check", check.name]
     command += ["--profile", profile] if profile else []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
