@@ -1,10 +1,10 @@
 """Interrupt complete runs at random moments until they finish; compare them with an undisturbed run.
 
-Each chain is one run of a small profile with compiled graphs, on an empty store. While it runs, the command receives SIGINT,
-SIGTERM or SIGKILL, or a rank receives SIGKILL, at a random moment between the first second and the duration of the undisturbed
-run. The command is then started again, until the chain has had all its interruptions and finishes. The losses of every step in
-full precision, the evaluations and the exported files must be bit-identical to the undisturbed run's; otherwise the exit code
-is 1.
+Each chain is one run of a small profile with compiled graphs (without them with `--eager`), on an empty store. While it runs,
+the command receives SIGINT, SIGTERM or SIGKILL, or a rank receives SIGKILL, at a random moment between the first second and
+the duration of the undisturbed run. The command is then started again, until the chain has had all its interruptions and
+finishes. The losses of every step in full precision, the evaluations and the exported files must be bit-identical to the
+undisturbed run's; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.flows.micro import settings, write_profile
 
 OVERRIDES = (
     *("train.steps=60", "checkpoint.every=7", "evaluate.every=10", "cluster.grace=20"),
-    *("parallel.tensor=2", "cluster.devices_per_node=2", "compile.enabled=true", "cluster.retries=9"),
+    *("parallel.tensor=2", "cluster.devices_per_node=2", "cluster.retries=9"),
 )
 FAULTS = ("SIGINT", "SIGTERM", "SIGKILL", "rank")
 TIMEOUT = 900  # seconds for one start of the command
@@ -44,6 +44,7 @@ class Chain:
 
     folder: Path
     store: str
+    compiled: bool
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -53,10 +54,10 @@ class Chain:
     def start(self) -> subprocess.Popen[bytes]:
         profile = self.folder.parent / "micro.yaml"
         command = [sys.executable, "-m", "flows.cli.main", "run", str(profile), "--store", self.store]
-        work = f"cluster.work_dir={self.folder / 'store'}"
+        others = f"cluster.work_dir={self.folder / 'store'}", f"compile.enabled={str(self.compiled).lower()}"
         with (self.folder / "out").open("ab") as output:
             return subprocess.Popen(
-                [*command, *settings(*OVERRIDES, work)],
+                [*command, *settings(*OVERRIDES, *others)],
                 cwd=self.folder,
                 stdout=output,
                 stderr=output,
@@ -99,14 +100,15 @@ class Chain:
 
 
 def run_chains(
-    folder: Path, chains: int, faults: int, seed: int, remote: bool
+    folder: Path, chains: int, faults: int, seed: int, remote: bool, compiled: bool
 ) -> Iterator[tuple[Chain, bool]]:
     """Run the chains; yields each, and whether its results equal those of an undisturbed run."""
     write_profile(folder)
 
     def chain(name: str) -> Chain:
         (folder / name).mkdir()
-        return Chain(folder / name, f"s3://bucket/{name}" if remote else str(folder / name / "store"))
+        store = f"s3://bucket/{name}" if remote else str(folder / name / "store")
+        return Chain(folder / name, store, compiled)
 
     reference = chain("reference")
     longest = reference.finish()
@@ -126,6 +128,9 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=4, help="interruptions of each chain")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--s3", action="store_true", help="use a store on S3 (moto on loopback)")
+    parser.add_argument(
+        "--eager", action="store_true", help="train without compiled graphs, in a tenth of the time"
+    )
     options = parser.parse_args()
     console, equal = Console(highlight=False), 0
     with tempfile.TemporaryDirectory() as name, s3_server() if options.s3 else nullcontext():
@@ -135,7 +140,8 @@ def main() -> int:
             s3fs.S3FileSystem().mkdir("bucket")
         for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
             os.environ.pop(key, None)
-        chains = run_chains(Path(name), options.chains, options.faults, options.seed, options.s3)
+        chosen = (options.chains, options.faults, options.seed, options.s3, not options.eager)
+        chains = run_chains(Path(name), *chosen)
         for number, (chain, same) in enumerate(chains):
             equal += same
             console.print(
