@@ -54,6 +54,7 @@ def apply_activation_checkpointing(blocks: Iterable[nn.Module], modes: str | Seq
     # torch warns about in-place operations, of which the blocks have none, once per compiled block.
     logging.getLogger(WRAP_LOGGER).setLevel(logging.ERROR)
     selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+    block: Any  # for torch, attributes of a module are tensors and modules
     for block, mode in zip(blocks, modes, strict=True):
         block.checkpointing = mode
         if mode != "none":

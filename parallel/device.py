@@ -102,7 +102,7 @@ class Device:
         if self.nondeterministic:
             torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
             torch.use_deterministic_algorithms(deterministic)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over memory, for debugging
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory, for debugging; untyped
             if deterministic:
                 # In both, switches add in any order; torch excludes NVLS only. NCCL reads it when the first group connects.
                 os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
@@ -247,8 +247,8 @@ FRAGMENTED = replace(NEURON, reserve=0.10)
 def _accelerator(
     base: Device, chip: int, memory_bytes: int, bandwidth: float, link: float, network: float, **peak: float
 ) -> Device:
-    memory = {"memory_bytes": memory_bytes, "bandwidth": bandwidth}
-    return replace(base, chip=chip, link=link, network=network, peak_flops=peak, **memory)
+    figures: dict[str, Any] = {"memory_bytes": memory_bytes, "bandwidth": bandwidth, "peak_flops": peak}
+    return replace(base, chip=chip, link=link, network=network, **figures)
 
 
 # AWS publishes figures by chip and node: a trn1 chip has two devices, a trn2 or trn3 chip four (logical cores of two).

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from parallel.layout import Box, is_deferred, layout_of
+from parallel.layout import GlobalBox, is_deferred, layout_of
 from parallel.mesh import Axis
 
 BLOCK_ELEMENTS = 1 << 22
@@ -28,7 +28,7 @@ class Constant:
     value: float
     rate: float = 1.0  # learning-rate multiplier
 
-    def fill(self, local: Tensor, box: Box, seed: int) -> None:
+    def fill(self, local: Tensor, box: GlobalBox, seed: int) -> None:
         local.fill_(self.value)
 
 
@@ -39,7 +39,7 @@ class Normal:
     std: float
     rate: float = 1.0  # learning-rate multiplier
 
-    def fill(self, local: Tensor, box: Box, seed: int) -> None:
+    def fill(self, local: Tensor, box: GlobalBox, seed: int) -> None:
         row_size = math.prod(box.shape[1:])
         rows = max(1, BLOCK_ELEMENTS // max(1, row_size))
         first, last = box.offsets[0], box.offsets[0] + box.sizes[0]

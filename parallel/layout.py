@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,13 @@ class Box(GlobalBox):
         return local
 
 
+class Placement(TypedDict, total=False):
+    """Arguments of `parameter`, and of the layers that pass them on to it."""
+
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+
+
 class Initializer(Protocol):
     """Initial values of a global tensor, and its learning-rate multiplier, which depends on their scale."""
 
@@ -66,7 +73,7 @@ class Initializer(Protocol):
     def rate(self) -> float:
         """Learning-rate multiplier."""
 
-    def fill(self, local: Tensor, box: Box, seed: int) -> None:
+    def fill(self, local: Tensor, box: GlobalBox, seed: int) -> None:
         """Write the values of the shard `box` into `local`, a view of that shard."""
 
 
@@ -163,6 +170,7 @@ def parameter(
 ) -> nn.Parameter:
     """Uninitialized local parameter with its layout as `.global_layout`; `initialize` fills it."""
     shape = layout.local_shape()
+    result: Any  # torch does not know the attribute
     if _deferred.get():
         result = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(shape))
     else:

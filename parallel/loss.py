@@ -114,7 +114,7 @@ def linear_cross_entropy(
     counted = _with_target(targets, 1 if programs.chunk is chunk_loss else chunk)
     if counted is not None:
         inputs, targets = inputs[counted.rows], targets[counted.rows]  # (counted, h), (counted)
-        targets[counted.count :] = IGNORE_INDEX
+        targets[counted.number :] = IGNORE_INDEX
         weights = None if weights is None else weights[counted.rows]
         tokens = len(counted.rows)
     grad_x = torch.empty_like(inputs) if train else None
@@ -122,10 +122,10 @@ def linear_cross_entropy(
     total, grad_weight = programs.begin(head, train and weight.requires_grad)
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
-        gradients = (grad_x[rows], grad_weight) if train else None
+        gradients = None if grad_x is None else (grad_x[rows], grad_weight)
         part = (inputs[rows], head, targets[rows], total, gradients, axis, first, vocabulary)
         total = programs.chunk(*part) if weights is None else programs.chunk(*part, weights[rows])
-    if not train:
+    if grad_x is None:
         return total
     grad_x = grad_x if counted is None else counted.restore(grad_x)  # (b·s, h)
     if sequence_parallel:
@@ -141,13 +141,13 @@ class _Counted(NamedTuple):
     """Indices of the tokens that have a target, followed by fillers."""
 
     rows: Tensor  # (counted)
-    count: int  # of the tokens that have a target
+    number: int  # of the tokens that have a target
     tokens: int  # all of them
 
     def restore(self, values: Tensor) -> Tensor:
         """Values (counted, ...) of the rows, as those of all tokens: 0 without a target."""
         full = values.new_zeros(self.tokens, *values.shape[1:])
-        return full.index_copy_(0, self.rows[: self.count], values[: self.count])
+        return full.index_copy_(0, self.rows[: self.number], values[: self.number])
 
 
 def _with_target(targets: Tensor, multiple: int) -> _Counted | None:
@@ -226,7 +226,7 @@ def chunk_loss(
     """
     train = gradients is not None
     losses, grad_logits = _logits_loss(_logits(x, weight), targets, axis, first, vocabulary, train)
-    if train:
+    if gradients is not None and grad_logits is not None:
         _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, weights, *gradients)
     return total + (losses if weights is None else losses * weights).sum()
 
@@ -253,10 +253,10 @@ def token_cross_entropy(
     weight = weight.detach()
     counted = _with_target(targets, 1 if programs.tokens is chunk_token_losses else chunk)
     if counted is not None:
-        if not counted.count:  # no tensor rank has a target
+        if not counted.number:  # no tensor rank has a target
             return x.new_zeros(counted.tokens, dtype=torch.promote_types(x.dtype, torch.float32))
         x, targets = x[counted.rows], targets[counted.rows]  # (counted, h), (counted)
-        targets[counted.count :] = IGNORE_INDEX
+        targets[counted.number :] = IGNORE_INDEX
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
     found = programs.join(
         [programs.tokens(part, weight, each, axis, first, vocabulary) for part, each in parts]

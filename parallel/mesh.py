@@ -243,16 +243,17 @@ def _create_groups(
 def _splits_world() -> bool:
     """Whether torch can split the default group: its communicator exists, its backend can split it."""
     world = dist.group.WORLD
-    device = world.bound_device_id
-    if device is None or not torch.accelerator.is_available():
+    device = None if world is None else world.bound_device_id
+    if world is None or device is None or not torch.accelerator.is_available():
         return False
     return world._get_backend(device).supports_splitting
 
 
 def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """A group of all ranks that supports CPU tensors: the default one if its backend does."""
-    if torch.device("cpu") in dist.group.WORLD._device_types:
-        return dist.group.WORLD
+    world = dist.group.WORLD
+    if world is not None and torch.device("cpu") in world._device_types:
+        return world
     return dist.new_group(backend="gloo", timeout=timeout)
 
 

@@ -67,15 +67,16 @@ def attention(
     width = v.shape[-1]
     if width < k.shape[-1]:
         v = F.pad(v, (0, k.shape[-1] - width))
-        masks = {"documents": documents, "window": window, "sinks": sinks}
-        return attention(q, k, v, axis, causal=causal, scale=scale, **masks, kernel=kernel)[..., :width]
+        masked: dict[str, Any] = {"documents": documents, "window": window, "sinks": sinks, "kernel": kernel}
+        return attention(q, k, v, axis, causal=causal, scale=scale, **masked)[..., :width]
     name = kernel or kernels.default_kernel(q)
     found = kernels.get_kernel(name)
     plain = documents is None and window is None and sinks is None
     uses_flex = not plain and found.uses_flex
     if axis is not None and axis.masks_by_flex is not None and kernel is None:
         uses_flex = not plain and axis.masks_by_flex
-    masks = {"causal": causal, "scale": scale, "documents": documents, "window": window, "sinks": sinks}
+    masks: dict[str, Any] = {"causal": causal, "scale": scale}
+    masks |= {"documents": documents, "window": window, "sinks": sinks}
     graph_kernel = axis.graph_kernel if axis is not None and kernel is None else None
     if axis is not None and axis.size > 1 and not uses_flex:
         if graph_kernel is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def masked_attention(
             all_documents = collectives.all_gather(documents.t(), axis).t()  # (b, s)
     if q.is_meta or _is_traced_elsewhere(q, axis):  # the same sizes and products, and no mask to compute
         return torch.ops.trainshed.attention(q, k, v, None, sinks, causal, scale, window, kernels.PLANNED)[0]
-    options = {"scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
     options["block_mask"] = _block_mask(documents, all_documents, positions, all_positions, causal, window)
     if sinks is None:
         return _operator(q)(q, k, v, **options)
@@ -105,7 +106,7 @@ def _block_mask(
         seen = distance >= 0 if causal else distance == distance
         if window is not None:
             seen = seen & (distance < window)
-        return seen if documents is None else seen & (documents[b, query] == keys[b, key])
+        return seen if documents is None or keys is None else seen & (documents[b, query] == keys[b, key])
 
     # (1, blocks)
     (first, last), (key_first, key_last) = (_ranges(positions[None]), _ranges(key_positions[None]))
@@ -116,7 +117,7 @@ def _block_mask(
         some, every = farthest >= 0, nearest >= 0
     if window is not None:
         some, every = some & (nearest < window), every & (farthest < window)
-    if documents is not None:
+    if documents is not None and keys is not None:
         (low, high), (key_low, key_high) = _ranges(documents), _ranges(keys)  # (b, blocks)
         low, high = low[:, :, None], high[:, :, None]
         key_low, key_high = key_low[:, None], key_high[:, None]
@@ -125,11 +126,10 @@ def _block_mask(
     partial = some & ~every
     # Not `from_kv_blocks`: it inverts the lists of key blocks with two scatters. Order of the fields: of keys for each query
     # block, partly visible and fully, then of queries for each key block.
-    lists = (_numbered(blocks) for blocks in (partial, every, partial.mT, every.mT))
-    numbers = [tensor for pair in lists for tensor in pair]
-    return BlockMask(
-        (len(positions), len(key_positions)), *numbers, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible
-    )
+    of_queries = *_numbered(partial), *_numbered(every)
+    of_keys = *_numbered(partial.mT), *_numbered(every.mT)
+    lengths = len(positions), len(key_positions)
+    return BlockMask(lengths, *of_queries, *of_keys, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
 
 
 def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:

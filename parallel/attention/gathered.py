@@ -94,14 +94,19 @@ class _Gathered(Function):
         kv = _chunks(k, v)  # (2, 2, b, k, s/2c, d)
         gathered = _gather(kv, axis)  # (2c, 2, b, k, s/2c, d)
         merged = [
-            _attend(kernel, x, *own.unbind(), scale, Visibility(causal, indices.own(i), window))
+            _attend(
+                kernel, x, *own.unbind(), scale=scale, visibility=Visibility(causal, indices.own(i), window)
+            )
             for i, (x, own) in enumerate(zip(queries, kv.unbind(), strict=True))
         ]
         for pair in _chunk_pairs(rank, axis.size, queries[0].shape[2], causal, window):
             keys = gathered.index_select(0, pair.keys)[0]
             out, lse = _attend(
-                *(kernel, pair.queries(queries), *keys.unbind(), scale),
-                Visibility(False, indices.of(pair), window, pair.distance),
+                kernel,
+                pair.queries(queries),
+                *keys.unbind(),
+                scale=scale,
+                visibility=Visibility(False, indices.of(pair), window, pair.distance),
             )
             for counts, total in zip(pair[:2], merged, strict=True):
                 if counts is not None:
@@ -123,7 +128,13 @@ class _Gathered(Function):
         inputs = [x.chunk(2, 2) for x in (grad, q, out, lse)]
         gathered = _gather(kv, axis)
         squares = [
-            _differentiate(kernel, *parts, *own.unbind(), scale, Visibility(causal, indices.own(i), window))
+            _differentiate(
+                kernel,
+                *parts,
+                *own.unbind(),
+                scale=scale,
+                visibility=Visibility(causal, indices.own(i), window),
+            )
             for i, (parts, own) in enumerate(zip(zip(*inputs, strict=True), kv.unbind(), strict=True))
         ]
         dq, dkv = [of_q for of_q, _ in squares], torch.stack([of_kv for _, of_kv in squares])
@@ -132,8 +143,11 @@ class _Gathered(Function):
         for pair in pairs:
             keys = gathered.index_select(0, pair.keys)[0]
             of_q, of_kv = _differentiate(
-                *(kernel, *(pair.queries(chunks) for chunks in inputs), *keys.unbind(), scale),
-                Visibility(False, indices.of(pair), window, pair.distance),
+                kernel,
+                *(pair.queries(chunks) for chunks in inputs),
+                *keys.unbind(),
+                scale=scale,
+                visibility=Visibility(False, indices.of(pair), window, pair.distance),
             )
             shares.append(of_kv)
             for i, counts in enumerate(pair[:2]):
@@ -180,13 +194,12 @@ def _chunk_pairs(
         reach = last if window is None else min((window - 2) // length + 1, last if i else size - 1)
         for m in range(1, reach + 1):
             counts = number >= m if causal else number >= 0
-            yield _ChunkPair(
-                *((None, counts) if i else (counts, None)), (number - m) % (2 * size), m * length
-            )
+            keys = (number - m) % (2 * size)
+            yield _ChunkPair(None if i else counts, counts if i else None, keys, m * length)
 
 
 def _attend(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, scale: float, visibility: Visibility
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, s, d) and lse (b, n, s) of a block, both in float32 or wider."""
     done = [*tiles.forward(kernel, q, k, v, scale, visibility)]
@@ -205,6 +218,7 @@ def _differentiate(
     lse: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     scale: float,
     visibility: Visibility,
 ) -> tuple[Tensor, Tensor]:
@@ -243,16 +257,15 @@ def _sum_shares(shares: Tensor, pairs: list[_ChunkPair], size: int) -> Tensor:
     which is deterministic, rather than scattered.
     """
     chunks = torch.arange(2 * size, device=shares.device)[:, None]  # (2c, 1)
-    total: Tensor | None = None
+    selected: list[Tensor] = []
     for i in (0, 1):
         index = torch.zeros_like(chunks[:, 0])  # (2c)
         for number, pair in enumerate(pairs, 1):
             counts = pair[i]
             if counts is not None:
                 index = index + number * (counts & (pair.keys == chunks[:, 0]))
-        selected = shares.index_select(0, index)
-        total = selected if total is None else total + selected
-    return total
+        selected.append(shares.index_select(0, index))
+    return selected[0] + selected[1]
 
 
 def _chunks(k: Tensor, v: Tensor) -> Tensor:

@@ -241,7 +241,8 @@ class CudaFlash(Kernel):
 
     @staticmethod
     def _bias(inputs: KernelInput) -> Tensor | None:
-        return None if inputs.mask is None else inputs.bias(8).expand(*inputs.q.shape[:2], -1, -1)
+        bias = None if inputs.mask is None else inputs.bias(8)
+        return None if bias is None else bias.expand(*inputs.q.shape[:2], -1, -1)
 
 
 class Planned(Kernel):

@@ -93,7 +93,8 @@ def _ring(
     for step, block in enumerate(rank.blocks(q.shape[2])):
         if step + 1 < size:
             incoming = collectives.start_ring_send_recv(kv, ring)
-        rank.forward(block, q, *kv.unbind(), out, lse)
+        keys, values = kv.unbind()
+        rank.forward(block, q, keys, values, out, lse)
         if step + 1 < size:
             kv = collectives.wait(incoming)
     merge_sinks(out, lse, sinks)
@@ -135,7 +136,8 @@ def _backward(
     for remaining, block in zip(range(size - 2, -1, -1), reversed(others), strict=True):
         if remaining:
             incoming = collectives.start_ring_send_recv(last, ring, -1)
-        dkv = rank.backward(block, grad, q, *last.unbind(), out, lse, dq)
+        keys, values = last.unbind()
+        dkv = rank.backward(block, grad, q, keys, values, out, lse, dq)
         if arriving is not None:
             dkv += collectives.wait(arriving)
         # To the rank that processes these keys next, finally to their owner.

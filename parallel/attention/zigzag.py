@@ -160,11 +160,10 @@ class RankAttention(NamedTuple):
         dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
         for area in block.areas:
             rows, keys = area.rows, area.keys
-            queries, final = (x[:, :, rows] for x in (grad, q)), (x[:, :, rows] for x in (out, lse))
             rows_dq, (dk, dv) = dq[:, :, rows], dkv[:, :, :, keys].unbind()
             for tile, columns, (tile_dq, tile_dk, tile_dv) in tiles.backward(
-                *(self.kernel, *queries, k[:, :, keys], v[:, :, keys], *final),
-                *(self.scale, self._visibility(area, block.source)),
+                *(self.kernel, grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys]),
+                *(out[:, :, rows], lse[:, :, rows], self.scale, self._visibility(area, block.source)),
             ):
                 rows_dq[:, :, tile] += tile_dq
                 dk[:, :, columns] += tile_dk
@@ -172,9 +171,9 @@ class RankAttention(NamedTuple):
         return dkv
 
     def _visibility(self, area: Area, source: int) -> tiles.Visibility:
-        documents = self.documents
-        if documents is not None:
-            documents = documents[self.rank][:, area.rows], documents[source][:, area.keys]
+        documents = None
+        if self.documents is not None:
+            documents = self.documents[self.rank][:, area.rows], self.documents[source][:, area.keys]
         return tiles.Visibility(area.causal, documents, self.window, area.distance)
 
 

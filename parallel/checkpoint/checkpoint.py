@@ -168,16 +168,16 @@ def _fill(
 
 def _raise_on_all(error: Exception | None, mesh: Mesh) -> None:
     """Raise one rank's error on all: corruption, then a different model, then a failed read. Collective."""
-    kinds = (CorruptCheckpoint, ValueError, LoadFailed)
-    found = None
+    kinds: tuple[type[Exception], ...] = (CorruptCheckpoint, ValueError, LoadFailed)
+    found: tuple[int, str] | None = None
     if error is not None:
-        kind = next((kind for kind in kinds if isinstance(error, kind)), LoadFailed)
-        found = (kinds.index(kind), str(error) if isinstance(error, ValueError) else repr(error))
+        own = next((kind for kind in kinds if isinstance(error, kind)), LoadFailed)
+        found = (kinds.index(own), str(error) if isinstance(error, ValueError) else repr(error))
     everywhere = [found]
     if mesh.host is not None:
         everywhere = [None] * mesh.size
         dist.all_gather_object(everywhere, found, group=mesh.host)
     errors = [(*each, rank) for rank, each in enumerate(everywhere) if each is not None]
     if errors:
-        kind, text, rank = min(errors)
-        raise kinds[kind](text if kinds[kind] is not LoadFailed else f"rank {rank}: {text}") from error
+        number, text, rank = min(errors)
+        raise kinds[number](text if kinds[number] is not LoadFailed else f"rank {rank}: {text}") from error

@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -65,7 +65,8 @@ class CheckpointFiles:
             def map_file() -> torch.UntypedStorage:
                 with path.open("rb") as opened:  # its errors name the cause, torch's do not
                     size = os.fstat(opened.fileno()).st_size
-                return torch.UntypedStorage.from_file(str(path), False, size)
+                storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
+                return storage
 
             mapped = self._read(file, 0, map_file)
             expected = self._described.get(file, {}).get("size", mapped.nbytes())
@@ -116,7 +117,7 @@ class CheckpointFiles:
             raise CorruptCheckpoint(f"{self.root}/{file}: corrupted: its checksum differs from {MARKER}'s")
         return data
 
-    def stream(self, file: str, end: int) -> IO[bytes]:
+    def stream(self, file: str, end: int) -> io.RawIOBase:
         """The first `end` bytes of a file as a seekable stream."""
         return _BlockFile(lambda first, last: self.fetch(file, first, last), end)
 
@@ -191,4 +192,4 @@ class _BlockFile(io.RawIOBase):
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
     """A storage's memory."""
-    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data

@@ -134,8 +134,8 @@ class Reader:
             with self._corruption_of(box):
                 stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             return narrow_tensor_by_index(stored, offsets, sizes)
-        data = bytearray(self._files.fetch(box.file, *self._rows(box, offsets, sizes)))
-        rows = torch.frombuffer(data, dtype=box.dtype).view(sizes[0], *box.sizes[1:])
+        writable = bytearray(self._files.fetch(box.file, *self._rows(box, offsets, sizes)))
+        rows = torch.frombuffer(writable, dtype=box.dtype).view(sizes[0], *box.sizes[1:])
         return narrow_tensor_by_index(rows, (0, *offsets[1:]), sizes)
 
     def _rows(self, box: StoredBox, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
@@ -164,13 +164,16 @@ class Reader:
         Raises:
             CorruptCheckpoint: a file is missing or corrupted.
         """
-        reads = [
-            (self.tensors[name].boxes[item.storage_index.index], item, target.views[item.dest_index.offset])
-            for name, target in targets.items()
-            for item in create_read_items_for_chunk_list(
-                name, self._metadata.state_dict_metadata[name], target.__create_chunk_list__()
+        reads: list[tuple[StoredBox, Any, Tensor]] = []
+        for name, target in targets.items():
+            stored: Any = self._metadata.state_dict_metadata[name]  # of a tensor
+            items: Iterable[Any] = create_read_items_for_chunk_list(
+                name, stored, target.__create_chunk_list__()
             )
-        ]
+            boxes, views = self.tensors[name].boxes, target.views
+            reads += [
+                (boxes[item.storage_index.index], item, views[item.dest_index.offset]) for item in items
+            ]
 
         def copy(read: tuple[StoredBox, Any, Tensor]) -> None:
             box, item, view = read

@@ -162,7 +162,9 @@ class Saver:
                 if errors:
                     raise SaveFailed(errors[0])
                 assert isinstance(save.writer, Writer)
-                files = save.writer.write_index(self._metadata, results)
+                assert self._metadata is not None
+                written = [each for each in results if not isinstance(each, str)]
+                files = save.writer.write_index(self._metadata, written)
                 self.fencing_check()
                 write_marker(save.checkpoint, {**save.about, "files": files})
             except StaleAttempt:
@@ -200,6 +202,7 @@ class Saver:
             return writer
         try:
             writer.begin(self.rank)
+            assert self._plan is not None
             return writer.write(self._plan, self._planner)
         except Exception as error:  # of any storage; `finish` reports it on all ranks
             return _reason(error)
@@ -210,7 +213,7 @@ class Saver:
         plans = self._gather(self._planner.create_local_plan())
         if self.rank == 0:
             plans, self._metadata = self._planner.create_global_plan(plans)
-        local = [plans[0]] if self.rank == 0 else [None]
+        local: list[Any] = [plans[0]] if self.rank == 0 else [None]
         if self.world > 1:
             dist.scatter_object_list(local, plans if self.rank == 0 else None, src=0, group=self._group)
         self._plan = self._planner.finish_plan(local[0])
@@ -284,6 +287,6 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
         cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, OSError):
+    if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -149,7 +149,7 @@ def _envelope(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's elements in row-major order; no copy if it is contiguous."""
-    return memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+    return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 def write_metadata(folder: Path, written: Iterable[Written]) -> None:
@@ -163,6 +163,6 @@ def write_metadata(folder: Path, written: Iterable[Written]) -> None:
         stored.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
         info = StorageInfo(each.file, each.offset, each.length)
         results.append(WriteResult(MetadataIndex(box.name, box.offsets), each.length, info))
-    writer = dcp.FileSystemWriter(folder)
+    writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(True)
-    writer.finish(Metadata(state), [results])
+    writer.finish(Metadata({**state}), [results])

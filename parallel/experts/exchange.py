@@ -49,7 +49,7 @@ class Exchange:
                 # the only host synchronization of forward and backward
                 splits = Download(torch.stack((sent.sum(1), received.sum(1)))).wait()
         self.received = received
-        if axis.size > 1:
+        if axis.size > 1 and splits is not None:
             self.splits = splits
             self.send, self.receive = splits.tolist()
             self.rows = sum(self.receive)

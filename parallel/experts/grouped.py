@@ -38,7 +38,7 @@ def backward(
     exchange: Exchange,
     activation: str,
     frozen: bool,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, *tuple[Tensor | None, ...]]:
     """Same as `sequential.backward`, with one kernel per product, and `hidden` without biases."""
     rows, grads, scales, hidden = saved
     gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
@@ -51,7 +51,7 @@ def backward(
     scaled, grad_scales, grad_hidden = found  # (m, f), (m), (m, 2f)
     if down_bias is not None:
         grad_scales = grad_scales + (grads * exchange.of_rows(down_bias)).sum(1, dtype=torch.float32)
-    of_parameters = [None, None, None, None]
+    of_parameters: list[Tensor | None] = [None, None, None, None]
     if not frozen:
         of_parameters = [
             _weight_gradient(grad_hidden, rows, exchange),
@@ -76,8 +76,9 @@ def _product(
     if not len(rows):
         return rows.new_zeros(0, weight.shape[1])
     result = F.grouped_mm(rows, weight.transpose(1, 2), offs=exchange.offsets)
-    if update[0] is not None:
-        result += _product(_product(rows, update[0], exchange), update[1], exchange)
+    a, b = update
+    if a is not None and b is not None:
+        result += _product(_product(rows, a, exchange), b, exchange)
     return result if bias is None else result + exchange.of_rows(bias)
 
 

@@ -29,7 +29,7 @@ from parallel.experts.slots import assign_slots, capacity, slotted_experts
 from parallel.initialization import Constant, Normal
 from parallel.layers.linear import check_divisible
 from parallel.layers.tied import add
-from parallel.layout import Initializer, Layout, Section, parameter
+from parallel.layout import Initializer, Layout, Placement, Section, parameter
 from parallel.mesh import Mesh
 
 
@@ -61,7 +61,7 @@ class ExpertLinear(nn.Module):
         mesh: Mesh,
         initializer: Initializer,
         partial_bias: bool,
-        placed: dict[str, Any],
+        placed: Placement,
     ) -> None:
         super().__init__()
         ranks = mesh.expert.size if mesh.expert.size > 1 else None
@@ -113,6 +113,8 @@ class MixtureOfExperts(nn.Module):
 
     options = ExpertOptions()
     counting = False
+    tally: Tensor
+    load: Tensor
 
     def __init__(
         self,
@@ -134,7 +136,8 @@ class MixtureOfExperts(nn.Module):
         check_divisible(self, "width", width, mesh.tensor)
         self.mesh, self.routing, self.activation = mesh, routing, activation
         self.sequence_parallel = sequence_parallel and mesh.tensor.size > 1
-        initializer, placed = initializer or Normal(0.02), {"dtype": dtype, "device": device}
+        initializer = initializer or Normal(0.02)
+        placed: Placement = {"dtype": dtype, "device": device}
         self.router = Router(hidden, routing, mesh.tensor, initializer=initializer, **placed)
         count = routing.experts // mesh.expert.size
         local = range(mesh.expert.rank * count, (mesh.expert.rank + 1) * count)
@@ -159,7 +162,8 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("load", torch.zeros(routing.experts, device=device), persistent=False)
 
     def _count(self, tally: Tensor) -> None:
-        found, tally.grad = tally.grad, None
+        found: Any = tally.grad  # not None, in a hook that runs when it is complete
+        tally.grad = None
         self.statistics = found if self.statistics is None else self.add(self.statistics, found)
 
     def forward(self, x: Tensor, length: int, padding: Tensor | None = None) -> Tensor:

@@ -11,11 +11,13 @@ weights, by expert: 2 r (i + o) FLOPs per row, and B A is never computed.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from parallel.experts.dropless import Update
 from parallel.layers.lora import ZERO, SwitchableUpdate, first_factor
-from parallel.layout import Layout, Section, layout_of, parameter
+from parallel.layout import Layout, Placement, Section, layout_of, parameter
 
 
 class ExpertUpdate(SwitchableUpdate):
@@ -27,6 +29,9 @@ class ExpertUpdate(SwitchableUpdate):
         scale: α/r.
     """
 
+    a: Any  # modules with a weight
+    b: Any
+
     def __init__(self, weight: nn.Parameter, rank: int, scale: float) -> None:
         super().__init__()
         layout, self.scale = layout_of(weight), scale
@@ -37,7 +42,7 @@ class ExpertUpdate(SwitchableUpdate):
         a = tuple(Section(expert, (rank, i), 1 if columns else None) for expert in experts)
         b = tuple(Section(section.name, (o, rank), None if columns else 0) for section in layout.sections)
         partial = ("tensor",) if layout.degree > 1 else ()
-        placed = {"dtype": weight.dtype, "device": weight.device}
+        placed: Placement = {"dtype": weight.dtype, "device": weight.device}
         self.a, self.b = nn.Module(), nn.Module()
         ranks = layout.expert_ranks
         first = Layout(a, layout.degree, first_factor(i), () if columns else partial, ranks)

@@ -11,7 +11,7 @@ chooses among the experts of its best groups only; a group's score is the sum of
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,7 @@ class Router(nn.Module):
         An expert's bias moves by `step` against the sign of its excess load in the whole step. Call this before the optimizer is
         created; without it the bias does not change.
         """
-        bias = self.selection_bias
+        bias: Any = self.selection_bias
         bias.global_layout = replace(layout_of(bias), sign_step=step)
 
     def forward(self, x: Tensor) -> Routed:

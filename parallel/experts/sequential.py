@@ -56,10 +56,19 @@ class _Window(NamedTuple):
     inside: slice  # of the window, those of the expert
 
 
-class _Projection(NamedTuple):
-    """Weight, bias and LoRA's factors of one of the experts' two products, or their gradients."""
+class _Gradients(NamedTuple):
+    """Those of a `_Projection`; None where none are needed."""
 
-    weight: Tensor | None  # (experts, n, m); only gradients may be absent
+    weight: Tensor | None
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+
+
+class _Projection(NamedTuple):
+    """Weight, bias and LoRA's factors of one of the experts' two products."""
+
+    weight: Tensor  # (experts, n, m)
     bias: Tensor | None  # (experts, n)
     a: Tensor | None  # (experts, r, m)
     b: Tensor | None  # (experts, n, r)
@@ -67,23 +76,25 @@ class _Projection(NamedTuple):
     def forward(self, rows: Tensor, expert: int) -> Tensor:
         """rows (w, m) · (weight + b a)ᵀ + bias (w, n) of an expert."""
         out = multiply(rows, self.weight[expert].t(), None if self.bias is None else self.bias[expert])
-        return out if self.a is None else out.addmm_(rows @ self.a[expert].t(), self.b[expert].t())
+        if self.a is None or self.b is None:
+            return out
+        return out.addmm_(rows @ self.a[expert].t(), self.b[expert].t())
 
     def backward(self, grad: Tensor, expert: int) -> tuple[Tensor, Tensor | None]:
         """Gradient (w, m) of the rows, and that of rows · aᵀ (w, r), from that of the result (w, n)."""
         of_rows = multiply(grad, self.weight[expert])
-        if self.b is None:
+        if self.a is None or self.b is None:
             return of_rows, None
         low = grad @ self.b[expert]
         return of_rows.addmm_(low, self.a[expert]), low
 
     def differentiate(
-        self, found: _Projection, expert: int, rows: Tensor, grad: Tensor, low: Tensor | None
+        self, found: _Gradients, expert: int, rows: Tensor, grad: Tensor, low: Tensor | None
     ) -> None:
         """Write the gradients of an expert's weight and factors; `low`: second result of `backward`."""
         if found.weight is not None:
             found.weight[expert] = multiply(grad.t(), rows)
-        if found.b is not None:
+        if self.a is not None and low is not None and found.a is not None and found.b is not None:
             torch.mm(grad.t(), rows @ self.a[expert].t(), out=found.b[expert])
             torch.mm(low.t(), rows, out=found.a[expert])
 
@@ -107,7 +118,7 @@ def forward(
 
 def backward(
     saved: Saved, parameters: Parameters, ranges: Iterable[tuple[int, int]], act: Activation, frozen: bool
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, *tuple[Tensor | None, ...]]:
     """Gradients of the rows (m, h), their scales (m) and the parameters, None for absent ones.
 
     Args:
@@ -120,10 +131,12 @@ def backward(
         None if parameter is None or (frozen and index < BASE_PARAMETERS) else torch.empty_like(parameter)
         for index, parameter in enumerate(parameters)
     ]
-    found_gate_up, found_down = _projections(Parameters(*needed))
+    found_gate_up, found_down = (
+        _Gradients(*(needed[i] for i in own)) for own in ((0, 2, 4, 5), (1, 3, 6, 7))
+    )
     for expert, (window, own, inside) in _windows(ranges, len(rows), gate_up.weight[0].numel()):
         if own.start == own.stop:
-            for gradient in filter(lambda each: each is not None, needed):
+            for gradient in (each for each in needed if each is not None):
                 gradient[expert].zero_()
             continue
         x, grad, scale = (each[window] for each in (rows, grads, scales[:, None]))

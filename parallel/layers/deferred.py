@@ -96,6 +96,8 @@ class DeferredGradients:
     def begin(self) -> None:
         """Prepare the layers to receive dY of the next microbatch."""
         for layer in self.layers:
+            if layer.receiver is None:
+                continue
             # As the `grad` of a leaf, dY would be copied to the leaf's strides.
             layer.output = divert_gradient(layer.receiver, partial(setattr, layer, "received"))
 

@@ -131,8 +131,9 @@ class RowLinear(Function):
         products, grad_x, deferred = ctx.products, None, grad if ctx.deferred else None
         if needs_x and ctx.sequence_parallel:
             product = partial(products.input_gradient, weight=weight)
-            options = {"divisible": products is EXACT, "keep": needs_weight}
-            grad_x, grad = gather_product(grad, ctx.axis, product, **options)  # grad: (b·s, h)
+            exact = products is EXACT
+            grad_x, gathered = gather_product(grad, ctx.axis, product, divisible=exact, keep=needs_weight)
+            grad = grad if gathered is None else gathered  # (b·s, h)
         elif needs_x:
             grad_x = products.input_gradient(grad, weight)
         elif ctx.sequence_parallel:
@@ -290,6 +291,8 @@ class VocabParallelEmbedding(nn.Module):
         sequence_parallel: whether the output is (b·s/t, h).
         partial_axes: mesh axes over which the weight's gradient is a partial sum (`Layout.partial_axes`).
     """
+
+    first: Tensor  # index of this rank's first row
 
     def __init__(
         self,

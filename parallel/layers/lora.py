@@ -48,6 +48,8 @@ class LowRankUpdate(SwitchableUpdate):
         columns: global indices of the features of x on this rank; None: x has all features, of this rank's tokens.
     """
 
+    columns: Tensor | None
+
     def __init__(
         self,
         a: nn.Module,

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from parallel import collectives
 from parallel.initialization import Constant
-from parallel.layout import Initializer, Layout, Section, parameter
+from parallel.layout import Initializer, Layout, Section, layout_of, parameter
 from parallel.mesh import Axis, Mesh
 from parallel.torch_internals import fused_rms_norm
 
@@ -94,7 +94,7 @@ class LayerNorm(RMSNorm):
 
     def __init__(self, hidden: int, axis: Axis, **arguments: Any) -> None:
         super().__init__(hidden, axis, **arguments)
-        weight: Layout = self.weight.global_layout
+        weight = layout_of(self.weight)
         layout = Layout(weight.sections, axis.size, Constant(0.0), weight.partial_axes)
         self.bias = parameter(layout, self.weight.dtype, self.weight.device)
 

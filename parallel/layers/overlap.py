@@ -17,6 +17,7 @@ measured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def gather_product(
         gathered = collectives.wait(collectives.start_all_gather(x, axis))
         return product(gathered), gathered if keep else None
     parts = x.chunk(chunks)  # (p/c, k) each
-    y = kept = None
+    y: Any = None
+    kept: Tensor | None = None
     following = collectives.start_all_gather(parts[0], axis)
     for i in range(chunks):
         pending = following
@@ -66,7 +68,7 @@ def gather_product(
         gathered = collectives.wait(pending)  # (n·p/c, k)
         y = _write_chunk(y, product(gathered), i, chunks, axis)
         kept = _write_chunk(kept, gathered, i, chunks, axis) if keep else None
-    return y.flatten(0, 2), kept.flatten(0, 2) if keep else None
+    return y.flatten(0, 2), None if kept is None else kept.flatten(0, 2)
 
 
 def _write_chunk(result: Tensor | None, chunk: Tensor, i: int, chunks: int, axis: Axis) -> Tensor:

@@ -71,7 +71,7 @@ def adamw(
     if compiled is None and weights.is_cuda:
         from parallel.optimizer import gpu_kernels
 
-        scalars = step, learning_rate, divisor, skip
+        scalars = step, float(learning_rate), divisor, skip
         gpu_kernels.update(weights, gradient, exp_avg, exp_avg_sq, *scalars, constants, values)
         return values is not None
     if compiled is None and has_adamw_kernel(weights.device.type):

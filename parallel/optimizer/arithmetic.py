@@ -7,13 +7,14 @@ same on every rank; others run torch's kernels one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from parallel.optimizer.adamw import Update, update
 
+F = TypeVar("F", bound=Callable[..., Any])
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a compiled version of a function."""
 
@@ -30,15 +31,15 @@ class Arithmetic:
 
     def __init__(self, compile: Compile | None = None) -> None:
         self.compiled = compile is not None
-        self.assign, self.add, self.clear = (
-            compile(function) if compile else function for function in (assign, add, clear)
-        )
-        self.square_norm, self.root, self.clip, self.sign_step = (
-            compile(function) if compile else function for function in (square_norm, root, clip, sign_step)
-        )
-        self.checksums, self.count_differing = (
-            compile(function) if compile else function for function in (checksums, count_differing)
-        )
+
+        def prepare(function: F) -> F:
+            prepared: Any = compile(function) if compile else function  # with the same arguments
+            return prepared
+
+        self.assign, self.add, self.clear = prepare(assign), prepare(add), prepare(clear)
+        self.square_norm, self.root, self.clip = prepare(square_norm), prepare(root), prepare(clip)
+        self.sign_step = prepare(sign_step)
+        self.checksums, self.count_differing = prepare(checksums), prepare(count_differing)
         self.update: Update | None = compile(update) if compile else None
 
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -184,7 +185,8 @@ class Bucket:
         if self.gradients is None:
             self.gradients = self._allocate_gradients()
         combine = self.arithmetic.add if slot.filled else self.arithmetic.assign
-        combine(slot.view(self.gradients), slot.parameter.grad)
+        gradient: Any = slot.parameter.grad  # not None, in a hook that runs when it is complete
+        combine(slot.view(self.gradients), gradient)
         slot.filled, slot.parameter.grad = True, None
         self.awaited -= 1
 
@@ -241,16 +243,17 @@ class Bucket:
 
     def parts(self) -> list[tuple[int, torch.Size | None]]:
         """Elements and shape of each parameter, and of each gap between them (None), in order."""
-        held = [(slot.start, slot.parameter.numel(), slot.parameter.shape) for slot in self.slots]
-        gaps = [(start, end - start, None) for start, end in self._gaps]
-        return [part[1:] for part in sorted(held + gaps, key=lambda part: part[0])]
+        held = [(slot.start, (slot.parameter.numel(), slot.parameter.shape)) for slot in self.slots]
+        gaps = [(start, (end - start, None)) for start, end in self._gaps]
+        return [part for _, part in sorted([*held, *gaps], key=lambda each: each[0])]
 
     def gather_in_graph(self, shard: nn.Parameter) -> None:
         """Receive gradients, summed over `dp_shard`, from `shard`, the master weights that a graph gathers."""
         self.in_graph = True
 
         def accumulate(shard: nn.Parameter) -> None:
-            self.add_sum(shard.grad)
+            if shard.grad is not None:
+                self.add_sum(shard.grad)
             shard.grad = None
 
         shard.register_post_accumulate_grad_hook(accumulate)

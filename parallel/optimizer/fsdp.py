@@ -122,12 +122,13 @@ def gather_in_graph(block: nn.Module) -> None:
 
     Call it after applying activation checkpointing and before compiling the block.
     """
+    owner: Any = block  # for torch, attributes of a module are tensors and modules
     forward = block.forward
-    block.gathers = []  # functions that gather a bucket, and the module and attribute of each parameter in it
+    owner.gathers = []  # functions that gather a bucket, and the module and attribute of each parameter in it
 
     @wraps(forward)
     def gathered(*inputs: Any) -> Any:
-        for shard, gather, attributes in block.gathers:
+        for shard, gather, attributes in owner.gathers:
             # The backward graph gathers again instead of saving what forward gathered.
             weights = checkpoint(gather, shard, use_reentrant=False, preserve_rng_state=False)
             for weight, (module, name) in zip(weights, attributes, strict=True):
@@ -135,16 +136,17 @@ def gather_in_graph(block: nn.Module) -> None:
         output = forward(*inputs)
         # Otherwise a graph would return the weights. Eager recomputation still reads them.
         if torch.compiler.is_compiling():
-            for _, _, attributes in block.gathers:
+            for _, _, attributes in owner.gathers:
                 for module, name in attributes:
                     setattr(module, name, None)
         return output
 
-    block.forward = gathered
+    owner.forward = gathered
 
 
 def _bind(unit: Unit) -> None:
     """Replace parameters of a block that gathers in its graph with shards, which receive the gradients."""
+    block: Any  # for torch, attributes of a module are tensors and modules
     (block,) = unit.users
     owners = {id(p): (module, name) for module in block.modules() for name, p in module._parameters.items()}
     for number, bucket in enumerate(unit.buckets):
@@ -158,8 +160,9 @@ def _bind(unit: Unit) -> None:
             delattr(module, name)
             setattr(module, name, None)
             attributes.append((module, name))
-        settings = {"axis": bucket.axis, "dtype": bucket.values.dtype, "wide": bucket.gradient_dtype}
-        block.gathers.append((shard, partial(_gather, parts=bucket.parts(), **settings), attributes))
+        dtype, wide = bucket.values.dtype, bucket.gradient_dtype
+        gather = partial(_gather, axis=bucket.axis, dtype=dtype, wide=wide, parts=bucket.parts())
+        block.gathers.append((shard, gather, attributes))
 
 
 class _GatherWeights(Function):

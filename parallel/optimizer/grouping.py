@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -61,7 +61,8 @@ def group_parameters(
     frozen = [item for item in named if not item[1].requires_grad]
     remaining, sharded = frozen or trained, []
     for unit in units:
-        held, others = [], []
+        held: list[Named] = []
+        others: list[Named] = []
         for item in remaining:
             (held if unit.holds(*item) else others).append(item)
         remaining = others
@@ -77,7 +78,7 @@ def _fill_buckets(
 
     Experts' parameters have separate buckets.
     """
-    kinds: dict[tuple, list[list[Named]]] = {}
+    kinds: dict[tuple[Any, ...], list[list[Named]]] = {}
     # Backward computes the last parameters' gradients first, so buckets are filled from the end.
     for name, parameter in reversed(list(named)):
         layout = layout_of(parameter)

@@ -61,7 +61,8 @@ class ReplicaCheck:
     def rehearse(self) -> None:
         """Run the computations of `count` without its collectives, so that all of them are compiled."""
         if self._checked:
-            self.arithmetic.count_differing([self._checksums(*held) for _, *held in self._checked])
+            highest = [self._checksums(buckets, weights) for _, buckets, weights in self._checked]
+            self.arithmetic.count_differing(highest)
 
     def _checksums(self, buckets: list[Bucket], weights: list[Tensor]) -> Tensor:
         return self.arithmetic.checksums([bucket.master for bucket in buckets], weights)

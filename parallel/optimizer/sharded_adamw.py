@@ -127,7 +127,6 @@ class ShardedAdamW:
         self.begin_step(1)
 
     def _frozen_bucket(self, group: Group) -> Bucket:
-        options = {"arithmetic": self.arithmetic, "seed": self._seed}
         return Bucket(
             group.members,
             self.mesh,
@@ -136,7 +135,8 @@ class ShardedAdamW:
             self.gradient_dtype,
             resident=False,
             frozen=True,
-            **options,
+            arithmetic=self.arithmetic,
+            seed=self._seed,
         )
 
     def _add_bucket(self, group: Group, resident: bool = True) -> Bucket:
@@ -197,7 +197,8 @@ class ShardedAdamW:
             len(self._reducing) >= limit if bucket.resident else self._reducing[0][0].unit is not bucket.unit
         ):
             self._finish_reduce()
-        started, gradients = None, bucket.take_gradients()
+        started: Pending | None = None
+        gradients = bucket.take_gradients()
         if bucket.axis.size > 1:
             out = bucket.gradient_shard if in_place else None
             started = collectives.PendingReduceScatter(gradients, bucket.axis, out)
@@ -399,9 +400,9 @@ class ShardedAdamW:
             for box in bucket.boxes():
                 yield box, {"master": box.view(bucket.master)}
         for name, parameter in self.frozen:
-            for box in layout_of(parameter).boxes(name, self.mesh.tensor.rank):
-                where = ShardBox(box.name, box.shape, box.offsets, box.sizes, 0, box.replicas, False)
-                yield where, {"master": box.view(parameter.detach())}
+            for part in layout_of(parameter).boxes(name, self.mesh.tensor.rank):
+                where = ShardBox(part.name, part.shape, part.offsets, part.sizes, 0, part.replicas, False)
+                yield where, {"master": part.view(parameter.detach())}
 
     @torch.no_grad()
     def gather_parameters(self) -> None:

@@ -80,13 +80,14 @@ class Pipeline:
             )
             for number, module in sorted(stages.items())
         ]
-        options = {"n_microbatches": microbatches, "loss_fn": loss, "scale_grads": False}
+        options: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": loss, "scale_grads": False}
+        self.schedule: OneForwardOneBackward | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble
         if schedule == "1f1b":
-            self.schedule = OneForwardOneBackward(self._stages, extra_forwards, **options)
+            self.schedule = OneForwardOneBackward([*self._stages], extra_forwards, **options)
         elif schedule == "interleaved":
-            self.schedule = ScheduleInterleaved1F1B(self._stages, **options)
+            self.schedule = ScheduleInterleaved1F1B([*self._stages], **options)
         else:
-            self.schedule = ScheduleInterleavedZeroBubble(self._stages, **options)
+            self.schedule = ScheduleInterleavedZeroBubble([*self._stages], **options)
 
     def train(self, tokens: Tensor | None, targets: Tensor | None, scale: Tensor, **inputs: Tensor) -> Tensor:
         """Forward and backward of a step's microbatches; accumulates gradients of `scale` · summed loss.

@@ -66,7 +66,7 @@ class LowMemoryStage(PipelineStage):
     loss_gradient: Tensor  # 0-dim; of the last stage's losses
 
     def __init__(self, *arguments: Any, lanes: Sequence[dist.ProcessGroup | None], **options: Any) -> None:
-        super().__init__(*arguments, group=lanes[0], **options)
+        super().__init__(*arguments, **{"group": lanes[0], **options})
         self._lanes = lanes
         self._sends: deque[dist.Work] = deque()
         self._agreed, self._known_shapes = False, torch.ones(1, dtype=torch.int32)
@@ -100,7 +100,8 @@ class LowMemoryStage(PipelineStage):
     def _start_sends(self, ops: list[dist.P2POp]) -> None:
         # This cannot deadlock: the schedule orders the receive of an earlier message before this send.
         self.wait_for_sends(SENDS_IN_FLIGHT - 1)
-        self._sends.extend(dist.isend(op.tensor, group=op.group, group_dst=op.group_peer) for op in ops)
+        started = (dist.isend(op.tensor, group=op.group, group_dst=op.group_peer) for op in ops)
+        self._sends.extend(work for work in started if work is not None)
 
     def wait_for_sends(self, remaining: int = 0) -> None:
         """Wait until at most `remaining` sends are in flight."""
@@ -109,6 +110,7 @@ class LowMemoryStage(PipelineStage):
 
     def _on_lane(self, edge: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Messages of an edge, by the number of its first stage, in the edge's process group."""
+        op: Any  # whose group may be None, the default one
         for op in ops:
             op.group = self._lanes[lane(edge, self.group_size, len(self._lanes))]
         return ops

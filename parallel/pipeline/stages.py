@@ -54,7 +54,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     layers = len(costs)
     sums = [0, *accumulate(costs)]
     # best[n]: (highest cost, sum of squared costs, first layers) of the best cut of the first n layers so far
-    best = {0: (0.0, 0.0, [])}
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for stage in range(1, stages + 1):
         ends = [layers] if stage == stages else range(stage, layers)
         best = {
