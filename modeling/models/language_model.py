@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,33 @@ from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cr
 from parallel.device import CPU, Device
 from parallel.layers.products import EXACT, Products
 from parallel.layers.tied import TiedWeight
+from parallel.layout import Initializer, Placement
 from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
 from parallel.random import Keys, local_keys, token_keys
 from profiles.sections.model import Model
+
+
+class ModelOptions(Placement, total=False):
+    """Keyword arguments of a model."""
+
+    sequence_parallel: bool
+    products: Products
+
+
+class LayerOptions(ModelOptions, total=False):
+    """Keyword arguments that a block passes on to its layers."""
+
+    initializer: Initializer
+    bias: bool
+
+
+class NormOptions(Placement, total=False):
+    """Keyword arguments of a block's norms."""
+
+    epsilon: float
+    initializer: Initializer
+    sequence_parallel: bool
 
 
 class LanguageModel(nn.Module):
@@ -91,7 +114,7 @@ class LanguageModel(nn.Module):
                 head = {**options, "initializer": parametrization.head(model)}
                 self.head = VocabParallelEmbedding(*vocabulary, **head)
 
-    def add_position_embedding(self, **options: object) -> None:
+    def add_position_embedding(self, **options: Unpack[LayerOptions]) -> None:
         """Add learned positions, in architectures that have them."""
 
     def forward(

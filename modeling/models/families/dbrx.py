@@ -9,10 +9,12 @@ Shapes as in `llama.py`. Described in databricks.com/blog/introducing-dbrx-new-s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from torch import Tensor
 
 from modeling.models.families import llama, mixtral
+from modeling.models.language_model import LayerOptions
 from modeling.models.weight_names import HuggingFaceTensor, Index, rows_of
 from parallel import Mesh
 from parallel.layers.norms import CenteredNorm
@@ -21,7 +23,7 @@ from profiles.sections.model import Model
 
 
 class Attention(llama.Attention):
-    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__(model, mesh, layer, **options)
         self.clip = model.clip_qkv
 

@@ -15,6 +15,7 @@ rotated, and value heads of u; heads are sharded over tensor ranks, and each ran
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from modeling.models import parametrization
 from modeling.models.families import llama, mixtral
 from modeling.models.families.llama import MLP
+from modeling.models.language_model import LayerOptions, NormOptions
 from modeling.models.rope import rotate, score_factor, split_pairs
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear, collectives
@@ -35,7 +37,7 @@ LATENT_EPSILON = 1e-6  # of the latents' norms, whatever that of the others
 
 
 class Attention(nn.Module):
-    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         h, n, axis = model.hidden_size, model.num_attention_heads, mesh.tensor
         self.plain, self.rotated = model.qk_nope_head_dim, model.qk_rope_head_dim
@@ -85,14 +87,14 @@ class Block(mixtral.Block):
     attention_layer = Attention
 
     def __init__(
-        self, model: Model, mesh: Mesh, layer: int, norm: dict[str, object], **options: object
+        self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__(model, mesh, layer, norm, **options)
         self.shared = None
         if model.has_experts(layer):
             self.shared = MLP(model, mesh, model.n_shared_experts * model.expert_width, **options)
 
-    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
+    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         if not model.has_experts(layer):
             return MLP(model, mesh, **options)
         return super().build_mlp(model, mesh, layer, **options)

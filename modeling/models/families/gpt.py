@@ -13,11 +13,13 @@ degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling.models.language_model import LanguageModel
+from modeling.models.language_model import LanguageModel, LayerOptions, NormOptions
 from modeling.models.weight_names import HuggingFaceTensor, rows_of
 from parallel import (
     ColumnParallelLinear,
@@ -35,7 +37,7 @@ from profiles.sections.model import Model
 
 
 class Attention(nn.Module):
-    def __init__(self, model: Model, mesh: Mesh, residual: Normal, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, residual: Normal, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         self.d, self.dropout = model.head_dim, model.dropout
         self.context = mesh.context
@@ -61,7 +63,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, model: Model, mesh: Mesh, residual: Normal, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, residual: Normal, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         h, f = model.hidden_size, model.intermediate_size
         self.approximate = {"gelu": "none", "gelu_new": "tanh"}[model.hidden_act]
@@ -84,7 +86,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     def __init__(
-        self, model: Model, mesh: Mesh, layer: int, norm: dict[str, object], **options: object
+        self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__()
         self.dropout = model.dropout
@@ -146,7 +148,7 @@ class GPT(LanguageModel):
     block, norm_layer = Block, LayerNorm
     weights = WEIGHTS
 
-    def add_position_embedding(self, **options: object) -> None:
+    def add_position_embedding(self, **options: Unpack[LayerOptions]) -> None:
         rows, hidden = self.model.max_position_embeddings, self.model.hidden_size
         self.positions = Embedding(rows, hidden, self.axis, **options)
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Unpack
 
 from modeling.models.families import llama, mixtral
+from modeling.models.language_model import LayerOptions
 from modeling.models.weight_names import HuggingFaceTensor, Index, Locate
 from parallel import Mesh, Normal
 from parallel.experts.router import Routing
@@ -21,7 +23,7 @@ from profiles.sections.model import Model
 
 
 class Attention(llama.Attention):
-    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__(model, mesh, layer, **options)
         layout = Layout(
             (Section("", (model.num_attention_heads,), 0),), mesh.tensor.size, Normal(model.initializer_range)

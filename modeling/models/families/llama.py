@@ -12,11 +12,13 @@ degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.models import parametrization
-from modeling.models.language_model import LanguageModel
+from modeling.models.language_model import LanguageModel, LayerOptions, ModelOptions, NormOptions
 from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear
@@ -26,7 +28,7 @@ from profiles.sections.model import Model
 
 
 class Attention(nn.Module):
-    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         self.d, self.window = model.head_dim, model.window(layer)
         self.context = mesh.context
@@ -61,7 +63,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, model: Model, mesh: Mesh, width: int | None = None, **options: object) -> None:
+    def __init__(
+        self, model: Model, mesh: Mesh, width: int | None = None, **options: Unpack[LayerOptions]
+    ) -> None:
         super().__init__()
         h, f = model.hidden_size, width or model.intermediate_size
         options["bias"] = model.mlp_bias
@@ -79,7 +83,7 @@ class Block(nn.Module):
     norm_layer: type[RMSNorm] = RMSNorm
 
     def __init__(
-        self, model: Model, mesh: Mesh, layer: int, norm: dict[str, object], **options: object
+        self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__()
         self.attention_norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
@@ -87,7 +91,7 @@ class Block(nn.Module):
         self.mlp_norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
         self.mlp = self.build_mlp(model, mesh, layer, **options)
 
-    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
+    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         """The layer after attention; overridden by families with experts."""
         return MLP(model, mesh, **options)
 
@@ -127,7 +131,9 @@ class Llama(LanguageModel):
     block, norm_layer = Block, RMSNorm
     weights = WEIGHTS
 
-    def __init__(self, model: Model, mesh: Mesh, layers: range | None = None, **options: object) -> None:
+    def __init__(
+        self, model: Model, mesh: Mesh, layers: range | None = None, **options: Unpack[ModelOptions]
+    ) -> None:
         super().__init__(model, mesh, layers, **options)
         theta = inverse_frequencies(model).to(options.get("device"))
         self.register_buffer("theta", theta, persistent=False)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Unpack
 
 from torch import Tensor, nn
 
 from modeling.models.families import llama
+from modeling.models.language_model import LayerOptions
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
@@ -26,7 +28,7 @@ class Block(llama.Block):
     # further arguments of `MixtureOfExperts`, set by other families
     expert_options: Mapping[str, object] = MappingProxyType({})
 
-    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: object) -> nn.Module:
+    def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         del options["products"]  # those of experts are always exact
         options |= {"output_initializer": Normal(model.residual_initializer_range), **self.expert_options}
         return MixtureOfExperts(model.hidden_size, model.expert_width, self.routing(model), mesh, **options)

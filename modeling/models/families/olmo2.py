@@ -8,10 +8,13 @@ Shapes as in `llama.py`.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from modeling.models.families import llama
+from modeling.models.language_model import LayerOptions
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import Mesh
 from parallel.layers.norms import ProjectionNorm
@@ -20,7 +23,7 @@ from profiles.sections.model import Model
 
 
 class Attention(llama.Attention):
-    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__(model, mesh, layer, **options)
         norm = {"epsilon": model.norm_eps, **{name: options[name] for name in ("dtype", "device")}}
         self.q_norm = ProjectionNorm(model.num_attention_heads, self.d, mesh, **norm)

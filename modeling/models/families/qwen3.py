@@ -7,9 +7,12 @@ The head size is independent of hidden size / heads; small models tie the embedd
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 
 from modeling.models.families import llama
+from modeling.models.language_model import LayerOptions
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import Mesh
 from parallel.layers.norms import HeadNorm
@@ -17,7 +20,7 @@ from profiles.sections.model import Model
 
 
 class Attention(llama.Attention):
-    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: object) -> None:
+    def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__(model, mesh, layer, **options)
         placed = {name: options[name] for name in ("dtype", "device")}
         self.qk_norm = HeadNorm(model.head_dim, mesh.tensor, epsilon=model.norm_eps, **placed)
