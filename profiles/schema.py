@@ -54,15 +54,15 @@ class Init(Section):
     """Pretrained weights."""
 
     from_: str | None = Field(
-        None,
+        default=None,
         alias="from",
         min_length=1,
         description="hub repository, folder or s3:// folder of initial weights, or run:NAME, an exported run of the store; null: "
         "train from scratch",
     )
-    revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
+    revision: str | None = Field(default=None, description="commit, tag or branch of a hub repository")
     nxd_layout: Literal["trn1", "trn2"] | None = Field(
-        None,
+        default=None,
         description="accelerator that NxD shards were made on; needed where several ranks share a KV head, whose order differs",
     )
 
@@ -70,147 +70,154 @@ class Init(Section):
 class Parallel(Section):
     """Parallelism; the data-parallel degree is world size / (tensor × pipeline × context)."""
 
-    tensor: Size = Field(1, description="tensor-parallel degree")
-    pipeline: Size = Field(1, description="pipeline-parallel degree: ranks per pipeline")
-    context: Size = Field(1, description="context-parallel degree: ranks that share a sequence")
+    tensor: Size = Field(default=1, description="tensor-parallel degree")
+    pipeline: Size = Field(default=1, description="pipeline-parallel degree: ranks per pipeline")
+    context: Size = Field(default=1, description="context-parallel degree: ranks that share a sequence")
     expert: Size = Field(
-        1,
+        default=1,
         description="expert-parallel degree: data and context ranks that a layer's experts are divided among",
     )
     kv_replication: Count | None = Field(
-        None, description="tensor ranks per KV head; derived, and checked if set"
+        default=None, description="tensor ranks per KV head; derived, and checked if set"
     )
     sequence_parallel: bool = Field(
-        True, description="sequence parallelism: shard activations between layers over tensor ranks"
+        default=True, description="sequence parallelism: shard activations between layers over tensor ranks"
     )
     overlap_chunks: Count | None = Field(
-        None,
+        default=None,
         description="maximum number of token chunks in which sequence parallelism overlaps gathers and scatters with the matrix "
         "products; null: chosen by size on cuda without compiled graphs, 1 elsewhere",
     )
     data_sharding: Literal["none", "zero1", "fsdp"] = Field(
-        "zero1",
+        default="zero1",
         description="what is sharded over data and context ranks: nothing, optimizer states (ZeRO-1), or parameters and "
         "gradients too",
     )
     shard_degree: Size | None = Field(
-        None,
+        default=None,
         description="data and context ranks that states are sharded over; further ranks hold replicas; null: all",
     )
     keep_gathered: bool | Literal["auto"] = Field(
-        False,
+        default=False,
         description="fsdp: keep gathered weights and unsharded gradients for all microbatches of a step: less communication, "
         "more memory; auto: if that fits in memory and makes steps shorter",
     )
     schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
-        "1f1b",
+        default="1f1b",
         description="pipeline schedule; zero_bubble needs train.recompute none, and no fsdp in compiled graphs on neuron",
     )
     pipeline_cuts: list[Count] | None = Field(
-        None, description="first layer of each stage after the first; null: balanced by cost"
+        default=None, description="first layer of each stage after the first; null: balanced by cost"
     )
 
 
 class Train(Section):
     """Training hyperparameters."""
 
-    steps: Count | None = Field(None, description="optimizer steps; null if train.epochs is set")
+    steps: Count | None = Field(default=None, description="optimizer steps; null if train.epochs is set")
     epochs: Count | None = Field(
-        None, description="passes over the data, which determine the steps; null if train.steps is set"
+        default=None,
+        description="passes over the data, which determine the steps; null if train.steps is set",
     )
     global_batch_size: Count = Field(description="samples per optimizer step over all ranks")
-    micro_batch_size: Size = Field(1, description="samples per forward pass on a rank")
+    micro_batch_size: Size = Field(default=1, description="samples per forward pass on a rank")
     sequence_length: Size = Field(description="tokens per sample")
     learning_rate: Rate = Field(description="peak learning rate")
     minimum_learning_rate: Rate = Field(
-        0.0, description="learning rate at the end of the decay; no effect with schedule constant"
+        default=0.0, description="learning rate at the end of the decay; no effect with schedule constant"
     )
-    warmup_steps: Natural = Field(0, description="linear warm-up steps")
-    constant_steps: Natural = Field(0, description="steps at the peak after warm-up")
+    warmup_steps: Natural = Field(default=0, description="linear warm-up steps")
+    constant_steps: Natural = Field(default=0, description="steps at the peak after warm-up")
     minimum_steps: Natural = Field(
-        0, description="final steps at the minimum learning rate, after the decay (NeMo's constant_steps)"
+        default=0,
+        description="final steps at the minimum learning rate, after the decay (NeMo's constant_steps)",
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay")
-    weight_decay: Rate = Field(0.1, description="decoupled weight decay of AdamW")
-    norm_weight_decay: bool = Field(False, description="apply weight decay to norm weights and biases too")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="shape of the decay"
+    )
+    weight_decay: Rate = Field(default=0.1, description="decoupled weight decay of AdamW")
+    norm_weight_decay: bool = Field(
+        default=False, description="apply weight decay to norm weights and biases too"
+    )
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
-        (0.9, 0.95), description="betas of AdamW"
+        default=(0.9, 0.95), description="betas of AdamW"
     )
-    epsilon: float = Field(1e-8, gt=0, description="epsilon of AdamW")
+    epsilon: float = Field(default=1e-8, gt=0, description="epsilon of AdamW")
     clip: Annotated[float, Field(gt=0)] | None = Field(
-        1.0, description="gradient norm to clip to; null: no clipping"
+        default=1.0, description="gradient norm to clip to; null: no clipping"
     )
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
-        1234, description="seed of initial weights, data order and dropout"
+        default=1234, description="seed of initial weights, data order and dropout"
     )
     precision: Literal["float32", "bf16", "fp8"] = Field(
-        "bf16",
+        default="bf16",
         description="dtype of weights and activations; master weights are float32. fp8: bf16, with the layers' matrix products "
         "in 8 bits",
     )
     fp8_recipe: Literal["tensorwise", "rowwise", "mxfp8"] = Field(
-        "rowwise",
+        default="rowwise",
         description="fp8: one scale per tensor, per row, or per 32 values of a row (mxfp8); tensorwise and rowwise need h100 or "
         "later, mxfp8 b200, or trn3 for planning",
     )
     gradient_dtype: Literal["float32", "bf16"] = Field(
-        "float32", description="dtype of gradient accumulation"
+        default="float32", description="dtype of gradient accumulation"
     )
     recompute: Recompute = Field(
-        "none",
+        default="none",
         description="activation checkpointing: none, selective or full, for all layers; full 3 + selective 2: for the first "
         "layers of each pipeline stage; a list: one entry per stage; auto: for each layer, the cheapest that fits the device",
     )
     document_masks: bool = Field(
-        False, description="mask attention across documents and restart positions at each document"
+        default=False, description="mask attention across documents and restart positions at each document"
     )
     balance: Literal["sequence", "global", "batch", "bias", "none"] = Field(
-        "sequence",
+        default="sequence",
         description="experts: tokens that the balance loss is computed over. sequence: a sample; global: a step, counted in an "
         "additional forward pass; batch: a rank's microbatch, as in Hugging Face, so it depends on its size and the topology. "
         "bias: no loss; each step adjusts a bias in the selection of each expert against its excess load (deepseek_v3)",
     )
     balance_coefficient: Rate | None = Field(
-        None,
+        default=None,
         description="experts: coefficient of the balance loss; with balance bias, of an additional loss over each sample. null: "
         "0.001, or 0 with balance bias",
     )
     balance_bias_rate: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="experts: update rate of the selection biases with balance bias; null: 0.001"
+        default=None,
+        description="experts: update rate of the selection biases with balance bias; null: 0.001",
     )
-    router_z_coefficient: Rate = Field(0.0, description="experts: coefficient of the router's z-loss")
+    router_z_coefficient: Rate = Field(default=0.0, description="experts: coefficient of the router's z-loss")
     capacity_factor: Annotated[float, Field(gt=0)] | None = Field(
-        None,
+        default=None,
         description="experts: maximum tokens of a sample per expert, relative to an equal share; the rest are dropped. null: no "
         "limit",
     )
     deterministic: bool = Field(
-        True,
+        default=True,
         description="cuda: only deterministic kernels, to resume bit-identically; false: the fastest. cpu and neuron are always "
         "deterministic",
     )
     loss: str | None = Field(
-        None,
+        default=None,
         pattern=FUNCTION,
         description="user loss, module:function: (logits (tokens, vocabulary) float32, targets (tokens), where -100 is ignored) "
         "-> sum over tokens, a 0-dim tensor; null: cross-entropy",
     )
     replicas_every: Natural = Field(
-        100,
+        default=100,
         description="steps between checks that replicas of a weight are equal on all ranks; differences are logged and repaired. "
         "0: only before a checkpoint is saved",
     )
-    log_every: Count = Field(1, description="steps between log lines; metrics.jsonl has every step")
+    log_every: Count = Field(default=1, description="steps between log lines; metrics.jsonl has every step")
     spike_factor: Annotated[float, Field(gt=1)] | None = Field(
-        None,
+        default=None,
         description="skip a step whose loss exceeds this multiple of the recent median; null: no limit. A step whose loss or "
         "gradient norm is not finite is always skipped",
     )
     bad_steps: Count = Field(
-        10,
+        default=10,
         description="consecutive skipped steps after which the run rolls back to a checkpoint and excludes their samples",
     )
-    rollbacks: Natural = Field(2, description="rollbacks before the run stops")
+    rollbacks: Natural = Field(default=2, description="rollbacks before the run stops")
 
     @model_validator(mode="before")
     @classmethod
@@ -251,72 +258,81 @@ class Compile(Section):
     """Compilation of the training graphs."""
 
     enabled: bool | Literal["auto"] = Field(
-        AUTO,
+        default=AUTO,
         description="compile graphs ahead of time; false: eager mode; auto: on a cpu, only if training is long enough that it "
         "pays, as the graphs step measures; elsewhere true",
     )
     backend: str | None = Field(
-        None, min_length=1, description="inductor or neuron; null: the device's default"
+        default=None, min_length=1, description="inductor or neuron; null: the device's default"
     )
-    processes: Count | None = Field(None, description="graphs compiled concurrently; null: one per core")
+    processes: Count | None = Field(
+        default=None, description="graphs compiled concurrently; null: one per core"
+    )
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
-        None,
+        default=None,
         description="memory limit of each compiler process; null: this machine's memory divided among the processes",
     )
     async_tensor: bool = Field(
-        False,
+        default=False,
         description="cuda, experimental: inductor merges sequence parallelism's collectives with the matrix products (torch's "
         "asynchronous tensor parallelism), which needs NVLink between the ranks of a tensor group; not yet tested on hardware",
     )
-    flags: str | None = Field(None, min_length=1, description="Neuron compiler flags (NEURON_CC_FLAGS)")
+    flags: str | None = Field(
+        default=None, min_length=1, description="Neuron compiler flags (NEURON_CC_FLAGS)"
+    )
 
 
 class Checkpoint(Section):
     """Checkpoints: when to save, what to keep, what to resume from."""
 
     every: Natural = Field(
-        0, description="steps between checkpoints; 0: only at the end, and when stopped (on_stop)"
+        default=0, description="steps between checkpoints; 0: only at the end, and when stopped (on_stop)"
     )
     keep: Natural = Field(
-        3,
+        default=3,
         description="number of latest checkpoints to keep, in addition to the one with the lowest validation loss if "
         "evaluations coincide with saves; 0: all",
     )
     keep_every: Natural = Field(
-        0, description="keep checkpoints at multiples of this many steps permanently; 0: none"
+        default=0, description="keep checkpoints at multiples of this many steps permanently; 0: none"
     )
-    async_: bool = Field(False, alias="async", description="save asynchronously, while training continues")
+    async_: bool = Field(
+        default=False, alias="async", description="save asynchronously, while training continues"
+    )
     resume: Literal["newest", "none"] | Natural = Field(
-        "newest",
+        default="newest",
         description="checkpoint to resume from: newest, a step, or none (start from the initial weights again)",
     )
-    on_stop: bool = Field(True, description="save before exiting when stopped by a signal")
-    weights: bool = Field(False, description="resume only the weights, with a new optimizer and schedule")
+    on_stop: bool = Field(default=True, description="save before exiting when stopped by a signal")
+    weights: bool = Field(
+        default=False, description="resume only the weights, with a new optimizer and schedule"
+    )
 
 
 class Evaluate(Section):
     """Evaluation during training; the final model is always evaluated."""
 
-    every: Natural = Field(0, description="steps between evaluations; 0: only at the end")
+    every: Natural = Field(default=0, description="steps between evaluations; 0: only at the end")
     batches: Count | None = Field(
-        None, description="global batches per evaluation during training; null: the complete validation split"
+        default=None,
+        description="global batches per evaluation during training; null: the complete validation split",
     )
     by_source: bool = Field(
-        False,
+        default=False,
         description="also evaluate each data source separately, on as many batches: metrics.jsonl has validation_loss/<source>",
     )
     tolerance: Rate = Field(
-        0.0,
+        default=0.0,
         description="largest increase in validation loss, in nats per token, at which continual pretraining still promotes a "
         "model and a chain still continues",
     )
     gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(
-        [],
+        default=[],
         description="conditions on the final evaluation for a chain to continue, such as validation_loss <= 2.5 or accuracy >= "
         "0.6; []: the validation loss exceeds that of the initial weights by at most evaluate.tolerance",
     )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
-        [],
+        default=[],
         description="user metrics, module:function, called like train.loss; metrics.jsonl has their means per token under the "
         "function names",
     )
@@ -328,20 +344,20 @@ class Profile(Section):
     name: str = Field(
         pattern=f"^{NAME}$", description="name of the profile, and of the run unless set with --name"
     )
-    description: str = Field("", description="one-line description")
+    description: str = Field(default="", description="one-line description")
     model: Model = Field(description="model architecture")
     tokenizer: Tokenizer = Field(description="tokenizer")
     data: Data = Field(description="training and validation data")
-    init: Init = Field(Init(), description="initial weights")
-    objective: Objective = Field(Objective(), description="what the model is trained for")
-    lora: Lora = Field(Lora(), description="low-rank adapters")
-    parallel: Parallel = Field(Parallel(), description="parallelism")
+    init: Init = Field(default=Init(), description="initial weights")
+    objective: Objective = Field(default=Objective(), description="what the model is trained for")
+    lora: Lora = Field(default=Lora(), description="low-rank adapters")
+    parallel: Parallel = Field(default=Parallel(), description="parallelism")
     train: Train = Field(description="training hyperparameters")
-    compile: Compile = Field(Compile(), description="graph compilation")
-    checkpoint: Checkpoint = Field(Checkpoint(), description="checkpoints and resume")
-    evaluate: Evaluate = Field(Evaluate(), description="evaluation during training")
+    compile: Compile = Field(default=Compile(), description="graph compilation")
+    checkpoint: Checkpoint = Field(default=Checkpoint(), description="checkpoints and resume")
+    evaluate: Evaluate = Field(default=Evaluate(), description="evaluation during training")
     cluster: Cluster = Field(description="cluster and launcher")
-    tracking: Tracking = Field(Tracking(), description="experiment trackers")
+    tracking: Tracking = Field(default=Tracking(), description="experiment trackers")
 
     @property
     def world_size(self) -> int:

@@ -21,12 +21,16 @@ class Branch(Section):
 
     step: Count = Field(description="step of the trunk's checkpoint; a multiple of `every`")
     decay: Count | None = Field(
-        None, description="decay steps; null: the file's `decay` as a share of `step`"
+        default=None, description="decay steps; null: the file's `decay` as a share of `step`"
     )
     name: str | None = Field(
-        None, pattern=f"^{NAME}$", description="suffix of the run's name; null: derived from its steps"
+        default=None,
+        pattern=f"^{NAME}$",
+        description="suffix of the run's name; null: derived from its steps",
     )
-    overrides: list[str] = Field([], description="KEY=VALUE for this branch only, such as another mixture")
+    overrides: list[str] = Field(
+        default=[], description="KEY=VALUE for this branch only, such as another mixture"
+    )
 
 
 class Average(Section):
@@ -36,7 +40,7 @@ class Average(Section):
     of: list[str] = Field(
         min_length=1, description="runs to average checkpoints of: trunk, trunk@STEP, or names of branches"
     )
-    last: Count = Field(1, description="number of latest checkpoints of each run, up to STEP")
+    last: Count = Field(default=1, description="number of latest checkpoints of each run, up to STEP")
 
 
 class Branches(Experiment):
@@ -46,7 +50,7 @@ class Branches(Experiment):
 
     every: Count = Field(description="steps between the trunk's checkpoints, all of which are kept")
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.2, description="default decay of branches, as a share of the steps before them"
+        default=0.2, description="default decay of branches, as a share of the steps before them"
     )
     branches: list[Branch] = Field(min_length=1, description="the branches")
-    averages: list[Average] = Field([], description="averages of checkpoints")
+    averages: list[Average] = Field(default=[], description="averages of checkpoints")

@@ -27,111 +27,116 @@ class Kubernetes(Section):
     """Kubernetes launcher: one indexed Job and a headless Service for each of a run's jobs."""
 
     image: str | None = Field(
-        None,
+        default=None,
         pattern=LINE,
         description="container image with Trainshed, for instance installed from this checkout",
     )
-    namespace: str = Field("default", pattern=LABEL, description="namespace of the Jobs")
+    namespace: str = Field(default="default", pattern=LABEL, description="namespace of the Jobs")
     context: str | None = Field(
-        None,
+        default=None,
         pattern=LINE,
         description="context of the kubeconfig file; null: the current one, or the Pod's own account",
     )
     claim: str | None = Field(
-        None, pattern=LABEL, description="PersistentVolumeClaim with the store and the working folder"
+        default=None, pattern=LABEL, description="PersistentVolumeClaim with the store and the working folder"
     )
     mount: str | None = Field(
-        None,
+        default=None,
         pattern=PATH,
         description="path where the claim is mounted, the same on the flow's machine and in Pods",
     )
     resources: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
-        [],
+        default=[],
         description="resources that a Pod requests, such as nvidia.com/gpu=8; empty: nvidia.com/gpu=devices_per_node for cuda, "
         "nothing for cpu; required for neuron",
     )
     node_selector: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
-        [], description="required node labels, such as node.kubernetes.io/instance-type=trn2.48xlarge"
+        default=[], description="required node labels, such as node.kubernetes.io/instance-type=trn2.48xlarge"
     )
     tolerations: list[Annotated[str, Field(pattern=LINE)]] = Field(
-        [], description="keys of node taints that Pods tolerate"
+        default=[], description="keys of node taints that Pods tolerate"
     )
     environment: list[Annotated[str, Field(pattern=VARIABLE)]] = Field(
-        [],
+        default=[],
         description="environment variables of Pods, such as FI_PROVIDER=efa; no secrets: they are stored in the profile",
     )
     service_account: str | None = Field(
-        None, pattern=LABEL, description="service account of Pods; null: the default one"
+        default=None, pattern=LABEL, description="service account of Pods; null: the default one"
     )
-    priority_class: str | None = Field(None, pattern=LABEL, description="priority class of Pods")
-    queue: str | None = Field(None, pattern=LABEL, description="Kueue queue that admits the Jobs")
+    priority_class: str | None = Field(default=None, pattern=LABEL, description="priority class of Pods")
+    queue: str | None = Field(default=None, pattern=LABEL, description="Kueue queue that admits the Jobs")
 
 
 class Cluster(Section):
     """Cluster and launcher."""
 
     launcher: Annotated[str, Field(pattern=WORD)] = Field(
-        "local",
+        default="local",
         description="local: this machine; slurm: a Slurm cluster; kubernetes; or the name of a plugin (entry point of the group "
         "trainshed.launchers)",
     )
-    nodes: Size = Field(1, description="number of nodes")
-    devices_per_node: Size = Field(1, description="devices per node, with one process each")
+    nodes: Size = Field(default=1, description="number of nodes")
+    devices_per_node: Size = Field(default=1, description="devices per node, with one process each")
     device: Literal["cpu", "cuda", "neuron"] = Field(description="device type; never detected automatically")
     accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"] | None = Field(
-        None,
+        default=None,
         description="accelerator model, whose memory and speed are used for planning; null: this machine's GPU on cuda, trn2 on "
         "neuron",
     )
     node_price: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="price per node hour in any currency, for planning"
+        default=None, description="price per node hour in any currency, for planning"
     )
     work_dir: str | None = Field(
-        None, min_length=1, description="local folder for runs if the store is on S3; null: ./store"
+        default=None, min_length=1, description="local folder for runs if the store is on S3; null: ./store"
     )
     threads: Count | None = Field(
-        None,
+        default=None,
         description="torch threads per process; null: the node's usable cores divided among its processes",
     )
     retries: Natural = Field(
-        2,
+        default=2,
         description="maximum retries without a new checkpoint, which resets the count; outages count only after an hour",
     )
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
-        20.0,
+        default=20.0,
         description="hang timeout of a step = hang_factor × median step time + this; null: no hang detection",
     )
     hang_factor: Annotated[float, Field(ge=1)] = Field(
-        5.0, description="multiple of the median step time in the hang timeout"
+        default=5.0, description="multiple of the median step time in the hang timeout"
     )
     partition: str | None = Field(
-        None, pattern=WORD, description="Slurm partition; null: the cluster's default"
+        default=None, pattern=WORD, description="Slurm partition; null: the cluster's default"
     )
     shards_partition: str | None = Field(
-        None,
+        default=None,
         pattern=WORD,
         description="Slurm partition that tokenizes shards in parallel; null: tokenize on this machine",
     )
-    account: str | None = Field(None, pattern=WORD, description="Slurm account; null: the user's default")
+    account: str | None = Field(
+        default=None, pattern=WORD, description="Slurm account; null: the user's default"
+    )
     time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = Field(
-        None, description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job"
+        default=None,
+        description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job",
     )
     time_left: Count = Field(
-        120,
+        default=120,
         description="seconds before the time limit at which training stops, saves and requeues; a stop takes up to three steps",
     )
     grace: Natural = Field(
-        30,
+        default=30,
         description="seconds to stop and save after a signal before the processes are killed; a stop takes up to three steps",
     )
     constraint: str | None = Field(
-        None, pattern=LINE, description="required Slurm node features, such as trn2&efa"
+        default=None, pattern=LINE, description="required Slurm node features, such as trn2&efa"
     )
-    exclusive: bool = Field(True, description="request exclusive nodes from Slurm")
+    exclusive: bool = Field(default=True, description="request exclusive nodes from Slurm")
     slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
-        [], description="further sbatch options, such as --mem=500G, --cpus-per-task=48 or --reservation=name"
+        default=[],
+        description="further sbatch options, such as --mem=500G, --cpus-per-task=48 or --reservation=name",
     )
-    kubernetes: Kubernetes = Field(Kubernetes(), description="settings of the Kubernetes launcher")
+    kubernetes: Kubernetes = Field(default=Kubernetes(), description="settings of the Kubernetes launcher")
     trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = Field(
-        None, description="first and last step to profile with torch.profiler, as a Chrome trace; null: none"
+        default=None,
+        description="first and last step to profile with torch.profiler, as a Chrome trace; null: none",
     )

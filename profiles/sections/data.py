@@ -20,9 +20,9 @@ class Tokenizer(Section):
         description='"train": trained on the data; or a hub repository (org/name), a folder, an s3:// folder, or run:NAME, the '
         "export of a run",
     )
-    revision: str | None = Field(None, description="commit, tag or branch of a hub repository")
+    revision: str | None = Field(default=None, description="commit, tag or branch of a hub repository")
     vocabulary_size: Count | None = Field(
-        None,
+        default=None,
         description="vocabulary size to train; for an existing tokenizer, its size, so that planning can check it",
     )
 
@@ -36,34 +36,36 @@ class Source(Section):
         "folder with a column of token ids; megatron: .bin/.idx files"
     )
     path: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="files, tokens: a file, folder or glob pattern; megatron: the common prefix of the files or a glob of "
         ".idx files; local or s3://",
     )
-    repository: str | None = Field(None, min_length=1, description="hub: dataset repository, org/name")
-    config: str | None = Field(
-        None, min_length=1, description="hub: configuration of a dataset that has several"
+    repository: str | None = Field(
+        default=None, min_length=1, description="hub: dataset repository, org/name"
     )
-    split: str = Field("train", min_length=1, description="hub: split to read")
-    revision: str | None = Field(None, min_length=1, description="hub: commit, tag or branch")
+    config: str | None = Field(
+        default=None, min_length=1, description="hub: configuration of a dataset that has several"
+    )
+    split: str = Field(default="train", min_length=1, description="hub: split to read")
+    revision: str | None = Field(default=None, min_length=1, description="hub: commit, tag or branch")
     streaming: bool = Field(
-        False, description="hub: stream over the network; false: download the files first"
+        default=False, description="hub: stream over the network; false: download the files first"
     )
     text: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="name or dotted path of the field with the text or the token ids; null: data.text",
     )
-    lines: bool = Field(False, description="plain text: one document per line; false: one per file")
-    anonymous: bool = Field(False, description="s3:// paths: read without credentials")
+    lines: bool = Field(default=False, description="plain text: one document per line; false: one per file")
+    anonymous: bool = Field(default=False, description="s3:// paths: read without credentials")
     weight: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="share of training samples, relative to the other weights; set for all training sources or none",
     )
     use: Literal["split", "train", "validation"] = Field(
-        "split", description="training, validation, or split between both by data.validation_fraction"
+        default="split", description="training, validation, or split between both by data.validation_fraction"
     )
 
 
@@ -85,29 +87,31 @@ class Data(Section):
 
     sources: list[Source] = Field(min_length=1, description="sources of training and held-out documents")
     schedule: list[MixtureChange] = Field(
-        [], description="changes of the sources' weights during training, in the order of their steps"
+        default=[], description="changes of the sources' weights during training, in the order of their steps"
     )
     text: str = Field(
-        "text", min_length=1, description="name or dotted path of the field with a record's text"
+        default="text", min_length=1, description="name or dotted path of the field with a record's text"
     )
     validation_fraction: Fraction = Field(
-        0.01,
+        default=0.01,
         description="fraction of documents held out for validation: chosen by hash; for Megatron pairs, the last ones",
     )
-    append_eos: bool = Field(True, description="append the tokenizer's EOS token to every document")
-    prepend_bos: bool = Field(False, description="prepend the tokenizer's BOS token to every document")
-    deduplicate: bool = Field(False, description="drop exact duplicates of documents within a source")
+    append_eos: bool = Field(default=True, description="append the tokenizer's EOS token to every document")
+    prepend_bos: bool = Field(
+        default=False, description="prepend the tokenizer's BOS token to every document"
+    )
+    deduplicate: bool = Field(default=False, description="drop exact duplicates of documents within a source")
     minimum_length: Natural = Field(
-        0, description="minimum characters per document; shorter ones are dropped"
+        default=0, description="minimum characters per document; shorter ones are dropped"
     )
     shuffle_tokens: Wide | None = Field(
-        None,
+        default=None,
         description="tokens per shuffle window, if the data does not fit on a node's disk; null: shuffle all data",
     )
     cache_gigabytes: Annotated[float, Field(gt=0)] = Field(
-        200.0, description="disk space per node to cache data from s3://"
+        default=200.0, description="disk space per node to cache data from s3://"
     )
     maximum_missing: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1,
+        default=0.1,
         description="fraction of records without text, or unusable for the objective, above which the data is rejected",
     )

@@ -27,7 +27,7 @@ class Model(Section):
     """A Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 or GPT model."""
 
     architecture: str = Field(
-        "llama",
+        default="llama",
         description=f"model architecture: {', '.join(families.OWN)}; or the name of a plugin (entry point of the group "
         f"{families.GROUP})",
     )
@@ -43,44 +43,44 @@ class Model(Section):
         "keys, qk_nope_head_dim + qk_rope_head_dim)"
     )
     q_lora_rank: Size | None = Field(
-        None,
+        default=None,
         description="width of the latent that queries are projected from; null: from the hidden state (deepseek_v3)",
     )
     kv_lora_rank: Size | None = Field(
-        None, description="width of the latent that keys and values are projected from (deepseek_v3)"
+        default=None, description="width of the latent that keys and values are projected from (deepseek_v3)"
     )
     qk_nope_head_dim: Size | None = Field(
-        None, description="elements of a query or key head that are not rotated (deepseek_v3)"
+        default=None, description="elements of a query or key head that are not rotated (deepseek_v3)"
     )
     qk_rope_head_dim: Size | None = Field(
-        None,
+        default=None,
         description="rotated elements of a query or key head; all heads share the key's (deepseek_v3)",
     )
-    v_head_dim: Size | None = Field(None, description="size of a value head (deepseek_v3)")
+    v_head_dim: Size | None = Field(default=None, description="size of a value head (deepseek_v3)")
     vocab_size: Size = Field(description="vocabulary size: number of token embeddings")
     max_position_embeddings: Size = Field(
         description="maximum sequence length, in training and of the export; for gpt, the number of learned positions"
     )
     norm_eps: float = Field(
-        1e-5,
+        default=1e-5,
         gt=0,
         description="epsilon of the norms; aliases: rms_norm_eps, layer_norm_eps, layer_norm_epsilon",
     )
-    rope_theta: float = Field(10000.0, gt=0, description="RoPE base (all but gpt)")
+    rope_theta: float = Field(default=10000.0, gt=0, description="RoPE base (all but gpt)")
     rope_scaling: RopeScaling | None = Field(
-        None, description="RoPE scaling for longer contexts (all but gpt)"
+        default=None, description="RoPE scaling for longer contexts (all but gpt)"
     )
     sliding_window: Count | None = Field(
-        None,
+        default=None,
         description="number of tokens that a token attends to, itself included; null: all (mistral, mixtral, "
         "gpt_oss)",
     )
     full_attention_every: Count | None = Field(
-        None,
+        default=None,
         description="n: every n-th layer has full attention, the others the sliding window (gpt_oss)",
     )
     clip_qkv: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="bound that queries, keys and values are clipped to; null: none (dbrx)"
+        default=None, description="bound that queries, keys and values are clipped to; null: none (dbrx)"
     )
     tie_word_embeddings: bool = Field(
         description="share the embedding with the output projection (default: true for gpt)"
@@ -90,52 +90,61 @@ class Model(Section):
     )
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
     hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
-    initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
+    initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
     parametrization: Literal["standard", "mup", "completep"] = Field(
-        "standard",
+        default="standard",
         description="scaling of initial weights and learning rates. standard: none; mup: by width; completep: by width and "
         "depth, relative to a base model, for which train.learning_rate is tuned (llama, mistral, qwen3)",
     )
-    base_hidden_size: Size | None = Field(None, description="mup, completep: hidden_size of the base model")
+    base_hidden_size: Size | None = Field(
+        default=None, description="mup, completep: hidden_size of the base model"
+    )
     base_num_hidden_layers: Count | None = Field(
-        None, description="completep: num_hidden_layers of the base model"
+        default=None, description="completep: num_hidden_layers of the base model"
     )
     scaled_initialization: bool = Field(
         description="divide initializer_range by √(2 · layers) for projections onto the residual stream (default: true for gpt)"
     )
     num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None,
+        default=None,
         description="experts per layer (mixtral, qwen3_moe, dbrx, gpt_oss, deepseek_v3); aliases: num_local_experts, "
         "n_routed_experts",
     )
-    num_experts_per_tok: Count | None = Field(None, description="experts per token")
+    num_experts_per_tok: Count | None = Field(default=None, description="experts per token")
     moe_intermediate_size: Size | None = Field(
-        None, description="width of an expert (qwen3_moe, deepseek_v3)"
+        default=None, description="width of an expert (qwen3_moe, deepseek_v3)"
     )
     norm_topk_prob: bool = Field(
-        True,
+        default=True,
         description="divide the weights of a token's experts by their sum (always true for mixtral and gpt_oss)",
     )
     n_shared_experts: Count | None = Field(
-        None, description="shared experts, used by every token in addition to its routed ones (deepseek_v3)"
+        default=None,
+        description="shared experts, used by every token in addition to its routed ones (deepseek_v3)",
     )
     first_k_dense_replace: Natural | None = Field(
-        None, description="number of leading layers with an MLP instead of experts; null: none (deepseek_v3)"
+        default=None,
+        description="number of leading layers with an MLP instead of experts; null: none (deepseek_v3)",
     )
     n_group: Count | None = Field(
-        None, description="number of groups that the experts are divided into; null: one (deepseek_v3)"
+        default=None,
+        description="number of groups that the experts are divided into; null: one (deepseek_v3)",
     )
     topk_group: Count | None = Field(
-        None, description="number of groups that a token's experts are chosen from; null: one (deepseek_v3)"
+        default=None,
+        description="number of groups that a token's experts are chosen from; null: one (deepseek_v3)",
     )
     routed_scaling_factor: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="multiplies the weights of a token's experts; null: 1 (deepseek_v3)"
+        default=None, description="multiplies the weights of a token's experts; null: 1 (deepseek_v3)"
     )
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="dropout probability of embeddings, attention and residuals (gpt)"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="dropout probability of embeddings, attention and residuals (gpt)",
     )
     mlp_dropout: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         lt=1,
         description="dropout probability of the MLP's activations, Megatron's ffn_dropout (gpt)",

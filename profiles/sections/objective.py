@@ -29,46 +29,49 @@ class Objective(Section):
     """Training objective: continue text, answer prompts, or prefer one answer to another."""
 
     kind: Literal["pretrain", "sft", "dpo", "orpo"] = Field(
-        "pretrain",
+        default="pretrain",
         description="pretrain: continue text; sft: supervised fine-tuning on completions (records with messages, prompt and "
         "completion, or instruction, input or both with output); dpo, orpo: preference pairs (prompt, chosen, rejected)",
     )
     template: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="sft, dpo, orpo: chat template of messages: chatml, llama3 or a Jinja file; null: the tokenizer's",
     )
     turns: Literal["all", "last"] = Field(
-        "all",
+        default="all",
         description="sft: turns of the assistant that the loss covers; last: each conversation's last one, for templates that "
         "render earlier turns differently, such as those of Qwen3 and GPT-OSS",
     )
     packing: bool | None = Field(
-        None,
+        default=None,
         description="sft, dpo, orpo: pack records into samples, with document masks; false: one record a sample, padded; "
         "null: true for sft, false for pairs. A sample is one row of train.sequence_length, of pairs two",
     )
     too_long: Literal["truncate", "drop"] = Field(
-        "truncate", description="sft, dpo, orpo: what to do with records longer than train.sequence_length"
+        default="truncate",
+        description="sft, dpo, orpo: what to do with records longer than train.sequence_length",
     )
     maximum_prompt_length: Count | None = Field(
-        None,
+        default=None,
         description="dpo, orpo: tokens that a prompt keeps if its record is too long; null: half of train.sequence_length",
     )
     truncation: Literal["keep_start", "keep_end"] = Field(
-        "keep_end", description="dpo, orpo: which end of a prompt is kept if its record is too long"
+        default="keep_end", description="dpo, orpo: which end of a prompt is kept if its record is too long"
     )
     beta: float = Field(
-        0.1, gt=0, description="dpo: weight of the KL penalty; orpo: weight of the odds-ratio loss"
+        default=0.1, gt=0, description="dpo: weight of the KL penalty; orpo: weight of the odds-ratio loss"
     )
-    loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="dpo: loss of a pair's margin")
+    loss: Literal["sigmoid", "hinge", "ipo"] = Field(
+        default="sigmoid", description="dpo: loss of a pair's margin"
+    )
     precompute_reference: bool = Field(
-        True,
+        default=True,
         description="dpo: compute the reference model's log-probabilities once, in a step of the flow; false: in each training "
         "step, with a frozen copy of the initial weights, or with LoRA without the updates",
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="dpo, sigmoid: assumed probability that a pair's preference is wrong"
+        default=0.0, description="dpo, sigmoid: assumed probability that a pair's preference is wrong"
     )
 
 
@@ -81,12 +84,12 @@ class Lora(Section):
     """LoRA (arXiv 2106.09685): train low-rank updates of some weights and freeze the others."""
 
     rank: Count | None = Field(
-        None, description="rank of the updates; null: no LoRA, all weights are trained"
+        default=None, description="rank of the updates; null: no LoRA, all weights are trained"
     )
-    alpha: float = Field(16.0, gt=0, description="scale of the updates: alpha / rank")
-    dropout: Fraction = Field(0.0, description="dropout of the updates' inputs, in training")
+    alpha: float = Field(default=16.0, gt=0, description="scale of the updates: alpha / rank")
+    dropout: Fraction = Field(default=0.0, description="dropout of the updates' inputs, in training")
     targets: list[LoraTarget] = Field(
-        ["qkv", "output", "gate_up", "down"],
+        default=["qkv", "output", "gate_up", "down"],
         min_length=1,
         description="layers with updates: qkv, output (attention's output projection, o_proj), gate_up, down, or their "
         "projections; the parts of qkv and of gate_up share the first factor, unless named individually",

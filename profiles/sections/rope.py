@@ -41,19 +41,23 @@ class YarnRope(Section):
 
     rope_type: Literal["yarn"] = Field(description="kind of scaling")
     factor: float = Field(ge=1, description="divides low frequencies")
-    beta_fast: float = Field(32.0, gt=0, description="dimensions with more rotations than this are unchanged")
-    beta_slow: float = Field(
-        1.0, gt=0, description="dimensions with fewer rotations than this are divided by the factor"
+    beta_fast: float = Field(
+        default=32.0, gt=0, description="dimensions with more rotations than this are unchanged"
     )
-    truncate: bool = Field(True, description="round the bounds between these dimensions to whole numbers")
+    beta_slow: float = Field(
+        default=1.0, gt=0, description="dimensions with fewer rotations than this are divided by the factor"
+    )
+    truncate: bool = Field(
+        default=True, description="round the bounds between these dimensions to whole numbers"
+    )
     attention_factor: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="multiplies queries and keys; null: 0.1 · ln(factor) + 1"
+        default=None, description="multiplies queries and keys; null: 0.1 · ln(factor) + 1"
     )
     mscale: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="weight of ln(factor) in the default of attention_factor (deepseek_v3)"
+        default=None, description="weight of ln(factor) in the default of attention_factor (deepseek_v3)"
     )
     mscale_all_dim: Annotated[float, Field(ge=0)] | None = Field(
-        None,
+        default=None,
         description="weight of ln(factor) in the divisor of that default; its square multiplies attention scores (deepseek_v3)",
     )
     original_max_position_embeddings: Count = Field(description="context length of pretraining")

@@ -20,12 +20,12 @@ class Tracking(Section):
     """Experiment trackers that receive the run's metrics in addition to TensorBoard."""
 
     trackers: list[Annotated[str, Field(pattern=TRACKER)]] = Field(
-        [],
+        default=[],
         description="wandb, mlflow, trackio, or your own class, module:Class; none is imported unless named",
     )
     project: Annotated[str, Field(pattern=TAG)] = Field(
-        "trainshed", description="W&B or Trackio project, MLflow experiment"
+        default="trainshed", description="W&B or Trackio project, MLflow experiment"
     )
     tags: list[Annotated[str, Field(pattern=TAG)]] = Field(
-        [], description="tags in addition to those of every run: profile, parent and cluster"
+        default=[], description="tags in addition to those of every run: profile, parent and cluster"
     )
