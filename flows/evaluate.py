@@ -23,10 +23,9 @@ from flows.ui.artifacts import show_table
 from modeling import run_files
 from modeling.training.metrics import OF_TASKS
 from profiles import resolve, state_files
-from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
-from tasks.evaluation import results
+from tasks.evaluation import request, results
 from tasks.evaluation.checkpoints import (
     CheckpointEvaluationStep,
     TaskStep,
@@ -153,7 +152,7 @@ def evaluate(
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
         work_dir: With a store on S3, the local folder of run folders, like cluster.work_dir of a profile.
     """
-    name, step = _split(run)
+    name, step = request.split(run)
     require_harness(list(tasks), include)
     opened = open_store(store, work_dir, existing=True)
     folder = runs.fetch(opened, name)
@@ -163,7 +162,7 @@ def evaluate(
         require_tasks(sorted(new), files)
     with activities.begin(opened, "evaluate", name) as lock:
         folder = runs.fetch(opened, name)  # again: it may have been replaced during the wait
-        _require_checkpoint(opened, name, step, follow=follow)
+        request.require_checkpoint(opened, name, step, follow=follow)
         profile, changed = _profile(folder, overrides)
         inputs = runs.read_inputs(folder)
         settings = _changed_settings(folder, profile, inputs) if overrides else None
@@ -228,22 +227,11 @@ def _update_stored_report(store: Store, name: str) -> Path:
     return folder
 
 
-def _split(text: str) -> tuple[str, int | None]:
-    """Name and step of RUN or RUN@STEP. Raises ProfileError for a step that is not a number."""
-    name, at, step = text.partition("@")
-    if at and not step.isdecimal():
-        raise ProfileError("run", text, "is neither RUN nor RUN@STEP", [name])
-    return name, int(step) if at else None
-
-
 def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | None]:
     """The run's profile with overrides, and the file that it was written to; None without overrides."""
-    path = folder / run_files.PROFILE
-    profile = resolve.load(str(path), overrides, folder.name)
+    profile = request.load_profile(folder, overrides)
     if not overrides:
         return profile, None
-    resolve.check(profile)
-    _require_same_inputs(resolve.load(str(path), (), folder.name), profile)
     # Named by its contents: jobs of another evaluation of the run may still load theirs.
     text = resolve.dump(profile)
     changed = folder / run_files.LOGS / f"evaluate-{keys.digest(text)[:8]}.yaml"
@@ -252,32 +240,12 @@ def _profile(folder: Path, overrides: Sequence[str]) -> tuple[Profile, Path | No
     return profile, changed
 
 
-def _require_same_inputs(of_run: Profile, profile: Profile) -> None:
-    """Raise ProfileError for overrides of data, tokenizer or initial weights, which are the run's."""
-    for section in ("data", "tokenizer", "init"):
-        there, here = (getattr(each, section).model_dump(by_alias=True) for each in (of_run, profile))
-        for name, value in here.items():
-            if value != there[name] and name != "cache_gigabytes":
-                reason = "cannot be changed for an evaluation, which uses the artifacts of the run; remove this override"
-                raise ProfileError(f"{section}.{name}", None, reason)
-
-
 def _changed_settings(folder: Path, profile: Profile, inputs: Mapping[str, Any]) -> str | None:
     """Digest of a profile's settings that affect results; None if they are those of the run."""
     artifacts = [inputs[step.kind] for step in (TokenizerStep, DatasetStep)]
     of_run = resolve.load(str(folder / run_files.PROFILE), (), folder.name)
     there, here = (keys.run_identity(each, *artifacts) for each in (of_run, profile))
     return here if here != there else None
-
-
-def _require_checkpoint(store: Store, run: str, step: int | None, *, follow: bool) -> None:
-    """Raise ProfileError if there is nothing to evaluate."""
-    steps = store.run_folder(run).checkpoint_steps()
-    if step is not None and step not in steps:
-        nearest = [f"{run}@{each}" for each in sorted(steps, key=lambda each: abs(each - step))[:3]]
-        raise ProfileError("run", f"{run}@{step}", f"has no complete checkpoint of step {step}", nearest)
-    if not steps and not follow:
-        raise ProfileError("run", run, f"has no complete checkpoint in {store.uri}")
 
 
 def _evaluated_tasks(folder: Path) -> set[str]:

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.run import run_flow
-from modeling import run_files
-from profiles import resolve
+from flows.ui.console import waiting
+from modeling.start import without_garbage_collection
 from profiles.check import with_value
 from tasks.reporting.format import format_value
 from tasks.store import runs
@@ -19,10 +19,19 @@ from tasks.store.store import open_store
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate; print the metrics by step. Raises ProfileError for an unknown run, checkpoint or override."""
-    name = options.run.partition("@")[0]
-    folder = runs.fetch(open_store(options.store, options.work_dir, existing=True), name)
-    profile = resolve.load(str(folder / run_files.PROFILE), options.overrides, name)
-    profile = with_value(profile, "cluster.work_dir", options.work_dir)  # as the flow, instead of the run's
+    with without_garbage_collection(), waiting(lambda: "loading the evaluation"):
+        from tasks.evaluation import request
+        from tasks.evaluation.checkpoints import require_harness
+
+    name, step = request.split(options.run)
+    require_harness(options.tasks, options.include)
+    store = open_store(options.store, options.work_dir, existing=True)
+    folder = runs.fetch(store, name)
+    request.require_checkpoint(store, name, step, follow=options.follow)
+    # As the flow, instead of the run's cluster.work_dir.
+    profile = with_value(
+        request.load_profile(folder, options.overrides), "cluster.work_dir", options.work_dir
+    )
 
     def start() -> list[dict[str, Any]]:
         from flows.evaluate import evaluate

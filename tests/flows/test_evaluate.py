@@ -251,7 +251,8 @@ def test_loss_under_settings_that_change_it_is_cached_separately_and_not_recorde
 
 
 @pytest.mark.parametrize("override", ["data.sources=[{kind: files, path: new.txt}]", "tokenizer.source=byte"])
-def test_overrides_of_the_run_s_data_and_tokenizer_are_rejected(tmp_path, override):
+def test_overrides_of_the_run_s_data_and_tokenizer_are_rejected(tmp_path, monkeypatch, capsys, override):
+    """As all that can be without Prefect, by the command before it starts a server."""
     import flows.evaluate as evaluation
 
     store, key = Store(str(tmp_path)), override.partition("=")[0]
@@ -259,6 +260,15 @@ def test_overrides_of_the_run_s_data_and_tokenizer_are_rejected(tmp_path, overri
     store.run_folder("run").write(f"checkpoints/step_4/{MARKER}", b"{}")
     with pytest.raises(ProfileError, match=f"^{key}: cannot be changed for an evaluation"):
         evaluation.evaluate.fn.__wrapped__("run", overrides=[override], store=str(tmp_path))
+    monkeypatch.setattr("flows.cli.run.prefect_api", lambda _: pytest.fail("Prefect was started"))
+    for arguments, says in (
+        (["run", "--set", override], f"trainshed: {key}: cannot be changed for an evaluation"),
+        (["run@x"], "trainshed: run = run@x: is neither RUN nor RUN@STEP"),
+        (["run@3"], "trainshed: run = run@3: has no complete checkpoint of step 3; nearest valid: run@4"),
+        (["run", "--include", "nowhere"], "trainshed: include = nowhere: is not a folder"),
+    ):
+        assert main(["evaluate", *arguments, "--store", str(tmp_path)]) == 2
+        assert capsys.readouterr().err.startswith(says)
 
 
 def test_results_reach_the_report_and_tensorboard_in_a_remote_store(tmp_path, monkeypatch):
@@ -296,7 +306,9 @@ def test_command_uses_its_work_dir_instead_of_the_run_s(tmp_path, monkeypatch, c
     uri, used = "memory://bucket/store", []
     inputs = {"tokenizer": "t", "dataset": "d", "checkpoint": None}
     run = load("tiny", ("cluster.work_dir=fast",), "run")
-    runs.open_run(Store(uri, tmp_path / "elsewhere"), run, "identity", "flow", inputs)
+    elsewhere = Store(uri, tmp_path / "elsewhere")
+    runs.open_run(elsewhere, run, "identity", "flow", inputs)
+    elsewhere.run_folder("run").write(f"checkpoints/step_4/{MARKER}", b"{}")
     monkeypatch.setattr("flows.cli.run.prefect_api", lambda folder: used.append(folder) or nullcontext())
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: [])
     assert main(["evaluate", "run", "--store", uri, "--work-dir", "work", "--json"]) == 0
