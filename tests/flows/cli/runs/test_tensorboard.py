@@ -6,6 +6,7 @@ import signal
 import socket
 import urllib.error
 import urllib.request
+from urllib.parse import unquote
 
 import psutil
 import pytest
@@ -80,7 +81,7 @@ def test_all_metrics_are_served_until_ctrl_c(command, run, port, named):
     address = f"http://127.0.0.1:{port}"
     assert "<title>TensorBoard" in wait_for(address)
     ((name, tags),) = json.loads(wait_for(f"{address}/data/plugin/scalars/tags")).items()
-    assert set(tags) == SHOWN
+    assert (name, set(tags)) == ("first", SHOWN)
     query = f"run={name}&tag=loss/loss"
     points = json.loads(wait_for(f"{address}/data/plugin/scalars/scalars?{query}"))
     assert [(step, value) for _, step, value in points] == [(1, 5.0), (2, 4.0), (3, 3.0)]
@@ -94,7 +95,10 @@ def test_all_metrics_are_served_until_ctrl_c(command, run, port, named):
     os.killpg(started.process.pid, signal.SIGINT)  # as a terminal does it
     code, out, err = started.result(timeout=30)
     assert (code, out) == (0, "")
-    assert err.splitlines() == [f"TensorBoard: {address}/", "Ctrl-C stops it", "stopping"]
+    opens, *others = err.splitlines()
+    assert opens.startswith(f"TensorBoard: {address}/?pinnedCards=")
+    assert json.loads(unquote(opens.partition("=")[2]))[0] == {"plugin": "scalars", "tag": "loss/loss"}
+    assert others == ["Ctrl-C stops it", "stopping"]
     assert started.left_behind() == []
 
 
