@@ -24,6 +24,7 @@ from prefect.states import Cancelled, Failed
 from flows import working_folder
 from flows.hooks import show_stop
 from flows.runner import REJECTIONS, forward_logs
+from flows.server.outages import shorten_retries
 from flows.server.prefect_settings import GATE_MISSED, REJECTED, STOPPED
 from tasks.gate import GateMissed
 
@@ -49,11 +50,14 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
         except GateMissed as error:
             return Failed(name=GATE_MISSED, message=str(error), data=error)
         except (KeyboardInterrupt, TerminationSignal, CancelledRun) as stop:
+            shorten_retries()
             if _is_cancelled():  # which Prefect completes
                 if isinstance(stop, CancelledRun):  # the signal reached a flow that this one called
                     raise TerminationSignal(signal.SIGTERM) from stop
                 raise
-            return Cancelled(name=STOPPED, message=show_stop(flow_run.id, flow_run.parameters))
+            saved = show_stop(flow_run.id, flow_run.parameters)
+            results.stop(saved)
+            return Cancelled(name=STOPPED, message=saved)
 
     # Otherwise Prefect would evaluate the string annotations in this module's namespace.
     run.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
@@ -61,15 +65,30 @@ def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
 
 
 class Results:
-    """What the outermost flow's function returned.
+    """How the outermost flow's function ended.
 
     Used if Prefect's server does not accept the flow's final state.
+
+    Attributes:
+        result: what it has returned; None if it has not.
+        stopped: what is saved of it, if it was stopped; None if it was not.
     """
 
     def __init__(self) -> None:
         self.result: Any = None
+        self.stopped: str | None = None
         self._active = 0
         self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        """Forget an earlier flow of this process."""
+        self.result = self.stopped = None
+
+    def stop(self, saved: str) -> None:
+        """Keep what is saved of a stopped flow, unless another flow has called it."""
+        with self._lock:
+            if self._active == 0:
+                self.stopped = saved
 
     @contextlib.contextmanager
     def outermost(self) -> Iterator[Callable[[R], R]]:
@@ -78,7 +97,7 @@ class Results:
             self._active += 1
             called = self._active > 1
             if not called:
-                self.result = None
+                self.clear()
 
         def keep(result: R) -> R:
             if not called and not isinstance(result, State):

@@ -181,7 +181,7 @@ def run_flow(
 
             from flows.final_states import results
 
-            results.result = None
+            results.clear()
             configure_logging(terminal, log_file)
             stop.check()
             try:
@@ -189,12 +189,15 @@ def run_flow(
             except CancelledRun as cancelled:
                 raise KeyboardInterrupt(f", {cancelled}") from None
             except Exception as error:
-                if (result := results.result) is None:
+                if results.result is None and results.stopped is None:
                     raise
                 log.debug("the flow's final state was not stored", exc_info=error)
-                log.warning(
-                    "Prefect's server did not store the final state of this flow run, whose results are complete"
-                )
+                what = "" if results.result is None else ", whose results are complete"
+                log.warning("Prefect's server did not store the final state of this flow run%s", what)
+                finish_sending()
+                if results.result is None:
+                    raise KeyboardInterrupt(f", {results.stopped}") from None
+                result = results.result
     except ProfileError:
         raise
     except (KeyboardInterrupt, Exception) as error:
@@ -278,7 +281,8 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         if configured:
             with waiting(lambda: "waiting for the Prefect server"):
                 await_start(PREFECT_API_URL.value())
-            yield
+            with temporary_settings():  # whatever the flow changes ends with it
+                yield
             return
         certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
         with waiting(lambda: "starting Prefect's server"):

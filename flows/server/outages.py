@@ -1,50 +1,80 @@
-"""A Prefect server that does not answer: one line instead of Prefect's own, and waiting for its start."""
+"""A Prefect server that does not answer: one line instead of Prefect's own, and bounded waits."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-import queue
 import time
 import urllib.error
 import urllib.request
+from typing import Any
 
 from flows.server.prefect_settings import authorization
 
 log = logging.getLogger(__name__)
 
-FAILED_ITEM = "Service %r failed to process item"  # begins Prefect's record, which has the whole event
+# Begin Prefect's records: of each event that could not be sent, which has all of it, and of a service that ends with some unsent.
+FAILED_ITEM, UNSENT = "Service %r failed to process item", "Service %r failed with"
 REPEAT_SECONDS = 600.0  # between lines about the same outage
 START_SECONDS = 120.0  # for a server to start
 FINISH_SECONDS = 5.0  # for the last logs and events
+STOP_RETRIES = 3  # of each request of a flow that stops, after 2, 4 and 8 s
 
 
 class OutageFilter(logging.Filter):
-    """Replaces the records of events that could not be sent to the server by a line every REPEAT_SECONDS."""
+    """Replaces what could not be sent to the server, events and logs, by a line every REPEAT_SECONDS."""
 
     def __init__(self) -> None:
         super().__init__()
         self._logged_at = -math.inf
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not (isinstance(record.msg, str) and record.msg.startswith(FAILED_ITEM)):
+        if not (isinstance(record.msg, str) and record.msg.startswith((FAILED_ITEM, UNSENT))):
             return True
+        self.report()
+        return False
+
+    def report(self) -> None:
+        """Log the line, unless it was logged not long ago."""
         if time.monotonic() - self._logged_at > REPEAT_SECONDS:
             self._logged_at = time.monotonic()
             log.warning(
                 "the Prefect server does not answer; the run continues, but its UI and alerts lack what happens meanwhile"
             )
-        return False
 
 
 _filter = OutageFilter()
 
 
 def shorten_outages() -> None:
-    """Filter Prefect's records about a server that does not answer; idempotent."""
+    """Replace Prefect's lines about a server that does not answer by one of ours; idempotent."""
+    from prefect.logging.handlers import APILogWorker
+
     for handler in logging.getLogger("prefect._internal").handlers:
         handler.addFilter(_filter)
+    APILogWorker._handle_batch = _send_logs
+
+
+async def _send_logs(worker: Any, items: list[dict[str, Any]]) -> None:
+    """Send log records; Prefect's own method writes to the terminal for each batch that cannot be sent."""
+    try:
+        await worker._client.create_logs(items)
+    except Exception as error:  # logging must not end the worker
+        log.debug("%s log records were not sent: %r", len(items), error)
+        _filter.report()
+
+
+def shorten_retries() -> None:
+    """Retry requests for seconds only, from here on in this context: a stop does not wait for an outage."""
+    from prefect.context import SettingsContext, get_settings_context
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
+
+    now = get_settings_context()
+    retries = min(STOP_RETRIES, now.settings.client.max_retries)
+    settings = now.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: retries})
+    # Not left: the flow's engine stores its final state after the flow's function, which calls this.
+    SettingsContext(profile=now.profile, settings=settings).__enter__()
 
 
 def finish_sending(seconds: float = FINISH_SECONDS) -> None:
@@ -56,13 +86,13 @@ def finish_sending(seconds: float = FINISH_SECONDS) -> None:
     from prefect.logging.handlers import APILogWorker
 
     services = {*EventsWorker._instances.values(), *APILogWorker._instances.values()}
+    sending = [(service._loop, service._task) for service in services]
     for kind in EventsWorker, APILogWorker:
         kind.drain_all(timeout=seconds)
-    for service in services:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                service._queue.get_nowait()
-        service._queue.put_nowait(None)  # ends it
+    for loop, task in sending:
+        if loop is not None and task is not None:  # it has started
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(task.cancel)  # without effect once the task has ended
 
 
 def await_start(api: str, seconds: float = START_SECONDS) -> None:

@@ -1,16 +1,25 @@
 """A Prefect server that is away or still starting."""
 
+import argparse
+import asyncio
+import contextlib
 import inspect
 import logging
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from prefect import flow_engine
+from prefect import flow, flow_engine
 from prefect._internal.concurrency import services
+from prefect.logging import handlers
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows import runner
+from flows.cli.run import run_flow
+from flows.final_states import final_states
 from flows.server import outages
+from profiles.resolve import load
 from tests.ports import free_port
 
 
@@ -24,12 +33,97 @@ def test_events_that_cannot_be_sent_are_one_plain_line(monkeypatch, caplog):
     outages.shorten_outages()
     for _ in range(3):
         services.logger.error(outages.FAILED_ITEM + " %r", "EventsWorker", "x" * 2000)
+    services.logger.error(outages.UNSENT + " %s pending items.", "EventsWorker", 1)
     services.logger.error("another error")
     assert [record.getMessage() for record in shown] == ["another error"]
     assert [message for message in caplog.messages if "Prefect server does not answer" in message] == [
         "the Prefect server does not answer; the run continues, but its UI and alerts lack what happens meanwhile"
     ]
     assert "Service %r failed to process item %r" in services.QueueService._main_loop.__code__.co_consts
+
+
+def test_logs_that_cannot_be_sent_are_one_plain_line(monkeypatch, caplog, capsys):
+    """Prefect writes to the terminal for each batch."""
+
+    class Away:
+        async def create_logs(self, items):
+            raise OSError("All connection attempts failed")
+
+    monkeypatch.setattr(outages, "_filter", outages.OutageFilter())
+    monkeypatch.setattr(handlers.APILogWorker, "_handle_batch", handlers.APILogWorker._handle_batch)
+    outages.shorten_outages()
+    worker = handlers.APILogWorker("settings")
+    worker._client = Away()
+    for _ in range(3):
+        asyncio.run(worker._handle_batch([{}]))
+    assert sum("Prefect server does not answer" in message for message in caplog.messages) == 1
+    assert capsys.readouterr().err == ""
+
+
+class Relay:
+    """Forwards connections to a server until it is cut; counts those that it then closes at once."""
+
+    def __init__(self, port: int) -> None:
+        self._to, self.is_cut, self.closed = ("127.0.0.1", port), False, 0
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for each in self._open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                if self.is_cut:
+                    self.closed += 1
+                    client.close()
+                    continue
+                server = socket.create_connection(self._to)
+                self._open += [client, server]
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_stop_while_the_server_is_away_is_short_and_says_what_is_saved(
+    prefect_server, tmp_path, monkeypatch, capsys
+):
+    """Its requests would be retried for four minutes each."""
+    relay = Relay(int(prefect_server.split(":")[2].partition("/")[0]))
+    monkeypatch.setattr(outages, "STOP_RETRIES", 0)
+    monkeypatch.setattr(outages, "FINISH_SECONDS", 0.5)
+    options = argparse.Namespace(store=str(tmp_path / "store"), json=False)
+    before = PREFECT_CLIENT_MAX_RETRIES.value()
+
+    @flow(name="stopped-in-an-outage")
+    @final_states
+    def stopped() -> None:
+        relay.cut()
+        raise KeyboardInterrupt
+
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{relay.port}/api"}):
+        assert run_flow(options, load("tiny"), "stopped", stopped, print) == 1
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == before > 0
+    relay.close()
+    err = capsys.readouterr().err
+    assert "stopped, completed steps and checkpoints are kept; run the same command again to resume" in err
+    assert relay.closed < 10  # connections; each retry opens one
 
 
 def test_end_of_a_rejected_flow_run_is_an_error():
