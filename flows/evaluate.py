@@ -123,7 +123,7 @@ class Evaluator:
         return self.runner.run(ReferenceStep(dataset, weights))
 
     def _artifact(self, kind: str) -> Artifact:
-        return self.store.artifacts.expect(kind, self.inputs[kind])
+        return runs.require_artifact(self.store, self.run, kind, self.inputs[kind])
 
 
 @flow(name="evaluate", flow_run_name="{run}", task_runner=THREADS, **SHOW_FAILURE)

@@ -38,7 +38,6 @@ from flows.runner import THREADS, Background, Runner
 from flows.start_checks import RunCommand, check_last_step, find_parent_of, load, suggest_commands
 from modeling import run_files
 from modeling.planning.planner import plan
-from profiles import state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
@@ -49,7 +48,7 @@ from tasks.fork import (
     record_data,
 )
 from tasks.inputs import locate_runs
-from tasks.report import ReportStep
+from tasks.report import ReportStep, read_initial_evaluation
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, with_steps
 from tasks.steps.export import ExportStep
@@ -65,12 +64,6 @@ from tasks.store.store import Store, open_store
 log = logging.getLogger(__name__)
 
 EVALUATION = ("validation_loss", "perplexity", "metrics")  # an evaluation's values in the flow's result
-
-
-def read_initial_evaluation(folder: Path) -> dict[str, Any] | None:
-    """The evaluation of the weights that a fine-tuning run started from; None for other runs."""
-    before = state_files.read_json(folder / run_files.INITIAL_EVALUATION)
-    return before and {name: before[name] for name in EVALUATION}
 
 
 def run_name() -> str:
@@ -227,7 +220,7 @@ def _take_forecast(store: Store, run: Profile) -> None:
 
 def _results(folder: Path, evaluated: Artifact, exported: Artifact, report: Artifact) -> dict[str, Any]:
     """Final metrics, and paths of the outputs."""
-    summary = evaluated.summary
+    summary, before = evaluated.summary, read_initial_evaluation(folder)
     return {
         "run": folder.name,
         "folder": str(folder),
@@ -237,7 +230,7 @@ def _results(folder: Path, evaluated: Artifact, exported: Artifact, report: Arti
         "validation_loss": summary["validation_loss"],
         "perplexity": summary["perplexity"],
         "evaluation": {name: summary[name] for name in EVALUATION},
-        "before": read_initial_evaluation(folder),
+        "before": before and {name: before[name] for name in EVALUATION},
     }
 
 

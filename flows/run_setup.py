@@ -57,14 +57,18 @@ def check_plan(runner: Runner) -> planner.Plan:
     return runner.run_function("plan", plan, plan_summary)
 
 
-def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> bytes | None:
-    """The lockfile of a run, or of its parent if the run is new; None if there is none."""
-    return store.run_folder(name).read(run_files.LOCKFILE) or (
-        parent and store.run_folder(parent.run).read(run_files.LOCKFILE)
-    )
+def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> Lockfile | None:
+    """The lockfile of a run, or of its parent if the run is new; None if there is none or it is empty.
+
+    Raises CorruptedState.
+    """
+    for run in map(store.run_folder, filter(None, (name, parent and parent.run))):
+        if data := run.read(run_files.LOCKFILE):
+            return Lockfile.from_bytes(data, run.location(run_files.LOCKFILE))
+    return None
 
 
-def resolve_inputs(runner: Runner, lockfile: bytes | None, *, keep_exports: bool = False) -> None:
+def resolve_inputs(runner: Runner, lockfile: Lockfile | None, *, keep_exports: bool = False) -> None:
     """Resolve the run's inputs as a task, reusing what a lockfile pins; later steps use the result.
 
     Args:
@@ -74,13 +78,7 @@ def resolve_inputs(runner: Runner, lockfile: bytes | None, *, keep_exports: bool
     progress = progress_reporter("inputs", f"{context.profile.name}: progress of resolve")
 
     def work() -> Inputs:
-        known = (
-            Lockfile.from_bytes(lockfile, f"{context.profile.name}/{run_files.LOCKFILE}")
-            if lockfile
-            else None
-        )
-        if known and not keep_exports:
-            known = known.without_exports()
+        known = lockfile if lockfile is None or keep_exports else lockfile.without_exports()
         return resolve(context.profile, context.store, context.token, known, progress)
 
     inputs = runner.run_function("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)
@@ -161,7 +159,11 @@ def _store_alerts(run: RunFolder) -> None:
 def recorded_compilation(store: Store, profile: Profile) -> Profile:
     """The profile, with `compile.enabled` as decided when the run began if it is `auto` now."""
     recorded = profile.compile.enabled == AUTO and store.run_folder(profile.name).read(run_files.PROFILE)
-    enabled = ((yaml_text.parse(recorded) or {}).get("compile") or {}).get("enabled") if recorded else None
+    try:
+        section = yaml_text.parse(recorded)["compile"] if recorded else {}
+    except (ValueError, LookupError, TypeError):  # corrupted: rejected when the run is opened
+        section = {}
+    enabled = section.get("enabled") if isinstance(section, dict) else None
     # Compiled and eager steps round differently, so that a resumed run would not repeat its losses.
     return with_value(profile, "compile.enabled", enabled) if isinstance(enabled, bool) else profile
 

@@ -339,9 +339,12 @@ class Runner:
         if data is None:
             return {}
         location = self.context.run_folder / run_files.ARTIFACTS
-        if (known := state_files.parse(data)) is None and not self._keeps_recorded:
-            log.warning("%s: corrupted; written anew", location)
-        return known or (state_files.require_json(data, location) if self._keeps_recorded else {})
+        types = dict.fromkeys(state_files.parse(data) or (), list)
+        if self._keeps_recorded:
+            return state_files.require_json(data, location, types)
+        if (known := state_files.parse_json(data, location, types)) is None:
+            log.warning("%s: written anew", location)
+        return known or {}
 
     def _record(self, name: str, how: str, state: State) -> None:
         """Record a failed attempt in events.jsonl, with the last training step.
@@ -375,10 +378,10 @@ def _reason(state: State) -> str | None:
 
 
 def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
-    """Whether a retry could succeed: not if the input was rejected or a job's failure was fatal."""
+    """Whether a retry could succeed: not if the input was rejected, a state file is corrupted, or a job's failure was fatal."""
     try:
         state.result()
-    except (*REJECTIONS, PoolClosed, FatalError):
+    except (*REJECTIONS, PoolClosed, FatalError, state_files.CorruptedState):
         return False
     except Exception:
         return True

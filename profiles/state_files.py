@@ -15,14 +15,17 @@ import json
 import logging
 import os
 import random
+import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Types = Mapping[str, Any]  # by key: a type, or a union of types
+NO_TYPES: Types = {}
 
 DELAYS = (0.1, 0.5, 2.0)  # seconds before each retry, times 0.5 to 1.5
 # Errors that a retry cannot fix. All others (ESTALE, EIO, EACCES, timeouts) may be temporary on a network file system.
@@ -43,6 +46,10 @@ PERMANENT_CODES = {
 
 class CorruptedState(ValueError):
     """A state file is empty, truncated or not what was written; the message names it and what to do."""
+
+
+class NotRegularFile(OSError):
+    """A pipe or a device is where a file belongs."""
 
 
 def retried(operation: Callable[[], T]) -> T:
@@ -131,48 +138,95 @@ def read(path: Path) -> bytes | None:
         return None
 
 
+def open_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises OSError for anything else: NotRegularFile for a pipe, which would wait for its writer, or an endless device.
+    """
+    return open(path, "rb", buffering, opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # `open` rejects folders
+        os.close(descriptor)
+        raise NotRegularFile(errno.EINVAL, "is not a regular file", path)
+    return descriptor
+
+
 def read_text(path: Path) -> str | None:
     """`read`, as text."""
     data = read(path)
     return None if data is None else data.decode(errors="replace")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if it does not exist, and None with a warning if it is corrupted."""
+def read_json(path: Path, types: Types = NO_TYPES, required: Collection[str] = ()) -> dict[str, Any] | None:
+    """The JSON object in a file; None if it does not exist, and None with a warning if it is corrupted.
+
+    Args:
+        types: of values; another type is a corruption.
+        required: keys without which the object is corrupted.
+    """
     text = read_text(path)
-    if text is None:
-        return None
+    return None if text is None else parse_json(text, path, types, required)
+
+
+def parse_json(
+    text: str | bytes, location: Path | str, types: Types = NO_TYPES, required: Collection[str] = ()
+) -> dict[str, Any] | None:
+    """As `read_json`, for the contents of a file."""
     found = parse(text)
-    if found is None:
-        log.warning("%s: corrupted (%s); ignored", path, _defect(text))
+    if found is None or (wrong := wrong_key(found, types, required)) is not None:
+        reason = _defect(text) if found is None else f"missing or invalid {wrong}"
+        log.warning("%s: corrupted (%s); ignored", location, reason)
+        return None
     return found
+
+
+def wrong_key(
+    found: Mapping[str, Any], types: Types = NO_TYPES, required: Collection[str] = ()
+) -> str | None:
+    """The first key that is missing or has a value of another type; None if there is none."""
+    missing = (key for key in required if key not in found)
+    others = (key for key, kind in types.items() if key in found and not isinstance(found[key], kind))
+    return next(missing, None) or next(others, None)
 
 
 def parse(text: str | bytes) -> dict[str, Any] | None:
     """The JSON object of a text; None if there is none."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def require_json(data: bytes, location: Path | str) -> dict[str, Any]:
-    """The JSON object in the contents of a state file. Raises CorruptedState if there is none."""
-    text = data.decode(errors="replace")
-    found = parse(text)
-    if found is None:
-        reason = "restore the file, or move it away if it is not needed"
-        raise CorruptedState(f"{location}: corrupted ({_defect(text)}); {reason}")
+def require_json(
+    data: bytes,
+    location: Path | str,
+    types: Types = NO_TYPES,
+    required: Collection[str] = (),
+    advice: str = "restore the file, or move it away if it is not needed",
+) -> dict[str, Any]:
+    """The JSON object in the contents of a state file; arguments as for `read_json`.
+
+    Raises CorruptedState if there is none.
+    """
+    found = parse(data)
+    if found is None or (wrong := wrong_key(found, types, required)) is not None:
+        reason = _defect(data) if found is None else f"missing or invalid {wrong}"
+        raise CorruptedState(f"{location}: corrupted ({reason}); {advice}")
     return found
 
 
-def _defect(text: str) -> str:
+def _defect(data: str | bytes) -> str:
+    text = data.decode(errors="replace") if isinstance(data, bytes) else data
     return "not a JSON object" if text.strip("\0 \n") else "empty"
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read()
     if len(data) < size:

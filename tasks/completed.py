@@ -49,8 +49,12 @@ def find(store: Store, profile: Profile) -> dict[str, Any] | None:
     page = context.run_folder / "report.html"
     if evaluated is None or not page.exists() or not final_evaluation(report, profile.train.steps):
         return None
-    outcomes = [Outcome(**step) for step in report["steps"] if step["step"] not in NOT_STORED]
     evaluation = {name: evaluated.summary[name] for name in EVALUATION}
+    try:
+        outcomes = [Outcome(**step) for step in report["steps"] if step["step"] not in NOT_STORED]
+        steps, parameters = [_as_cached(outcome) for outcome in outcomes], report["plan"]["parameters"]
+    except (LookupError, TypeError):  # corrupted; the flow writes another one
+        return None
     return {
         "run": profile.name,
         "folder": str(run.path),
@@ -61,8 +65,8 @@ def find(store: Store, profile: Profile) -> dict[str, Any] | None:
         "perplexity": evaluation["perplexity"],
         "evaluation": evaluation,
         "before": None,
-        "parameters": report["plan"]["parameters"],
-        "steps": [_as_cached(outcome) for outcome in outcomes],
+        "parameters": parameters,
+        "steps": steps,
     }
 
 

@@ -23,6 +23,7 @@ from profiles.huggingface.hub import resolve_commit
 from profiles.resolve import names as profile_names
 from profiles.rules.pretrained import RUN
 from profiles.schema import Data, Profile, Source, Tokenizer
+from profiles.state_files import CorruptedState
 from tasks import keys
 from tasks.sources import corpus, weights
 from tasks.sources.digest_cache import DigestCache
@@ -56,14 +57,19 @@ class Lockfile:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
-        """Parse a lockfile. Raises ValueError with its name if it is corrupted or of another version."""
+        """Parse a lockfile. Raises CorruptedState with its name if it is corrupted or of another version."""
         try:
             value = json.loads(data)
             if value["format"] != FORMAT:
                 raise ValueError(f"format {value['format']} is unknown")
+            for digest, pin in value["answers"].items():
+                if keys.digest(pin["question"]) != digest or not isinstance(pin["resolved"], str):
+                    raise ValueError(f"entry {digest} is corrupted")
+                if "source" in pin["question"]:
+                    list(map(Shard.from_json, pin["answer"]))
             return cls(value["answers"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CorruptedState(
                 f"{name}: not a lockfile: {error}; --update resolves the run's inputs again"
             ) from None
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from profiles.state_files import parse, retried
+from profiles.state_files import open_file, parse, retried
 
 log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 20  # at once
+NUMBERS = ("loss", "validation_loss", "step_seconds")  # metrics that are numbers wherever a row has them
 _reported: set[tuple[Path, int]] = set()  # corrupted lines already logged; the same file has many followers
 
 
@@ -41,7 +42,7 @@ class LogFollower:
             return []
 
     def _read(self) -> list[str]:
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             status = os.fstat(file.fileno())
             if status.st_size < self._offset or self._inode not in (None, status.st_ino):
                 self._offset = self._line = 0
@@ -86,7 +87,7 @@ def size_of(path: Path) -> int:
 def last_row(path: Path, key: str) -> dict[str, Any] | None:
     """Last row of a JSON Lines file that has the key, read from the file's end; None if there is none."""
     try:
-        file = retried(lambda: path.open("rb"))
+        file = retried(lambda: open_file(path))
     except FileNotFoundError:
         return None
     with file:
@@ -105,8 +106,10 @@ def last_row(path: Path, key: str) -> dict[str, Any] | None:
 
 def is_metrics(row: dict[str, Any]) -> bool:
     """Whether a row has a step and only numbers, apart from the digest of an evaluated `checkpoint`."""
-    return isinstance(row.get("step"), int) and not any(
-        isinstance(value, str | dict) for name, value in row.items() if name != "checkpoint"
+    return (
+        isinstance(row.get("step"), int)
+        and all(isinstance(row.get(name, 0), int | float) for name in NUMBERS)
+        and not any(isinstance(value, str | dict) for name, value in row.items() if name != "checkpoint")
     )
 
 

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from profiles import user_functions
+from profiles import state_files, user_functions
 from profiles.schema import Profile, Train
 from profiles.sections import families
 from profiles.sections.model import PARAMETRIZATION
@@ -82,7 +82,7 @@ def digest(value: Any) -> str:
 
 def file_digest(path: str | Path) -> str:
     """sha256 of a file's contents: 64 hex digits. Raises OSError, also on a short read."""
-    with Path(path).open("rb") as file:
+    with state_files.open_file(Path(path)) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
         size, read = os.fstat(file.fileno()).st_size, file.tell()
     if read < size:

@@ -32,10 +32,12 @@ from tasks.reporting.outcome import Outcome
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
 from tasks.store.backends.folder import FolderBackend
-from tasks.store.runs import read_events, read_inputs
+from tasks.store.runs import INPUT_KEYS, read_events
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
+
+INITIAL = {"validation_loss": int | float, "perplexity": int | float | None, "metrics": dict}
 
 
 @dataclass
@@ -73,7 +75,7 @@ def write_report(
 ) -> Path:
     """Write report.json and report.html to the run folder, each atomically; returns report.html's path."""
     history, tokenizer = History.read(folder), _tokenizer_file(folder)
-    before = state_files.read_json(folder / run_files.INITIAL_EVALUATION) or {}
+    before = read_initial_evaluation(folder) or {}
     facts = {
         "run": profile.name,
         "description": profile.description,
@@ -97,6 +99,14 @@ def write_report(
     return _write(profile, folder, facts, history)
 
 
+def read_initial_evaluation(folder: Path) -> dict[str, Any] | None:
+    """The evaluation of the weights that a fine-tuning run started from.
+
+    None for other runs, and None with a warning if it is corrupted.
+    """
+    return state_files.read_json(folder / run_files.INITIAL_EVALUATION, INITIAL, INITIAL)
+
+
 def update_evaluations(folder: Path) -> Path | None:
     """Rewrite a run's report with the checkpoint evaluations made since; None if it has no report yet."""
     facts = state_files.read_json(folder / run_files.REPORT_JSON)
@@ -107,10 +117,9 @@ def update_evaluations(folder: Path) -> Path | None:
         profile = resolve.load(str(folder / run_files.PROFILE))
         facts["forecast"] = _forecast(profile, folder, facts["evaluation"])
         return _write(profile, folder, facts, History.read(folder))
-    except LookupError as error:  # a report of an earlier version lacks facts
-        log.warning(
-            "%s: without %s; run %s again to rewrite it", folder / run_files.REPORT_JSON, error, folder.name
-        )
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # also of an earlier version
+        reason = f"corrupted, or of another version ({type(error).__name__}: {error})"
+        log.warning("%s: %s; run %s again to rewrite it", folder / run_files.REPORT_JSON, reason, folder.name)
         return None
 
 
@@ -149,20 +158,24 @@ def _experts(folder: Path, history: History) -> dict[str, Any] | None:
     if "expert_load_max" not in row:
         return None
     names = ("balance_loss", "router_z_loss", "expert_load_max", "dropped_choices")
-    loads: dict[str, Any] = {"step": None, "loads": []}
-    with contextlib.suppress(FileNotFoundError):
-        loads = json.loads((folder / run_files.EXPERT_LOADS).read_text())
-    return {**{name: row[name] for name in names}, **loads}
+    types = {"step": int, "loads": list}
+    loads = state_files.read_json(folder / run_files.EXPERT_LOADS, types, types) or {
+        "step": None,
+        "loads": [],
+    }
+    return {**{name: row.get(name) for name in names}, **loads}
 
 
 def _forecast(profile: Profile, folder: Path, evaluation: Mapping[str, Any]) -> dict[str, Any] | None:
     """The run's held-out loss compared with the earlier forecast for its length; None without one."""
     file = folder / run_files.FORECAST
-    if not file.exists():
+    text = state_files.read_text(file)
+    forecast = forecasts.parse(text, file) if text else None
+    if forecast is None:
         return None
     metrics = forecasts.metrics_of(folder, evaluation["metrics"], evaluation["step"])
     tokens = evaluation["step"] * profile.step_tokens
-    return forecasts.outcome(json.loads(file.read_text()), tokens, evaluation["validation_loss"], metrics)
+    return forecasts.outcome(forecast, tokens, evaluation["validation_loss"], metrics)
 
 
 def _versions() -> dict[str, str]:
@@ -191,7 +204,7 @@ def _commit() -> str:
 def _tokenizer_file(folder: Path) -> Path | None:
     """tokenizer.json of the run: from its export, else from the tokenizer's artifact in the store."""
     folders = [folder / EXPORT]
-    if (folder / run_files.INPUTS).exists() and (key := read_inputs(folder)["tokenizer"]):
+    if key := (state_files.read_json(folder / run_files.INPUTS, INPUT_KEYS) or {}).get("tokenizer"):
         artifacts = Store(str(folder.parents[1])).artifacts
         with contextlib.suppress(FileNotFoundError):
             folders.append(artifacts.path(Artifact("tokenizer", key, "", {})))

@@ -32,6 +32,8 @@ FROM_RANKS = {
     **{event: event for event in ("rollback", "straggler", "resumed")},
     "corrupted checkpoint": "corrupted-checkpoint",
 }
+# Of what was emitted, in RUN/alerts.json: rows read, steps, and the number of alerts of failed saves.
+STATE = dict.fromkeys(("events", "attempts", "steps", "skipped", "checkpoint", "unsaved"), int)
 UNSAVED_INTERVALS = 2  # of `checkpoint.every`, after which training without a checkpoint is reported again
 POLL_SECONDS = 2.0  # of the run folder's files
 CHECKPOINT_POLL_SECONDS = 15.0  # of the store's checkpoints
@@ -51,7 +53,7 @@ class RunAlerts:
     def __init__(self, profile: Profile, run: RunFolder) -> None:
         self._profile, self._run = profile, run
         self._path = run.path / run_files.ALERTS
-        self._state: dict[str, Any] = state_files.read_json(self._path) or {}
+        self._state: dict[str, Any] = state_files.read_json(self._path, STATE) or {}
         self._events = LogFollower(run.path / run_files.EVENTS)
         self._attempts = LogFollower(run.path / run_files.ATTEMPTS)
         self._seen = {"events": 0, "attempts": 0}  # rows read

@@ -42,6 +42,7 @@ from modeling.start import without_garbage_collection
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from profiles.state_files import CorruptedState
 from tasks.gate import GateMissed
 from tasks.reporting.format import format_perplexity
 from tasks.reporting.outcome import Outcome
@@ -242,6 +243,8 @@ def _report_failure(error: BaseException, log_file: Path) -> int:
     print_stderr(f"trainshed: {one_line(error)}")
     if isinstance(error, SOURCE_ERRORS):
         return REJECTED
+    if isinstance(error, CorruptedState):  # it names the file and what to do
+        return FAILED
     from tasks.failures import FatalError
 
     if not isinstance(error, FatalError):

@@ -87,7 +87,7 @@ class ServerLocks:
             self._file(port, kind).unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any] | None:
-        return state_files.read_json(self.home / "server.json")
+        return state_files.read_json(self.home / "server.json", {"port": int}, ["port"])
 
     def _file(self, port: int, kind: str) -> Path:
         return self.home / f"server-{port}.{kind}"

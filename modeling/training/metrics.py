@@ -175,7 +175,8 @@ def checkpoint_completed(run: Path) -> bool:
     `checkpoint_seconds` grows once or twice per save: when it begins and, if asynchronous, when it ends. Events count those that
     failed, and the last one may not have ended.
     """
-    totals = {row.get("checkpoint_seconds", 0.0) for row in _rows(run / run_files.METRICS)} - {0.0}
+    seconds = (row.get("checkpoint_seconds") for row in _rows(run / run_files.METRICS))
+    totals = {each for each in seconds if isinstance(each, int | float)} - {0.0}
     failed = sum(row.get("event") == "not saved" for row in _rows(run / run_files.EVENTS))
     return len(totals) > 2 * failed + 1
 

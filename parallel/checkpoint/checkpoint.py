@@ -107,6 +107,8 @@ def load(checkpoint: Location, optimizer: ShardedAdamW, *, weights_only: bool = 
     error: Exception | None = None
     try:
         about = read_marker(checkpoint)
+        if not weights_only and not isinstance(about.get("optimizer_steps"), int):
+            raise CorruptCheckpoint(f"{checkpoint}: {MARKER} is corrupted: no optimizer_steps")
         random = _fill(checkpoint, about, optimizer, weights_only)
     except Exception as raised:  # any storage error, to raise on all ranks
         error = raised

@@ -21,6 +21,7 @@ from parallel.checkpoint.locations import (
     Location,
     filesystem,
     is_local,
+    require_file,
     retry_reads,
     sizes,
 )
@@ -61,6 +62,7 @@ class CheckpointFiles:
         """A local file in memory."""
         if file not in self._mapped:
             path = Path(f"{self.root}/{file}")
+            require_file(self._files, str(path))
 
             def map_file() -> torch.UntypedStorage:
                 with path.open("rb") as opened:  # its errors name the cause, torch's do not
@@ -111,6 +113,7 @@ class CheckpointFiles:
 
     def read_whole(self, file: str) -> bytes:
         """Contents of a small file, verified if it has a checksum."""
+        require_file(self._files, f"{self.root}/{file}")
         data = self._read(file, 0, lambda: self._files.cat_file(f"{self.root}/{file}"))
         described = self._described.get(file)
         if described and describe(len(data), checksum_table(data)) != described:

@@ -72,12 +72,11 @@ def read_marker(checkpoint: Location) -> dict[str, Any]:
 
     Raises:
         ValueError: there is no marker: no checkpoint, or its save did not finish.
-        CorruptCheckpoint: the marker is not a JSON object.
+        CorruptCheckpoint: the marker is not a JSON object, or does not describe files.
     """
     files, root = filesystem(checkpoint)
-    path = f"{root}/{MARKER}"
     try:
-        data = retry_reads(path, lambda: files.cat_file(path))
+        data = read_file(files, f"{root}/{MARKER}")
     except ABSENT:
         raise ValueError(f"{checkpoint}: not a complete checkpoint; {MARKER} is missing") from None
     try:
@@ -86,7 +85,14 @@ def read_marker(checkpoint: Location) -> dict[str, Any]:
         about = None
     if not isinstance(about, dict):
         raise CorruptCheckpoint(f"{checkpoint}: {MARKER} is corrupted: not a JSON object")
+    described = about.get("files", {})
+    if not isinstance(described, dict) or not all(map(_is_description, described.values())):
+        raise CorruptCheckpoint(f"{checkpoint}: {MARKER} is corrupted: invalid files")
     return about
+
+
+def _is_description(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("size"), int)
 
 
 def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
@@ -117,7 +123,7 @@ def claimed_by(location: Location) -> str:
     """The latest writer that claimed a location; empty if there is none."""
     files, root = filesystem(location)
     try:
-        return retry_reads(root, lambda: files.cat_file(f"{root}/{OWNER}")).decode()
+        return read_file(files, f"{root}/{OWNER}").decode(errors="replace")
     except ABSENT:
         return ""
 
@@ -134,6 +140,18 @@ def retry_reads(path: str, read: Callable[[], T]) -> T:
             log.warning(f"{path} could not be read: {error!r}; retrying in {pause:.0f} s")
             time.sleep(pause)
     return read()
+
+
+def read_file(files: AbstractFileSystem, path: str) -> bytes:
+    """Contents of a file, retried as `retry_reads`; raises CorruptCheckpoint as `require_file`."""
+    require_file(files, path)
+    return retry_reads(path, lambda: files.cat_file(path))
+
+
+def require_file(files: AbstractFileSystem, path: str) -> None:
+    """Raise CorruptCheckpoint if a local path is a folder, a dangling link, or a pipe, whose reading might never end."""
+    if is_local(files) and os.path.lexists(path) and not os.path.isfile(path):
+        raise CorruptCheckpoint(f"{path}: corrupted: not a regular file")
 
 
 def sizes(checkpoint: Location) -> dict[str, int]:

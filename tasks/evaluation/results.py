@@ -15,6 +15,7 @@ from typing import Any
 
 from modeling import run_files
 from modeling.training.metrics import tag
+from profiles import state_files
 from tasks.jsonl import LogFollower, is_metrics
 from tasks.store.store import Store
 
@@ -32,6 +33,7 @@ def record(
     folder = store.run_folder(run)
     with store.lock(f"evaluations-{run}"):
         data = folder.read(run_files.EVALUATIONS) or b""
+        data += b"\n" * (not data.endswith(b"\n") and data != b"")  # after a line that was cut off
         known = _merge(_rows(data)).get(step, {})
         about = {"checkpoint": checkpoint} if checkpoint else {}
         if all(known.get(name) == value for name, value in {**about, **metrics}.items()):
@@ -67,7 +69,7 @@ def _merge(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def _rows(data: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in data.splitlines() if line.strip()]
+    return [row for line in data.splitlines() if (row := state_files.parse(line)) and is_metrics(row)]
 
 
 def _write_tensorboard(folder: Path, step: int, metrics: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ compared with its outcome.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from modeling.scaling import forecast as forecasts
 from modeling.scaling.fit import Observation
 from modeling.scaling.metrics import forecast_metrics
 from modeling.scaling.planned_run import PlannedRun
+from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from profiles.state_files import retried
@@ -28,7 +30,11 @@ from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 
+log = logging.getLogger(__name__)
+
 KIND = "forecast"
+SHOWN = ("key", "written", "loss", "interval", "share", "extrapolation")  # in a run's report
+TYPES = {"target": dict, "written": str, "loss": int | float, "interval": list, "metrics": dict}
 
 
 def metrics_of(folder: Path, metrics: Mapping[str, float], step: int) -> dict[str, float]:
@@ -86,9 +92,29 @@ def latest(store: Store, profile: Profile) -> Artifact | None:
 
 
 def read_recorded(run: RunFolder) -> dict[str, Any] | None:
-    """The forecast that was copied into a run's folder when the run started; None if there was none."""
+    """The forecast that was copied into a run's folder when the run started.
+
+    None if there was none, and None with a warning if it is corrupted.
+    """
     known = run.read(run_files.FORECAST)
-    return json.loads(known) if known else None
+    return parse(known, run.location(run_files.FORECAST)) if known else None
+
+
+def parse(data: str | bytes, location: Path | str) -> dict[str, Any] | None:
+    """The forecast in a file's contents; None with a warning if it is corrupted."""
+    found = state_files.parse_json(data, location, TYPES, (*SHOWN, "target"))
+    if found is None:
+        return None
+    metrics = found.get("metrics", {}).values()  # absent from forecasts of earlier versions
+    intervals = [found["interval"], *(row.get("interval") for row in metrics if isinstance(row, dict))]
+    if "tokens" in found["target"] and all(map(_is_interval, intervals)):
+        return found
+    log.warning("%s: corrupted; ignored", location)
+    return None
+
+
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(end, int | float) for end in value)
 
 
 def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | None:
@@ -115,9 +141,8 @@ def outcome(
     if forecast["target"]["tokens"] != tokens:
         return None
     low, high = forecast["interval"]
-    kept = ("key", "written", "loss", "interval", "share", "extrapolation")
     return {
-        **{name: forecast[name] for name in kept},
+        **{name: forecast[name] for name in SHOWN},
         "outcome": loss,
         "error": forecast["loss"] / loss - 1,
         "within": low <= loss <= high,

@@ -204,7 +204,7 @@ def _view(
         view.to_json()  # computes everything that is shown
         nodes_of([view])
         return stamps, view
-    except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
+    except (PermissionError, NotADirectoryError, IsADirectoryError, state_files.NotRegularFile) as error:
         problem = f"{error.filename or store.backend.location(f'runs/{name}')}: {error.strerror}"
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         location = store.backend.location(f"runs/{name}")

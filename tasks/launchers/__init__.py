@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from profiles import state_files
-from tasks.launchers.base import Handle, Job, JobFailed, Launcher, Status, execute
+from tasks.launchers.base import HANDLE, Handle, Job, JobFailed, Launcher, Status, execute
 from tasks.launchers.plugins import create
 
 __all__ = ["Handle", "Job", "JobFailed", "Launcher", "Status", "create", "execute", "latest_jobs"]
@@ -22,5 +22,5 @@ def latest_jobs(folder: Path) -> Iterator[Handle]:
     """Handles of the latest job of each name that was submitted in `folder`, running or not."""
     for path in sorted(folder.glob("*.job.json")):
         job = Job(path.name.removesuffix(".job.json"), "", (), folder)
-        if state := state_files.read_json(path):
+        if state := state_files.read_json(path, HANDLE, ["identifier"]):
             yield Handle(job, state["identifier"])

@@ -37,6 +37,7 @@ NODE_FAILED = "its node failed"  # in the note of a job that lost a node
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 START = "modeling.start"  # runs a job module, with a faster start of torch
 TORCHRUN = "modeling.supervision.torchrun"
+HANDLE = {"identifier": str, "log_start": int}  # of a job's handle file, with their types
 
 
 @dataclass(frozen=True)

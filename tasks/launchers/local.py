@@ -22,6 +22,7 @@ import psutil
 from profiles import state_files
 from tasks.launchers import causes
 from tasks.launchers.base import (
+    HANDLE,
     START,
     TORCHRUN,
     Handle,
@@ -125,7 +126,7 @@ class LocalLauncher:
 
 def _read_handle(job: Job) -> Handle | None:
     """Handle of the latest job of this name and folder, whatever it ran."""
-    state = state_files.read_json(job.handle_file)
+    state = state_files.read_json(job.handle_file, HANDLE, HANDLE)
     return state and Handle(job, state["identifier"], state["log_start"])
 
 

@@ -24,7 +24,7 @@ from profiles.errors import ProfileError
 from profiles.schema import Cluster
 from tasks.jsonl import size_of
 from tasks.launchers import batch, causes
-from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status
+from tasks.launchers.base import HANDLE, NODE_FAILED, Handle, Job, JobFailed, Status
 from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
 
 log = logging.getLogger(__name__)
@@ -314,5 +314,5 @@ def _starts(handle: Handle) -> list[str]:
 
 def _log_start(job: Job, identifier: str) -> int:
     """Log offset at which this job starts, if it is the one submitted last."""
-    state = state_files.read_json(job.handle_file) or {}
+    state = state_files.read_json(job.handle_file, HANDLE, HANDLE) or {}
     return state["log_start"] if state.get("identifier") == identifier else 0

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from modeling import run_files
-from profiles import resolve
 from profiles.errors import ProfileError, format_value
 from profiles.schema import Profile
 from tasks.reporting import html
@@ -27,7 +26,7 @@ from tasks.reporting.format import (
 from tasks.reporting.history import History
 from tasks.reporting.outcome import final_evaluation, validation_in_training
 from tasks.store.backends.backend import Backend
-from tasks.store.runs import existing_run, unknown_local_run, unknown_run
+from tasks.store.runs import existing_run, load_profile, unknown_local_run, unknown_run
 from tasks.store.store import Store
 
 UNKNOWN = "–"
@@ -150,7 +149,7 @@ def _copy(store: Store, name: str, folder: Path) -> tuple[Path, str]:
 
 
 def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
-    profile = resolve.load(str(folder / run_files.PROFILE))
+    profile = load_profile(folder)
     run: dict[str, Any] = {"run": folder.name, "folder": location, "profile": flat_profile(profile)}
     run |= history.measurements(profile)
     run["last_validation_loss"] = validation_in_training(history.last_evaluation)

@@ -231,9 +231,17 @@ def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, 
 
     Raises CorruptedState, also for values of other types.
     """
-    data, location = store.run_folder(run).read(file), store.backend.location(f"runs/{run}/{file}")
+    folder, location = store.run_folder(run), store.backend.location(f"runs/{run}/{file}")
+    data = folder.read(file)
+    if data is None and (folder.path / file).is_symlink():  # perhaps to a disk that is not mounted
+        raise CorruptedState(
+            f"{location}: is a link to nothing; restore what it links to, or move the run away"
+        )
     found = {} if data is None else require_json(data, location)
-    if not all(isinstance(value, values) for value in found.values()):
+    keys = (key for value in found.values() for key in value) if values is list else ()
+    if not all(isinstance(value, values) for value in found.values()) or not all(
+        isinstance(key, str) for key in keys
+    ):
         raise CorruptedState(
             f"{location}: corrupted (its values have other types); restore the file, or move the run away"
         )

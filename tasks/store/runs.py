@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections import defaultdict
@@ -18,6 +19,7 @@ from tasks.jsonl import LogFollower, is_event, last_row
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.store import activities
+from tasks.store.artifacts import Artifact
 from tasks.store.backends.backend import NAME
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.run_folder import REPLACED, Parent, RunFolder
@@ -25,6 +27,11 @@ from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
+INPUT_KEYS = {
+    "identity": str,
+    "tokenizer": str | None,
+    "dataset": str | None,
+}  # of inputs.json, with their types
 RESUME = {"resume", "weights"}  # keys of `checkpoint` that request what to resume from
 
 
@@ -166,7 +173,7 @@ def _differences(
     existing: Profile | None, profile: Profile, folder: Path, inputs: Mapping[str, str | None]
 ) -> list[str]:
     """Descriptions of what makes the mathematics of two runs differ."""
-    known = read_inputs(folder) if state_files.exists(folder / run_files.INPUTS) else {}
+    known = state_files.read_json(folder / run_files.INPUTS) or {}
     others = [f"another {kind}" for kind, key in inputs.items() if known.get(kind) != key]
     found = _setting_differences(existing, profile) + others
     return found or ["it was forked from another run, or made by another version of Trainshed"]
@@ -278,7 +285,10 @@ def _active_jobs(profile: Profile, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def fetch(store: Store, name: str) -> Path:
-    """Folder of an existing run, downloaded if not local. Raises ProfileError if the store lacks a part."""
+    """Folder of an existing run, downloaded if not local.
+
+    Raises ProfileError if the store lacks a part, or the profile cannot be read.
+    """
     run = existing_run(store, "run", name)
     identity = run.stored_identity
     if identity is None:
@@ -288,7 +298,28 @@ def fetch(store: Store, name: str) -> Path:
     if missing := next((file for file in needed if not state_files.exists(folder / file)), None):
         reason = f"{missing} is neither in {folder} nor in {store.uri}; set the work_dir in which the run was started"
         raise ProfileError("work_dir", str(store.work_dir), reason)
+    load_profile(folder)  # its own errors name no file
     return folder
+
+
+def load_profile(folder: Path) -> Profile:
+    """The profile of an existing run. Raises ProfileError, which names the file, if it is damaged."""
+    path = folder / run_files.PROFILE
+    try:
+        return resolve.load(str(path))
+    except ProfileError as error:
+        if error.value == str(path):
+            raise
+        reason = f"cannot be read; restore or correct it: {error}"
+        raise ProfileError("profile", str(path), reason) from error
+
+
+def require_artifact(store: Store, run: str, kind: str, key: str) -> Artifact:
+    """An artifact that an existing run used. Raises ProfileError if it is missing or corrupted."""
+    if (found := store.artifacts.find(kind, key, hash_limit=0)) is None:
+        reason = f"its {kind} {key} is missing or corrupted in {store.uri}; start the run again, which makes it again"
+        raise ProfileError("run", run, reason)
+    return found
 
 
 def existing_run(store: Store, key: str, name: str) -> RunFolder:
@@ -333,10 +364,15 @@ def read_inputs(folder: Path) -> dict[str, str | None]:
 
     The last one is None from scratch; in a continual round, it is a digest of the promoted model's checkpoint.
 
-    Raises FileNotFoundError if nothing is recorded.
+    Raises:
+        FileNotFoundError: nothing is recorded.
+        CorruptedState: the file is corrupted.
     """
-    inputs: dict[str, str | None] = json.loads((folder / run_files.INPUTS).read_text())
-    return inputs
+    path = folder / run_files.INPUTS
+    if (data := state_files.read(path)) is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    advice = "start the run again, which rewrites it"
+    return state_files.require_json(data, path, INPUT_KEYS, ["identity"], advice)
 
 
 def last_training_row(folder: Path) -> dict[str, Any] | None:

@@ -168,7 +168,7 @@ def follow(run: Path, request: dict[str, Any], sender: Sender, end: EndMessage) 
     folder = run / run_files.TRACKERS
     folder.mkdir(exist_ok=True)
     path = folder / f"{request['tracker'].replace(':', '.')}.json"
-    known = state_files.read_json(path) or {}
+    known = state_files.read_json(path, {"identifier": str, "evaluations": int}) or {}
     facts = {**request["run"], "tags": tuple(request["run"]["tags"]), "folder": folder}
     earlier = known.get("identifier")
     tracked = TrackedRun(

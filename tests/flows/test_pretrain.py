@@ -257,6 +257,31 @@ def test_other_mathematics_under_the_same_name_is_rejected_with_commands(pretrai
     assert losses(store / "runs/micro~1") == before
 
 
+def test_damaged_records_of_a_finished_run_are_written_again_or_left_out(pretrain, finished, store, said):
+    folder, wrong = (
+        store / "runs/micro",
+        json.dumps({"steps": [1], "validation_loss": "low", "identifier": 7}),
+    )
+    ignored = ("forecast.json", "before.json", "alerts.json", "artifacts.json")
+    for name in (*ignored, "inputs.json", "report.json", "plan.json", "evaluations.jsonl", "resumed.json"):
+        (folder / name).write_text(wrong)
+    result = pretrain(store)
+    assert done(result) == []
+    assert result["validation_loss"] == finished[1]["validation_loss"]
+    for name in ignored:
+        assert any(f"{folder / name}: corrupted" in line for line in said()), name
+    again, before = (
+        json.loads((each / "runs/micro/inputs.json").read_text()) for each in (store, finished[0])
+    )
+    assert again == before
+    assert json.loads((folder / "report.json").read_text())["forecast"] is None
+    (folder / "lock.json").write_text(wrong)
+    with pytest.raises(
+        state_files.CorruptedState, match=r"runs/micro/lock\.json: not a lockfile: .*; --update"
+    ):
+        pretrain(store)
+
+
 def test_run_over_a_randomly_failing_store_ends_like_an_undisturbed_one(
     pretrain, finished, tmp_path, monkeypatch
 ):

@@ -8,6 +8,7 @@ import pytest
 from modeling.compilation import graph_cache
 from modeling.training import metrics
 from profiles import state_files
+from tasks.jsonl import LogFollower
 from tasks.store import runs
 from tasks.store.store import Store, open_store
 from tests import faults
@@ -24,6 +25,26 @@ def test_corrupted_file_counts_as_absent_with_a_warning(tmp_path, caplog, text):
     state_files.write(path, '{"identifier": "8"}')
     assert state_files.read_json(path) == {"identifier": "8"}
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_missing_keys_values_of_other_types_and_pipes_are_corruptions(tmp_path, caplog):
+    path = tmp_path / "train.job.json"
+    for text, wrong in (
+        ('{"log_start": 1}', "identifier"),
+        ('{"identifier": "7", "log_start": [1]}', "log_start"),
+    ):
+        path.write_text(text)
+        types = {"identifier": str, "log_start": int}
+        assert state_files.read_json(path, types, ["identifier"]) is None
+        assert f"{path}: corrupted (missing or invalid {wrong})" in caplog.text
+        with pytest.raises(state_files.CorruptedState, match=rf"{path}: corrupted .*{wrong}.*; restore"):
+            state_files.require_json(text.encode(), path, types, ["identifier"])
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(state_files.NotRegularFile, match=r"is not a regular file.*train\.job\.json"):
+        state_files.read_json(path)
+    with pytest.raises(state_files.NotRegularFile):
+        list(LogFollower(path).rows())
 
 
 def test_line_is_appended_after_one_that_was_cut_off(tmp_path):

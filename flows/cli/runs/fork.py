@@ -29,6 +29,8 @@ def _work_dir(options: argparse.Namespace) -> str:
     """The parent's cluster.work_dir, which the new run uses too."""
     name = options.parent.partition("@")[0]
     stored = runs.existing_run(Store(options.store).existing(), "fork", name).read(run_files.PROFILE)
-    values = yaml_text.parse((stored or b"").decode())
-    cluster = values.get("cluster") if isinstance(values, dict) else None
-    return (cluster or {}).get("work_dir") or "store"
+    try:
+        work_dir = yaml_text.parse(stored or b"")["cluster"]["work_dir"]
+    except (ValueError, LookupError, TypeError):  # without one; or corrupted, and rejected when it is loaded
+        return "store"
+    return work_dir if isinstance(work_dir, str) else "store"

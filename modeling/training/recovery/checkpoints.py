@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 # Seconds between attempts at the final save. Those of RETRY_PAUSES fit into the grace period of a job that is being stopped.
 RETRY_PAUSES = (1, 2, 4, 8)
 PATIENT_PAUSES = (15, 30, *[60] * 59)
+MARKER_TYPES = {"step": int, "profile": dict, "validation_loss": int | float | None, "guard": dict}
 FIRST_SAVES = 8  # failed saves, without a successful one, after which a run ends: 127 steps after the first
 
 
@@ -372,12 +373,13 @@ class Checkpoints:
         latest: dict[str, Any] = {}
         for step, source in saved.items():
             try:
-                latest = checkpoint.read_marker(source)
+                marker = checkpoint.read_marker(source)
+                require_marker(marker, step, source)
             except checkpoint.CorruptCheckpoint as error:
                 self._quarantine(step, str(error))
             else:
-                reject_other_run(state_files.parse(self._run_identity) or {}, latest, source)
-                losses[step] = comparable_loss(latest, self.profile)
+                reject_other_run(state_files.parse(self._run_identity) or {}, marker, source)
+                latest, losses[step] = marker, comparable_loss(marker, self.profile)
         if losses:
             check_same_model(self.profile, latest, saved[max(losses)])
         return losses
@@ -444,6 +446,14 @@ def load_reference(weights: Location | None, model: ReferenceModel | None) -> No
 def run_identity(run: Path) -> str:
     """Contents of run.json, which differ between runs of the same name; empty without the file."""
     return state_files.read_text(run / run_files.IDENTITY) or ""
+
+
+def require_marker(marker: Mapping[str, Any], step: int, source: Location) -> None:
+    """Raise CorruptCheckpoint for the marker of another step, or with values that cannot be resumed from."""
+    wrong = state_files.wrong_key(marker, MARKER_TYPES)
+    if wrong or marker.get("step", step) != step:
+        reason = f"invalid {wrong}" if wrong else f"it is of step {marker['step']}"
+        raise checkpoint.CorruptCheckpoint(f"{source}: {checkpoint.MARKER} is corrupted: {reason}")
 
 
 def comparable_loss(marker: Mapping[str, Any], profile: Profile) -> float | None:

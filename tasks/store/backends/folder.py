@@ -76,7 +76,7 @@ class FolderBackend:
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         def read() -> list[bytes]:
-            with self.path(name).open("rb", buffering=0) as file:
+            with state_files.open_file(self.path(name), buffering=0) as file:
                 return [os.pread(file.fileno(), end - start, start) for start, end in ranges]
 
         try:

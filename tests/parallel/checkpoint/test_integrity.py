@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,25 @@ def test_truncated_or_missing_file_is_corruption(saved, checksums):
     (saved / checkpoint.MARKER).write_text("")
     with pytest.raises(checkpoint.CorruptCheckpoint, match=r"step_1: complete.json is corrupted"):
         checkpoint.load(saved, loaded)
+
+
+def test_marker_with_other_values_and_a_pipe_in_place_of_a_file_are_corruption(saved):
+    loaded, marker = trained_optimizer(width=9000), saved / "complete.json"
+    about = json.loads(marker.read_text())
+    for change in ({"files": None}, {"files": {".metadata": 5}}, {"optimizer_steps": "1"}):
+        marker.write_text(json.dumps(about | change))
+        with pytest.raises(checkpoint.CorruptCheckpoint, match=r"complete\.json is corrupted"):
+            checkpoint.load(saved, loaded)
+    marker.write_text(json.dumps(about))
+    for path in (shard(saved), saved / ".metadata", marker):
+        path.rename(kept := saved.parent / "kept")
+        for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("nowhere")):
+            make(path)
+            with pytest.raises(checkpoint.CorruptCheckpoint, match=f"{path}: corrupted: not a regular file"):
+                checkpoint.load(saved, loaded)
+            path.rmdir() if path.is_dir() else path.unlink()
+        kept.rename(path)
+    checkpoint.load(saved, loaded)
 
 
 def test_failed_read_is_retried_and_then_raised_as_such(saved, monkeypatch):

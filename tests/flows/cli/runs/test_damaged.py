@@ -1,20 +1,22 @@
 """Commands beside one damaged file of one run: they show the other run and name the damaged one."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from flows.cli.main import main
-from profiles import resolve
+from profiles import resolve, state_files
 from tasks.fleet.fleet import UNREADABLE, read_fleet
 from tasks.fleet.page import render
 from tasks.store.store import Store
 from tests.tasks.fleet.histories import SimulatedRun
 
-JSON = ("plan.json", "identity", "report.json", "artifacts.json", "inputs.json", "lock.json", "standing.json")
-LINES = ("metrics.jsonl", "events.jsonl", "attempts.jsonl")
+JSON = ("plan.json", "run.json", "report.json", "artifacts.json", "inputs.json", "lock.json", "standing.json")
+LINES = ("metrics.jsonl", "events.jsonl", "attempts.jsonl", "evaluations.jsonl")
+FILES = (*JSON, *LINES, "profile.yaml", "checkpoints/step_5/complete.json")
 
 
 def text(path: Path) -> None:
@@ -56,6 +58,12 @@ def dangling(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
+def pipe(path: Path) -> None:
+    """Reading it would wait for a writer forever."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
 DAMAGES = {
     "empty": lambda path: path.write_bytes(b""),
     "zeros": lambda path: path.write_bytes(bytes(512)),
@@ -66,6 +74,7 @@ DAMAGES = {
     "infinite": infinite,
     "folder": folder,
     "dangling": dangling,
+    "pipe": pipe,
 }
 
 
@@ -83,13 +92,17 @@ def healthy(tmp_path_factory):
         path = store / "runs" / name
         (path / "profile.yaml").write_text(resolve.dump(resolve.load("tiny", (), name)))
         (path / "artifacts.json").write_text('{"dataset": ["k1"]}')
+        (path / "run.json").write_text('{"identity": "i"}')
         (path / "inputs.json").write_text('{"identity": "i", "dataset": "k1"}')
+        (path / "evaluations.jsonl").write_text('{"step": 5, "validation_loss": 1.0}\n')
+        (path / "checkpoints/step_5").mkdir(parents=True)
+        (path / "checkpoints/step_5/complete.json").write_text('{"step": 5}')
     return store
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_file_hides_no_other_run_and_nothing_is_removed(healthy, tmp_path, damage, capsys):
-    for file in (*JSON, *LINES, "profile.yaml"):
+    for file in FILES:
         store = tmp_path / file
         shutil.copytree(healthy, store)
         DAMAGES[damage](store / "runs/bad" / file)
@@ -110,6 +123,35 @@ def test_damaged_file_hides_no_other_run_and_nothing_is_removed(healthy, tmp_pat
         assert code in (0, 1), (file, err)
         assert code == 0 or f"{store}/runs/bad" in err, (file, err)
         assert (store / "runs/good/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_rejected_by_name_before_a_flow_starts(
+    healthy, tmp_path, damage, monkeypatch, capsys
+):
+    """Or not needed: the flow starts, and finds out itself (tests/flows/test_pretrain.py)."""
+    monkeypatch.setattr("flows.cli.evaluate.run_flow", lambda *_: 0)
+    monkeypatch.setattr("flows.cli.run.run_flow", lambda *_: 0)
+    monkeypatch.setattr("flows.start_checks.check_plan", lambda run: run)
+    monkeypatch.setattr(state_files, "DELAYS", ())
+    store = shutil.copytree(healthy, tmp_path / "store")
+    bad, page = store / "runs/bad", tmp_path / "page.html"
+    commands = (
+        ["compare", "good", "bad", "--output", str(page)],
+        ["evaluate", "bad"],
+        ["fork", "bad", "child"],
+        ["run", "tiny", "--name", "bad"],
+    )
+    for file in FILES:
+        shutil.rmtree(bad)
+        shutil.copytree(healthy / "runs/bad", bad)
+        DAMAGES[damage](bad / file)
+        for command in commands:
+            code = main([*command, "--store", str(store)])
+            err = capsys.readouterr().err
+            assert "traceback" not in err.lower(), (file, command, err)
+            named = "runs/bad" in err or "= bad: " in err
+            assert code == 0 or (named and file != "plan.json"), (file, command, err)
 
 
 def test_runs_of_a_store_that_cannot_be_written_are_shown(healthy, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Checkpoints of a run, trained in one process: resume requests, retention, failed saves."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -138,7 +139,8 @@ def test_run_falls_back_to_the_latest_intact_checkpoint(run, finished, dataset):
     shards = {step: next((run / f"checkpoints/step_{step}").glob("*.distcp")) for step in (4, 8, 12)}
     content = shards[12].read_bytes()
     shards[12].write_bytes(content[:9000] + bytes([content[9000] ^ 1]) + content[9001:])
-    (run / "checkpoints/step_8/complete.json").write_text("")
+    (run / "checkpoints/step_8/complete.json").unlink()
+    os.mkfifo(run / "checkpoints/step_8/complete.json")  # whose reading would wait forever
     output = train(run, dataset)
     assert f"warning: checkpoint step_12 is corrupted: {shards[12]}: corrupted" in output
     assert "warning: checkpoint step_8 is corrupted" in output
