@@ -251,8 +251,8 @@ def _nearby(profile: Profile, planned: Plan) -> str:
     for other in neighbours(profile):
         change = other.plan.step_seconds / planned.step_seconds - 1
         pace = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
-        level = other.plan.levels.get("tensor")
-        if change < 0 and planned.levels.get("tensor", level) != level:
+        level, larger = other.plan.levels.get("tensor"), other.plan.mesh["tensor"] > planned.mesh["tensor"]
+        if change < 0 and larger and planned.levels.get("tensor", level) != level:
             across = {"node": "chips", "network": "nodes"}.get(level, "devices")
             pace += f" if its groups, then across {across}, do not slow the gathers of the shards"
         parts.append(f"tensor {other.plan.mesh['tensor']}: {pace}")

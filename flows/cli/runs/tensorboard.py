@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _link(folder: Path, every: bool, links: Path) -> None:
-    """Link the TensorBoard folder of a run, or of every run in a folder, under the run's name, which is shown."""
+    """Link the TensorBoard folder of a run, or of each run in a folder, under the run's name."""
     for run in folder.iterdir() if every else [folder]:
         source, link = (run / run_files.TENSORBOARD).absolute(), links / run.resolve().name
         if source.is_dir() and not link.is_symlink():

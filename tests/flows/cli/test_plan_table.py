@@ -3,9 +3,11 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
+from flows.cli import plan_table
 from flows.cli.plan_table import GIB, print_plan
 from flows.ui.console import TrimmedConsole
 from modeling.planning.planner import plan
@@ -54,3 +56,15 @@ def test_plan_says_what_dropout_of_attention_costs(capsys, monkeypatch):
     assert said in shown[0.1]
     assert "flash kernel" not in shown[0.0]
     assert re.search(r"would need \d\S* MiB less", shown[0.1])
+
+
+def test_only_a_larger_tensor_group_may_slow_the_gathers(monkeypatch):
+    def topology(degree: int, seconds: float, **levels: str) -> SimpleNamespace:
+        return SimpleNamespace(step_seconds=seconds, mesh={"tensor": degree}, levels=levels)
+
+    others = [topology(1, 0.95), topology(4, 0.9, tensor="node")]
+    monkeypatch.setattr(plan_table, "neighbours", lambda _: [SimpleNamespace(plan=each) for each in others])
+    assert plan_table._nearby(None, topology(2, 1.0, tensor="chip")) == (
+        "tensor 1: 5% faster, tensor 4: 10% faster if its groups, then across chips, do not slow the gathers of the shards; "
+        "--search ranks all topologies"
+    )
