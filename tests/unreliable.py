@@ -13,7 +13,8 @@ Fault = str | None
 """None: the request is forwarded. "busy": it is answered with 503. "lost": the connection closes before it is forwarded.
 "unanswered": the connection closes after it was processed. "half": the connection closes in the middle of the response.
 "refused": a request that deletes several objects is answered with 200 and an error for each, as S3 does. "conflict": 409, as
-S3 answers concurrent conditional writes. "older": answered with 501 if it has a checksum other than Content-MD5."""
+S3 answers concurrent conditional writes. "older": answered with 501 if it has a checksum other than Content-MD5.
+"page": answered with 200 and a web page, as by a captive portal."""
 
 
 class Proxy:
@@ -68,6 +69,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "older" and any(name.lower().startswith("x-amz-checksum-crc") for name in self.headers):
             self._send(501, {}, b"<Error><Code>NotImplemented</Code></Error>")
+            return
+        if fault == "page":
+            page = b"<!DOCTYPE html><html><body>Sign in to this network</body></html>"
+            self._send(200, {"Content-Type": "text/html"}, page)
             return
         if fault == "refused":
             keys = re.findall(rb"<Key>.*?</Key>", body)

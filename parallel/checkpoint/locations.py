@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel.checkpoint.credentials import renew_credentials
-from parallel.checkpoint.object_stores import delete, explained
+from parallel.checkpoint.object_stores import delete, explained, guard_listings
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -37,6 +37,7 @@ MARKER = "complete.json"
 QUARANTINE = "quarantine"
 OWNER = "owner"  # file below a location: who may write there
 CORRUPTED_MARKER = "corrupted.json"  # of a checkpoint in quarantine
+PAGE = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 ABSENT = (FileNotFoundError, NotADirectoryError)
 READ_PAUSES = (1.0, 4.0, 15.0)  # seconds before a failed read is repeated
@@ -128,18 +129,41 @@ def claimed_by(location: Location) -> str:
         return ""
 
 
+def reject_page(path: str, data: bytes) -> None:
+    """Raise ConnectionError for a web page in place of a file, which is an outage rather than corruption.
+
+    A captive portal or a proxy answers with one, and with status 200.
+    """
+    if not path.endswith((".html", ".htm")) and PAGE.match(data[:200]):
+        reason = "a web page was answered in place of this file, perhaps by a captive portal or a proxy; check the network"
+        raise ConnectionError(f"{path}: {reason}")
+
+
+def reject_page_file(path: str, copy: Path) -> None:
+    """As `reject_page`, for a downloaded file."""
+    with copy.open("rb") as file:
+        reject_page(path, file.read(200))
+
+
 def retry_reads(path: str, read: Callable[[], T]) -> T:
     """Call `read`, retrying after each of READ_PAUSES; absence and corruption are raised at once."""
+
+    def checked() -> T:
+        with explained():
+            data = read()
+        if isinstance(data, bytes):
+            reject_page(path, data)
+        return data
+
     for pause in READ_PAUSES:
         try:
-            with explained():
-                return read()
+            return checked()
         except (*ABSENT, CorruptCheckpoint):
             raise
         except Exception as error:  # of any storage
             log.warning(f"{path} could not be read: {error!r}; retrying in {pause:.0f} s")
             time.sleep(pause)
-    return read()
+    return checked()
 
 
 def read_file(files: AbstractFileSystem, path: str) -> bytes:
@@ -310,6 +334,7 @@ def filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
     # A cached listing would hide what other processes write.
     files, root = open_filesystem(str(location), use_listings_cache=False)
     renew_credentials(files)
+    guard_listings(files)
     return files, root.rstrip("/")
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -39,6 +39,20 @@ def explained() -> Iterator[None]:
             raise
         error.args, error.strerror = (str(error.__cause__),), str(error.__cause__)
         raise error from error.__cause__
+
+
+def guard_listings(files: AbstractFileSystem) -> None:
+    """Let an S3 client raise ConnectionError for a web page in place of a listing, which it would read as an empty one."""
+    if "s3" not in files.protocol or getattr(files, "guarded_client", None) is (client := files.s3):
+        return
+    client.meta.events.register("after-call.s3.ListObjectsV2", _reject_page)
+    files.guarded_client = client
+
+
+def _reject_page(http_response: Any, **_: Any) -> None:
+    if http_response.headers.get("content-type", "").startswith("text/html"):
+        reason = "a web page was answered in place of a listing, perhaps by a captive portal or a proxy; check the network"
+        raise ConnectionError(f"{http_response.url}: {reason}")
 
 
 def delete(files: AbstractFileSystem, target: str | Sequence[str]) -> None:

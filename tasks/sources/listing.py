@@ -57,7 +57,7 @@ def list_saved_dataset(source: Source, key: str) -> list[str]:
         entries = remote.call(filesystem, folder, lambda: filesystem.ls(folder, detail=True))
         splits = [entry["name"] for entry in entries if entry["type"] == "directory"]
         raise ProfileError(key, source.path, "has several splits; name the folder of one", splits)
-    text = remote.call(filesystem, folder, lambda: filesystem.cat_file(f"{folder}/state.json"))
+    text = remote.cat_file(filesystem, f"{folder}/state.json")
     try:
         names = [entry["filename"] for entry in json.loads(text)["_data_files"]]
         names = [checked_path(name) for name in names]

@@ -118,7 +118,7 @@ def _open_index(shard: Shard) -> tuple[str, int, Index]:
     size = remote.call(filesystem, data, lambda: filesystem.info(data)["size"])
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "pair"
-        remote.call(filesystem, remote_path, lambda: filesystem.get_file(remote_path, str(index_path(copy))))
+        remote.get_file(filesystem, remote_path, index_path(copy))
         try:
             return prefix, size, Index(copy, size)  # its memory map outlives the file's name
         except IndexedError as error:

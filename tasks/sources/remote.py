@@ -10,11 +10,12 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from parallel.checkpoint import locations
 from parallel.checkpoint.credentials import renew_credentials
-from parallel.checkpoint.object_stores import explained
+from parallel.checkpoint.object_stores import explained, guard_listings
 from profiles import retries
 from profiles.huggingface import hub
 
@@ -53,10 +54,32 @@ def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
 
     def renewed() -> T:
         renew_credentials(filesystem)
+        guard_listings(filesystem)
         with explained():
             return function()
 
     return retries.call(renewed, f"{filesystem.unstrip_protocol(path)}: cannot be read")
+
+
+def cat_file(filesystem: Any, path: str) -> bytes:
+    """Contents of a small file; errors as `call`."""
+
+    def read() -> bytes:
+        data: bytes = filesystem.cat_file(path)
+        locations.reject_page(path, data)
+        return data
+
+    return call(filesystem, path, read)
+
+
+def get_file(filesystem: Any, path: str, target: Path) -> None:
+    """Download a file; errors as `call`."""
+
+    def get() -> None:
+        filesystem.get_file(path, str(target))
+        locations.reject_page_file(path, target)
+
+    call(filesystem, path, get)
 
 
 def info(filesystem: Any, path: str) -> dict[str, Any] | None:
@@ -80,6 +103,8 @@ class _RemoteFile(io.RawIOBase):
 
     def __init__(self, filesystem: Any, path: str, block: int) -> None:
         self._filesystem, self._path, self._position = filesystem, path, 0
+        # Text may begin with markup; over HTTP, a file with this name is rather an answer to another question.
+        self._rejects_pages = not path.endswith(".txt") or path.startswith("http")
         self._file = self._call(lambda: filesystem.open(path, "rb", block_size=block))
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -101,7 +126,10 @@ class _RemoteFile(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:
         def read() -> bytes:
             self._file.seek(self._position)
-            return self._file.read(len(buffer))
+            data: bytes = self._file.read(len(buffer))
+            if self._position == 0 and self._rejects_pages:
+                locations.reject_page(self._path, data)
+            return data
 
         data = self._call(read)
         buffer[: len(data)] = data

@@ -194,7 +194,7 @@ def _needed(
     if newest.FILE in names and not any(name.startswith("model/") for name in names):
         path = f"{root}/{newest.FILE}"
         try:
-            tag = newest.read_tag(remote.call(filesystem, path, lambda: filesystem.cat_file(path)), path)
+            tag = newest.read_tag(remote.cat_file(filesystem, path), path)
         except ValueError as error:
             raise SourceError(str(error)) from error
         if any(name.startswith(f"{tag}/model/") for name in names):
@@ -230,7 +230,7 @@ def _download_folder(
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        remote.call(filesystem, f"{root}/{name}", lambda: filesystem.get_file(f"{root}/{name}", str(partial)))
+        remote.get_file(filesystem, f"{root}/{name}", partial)
         os.replace(partial, path)
 
     retries.call_in_threads(download, names, PARALLEL_FILES)

@@ -58,7 +58,7 @@ def fetch_folder(source: str, into: Path) -> None:
     for name, path in paths.items():
         target = into / name
         target.parent.mkdir(exist_ok=True)
-        remote.call(filesystem, path, partial(filesystem.get_file, path, str(target)))
+        remote.get_file(filesystem, path, target)
 
 
 def folder_digest(source: str) -> str:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from uuid import uuid4
 
 from parallel.checkpoint.credentials import renew_credentials
-from parallel.checkpoint.object_stores import delete, explained, is_not_supported
+from parallel.checkpoint.locations import reject_page, reject_page_file
+from parallel.checkpoint.object_stores import delete, explained, guard_listings, is_not_supported
 from profiles.errors import ProfileError
 from profiles.state_files import retried
 from tasks.store.backends.backend import FileInfo, checked_path
@@ -55,6 +56,7 @@ class ObjectBackend:
     @property
     def _filesystem(self) -> AbstractFileSystem:
         renew_credentials(self._client)
+        guard_listings(self._client)
         return self._client
 
     def location(self, name: str) -> str:
@@ -62,10 +64,14 @@ class ObjectBackend:
 
     def read(self, name: str) -> bytes | None:
         try:
-            data: bytes = self._retried(name, lambda: self._filesystem.cat_file(self._path(name)))
-            return data
+            return self._retried(name, lambda: self._read(name))
         except FileNotFoundError:
             return None
+
+    def _read(self, name: str) -> bytes:
+        data: bytes = self._filesystem.cat_file(self._path(name))
+        reject_page(self.location(name), data)
+        return data
 
     def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
         self._retried(name, lambda: self._filesystem.pipe_file(self._path(name), data))
@@ -181,9 +187,12 @@ class ObjectBackend:
         def fetch(file: str) -> None:
             path = folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            remote = self._path(f"{name}/{file}")
-            self._retried(f"{name}/{file}", lambda: self._filesystem.get_file(remote, str(path)))
+            self._retried(f"{name}/{file}", lambda: get(file, path))
             on_file(file)
+
+        def get(file: str, path: Path) -> None:
+            self._filesystem.get_file(self._path(f"{name}/{file}"), str(path))
+            reject_page_file(self.location(f"{name}/{file}"), path)
 
         for file in names:
             checked_path(file)

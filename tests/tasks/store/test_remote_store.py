@@ -15,7 +15,9 @@ import pytest
 import s3fs
 
 from parallel.checkpoint import locations
+from profiles import retries, state_files
 from profiles.errors import ProfileError
+from tasks.sources import remote
 from tasks.store.artifacts import LIST_WHOLE_KIND
 from tasks.store.backends.backend import FileInfo
 from tasks.store.backends.objects import ObjectBackend
@@ -129,6 +131,43 @@ def test_server_without_newer_checksums_is_rejected_until_they_are_off(
     locations.discard(f"{address}/runs/a/checkpoints~1/step_1")
     assert backend.files("runs/a") == {}
     assert endpoint or "deleting 1 objects one by one" in caplog.text
+
+
+def test_web_page_in_place_of_an_answer_is_an_outage(network, tmp_path, monkeypatch):
+    monkeypatch.setattr(state_files, "DELAYS", (0.01,) * 6)
+    monkeypatch.setattr(locations, "READ_PAUSES", (0.01,))
+    monkeypatch.setattr(retries, "sleep", lambda seconds: None)
+    proxy, address = network
+    here, there = Store(address, tmp_path / "here"), Store(address, tmp_path / "there")
+    made = publish(here)
+    here.backend.write("runs/a/checkpoints/step_2/complete.json", b"{}")
+    location = f"{address}/runs/a/checkpoints"
+    locations.claim(location, "this run")
+    pages = itertools.count()
+    proxy.fault = lambda method, path: "page" if method == "GET" and next(pages) % 2 == 0 else None
+    assert contents(there, made) == FILES
+    assert proxy.faults > 2
+    proxy.fault = lambda method, path: "page" if method == "GET" else None
+    for read in (
+        lambda: here.backend.read("runs/a/checkpoints/owner"),
+        lambda: locations.read_marker(f"{location}/step_2"),
+        lambda: locations.claimed_by(location),
+        lambda: remote.cat_file(*remote.open_filesystem(f"{proxy.url}/state.json")),
+        lambda: remote.open_file(*remote.open_filesystem(f"{proxy.url}/a.txt")).read(),
+        lambda: remote.get_file(*remote.open_filesystem(f"{proxy.url}/a.safetensors"), tmp_path / "a"),
+    ):
+        with pytest.raises(ConnectionError, match="a web page was answered in place of this file"):
+            read()
+    s3fs.S3FileSystem.clear_instance_cache()
+    for listing in (
+        lambda: Store(address, tmp_path / "here").backend.files("runs"),
+        lambda: [*locations.complete_checkpoints(location)],
+    ):
+        with pytest.raises(ConnectionError, match="a web page was answered in place of a listing"):
+            listing()
+    proxy.fault = lambda method, path: None
+    assert there.artifacts.find("tokens", "k1") == made  # nothing counted as corrupted
+    assert [step for step, _ in locations.complete_checkpoints(location)] == [2]
 
 
 @pytest.mark.s3
