@@ -174,7 +174,10 @@ def compile_modules() -> None:
 
 
 def _with_home() -> dict[str, str]:
-    """The environment, with a home and a name for a user who has neither, as in containers; imports need them."""
+    """The environment, with a home and a name for a user who has neither.
+
+    Imports need them; users in containers may have neither.
+    """
     environment = dict(os.environ)
     try:
         Path.home()

@@ -1,4 +1,6 @@
-"""Damage or replace each file of a store in many ways, and run each command on it: none may crash, hang or use wrong data.
+"""Damage or replace each file of a store in many ways, and run each command on it.
+
+No command may crash, hang or use wrong data.
 
 A small run is trained once. Then one file, or one folder, of a copy of its store is damaged, and a command is run on the copy, in
 a forked process and without Prefect. It must succeed, or name what is damaged in its error; a traceback, an error without the

@@ -1,4 +1,6 @@
-"""Time `runs` and `gc` on a store with many runs: CPU and wall seconds, first and again, and what new runs wait for gc's lock.
+"""Time `runs` and `gc` on a store with many runs: CPU and wall seconds, first and again.
+
+Also prints how long new runs wait for gc's lock.
 
 Each run has the files of a finished one: profile, records, rows of metrics, checkpoints, logs and an export; each also has an
 artifact of its own. `--profile` prints the functions that take the most time.

@@ -378,7 +378,10 @@ def _reason(state: State) -> str | None:
 
 
 def worth_retrying(made: Task[..., Any], run: TaskRun, state: State) -> bool:
-    """Whether a retry could succeed: not if the input was rejected, a state file is corrupted, or a job's failure was fatal."""
+    """Whether a retry could succeed.
+
+    Not if the input was rejected, a state file is corrupted, or a job's failure was fatal.
+    """
     try:
         state.result()
     except (*REJECTIONS, PoolClosed, FatalError, state_files.CorruptedState):

@@ -43,7 +43,7 @@ def checkpoint(step: int) -> str:
 
 
 def owner(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's marker records as `run`, from the contents of IDENTITY; empty if that is unknown."""
+    """What a checkpoint's marker records as `run`, from the contents of IDENTITY; empty if unknown."""
     return {key: record[key] for key in ("identity", "id") if key in record}
 
 

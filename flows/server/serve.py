@@ -102,7 +102,10 @@ def make_app() -> ASGIApp:
 
 
 def stop_without_users(locks: ServerLocks, port: int) -> None:
-    """End this process, the server, once it has no users, or if that cannot be determined for OUTAGE seconds."""
+    """End this process, the server, once it has no users.
+
+    Also if that cannot be determined for OUTAGE seconds.
+    """
     answered = time.monotonic()
     while time.monotonic() - answered < OUTAGE:
         time.sleep(CHECK_SECONDS)

@@ -217,7 +217,9 @@ def print_table(
     left: int,
     last_left: bool = False,
 ) -> None:
-    """Print a table of many rows, of which rich takes a second for every 500. Long lines are left to the terminal.
+    """Print a table of many rows, of which rich takes a second for every 500.
+
+    Long lines are left to the terminal.
 
     Args:
         left: number of columns, from the first, that are aligned to the left; the rest is to the right.

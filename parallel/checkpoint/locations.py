@@ -173,7 +173,10 @@ def read_file(files: AbstractFileSystem, path: str) -> bytes:
 
 
 def require_file(files: AbstractFileSystem, path: str) -> None:
-    """Raise CorruptCheckpoint if a local path is a folder, a dangling link, or a pipe, whose reading might never end."""
+    """Raise CorruptCheckpoint if a local path is a folder, a dangling link or a pipe.
+
+    Reading a pipe might never end.
+    """
     if is_local(files) and os.path.lexists(path) and not os.path.isfile(path):
         raise CorruptCheckpoint(f"{path}: corrupted: not a regular file")
 

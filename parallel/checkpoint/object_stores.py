@@ -42,7 +42,10 @@ def explained() -> Iterator[None]:
 
 
 def guard_listings(files: AbstractFileSystem) -> None:
-    """Let an S3 client raise ConnectionError for a web page in place of a listing, which it would read as an empty one."""
+    """Let an S3 client raise ConnectionError for a web page in place of a listing.
+
+    Otherwise it reads the page as an empty listing.
+    """
     if "s3" not in files.protocol or getattr(files, "guarded_client", None) is (client := files.s3):
         return
     client.meta.events.register("after-call.s3.ListObjectsV2", _reject_page)

@@ -76,7 +76,7 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 
 
 def _require_linked_runs(store: Store) -> None:
-    """Raise ValueError for a folder of runs that is a link to a missing one, such as on a disk not mounted."""
+    """Raise ValueError for a folder of runs that is a dangling link, as to a disk not mounted."""
     runs = store.work_dir / "runs"
     for path in (runs, *runs.glob("*")):
         if path.is_symlink() and not path.exists():
@@ -110,7 +110,9 @@ def remove(store: Store, garbage: Sequence[Garbage]) -> None:
 
 
 def _remove_without_lock(store: Store, each: Garbage) -> None:
-    """Remove garbage unless a run has begun: it is renamed first, so that a run that begins later does not find it.
+    """Remove garbage unless a run has begun.
+
+    It is renamed first, so that a run that begins later does not find it.
 
     Raises ProfileError for an active run.
     """
@@ -132,7 +134,9 @@ def _delete(folders: Iterable[Path]) -> None:
 
 
 def _still_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Garbage]:
-    """Those of earlier found garbage that no run has begun to use. Raises ProfileError while a run is active.
+    """Garbage of those found earlier that no run has begun to use.
+
+    Raises ProfileError while a run is active.
 
     Reads the runs' records only: listing all files again would keep new runs waiting.
     """
@@ -169,7 +173,10 @@ def _runs(store: Store) -> list[str]:
 
 
 def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
-    """What runs refer to, without what that requires, and notes about kinds kept for a run that is still making them."""
+    """What runs refer to, and notes about kinds kept for a run that is still making them.
+
+    Without what the artifacts require in turn.
+    """
     used: set[tuple[str, str]] = set()
     kept: set[str] = {"forecast", "mixture"}  # records of predictions, a few kilobytes each
     notes = []
@@ -215,7 +222,10 @@ def _add_required(
 
 
 def _required(store: Store, kind: str, key: str) -> Iterable[tuple[str, str]]:
-    """What an artifact requires directly; nothing if it does not exist. Raises ValueError for a corrupted manifest."""
+    """What an artifact requires directly; nothing if it does not exist.
+
+    Raises ValueError for a corrupted manifest.
+    """
     data = store.backend.read(f"artifacts/{kind}/{key}/{MANIFEST}")
     if data is None:
         return ()

@@ -1,4 +1,6 @@
-"""Flows in this process without Prefect's engine and server: steps are plain calls, displays and events go nowhere.
+"""Flows in this process without Prefect's engine and server.
+
+Steps are plain calls; displays and events go nowhere.
 
     with without_prefect() as results: main(["run", ...])
 
@@ -75,7 +77,10 @@ class Task:
 
 @contextlib.contextmanager
 def without_prefect() -> Iterator[list[Any]]:
-    """Replace Prefect in the flows pretrain, evaluate and export, and in their commands; yields the flows' results."""
+    """Replace Prefect in the flows pretrain, evaluate and export, and in their commands.
+
+    Yields the flows' results.
+    """
     import flows.alerts.events
     import flows.cli.evaluate
     import flows.cli.run

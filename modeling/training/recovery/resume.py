@@ -208,7 +208,9 @@ def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> Non
 
 
 def reject_other_run(record: Mapping[str, Any], marker: Mapping[str, Any], source: Location) -> None:
-    """Raise `Rejected` for a checkpoint that another run has written: left behind by one that was replaced, or copied by hand.
+    """Raise `Rejected` for a checkpoint that another run has written.
+
+    A replaced run has left it behind, or it was copied by hand.
 
     Args:
         record: contents of run.json.

@@ -1,4 +1,7 @@
-"""`trainshed gc` on a disk that is full of bytes, full of files or read-only, and with runs/ on another disk."""
+"""`trainshed gc` on full and read-only disks, and with runs/ on another disk.
+
+A disk is full of bytes or of files.
+"""
 
 import json
 import subprocess

@@ -164,7 +164,7 @@ def test_checkpoint_beyond_the_last_step_is_rejected_by_name(run, dataset):
 
 
 def test_checkpoint_of_another_run_is_rejected_by_name(run, dataset):
-    """As of a replaced run of the same identity, but with another schedule, which the store did not delete."""
+    """As of a replaced run of the same identity with another schedule, kept by the store."""
     markers = list((run / "checkpoints").glob("step_*/complete.json"))
     for marker in markers:
         about = json.loads(marker.read_text())
