@@ -32,7 +32,7 @@ from tests.forked_jobs import forked_jobs
 ROOT = Path(__file__).parents[2]
 SOURCES = ("flows", "tasks", "modeling", "parallel", "profiles", "benchmarks", "docs", "tests")
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```sh( cluster)?\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.M | re.S)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(?:trainshed|make|prefect|python3?(?: -P)? -m) ")
 NAMED_FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", re.M | re.S)
@@ -363,6 +363,12 @@ def test_architecture_lists_the_layers_of_the_import_contracts():
             layers = [layer.replace(f"{inside}.", "") for layer in contract["layers"]]
             expected[inside] = [set(re.findall(r"\w+", layer)) for layer in layers]
     assert listed == expected
+
+
+def test_citation_and_changelog_have_the_version_of_the_package():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_pictures_are_current():
