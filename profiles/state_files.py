@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import logging
 import os
@@ -143,7 +144,7 @@ def open_file(path: Path, buffering: int = -1) -> BinaryIO:
 
     Raises OSError for anything else: NotRegularFile for a pipe, which would wait for its writer, or an endless device.
     """
-    return open(path, "rb", buffering, opener=_open_regular)
+    return io.open(path, "rb", buffering, opener=_open_regular)  # noqa: UP020 - as Path.open: tests replace it
 
 
 def _open_regular(path: str, flags: int) -> int:
