@@ -49,7 +49,8 @@ def _replace_client() -> None:
     from huggingface_hub import get_session, set_client_factory
 
     default = get_session()
-    make, hooks = type(default), {"request": [*default.event_hooks["request"], _limit]}
+    make, before = type(default), default.event_hooks
+    hooks = {"request": [*before["request"], _limit], "response": [*before["response"], _reject_page]}
     set_client_factory(lambda: make(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT))
 
 
@@ -59,6 +60,14 @@ def _limit(request: Any) -> None:
     request.extensions["timeout"] = {
         name: TIMEOUT if seconds is None else seconds for name, seconds in timeouts.items()
     }
+
+
+def _reject_page(response: Any) -> None:
+    """Raise ConnectionError for a web page in place of an answer, as from a captive portal."""
+    page = response.is_success and response.headers.get("Content-Type", "").startswith("text/html")
+    if page and not response.url.path.endswith((".html", ".htm")):
+        reason = "answered with a web page, perhaps a captive portal's or a proxy's; check the network"
+        raise ConnectionError(f"{response.url.host}: {reason}")
 
 
 def config_json(repository: str, key: str) -> Path:
