@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from parallel.checkpoint.credentials import renew_credentials
+from parallel.checkpoint.locations import reject_page_file
 from profiles import retries
 from profiles.file_locks import locked
 
@@ -116,6 +117,7 @@ class ShardCache:
         for suffix in SUFFIXES:
             partial = prefix.with_suffix(f"{suffix}.partial")
             remote.get_file(f"{path}{suffix}", str(partial))
+            reject_page_file(f"{uri}{suffix}", partial)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())  # so that a power failure leaves no empty file under the name
             partial.replace(prefix.with_suffix(suffix))

@@ -185,6 +185,13 @@ def test_truncated_shard_is_downloaded_again(remote, tmp_path, waits):
     assert not waits
 
 
+def test_web_page_in_place_of_a_shard_is_an_outage(remote, tmp_path, waits):
+    fsspec.filesystem("memory").pipe("/artifacts/tokens/key0/train.bin", b"<html><body>Sign in</body></html>")
+    with pytest.raises(ConnectionError, match=r"key0/train\.bin: a web page"):
+        ShardCache(tmp_path / "cache", 10**6, "memory://artifacts").open("tokens/key0/train").__enter__()
+    assert waits
+
+
 def test_shard_larger_than_the_cache_is_rejected(remote, tmp_path):
     cache = ShardCache(tmp_path / "cache", 100, "memory://artifacts")
     with pytest.raises(ValueError, match=r"data\.cache_gigabytes: .* has \d+ bytes, the cache holds 100"):
