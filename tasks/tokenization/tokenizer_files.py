@@ -91,10 +91,11 @@ def check_loads(folder: Path) -> None:
 
     Raises OSError if its files cannot be read.
     """
-    from transformers import AutoTokenizer
-
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        try:
+            found = _load_as_transformers(folder)
+        except Exception:  # also where a file could not be read; a fault of the tokenizer remains
+            found = _load_as_transformers(folder)
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the file system, not of the tokenizer
             raise
@@ -104,6 +105,12 @@ def check_loads(folder: Path) -> None:
         expected, actual = special_token_id(folder, tokenizer, name), getattr(found, f"{name}_id")
         if expected not in (actual, None):
             raise ValueError(f"AutoTokenizer reads {actual} as {name}_id, not {expected}")
+
+
+def _load_as_transformers(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> None:

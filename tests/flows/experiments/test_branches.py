@@ -137,7 +137,9 @@ def test_averages_read_the_trunk_under_its_lock_and_end_if_they_lose_it(
     def begin(store, kind, name):
         waited.append(name)
         if name == "stable-trunk":
-            store.run_folder(name).write(run_files.INPUTS, json.dumps(inputs("new")).encode())
+            store.run_folder(name).write(
+                run_files.INPUTS, json.dumps({"identity": "identity", **inputs("new")}).encode()
+            )
         return activities_begin(store, kind, name)
 
     def step(dataset, *arguments, **options):
