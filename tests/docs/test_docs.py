@@ -85,7 +85,7 @@ def blocks(page: Path) -> list[tuple[bool, str, str]]:
 def shape(line: str) -> str:
     """The shape of a line of output: without its numbers, units, bars and spacing."""
     line = re.sub(r"\b[0-9a-f]{32}\b", "key", line)
-    line = re.sub(r"\d[\d.,:/]*(?:e[+-]?\d+)?", "#", re.sub("[░▒▓█]+", "", line))
+    line = re.sub(r"\d(?:[\d.,:/]*\d)?(?:e[+-]?\d+)?", "#", re.sub("[░▒▓█]+", "", line))
     line = re.sub(r"# (?:[KMGT]iB|bytes)\b", "# B", line)
     return " ".join(re.sub(r"# (?:s|min|h)\b", "# s", line).split())
 

@@ -8,10 +8,11 @@ from modeling import exit_codes
 from profiles import resolve
 from tasks.failures import FatalError, classify, is_outage
 from tasks.launchers import Handle, Job, JobFailed, Status, causes
+from tests.profiles.pair import PAIR
 
 
 def failure(code: int | None, detail: str = "") -> JobFailed:
-    return classify(resolve.load("tiny"), JobFailed("train: rank 1 ended; its log: x", detail, code))
+    return classify(resolve.load(PAIR), JobFailed("train: rank 1 ended; its log: x", detail, code))
 
 
 def job_failure(folder: Path, *log: str, code: int = 1) -> JobFailed:

@@ -86,7 +86,8 @@ def test_epochs_become_steps_when_the_corpus_is_known(store, tmp_path):
     resolved = dataset.with_steps(wanted, corpus).train
     windows = (corpus.summary["tokens"] - 1) // 16
     assert resolved.epochs is None
-    assert (resolved.steps - 1) * 8 < 2 * windows <= resolved.steps * 8
+    batch = resolved.global_batch_size
+    assert (resolved.steps - 1) * batch < 2 * windows <= resolved.steps * batch
     late = wanted.model_copy(update={"train": train.model_copy(update={"warmup_steps": 10**6})})
     with pytest.raises(ProfileError, match=r"train\.warmup_steps = 1000000: .*train\.steps"):
         dataset.with_steps(late, corpus)
