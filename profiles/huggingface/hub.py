@@ -50,7 +50,10 @@ def _replace_client() -> None:
 
     default = get_session()
     make, before = type(default), default.event_hooks
-    hooks = {"request": [*before["request"], _limit], "response": [*before["response"], _reject_page]}
+    hooks: dict[str, list[Callable[..., Any]]] = {
+        "request": [*before["request"], _limit],
+        "response": [*before["response"], _reject_page],
+    }
     set_client_factory(lambda: make(event_hooks=hooks, follow_redirects=True, timeout=TIMEOUT))
 
 

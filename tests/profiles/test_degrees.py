@@ -1,4 +1,4 @@
-"""Degrees of parallelism: which follow from others, which are valid, and which is named as the nearest."""
+"""Degrees of parallelism: derived ones, valid ones, and which is named as the nearest."""
 
 import re
 
