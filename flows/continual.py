@@ -10,6 +10,7 @@ new data the flow run ends at once, in a state named after the reason.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,8 +42,10 @@ from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.schema import Profile
-from tasks import continual as series
 from tasks import keys
+from tasks.continual import series
+from tasks.continual.data import new_data
+from tasks.continual.schedule import with_shortened_schedule
 from tasks.evaluation.held_out import EvaluationStep, NotFinite
 from tasks.inputs import EXPORT, locate_runs
 from tasks.launchers import Job
@@ -108,11 +111,11 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         everything = runner.run(DatasetStep(tokenizer))
         begun = store.artifacts.find(DatasetStep.kind, recorded["dataset"]) if recorded and not over else None
         # Weights of sources that were changed since are those of the next round.
-        dataset = begun or series.new_data(store, current, everything, profile.train.sequence_length)
+        dataset = begun or new_data(store, current, everything, profile.train.sequence_length)
         if dataset is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
         runner.record_use(dataset)
-        run = series.with_shortened_schedule(profile, dataset).model_copy(update={"name": name})
+        run = with_shortened_schedule(profile, dataset).model_copy(update={"name": name})
         runner.context = replace(runner.context, profile=run)
         result = _train(runner, current, tokenizer, dataset, lock, start_over=over)
         lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
@@ -124,6 +127,12 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         message = f"{name} replaces {current.run}: {losses}"
         emit("promoted", name, message)
         return Completed(name="Promoted", message=message)
+
+
+def _tolerance(run: Profile) -> float:
+    """How much the held-out loss of old text may rise."""
+    limits = (gate.rise_at_most for gate in run.continual.gates if gate.on == "old")
+    return next((limit for limit in limits if limit is not None), math.inf)
 
 
 def _start(current: series.Promoted, checkpoint: str) -> str:
@@ -202,7 +211,7 @@ def _train(
                 series.record_not_promoted(store, run.name)
                 raise
             after = evaluated.summary["validation_loss"]
-            result = _Result(identity, before, after, run.evaluate.tolerance)
+            result = _Result(identity, before, after, _tolerance(run))
             if result.better:
                 with activities.begin(store, "exporting", run.name):
                     given = state_files.read_json(base / EXPORT / GENERATION_CONFIG)

@@ -14,6 +14,7 @@ from profiles.errors import ProfileError
 from profiles.rules import (
     cluster,
     compilation,
+    continual,
     credentials,
     data_sources,
     experts,
@@ -108,6 +109,7 @@ INDEPENDENT = (
     compilation.check,
     data_sources.check,
     data_sources.check_schedule,
+    continual.check,
     objectives.check,
     trackers.check,
     launchers.check,
@@ -121,6 +123,7 @@ START = (
     pretrained.check_tokenizer,
     pretrained.check_initial_weights,
     data_sources.check_files,
+    continual.check_files,
     user_functions.check,
     trackers.check_installed,
 )

@@ -128,6 +128,9 @@ def _default(field: FieldInfo) -> str:
     if isinstance(field.default, Section):
         return "its keys' defaults"
     value = list(field.default) if isinstance(field.default, tuple) else field.default
+    if isinstance(value, list) and value and isinstance(value[0], Section):
+        value = str([each.model_dump(exclude_none=True) for each in value]).replace("'", "")
+        return f"`{value}`"
     return f"`{format_value(value)}`" if value != "" else "empty"
 
 

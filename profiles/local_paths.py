@@ -39,8 +39,7 @@ def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
     A path that exists only in the working folder, as in earlier versions, is used with a warning. Resolved profiles, which the
     program has written, have paths from the working folder already.
     """
-    resolved = "extends" not in values and (file.name == STORED or values.keys() >= SECTIONS)
-    if resolved or folder.resolve() == Path.cwd():
+    if is_resolved(values, file) or folder.resolve() == Path.cwd():
         return
 
     def replace(section: Any, name: str, key: str) -> None:
@@ -48,12 +47,18 @@ def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
         if isinstance(value, str) and _is_path(value, name, folder):
             section[name] = _located(value, key, file, folder)
 
-    data = values.get("data")
-    sources = data.get("sources") if isinstance(data, Mapping) else None
-    for number, source in enumerate(sources if isinstance(sources, list) else ()):
-        replace(source, "path", f"data.sources.{number}.path")
+    for name, listed in (("data", "sources"), ("continual", "stand_in")):
+        section = values.get(name)
+        sources = section.get(listed) if isinstance(section, Mapping) else None
+        for number, source in enumerate(sources if isinstance(sources, list) else ()):
+            replace(source, "path", f"{name}.{listed}.{number}.path")
     for section, name in (("tokenizer", "source"), ("init", "from"), ("objective", "template")):
         replace(values.get(section), name, f"{section}.{name}")
+
+
+def is_resolved(values: Mapping[str, Any], file: Path) -> bool:
+    """Whether the program has written a profile's file, such as that of a run folder."""
+    return "extends" not in values and (file.name == STORED or values.keys() >= SECTIONS)
 
 
 def _is_path(value: str, name: str, folder: Path) -> bool:

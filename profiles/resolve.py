@@ -109,6 +109,8 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None =
         cycle = " → ".join(step.stem for step in (*extended_by[extended_by.index(path) :], path))
         raise ProfileError("extends", path.stem, f"is circular: {cycle}")
     values = _read(path)
+    if path.name == local_paths.STORED and local_paths.is_resolved(values, path):
+        _drop_defaults_of_earlier_versions(values)
     local_paths.from_folder(values, path, (folder or path.parent).absolute())
     model = values.get("model")
     if isinstance(model, Mapping):
@@ -129,6 +131,13 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None =
         values = _merged(inherited, {"name": path.stem, **values})
     values.setdefault("name", path.stem)
     return values
+
+
+def _drop_defaults_of_earlier_versions(values: dict[str, Any]) -> None:
+    """Drop keys that no longer exist from a resolved profile, which has all keys of its version."""
+    evaluate = values.get("evaluate")
+    if isinstance(evaluate, Mapping):
+        values["evaluate"] = {name: value for name, value in evaluate.items() if name != "tolerance"}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from profiles.sections.base import (
     Size,
 )
 from profiles.sections.cluster import Cluster
+from profiles.sections.continual import Continual, Gate
 from profiles.sections.data import Data, Source, Tokenizer
 from profiles.sections.model import Model
 from profiles.sections.objective import Lora, Objective, rows_per_sample
@@ -35,8 +36,10 @@ __all__ = [
     "Checkpoint",
     "Cluster",
     "Compile",
+    "Continual",
     "Data",
     "Evaluate",
+    "Gate",
     "Init",
     "Lora",
     "Model",
@@ -321,15 +324,10 @@ class Evaluate(Section):
         default=False,
         description="also evaluate each data source separately, on as many batches: metrics.jsonl has validation_loss/<source>",
     )
-    tolerance: Rate = Field(
-        default=0.0,
-        description="largest increase in validation loss, in nats per token, at which continual pretraining still promotes a "
-        "model and a chain still continues",
-    )
     gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(
         default=[],
         description="conditions on the final evaluation for a chain to continue, such as validation_loss <= 2.5 or accuracy >= "
-        "0.6; []: the validation loss exceeds that of the initial weights by at most evaluate.tolerance",
+        "0.6; validation_rise is the increase over the loss of the initial weights; []: validation_rise <= 0",
     )
     metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
         default=[],
@@ -356,6 +354,7 @@ class Profile(Section):
     compile: Compile = Field(default=Compile(), description="graph compilation")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="checkpoints and resume")
     evaluate: Evaluate = Field(default=Evaluate(), description="evaluation during training")
+    continual: Continual = Field(default=Continual(), description="rounds of continual pretraining")
     cluster: Cluster = Field(description="cluster and launcher")
     tracking: Tracking = Field(default=Tracking(), description="experiment trackers")
 

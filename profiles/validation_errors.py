@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from profiles.errors import ProfileError
 from profiles.sections.base import FUNCTION, sections_in
 from profiles.sections.cluster import LABEL, LINE, OPTION, PATH, QUANTITY, TIME, WORD
+from profiles.sections.continual import GATED
 from profiles.sections.model import NORM_EPS_ALIASES, Model
 from profiles.sections.tracking import TAG, TRACKER
 
@@ -43,6 +44,7 @@ PATTERN_REASONS = {  # by the pattern that a value does not match
     PATH: "is not an absolute path",
     QUANTITY: "is not of the form name=value",
     TIME: "is not a Slurm time limit, such as 90, 12:00:00 or 1-12:00:00",
+    GATED: "is neither old, new, round-N, source:NAME nor task:NAME",
     WORD: "may only have letters, digits and @ . , + - _",
 }
 LIMITS = {  # by pydantic's error type: the name of the bound in the context, and the reason
@@ -56,6 +58,7 @@ LISTED = 20  # maximum keys that an error lists if none is similar
 SYNONYMS = {"gpu": "cuda", "trainium": "neuron"}  # choices of other tools, and ours
 # Keys of earlier versions: today's key, and its values for false and true.
 RENAMED = {"parallel.zero1": ("parallel.data_sharding", ("none", "zero1"))}
+TOLERANCE = "evaluate.tolerance"
 
 
 def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[BaseModel]) -> ProfileError:
@@ -77,6 +80,10 @@ def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
     if key in RENAMED and isinstance(value, bool):
         renamed, values = RENAMED[key]
         return ProfileError(key, value, f"is now {renamed}", [f"{renamed}={values[value]}"])
+    if key == TOLERANCE:
+        gates = f"continual.gates=[{{on: old, rise_at_most: {value}}}, {{on: new, fall_at_least: 0}}]"
+        reason = "is now rise_at_most of the gate on old text in continual.gates, and validation_rise in a chain's evaluate.gate"
+        return ProfileError(key, value, reason, [gates, f"evaluate.gate=[validation_rise <= {value}]"])
     *path, name = key.split(".")
     parent = ".".join(path)
     prefix = f"{parent}." if parent else ""

@@ -1,6 +1,7 @@
 """Read and write the YAML of profiles: PyYAML's safe loader without its YAML 1.1 surprises.
 
-PyYAML follows YAML 1.1, in which 3e-4 is a string (no dot) and 12:30:00 a base-60 number; here they are a number and a string.
+PyYAML follows YAML 1.1, in which 3e-4 is a string (no dot), 12:30:00 a base-60 number and the key `on` is true; here they are a
+number, a string and "on".
 Duplicate keys in a mapping, of which PyYAML silently takes the last, and keys that are not scalars are errors.
 
 A document is read within two seconds or rejected: its size, its depth and its values, with each alias counted as what it stands
@@ -20,6 +21,7 @@ import yaml
 
 EXPONENT = re.compile(r"[-+]?\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+$")
 
+BOOLEAN = "tag:yaml.org,2002:bool"
 CLOCK = re.compile(r"\d+(:\d+)+$")
 
 KEY = re.compile(rb"^([A-Za-z_]\w*):(?=\s)", re.MULTILINE)  # of the document's own mapping
@@ -59,6 +61,8 @@ class Loader(BASE):
                     problem=f"duplicate key {key.value}", problem_mark=key.start_mark
                 )
             seen.add(key.value)
+            if key.tag == BOOLEAN:  # in YAML 1.1, also on, off, yes and no
+                key.tag = "tag:yaml.org,2002:str"
 
 
 class Dumper(yaml.SafeDumper):

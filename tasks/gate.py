@@ -13,6 +13,7 @@ from profiles.schema import Evaluate
 log = logging.getLogger(__name__)
 
 OPERATORS = {"<=": operator.le, ">=": operator.ge}
+RISE = "validation_rise"  # of the loss over that of the initial weights
 CONDITION = re.compile(r"(\w+) *(<=|>=) *(.+)")
 
 
@@ -33,14 +34,19 @@ def check_gate(
         GateMissed: names every condition that does not hold.
     """
     values = {name: evaluation[name] for name in ("validation_loss", "perplexity")} | evaluation["metrics"]
+    if before is not None:
+        values[RISE] = evaluation["validation_loss"] - before["validation_loss"]
     met, missed = [], []
     for condition in settings.gate:
         name, symbol, bound = CONDITION.fullmatch(condition).groups()
+        if name not in values:
+            missed.append(f"{name} is unknown: the run started from scratch, without a loss before training")
+            continue
         holds = OPERATORS[symbol](values[name], float(bound))
         (met if holds else missed).append(f"{name} {values[name]:.4g} (required: {symbol} {bound})")
     if not settings.gate and before is not None:
         loss, start = values["validation_loss"], before["validation_loss"]
-        if loss <= start + settings.tolerance:
+        if loss <= start:
             met.append(f"validation loss {loss:.4f} (before training: {start:.4f})")
         else:
             missed.append(f"validation loss rose from {start:.4f} to {loss:.4f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 
@@ -39,19 +40,24 @@ def names(data: Data) -> list[str]:
 def check(profile: Profile) -> None:
     """Check that every source can be read as described. Raises ProfileError for the first broken rule."""
     for number, source in enumerate(profile.data.sources):
-        _check_source(source, f"data.sources.{number}")
+        check_source(source, f"data.sources.{number}")
+    check_weights(profile.data, "data.sources")
     uses = [source.use for source in profile.data.sources]
-    weights = [source.weight for source in profile.data.sources if source.use != "validation"]
-    if any(weights) and not all(weights):
-        without = weights.index(None)
-        reason = "is missing: if one training source has a weight, all need one"
-        raise ProfileError(f"data.sources.{without}.weight", None, reason)
     if not profile.data.validation_fraction and all(use != "validation" for use in uses):
         reason = "leaves no validation data; hold some out, or add a source with use: validation"
         raise ProfileError("data.validation_fraction", 0, reason, [0.01])
+
+
+def check_weights(data: Data, key: str) -> None:
+    """Check that sources have training data, and all or none of them a weight. Raises ProfileError."""
+    weights = [source.weight for source in data.sources if source.use != "validation"]
+    if any(weights) and not all(weights):
+        without = weights.index(None)
+        reason = "is missing: if one training source has a weight, all need one"
+        raise ProfileError(f"{key}.{without}.weight", None, reason)
     if not weights:
         reason = "is validation for every source; at least one must have training data"
-        raise ProfileError("data.sources.0.use", "validation", reason, ["split", "train"])
+        raise ProfileError(f"{key}.0.use", "validation", reason, ["split", "train"])
 
 
 def check_schedule(profile: Profile) -> None:
@@ -85,12 +91,18 @@ def check_schedule(profile: Profile) -> None:
 
 def check_files(profile: Profile) -> None:
     """Raise ProfileError if a source's local files are missing; buckets and hub are checked when read."""
-    for number, source in enumerate(profile.data.sources):
+    check_local_files(profile.data.sources, "data.sources")
+
+
+def check_local_files(sources: Sequence[Source], key: str) -> None:
+    """Raise ProfileError if local files of sources, which `key` lists, are missing."""
+    for number, source in enumerate(sources):
         if source.path is not None and "://" not in source.path:
-            _check_local_path(source.kind, source.path, f"data.sources.{number}.path")
+            _check_local_path(source.kind, source.path, f"{key}.{number}.path")
 
 
-def _check_source(source: Source, key: str) -> None:
+def check_source(source: Source, key: str) -> None:
+    """Check that a source has the keys of its kind. Raises ProfileError."""
     for name, kinds in KINDS.items():
         value = getattr(source, name)
         if value not in (None, False) and source.kind not in kinds:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 
 from profiles.errors import ProfileError, closest
 from profiles.local_paths import local_path, searched
-from profiles.schema import Objective, Profile
+from profiles.schema import Objective, Profile, Source
 from profiles.sections.objective import LORA_LAYERS, LORA_PROJECTIONS, TEMPLATES
 
 # Keys of `objective` that only some kinds accept, with these kinds.
@@ -67,17 +68,7 @@ def _data(profile: Profile) -> None:
     kind, data = profile.objective.kind, profile.data
     if kind == "pretrain":
         return
-    for number, source in enumerate(data.sources):
-        key = f"data.sources.{number}"
-        if source.kind in ("tokens", "megatron"):
-            reason = f"has no records for objective.kind {kind}"
-            raise ProfileError(f"{key}.kind", source.kind, reason, ["files", "hub"])
-        if source.lines:
-            reason = f"reads plain text; objective.kind {kind} needs records"
-            raise ProfileError(f"{key}.lines", True, reason, [False])
-        if source.weight is not None:
-            reason = f"is not supported with objective.kind {kind}"
-            raise ProfileError(f"{key}.weight", source.weight, reason, ["null"])
+    check_records(data.sources, "data.sources", kind)
     for name, off in (("shuffle_tokens", None), ("deduplicate", False), ("minimum_length", 0)):
         if getattr(data, name):
             reason = f"is not supported with objective.kind {kind}"
@@ -93,12 +84,27 @@ def _data(profile: Profile) -> None:
             raise ProfileError("evaluate.metrics", profile.evaluate.metrics, own, ["[]"])
 
 
+def check_records(sources: Sequence[Source], listed: str, kind: str) -> None:
+    """Check that sources, which the key `listed` lists, have records for an objective. Raises ProfileError."""
+    for number, source in enumerate(sources):
+        key = f"{listed}.{number}"
+        if source.kind in ("tokens", "megatron"):
+            reason = f"has no records for objective.kind {kind}"
+            raise ProfileError(f"{key}.kind", source.kind, reason, ["files", "hub"])
+        if source.lines:
+            reason = f"reads plain text; objective.kind {kind} needs records"
+            raise ProfileError(f"{key}.lines", True, reason, [False])
+        if source.weight is not None:
+            reason = f"is not supported with objective.kind {kind}"
+            raise ProfileError(f"{key}.weight", source.weight, reason, ["null"])
+
+
 def _gate(profile: Profile) -> None:
     """Check that each condition of the gate names a value of the final evaluation."""
     metrics = ["perplexity", *(name.partition(":")[2] for name in profile.evaluate.metrics)]
     if profile.rows_per_sample > 1:
         metrics = [*PAIR_METRICS]
-    known = ["validation_loss", *metrics]
+    known = ["validation_loss", "validation_rise", *metrics]
     for number, condition in enumerate(profile.evaluate.gate):
         name = re.split(r"\W", condition, maxsplit=1)[0]
         if name not in known:

@@ -111,7 +111,7 @@ def reduced(page: Path, line: str) -> str:
     if line.startswith("trainshed chain "):
         named = [word for word in line.split() if word.startswith("tiny")]
         own = {name: RECORDS if name.startswith("tiny-") else TEXTS for name in named}
-        overrides = SMALL | {"evaluate.gate": "'[]'", "evaluate.tolerance": 1}
+        overrides = SMALL | {"evaluate.gate": "'[validation_rise <= 1]'"}
         for name, values in own.items():
             overrides |= {f"{name}:{key}": value for key, value in values.items()}
         return " ".join([line, *settings(overrides)])

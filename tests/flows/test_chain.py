@@ -119,7 +119,7 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
     with pytest.raises(
         GateMissed, match=r"run sft missed its gate: perplexity [\d.]+ \(required: <= 1.5\); the chain"
     ):
-        run(store, f"{stages[1]}:evaluate.gate=[validation_loss >= 0, perplexity <= 1.5]")
+        run(store, f"{stages[1]}:evaluate.gate=[validation_rise <= 9, perplexity <= 1.5]")
     assert not (store / "runs/dpo").exists()
     (store / "runs/sft/before.json").write_text(
         json.dumps({"validation_loss": 0.5, "perplexity": 1.6, "metrics": {}})

@@ -112,7 +112,10 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
 
     # Two at once: one trains, the other waits and finds nothing left to do.
     states = []
-    nights = [threading.Thread(target=lambda: states.append(night("evaluate.tolerance=1"))) for _ in range(2)]
+    nights = [
+        threading.Thread(target=lambda: states.append(night("continual.gates=[{on: old, rise_at_most: 1}]")))
+        for _ in range(2)
+    ]
     for thread in nights:
         thread.start()
     for thread in nights:
@@ -136,7 +139,7 @@ def test_warm_up_is_shortened_to_the_steps_of_little_new_data(series, caplog):
     )
     base = store / "runs" / json.loads((store / "runs/nightly/standing.json").read_text())["run"]
     two_ranks = ("cluster.devices_per_node=2", "train.micro_batch_size=2")
-    state = night(*EPOCH, *two_ranks, "train.warmup_steps=6", "evaluate.tolerance=1")
+    state = night(*EPOCH, *two_ranks, "train.warmup_steps=6", "continual.gates=[{on: old, rise_at_most: 1}]")
     assert state.name == "Promoted", state.message
     # The round's cluster evaluates the promoted model too.
     _, arguments, _, processes, _ = json.loads((base / "logs/evaluate.job.json").read_text())["job"]
@@ -176,7 +179,7 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert not (copy / "runs/nightly-round-1~1").exists()
 
     pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1"], None, str(copy), replace=True)
-    state = night("evaluate.tolerance=9", store=copy)
+    state = night("continual.gates=[{on: old, rise_at_most: 9}]", store=copy)
     assert state.message.startswith("nightly-round-1 replaces nightly:"), state.message
     assert len(losses(copy / "runs/nightly-round-1")) == 8
     assert len(losses(copy / "runs/nightly-round-1~1")) > 8
@@ -247,7 +250,7 @@ def test_series_on_s3_continues_on_any_machine(prefect_server, tmp_path, monkeyp
         pretrain(str(path), [f"cluster.work_dir={tmp_path / 'first'}"], None, store)
         assert night("second").name == "NoNewData"
         write_texts(texts / "1.jsonl", 2)
-        state = night("second", "evaluate.tolerance=1")
+        state = night("second", "continual.gates=[{on: old, rise_at_most: 1}]")
         assert state.name == "Promoted", state.message
         assert json.loads(bucket.read("runs/nightly/standing.json"))["run"] == "nightly-round-1"
         kept = bucket.files("runs/nightly-round-1")

@@ -96,6 +96,33 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
         (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "makes it 1", (1,)),
         (["parallel.zero1=false"], "parallel.zero1", False, "is now", ("parallel.data_sharding=none",)),
         (
+            ["evaluate.tolerance=0.1"],
+            *("evaluate.tolerance", 0.1, "is now rise_at_most of the gate on old text in continual.gates"),
+            (
+                "continual.gates=[{on: old, rise_at_most: 0.1}, {on: new, fall_at_least: 0}]",
+                "evaluate.gate=[validation_rise <= 0.1]",
+            ),
+        ),
+        (["continual.replay=[0.2, 0.1]"], "continual.replay", [0.2, 0.1], "increasing", ([0.1, 0.2],)),
+        (["continual.gates=[{on: olds}]"], "continual.gates.0.on", "olds", "is neither old, new", ()),
+        (
+            ["continual.gates=[{on: old}]"],
+            *("continual.gates.0.on", "old", "has no limit; set one of rise_at_most", ()),
+        ),
+        (
+            ["continual.gates=[{on: new, at_least: 0.5}]"],
+            *(
+                "continual.gates.0.at_least",
+                0.5,
+                "is a score of task:NAME",
+                ("rise_at_most", "fall_at_least"),
+            ),
+        ),
+        (
+            ["continual.stand_in=[{kind: files}]"],
+            *("continual.stand_in.0.path", None, "is missing: a source of kind files", ()),
+        ),
+        (
             [*DATA_8, "parallel.shard_degree=3"],
             *("parallel.shard_degree", 3, "does not divide data × context = 8 ranks", (2, 4)),
         ),

@@ -7,7 +7,9 @@ import pytest
 from modeling.data.corpus import Corpus
 from profiles.errors import ProfileError
 from profiles.resolve import load
-from tasks.continual import Promoted, latest_step, new_data, with_shortened_schedule
+from tasks.continual.data import new_data
+from tasks.continual.schedule import with_shortened_schedule
+from tasks.continual.series import Promoted, latest_step
 from tasks.store import ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store

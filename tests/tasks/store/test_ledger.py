@@ -7,7 +7,8 @@ import pytest
 from modeling.data.corpus import Corpus
 from profiles.errors import ProfileError
 from profiles.resolve import check
-from tasks.continual import Promoted, new_data
+from tasks.continual.data import new_data
+from tasks.continual.series import Promoted
 from tasks.step import Context
 from tasks.steps import dataset
 from tasks.steps.dataset import DatasetStep

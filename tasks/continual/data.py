@@ -1,0 +1,79 @@
+"""What a round of continual pretraining trains on: the data that is new to the promoted model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Set
+from itertools import islice
+from typing import Any
+
+from tasks import keys
+from tasks.continual.series import Promoted
+from tasks.steps.dataset import CORPUS, DatasetStep, read_file
+from tasks.store import ledger
+from tasks.store.artifacts import Artifact
+from tasks.store.ledger import SHARDS
+from tasks.store.store import Store
+
+Entry = dict[str, Any]  # a shard in corpus.json
+
+
+def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_length: int) -> Artifact | None:
+    """Dataset of the shards new to the promoted model; None if they are too few for one sample.
+
+    Its held-out text is that of the series. A source with a weight keeps it; it is left out if its new shards are too few for one
+    sample, and they remain new.
+    """
+    contents = read_file(store, dataset)
+    first = store.artifacts.expect(DatasetStep.kind, promoted.dataset)
+    of_series = read_file(store, first)
+    held_out = of_series["validation"]
+    known = ledger.trained_on(store, promoted.identity)
+    pairs = zip(contents["train"], read_file(store, dataset, SHARDS), strict=True)
+    new, blend = _select(pairs, contents.get("blend"), known, sequence_length)
+    train = [entry for entry, _ in new]
+    if sum(entry["tokens"] for entry in train) <= sequence_length:
+        return None
+    # The sources divide the held-out shards, so both are those of the series; datasets of earlier versions do not list sources.
+    sources = of_series.get("sources", [])
+    selected = {**contents, "train": train, "validation": held_out, "sources": sources, "blend": blend}
+    key = keys.new_data(selected)
+    with store.artifacts.lock(DatasetStep.kind, key):
+        if found := store.artifacts.find(DatasetStep.kind, key):
+            return found
+        paths = [entry["path"] for entry in train + held_out]
+        used = {path.split("/")[1] for path in paths if path.startswith("tokens/")}
+        requires = [{"kind": "tokens", "key": shard} for shard in sorted(used)]
+        summary = {
+            "tokens": sum(entry["tokens"] for entry in train),
+            "validation_tokens": sum(entry["tokens"] for entry in held_out),
+            "shards": len(train),
+        }
+        with store.artifacts.publish(DatasetStep.kind, key, summary, requires) as folder:
+            (folder / CORPUS).write_text(json.dumps(selected))
+            (folder / SHARDS).write_text(json.dumps([shard for _, shard in new]))
+    return store.artifacts.expect(DatasetStep.kind, key)
+
+
+def _select(
+    pairs: Iterable[tuple[Entry, str]],
+    blend: list[dict[str, Any]] | None,
+    known: Set[str],
+    sequence_length: int,
+) -> tuple[list[tuple[Entry, str]], list[dict[str, Any]] | None]:
+    """The shards that are not known, as (entry of corpus.json, key), and their blend.
+
+    Args:
+        pairs: all shards, in the order of their sources.
+        blend: corpus.json's weight and number of shards of each source; None if sources have no weights.
+    """
+    if blend is None:
+        return [(entry, shard) for entry, shard in pairs if shard not in known], None
+    selected, parts, pairs = [], [], iter(pairs)
+    for part in blend:
+        new = [(entry, shard) for entry, shard in islice(pairs, part["shards"]) if shard not in known]
+        if part["weight"] and sum(entry["tokens"] for entry, _ in new) <= sequence_length:
+            new = []  # a source with a weight is a stream of its own, of at least one sample
+        selected += new
+        parts.append({"weight": part["weight"] if new else None, "shards": len(new)})
+    return selected, parts

@@ -1,0 +1,95 @@
+"""The promoted model of a continual series, and promotion of its successor.
+
+A series is named after the run that started it. `runs/<name>/standing.json` in the store names the model that was promoted last
+and the dataset whose held-out text all models are evaluated on. It is written atomically and last, so a failed round changes
+nothing. The data ledger (store/ledger.py) records what that model and its ancestors were trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from modeling import run_files
+from profiles import resolve, state_files
+from profiles.errors import ProfileError
+from tasks.inputs import EXPORT
+from tasks.store import ledger, runs
+from tasks.store.store import Store
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """Promoted model of a series, with the tokenizer and dataset of the series' first run."""
+
+    run: str
+    identity: str
+    round: int
+    tokenizer: str
+    dataset: str
+
+
+def promoted_model(store: Store, name: str) -> Promoted | None:
+    """The promoted model of a series; None until its first run has been trained and exported."""
+    recorded = store.backend.read(_name(name, run_files.STANDING))
+    if recorded is not None:  # if it is corrupted, raise: ignoring it would restart the series from round 0
+        return Promoted(
+            **state_files.require_json(recorded, store.backend.location(_name(name, run_files.STANDING)))
+        )
+    recorded = store.backend.read(_name(name, run_files.INPUTS))
+    if recorded is None or not store.run_folder(name).files(EXPORT):
+        return None
+    inputs = state_files.require_json(recorded, store.backend.location(_name(name, run_files.INPUTS)))
+    if ledger.find(store, inputs["identity"]) is None or not _is_finished(store, name):
+        return None  # perhaps exported before training finished
+    return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
+
+
+def _is_finished(store: Store, name: str) -> bool:
+    steps = resolve.load(str(runs.fetch(store, name) / run_files.PROFILE)).train.steps
+    return steps in store.run_folder(name).checkpoint_steps()
+
+
+def record_not_promoted(store: Store, name: str) -> None:
+    """Record that a round's model was evaluated and not promoted."""
+    store.run_folder(name).write(run_files.NOT_PROMOTED, b"{}")
+
+
+def was_not_promoted(store: Store, name: str) -> bool:
+    """Whether a round's model was evaluated and not promoted."""
+    return store.run_folder(name).read(run_files.NOT_PROMOTED) is not None
+
+
+def recorded_inputs(store: Store, name: str) -> dict[str, str] | None:
+    """What a round trains on and starts from (runs.read_inputs); None before it has begun to train."""
+    recorded = store.run_folder(name).read(run_files.INPUTS)
+    where = store.backend.location(_name(name, run_files.INPUTS))
+    return None if recorded is None else state_files.require_json(recorded, where)
+
+
+def latest_step(store: Store, promoted: Promoted) -> int:
+    """Step of the promoted model's latest checkpoint. Raises ProfileError if it has none."""
+    run = store.run_folder(promoted.run)
+    if steps := run.checkpoint_steps():
+        return steps[-1]
+    reason = f"the promoted model has no checkpoint in {run.location(run_files.CHECKPOINTS)}, from which a round starts"
+    raise ProfileError("name", promoted.run, f"{reason}; restore it there")
+
+
+def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManager[Path]:
+    """Local folder of the promoted model's latest checkpoint, for a block; see RunFolder.local_checkpoint."""
+    part = run_files.checkpoint(latest_step(store, promoted))
+    return store.run_folder(promoted.run).local_checkpoint(part, keep_on_error=True)
+
+
+def promote(store: Store, name: str, promoted: Promoted, run: str, identity: str) -> Promoted:
+    """Make a run's model the promoted one of its series."""
+    after = Promoted(run, identity, promoted.round + 1, promoted.tokenizer, promoted.dataset)
+    store.backend.write(_name(name, run_files.STANDING), json.dumps(asdict(after), indent=1).encode())
+    return after
+
+
+def _name(run: str, file: str) -> str:
+    return f"runs/{run}/{file}"
