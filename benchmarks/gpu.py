@@ -366,7 +366,7 @@ def plan_figures(trained: Mapping[str, tuple[TrainingComparison, Result]]) -> It
     device, failure = next(iter(chosen.values()))[0].device, None
     with tempfile.TemporaryDirectory(prefix="benchmarks-calibration-") as folder, contextlib.chdir(folder):
         try:
-            isolation.write_calibration(device, processes=1, deterministic=False)
+            isolation.write_calibration(device, processes=1, settings=(False,))
         except (RuntimeError, ValueError) as error:
             failure = f"calibration: {error}"
         for row, (comparison, result) in chosen.items():

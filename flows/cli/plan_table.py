@@ -11,6 +11,7 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE
 from flows.ui.console import TrimmedConsole, print_json, waiting
 from modeling.planning.auto import resolve_auto
+from modeling.planning.determinism import describe_cost
 from modeling.planning.planner import Plan, plan, require_fit
 from modeling.planning.search import neighbours
 from modeling.planning.step_time import is_too_short
@@ -238,6 +239,8 @@ def _time(profile: Profile, planned: Plan) -> list[tuple[str, str]]:
             total += f", {planned.price:,.0f} at {profile.cluster.node_price:g} per node-hour"
         rows.append(("total", total))
     rows.append(("nearby", _nearby(profile, planned)))
+    if cost := describe_cost(profile, planned):
+        rows.append(("deterministic", cost))
     return [*rows, ("assuming", "\n".join((planned.basis, *planned.assumptions)))]
 
 

@@ -1,6 +1,6 @@
 """Check a machine's devices step by step: `python -m modeling.check_device [--device KIND] ...`
 
-With `--calibrate` it measures speeds instead and writes the planner's table (planning/calibration.py).
+With `--calibrate` it measures speeds instead and writes the planner's tables (planning/calibration.py).
 
 It checks this machine's accelerator; only `--device cpu` checks the CPU.
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     about = "profiles, by name or file, on whose shapes the kernels are checked"
     parser.add_argument("--profile", nargs="+", default=[], metavar="NAME", help=about)
-    about = "measure speeds and write the planner's table instead of checking"
+    about = "measure speeds and write the planner's tables instead of checking"
     parser.add_argument("--calibrate", action="store_true", help=about)
     by_name = {check.name: check for check in (*checks.CHECKS, checks.LINKS)}
     parser.add_argument("--check", choices=by_name, help=argparse.SUPPRESS)
@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if options.calibrate:
         os.environ.update(isolation.environment(kind))  # before this process uses the device
-        print(f"wrote {isolation.write_calibration(kind, processes)}; plans started in this folder use it")
+        written = " and ".join(map(str, isolation.write_calibration(kind, processes)))
+        print(f"wrote {written}; plans started in this folder use it")
         return 0
     results = isolation.run_checks(kind, processes, options.profile)
     if options.json:

@@ -75,11 +75,11 @@ def _run_isolated(check: Check, kind: str, processes: int, profile: str | None =
     return Result(f"failed ({process.returncode}): {reason}", passed=False)
 
 
-def write_calibration(kind: str, processes: int, deterministic: bool = True) -> Path:
-    """Measure this machine's devices and write their table.
+def write_calibration(kind: str, processes: int, settings: Sequence[bool] = (True, False)) -> list[Path]:
+    """Measure this machine's devices and write their tables: one per setting, on GPUs.
 
     Args:
-        deterministic: which kernels to measure, as `train.deterministic` chooses them.
+        settings: values of `train.deterministic` to measure, where it chooses kernels.
     """
     links = {}
     if processes > 1:  # before this process uses a device: Neuron's runtime would reserve all of them
@@ -88,13 +88,15 @@ def write_calibration(kind: str, processes: int, deterministic: bool = True) -> 
             raise RuntimeError(f"collectives over {processes} devices: {measured.measured}")
         links = json.loads(measured.measured)
     device, local = local_device(kind)
-    device.choose_kernels(deterministic)
-    table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
-    if links:
-        table = replace(table, links=links)
-    path = calibration.path_of(table.accelerator)
-    table.save(path)
-    return path
+    paths = []
+    for deterministic in dict.fromkeys(calibration.kernels_of(device, setting) for setting in settings):
+        device.choose_kernels(deterministic is not False)
+        table = calibrate(device, local, devices.name_of(device), compiled=kind != "cpu")
+        table = replace(table, links=links, deterministic=deterministic)
+        path = calibration.path_of(table.accelerator, deterministic)
+        table.save(path)
+        paths.append(path)
+    return paths
 
 
 def default_processes(kind: str) -> int:

@@ -1,7 +1,8 @@
 """Calibration: measured accelerator speeds, which the planner uses instead of the published peak.
 
 `python -m modeling.check_device --calibrate` measures them (measure.py) and writes `calibration/<accelerator>.json` in the
-working folder, which the planner reads if it exists:
+working folder, which the planner reads if it exists. On GPUs there are two tables, one for each setting of `train.deterministic`,
+because it decides which kernels run: `<accelerator>-deterministic.json` and `<accelerator>-fastest.json`. They contain:
 
     products    FLOP/s of matrix products and attention by shape; the nearest shape in log space is used
     others      bytes/s of a layer's other operators, such that the total time of a layer is reproduced
@@ -43,6 +44,7 @@ class Calibration:
     others: Mapping[str, float]  # by precision
     memory: float
     links: Mapping[str, float] = field(default_factory=dict)
+    deterministic: bool | None = None  # `train.deterministic` of the kernels; None: the device has no others
     path: str = ""  # of the file
 
     def rate(self, precision: str, shape: Shape) -> float:
@@ -76,12 +78,13 @@ def product_precision(precision: str, shape: Shape) -> str:
 
 
 def find(profile: Profile) -> Calibration | None:
-    """The table of the profile's accelerator, if there is one and it has the profile's precision.
+    """The table of the profile's accelerator and kernels, if there is one and it has the profile's precision.
 
     Raises:
         ProfileError: the file cannot be read.
     """
-    path = path_of(devices.name_of(device_of(profile)))
+    device = device_of(profile)
+    path = path_of(devices.name_of(device), kernels_of(device, profile.train.deterministic))
     try:
         stamp = path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -98,9 +101,15 @@ def memory_bandwidth(profile: Profile) -> float | None:
     return published and published * MEMORY_SHARE
 
 
-def path_of(accelerator: str) -> Path:
-    """Path of an accelerator's table; "cpu" for CPUs."""
-    return FOLDER / f"{accelerator}.json"
+def kernels_of(device: devices.Device, deterministic: bool) -> bool | None:
+    """`train.deterministic`, if the device has other kernels for it; else None."""
+    return deterministic if device.nondeterministic else None
+
+
+def path_of(accelerator: str, deterministic: bool | None = None) -> Path:
+    """Path of the table of an accelerator ("cpu" for CPUs) and of its kernels, as `kernels_of` returns them."""
+    suffix = {None: "", True: "-deterministic", False: "-fastest"}[deterministic]
+    return FOLDER / f"{accelerator}{suffix}.json"
 
 
 def basis(profile: Profile) -> str:
