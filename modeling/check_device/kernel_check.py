@@ -38,6 +38,7 @@ class KernelCheck:
     def check(self, device: torch.device) -> tuple[str, bool]:
         """Measured errors, with shape and remedy on failure, and whether they are within the tolerances."""
         try:
+            fill_fresh_memory(device)
             errors = self.errors(device)
         except (RuntimeError, ValueError) as error:
             return f"{self.name} of {self.shape}: {error}; {self.remedy}", False
@@ -64,8 +65,23 @@ def errors_of(
     errors = {}
     for precision, dtype in PRECISIONS.items():
         with kind.chosen_kernels(deterministic, precision):
-            errors[precision] = largest(run(*(x.to(device, dtype) for x in inputs)), expected)
+            given = [x.to(device, dtype) for x in inputs]
+            fill_fresh_memory(device)  # also what the previous precision's results have left there
+            errors[precision] = largest(run(*given), expected)
     return errors
+
+
+def fill_fresh_memory(device: torch.device) -> None:
+    """Fill memory that the allocator hands out next with NaN, so that elements never written are errors.
+
+    Fresh memory is often zero, which hides them.
+    """
+    large = 64 << 20
+    if device.type == "cuda":
+        large = min(torch.cuda.mem_get_info(device)[0] // 4, 8 << 30)
+    # All bits of a NaN may be set, in every dtype. Allocators keep requests of up to 1 MiB apart from larger ones.
+    blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in (large, *[1 << 20] * 32)]
+    del blocks
 
 
 def largest(actual: list[Tensor], expected: list[Tensor]) -> float:

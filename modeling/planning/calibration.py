@@ -78,7 +78,7 @@ def product_precision(precision: str, shape: Shape) -> str:
 
 
 def find(profile: Profile) -> Calibration | None:
-    """The table of the profile's accelerator and kernels, if there is one and it has the profile's precision.
+    """The table of the profile's accelerator and kernels, if it exists and has the profile's precision.
 
     Raises:
         ProfileError: the file cannot be read.
@@ -107,7 +107,7 @@ def kernels_of(device: devices.Device, deterministic: bool) -> bool | None:
 
 
 def path_of(accelerator: str, deterministic: bool | None = None) -> Path:
-    """Path of the table of an accelerator ("cpu" for CPUs) and of its kernels, as `kernels_of` returns them."""
+    """Path of an accelerator's table ("cpu" for CPUs), for kernels as `kernels_of` returns them."""
     suffix = {None: "", True: "-deterministic", False: "-fastest"}[deterministic]
     return FOLDER / f"{accelerator}{suffix}.json"
 

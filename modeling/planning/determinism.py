@@ -1,4 +1,4 @@
-"""What `train.deterministic`, the default, costs on GPUs: measured where both tables exist, else estimated for attention.
+"""Cost of `train.deterministic` on GPUs: measured if both tables exist, else estimated.
 
 torch's deterministic mode excludes cuDNN's attention, so that runs use FlashAttention-2, whose deterministic backward adds in a
 fixed order. The estimate exchanges one kernel's speed for the other's in causal attention and nothing else.
@@ -20,7 +20,7 @@ PUBLISHED_FOR = ("h100", "h200")  # which compute equally fast
 
 
 def describe_cost(profile: Profile, planned: Plan) -> str | None:
-    """The cost of deterministic kernels in a plan, as text; None if the setting has no effect or there are no times."""
+    """Cost of deterministic kernels as text; None if the setting has no effect or times are unknown."""
     device = device_of(profile)
     if not device.nondeterministic or planned.step_seconds is None:
         return None

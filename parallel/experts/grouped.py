@@ -130,7 +130,9 @@ def _weight_gradient(grad: Tensor, rows: Tensor, exchange: Exchange) -> Tensor:
     """Gradients of weights (experts, o, i) from those of the outputs (m, o) and the inputs (m, i)."""
     if not len(rows):  # torch's kernel is not specified for it
         return grad.new_zeros(len(exchange.counts), grad.shape[1], rows.shape[1])
-    return F.grouped_mm(grad.t(), rows, offs=exchange.offsets)
+    result = F.grouped_mm(grad.t(), rows, offs=exchange.offsets)
+    # Of groups without rows, torch's kernel for Blackwell writes nothing (pytorch issues 172439 and 193633).
+    return result.masked_fill_((exchange.counts == 0)[:, None, None], 0)
 
 
 def _update_gradients(

@@ -8,14 +8,17 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from modeling import exit_codes
 from modeling.check_device import checks, isolation, kernel_errors, product_errors
 from modeling.check_device.__main__ import main
+from modeling.check_device.kernel_check import KernelCheck, errors_of
 from modeling.compilation import compilers
 from parallel import device
 from parallel.attention import zigzag
@@ -101,10 +104,33 @@ def test_experts_are_checked_where_a_profile_has_them(case, device):
 
 @pytest.mark.parametrize("case", [EXPERTS, BIASED])
 def test_grouped_products_of_experts_are_checked(case, monkeypatch):
-    """As on GPUs; torch implements them for CPUs too."""
+    """As on Blackwell, whose kernel leaves gradients of experts without rows unwritten; CPUs compute them."""
+
+    def unwritten(a, b, *, offs):
+        result = F.grouped_mm(a, b, offs=offs)
+        if result.dim() == 3:  # gradients of weights
+            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return result
+
     monkeypatch.setattr(grouped, "has_kernel", lambda parameters: True)
+    monkeypatch.setattr(grouped, "F", SimpleNamespace(grouped_mm=unwritten))
     measured, passed = kernel("experts", case).check(torch.device("cpu"))
     assert passed, measured
+
+
+def test_elements_that_a_kernel_leaves_unwritten_fail_its_check():
+    def partly(x):
+        result = torch.empty(4096, 1024, dtype=x.dtype, device=x.device)
+        result[: len(x)] = x
+        return [result]
+
+    inputs = [torch.ones(4000, 1024)]
+    expected = [torch.ones(4096, 1024)]
+    check = KernelCheck("partly", "1", lambda local: errors_of(partly, inputs, local, expected))
+    device.CPU.set_current()  # memory that is freed stays in the process
+    measured, passed = check.check(torch.device("cpu"))
+    assert measured.startswith("partly of 1: float32 nan, bf16 nan")
+    assert not passed
 
 
 @CPU_AND_GPU
