@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 # Without cached bytecode, each process of a run or a test compiles torch's modules again: 4 s each, and the suite starts hundreds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run install up check-device lint test test-fast test-cuda test-machines test-s3 test-system
+.PHONY: run install up check-device docs lint test test-fast test-cuda test-machines test-s3 test-system
 
 run: $(INSTALLED)
 	@$(BIN)/trainshed run tiny
@@ -32,6 +32,10 @@ up: $(INSTALLED)
 
 check-device: $(INSTALLED)
 	@$(BIN)/python -m modeling.check_device
+
+# The documentation as a website, in build/site; a link that leads nowhere is an error.
+docs: .venv/installed-for-docs
+	@$(BIN)/python docs/site/build.py
 
 lint: .venv/installed-for-tests
 	$(BIN)/ruff check
@@ -72,6 +76,10 @@ test-system:
 
 .venv/installed-neuron: .venv/installed
 	@$(INSTALL) --extra neuron
+	@touch $@
+
+.venv/installed-for-docs: $(INSTALLED)
+	@$(INSTALL) --extra docs
 	@touch $@
 
 .venv/installed-for-tests: $(INSTALLED)
