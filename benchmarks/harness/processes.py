@@ -75,7 +75,7 @@ def run_script(script: Script, arguments: Sequence[str] = ()) -> str:
         ScriptError: it failed or took longer than TIMEOUT.
     """
     with tempfile.TemporaryFile("w+") as errors:
-        environment = {**os.environ, **devices.KINDS[script.device].local_environment()}
+        environment = {**devices.KINDS[script.device].local_environment(), **os.environ}
         process = subprocess.Popen(
             script.command(arguments), env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )

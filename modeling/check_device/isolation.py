@@ -105,5 +105,5 @@ def default_processes(kind: str) -> int:
 
 
 def environment(kind: str) -> dict[str, str]:
-    """This process's environment with the variables that launchers set for a run on the device."""
-    return {**os.environ, **devices.KINDS[kind].local_environment()}
+    """This process's environment, and of the variables that launchers set for a run those it lacks."""
+    return {**devices.KINDS[kind].local_environment(), **os.environ}

@@ -27,6 +27,7 @@ from modeling import exit_codes
 from parallel import device as devices
 from profiles import state_files
 from profiles.schema import Cluster
+from tasks.launchers import environment
 from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import LOG_TAIL, RANK_PREFIX
 
@@ -171,12 +172,10 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
     """Text of the job's batch script; `submission` identifies this submission, in the Slurm job's comment."""
     device = devices.resolve(cluster.device)
     variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX}
-    variables |= dict(device.environment)
     if job.threads is not None:
         variables["OMP_NUM_THREADS"] = str(job.threads)
     lines = [f"export {name}={quote(value)}" for name, value in variables.items()]
-    if device.communicator:
-        lines.append(f'export {device.communicator}="$MASTER_ADDR:$((MASTER_PORT + 1))"')
+    lines += environment.exports(device, "$MASTER_ADDR:$((MASTER_PORT + 1))")
     return SCRIPT.substitute(
         about=" ".join(f"{job.program} on {job.nodes} nodes, {job.processes} processes per node".split()),
         logs=quote(str(job.folder)),

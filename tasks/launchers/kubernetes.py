@@ -18,12 +18,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from modeling import exit_codes
+from parallel import device as devices
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.sections.cluster import Cluster
 from tasks.jsonl import size_of
 from tasks.launchers import causes, manifests
 from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, Unavailable, next_attempt
+from tasks.launchers.environment import log_differences
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient, V1ContainerStateTerminated, V1Job, V1Pod
@@ -67,6 +69,8 @@ class KubernetesLauncher:
             return running
         for other in self._active(job):
             self.cancel(Handle(job, other.metadata.name), self._cluster.grace)
+        defaults = dict(devices.resolve(self._cluster.device).environment)
+        log_differences(job.name, defaults, manifests.users_environment(self._cluster))
         attempt = next_attempt(job.attempt_file) if job.attempt_file else None
         log_start = size_of(job.log_file)
         name = manifests.resource_name(job)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from tasks.launchers.base import (
     job_environment,
     next_attempt,
 )
+from tasks.launchers.environment import log_differences, merge
 
 MARKER = "TRAINSHED_JOB"
 KILLED_WAIT = 5.0  # seconds that killed processes have to end before a cancellation returns
@@ -58,6 +60,7 @@ class LocalLauncher:
         state_files.retried(partial(job.folder.mkdir, parents=True, exist_ok=True))
         if previous := _read_handle(job):
             self.cancel(previous, self._grace)
+        log_differences(job.name, self._environment, os.environ)
         identifier = uuid.uuid4().hex
         attempt = ("--attempt", str(next_attempt(job.attempt_file))) if job.attempt_file else ()
         arguments = command(job.with_arguments(*attempt), self._grace)
@@ -71,7 +74,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**self._environment, **_environment(job, identifier)},
+                env=merge(self._environment, _environment(job, identifier)),
                 start_new_session=True,
             )
         self._children[identifier] = child

@@ -17,6 +17,7 @@ from parallel import device as devices
 from profiles.sections.cluster import Cluster
 from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import RANK_PREFIX
+from tasks.launchers.environment import merge
 
 PORT = 29500  # of the rendezvous; every Pod has a separate address
 JOB_LABEL, FINGERPRINT, LOG_START = "trainshed/job", "trainshed/fingerprint", "trainshed/log-start"
@@ -171,10 +172,13 @@ def _environment(name: str, job: Job, cluster: Cluster) -> dict[str, str]:
     if device.communicator:
         variables[device.communicator] = f"{name}-0.{name}:{PORT + 1}"
     # Kubernetes replaces $(NAME) in values too.
-    chosen = {
-        key: value.replace("$(", "$$(") for key, value in _pairs(cluster.kubernetes.environment).items()
-    }
-    return {**variables, **chosen}
+    chosen = {key: value.replace("$(", "$$(") for key, value in users_environment(cluster).items()}
+    return merge(variables, chosen)
+
+
+def users_environment(cluster: Cluster) -> dict[str, str]:
+    """Variables that the profile sets in Pods."""
+    return _pairs(cluster.kubernetes.environment)
 
 
 def _resources(job: Job, cluster: Cluster) -> dict[str, str]:

@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from parallel import device as devices
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.schema import Cluster
 from tasks.jsonl import size_of
 from tasks.launchers import batch, causes
 from tasks.launchers.base import HANDLE, NODE_FAILED, Handle, Job, JobFailed, Status
+from tasks.launchers.environment import log_differences
 from tasks.launchers.slurm_queue import ControllerUnavailable, Queue, QueueEntry, run_command
 
 log = logging.getLogger(__name__)
@@ -94,6 +96,7 @@ class SlurmLauncher:
             return running
         for other in self._active(job):
             self.cancel(Handle(job, other.identifier), grace=self._cluster.grace)
+        log_differences(job.name, dict(devices.resolve(self._cluster.device).environment), os.environ)
         submission = uuid.uuid4().hex[:16]
         path = job.folder / f"{job.name}.sbatch"
         path.write_text(batch.script(job, self._cluster, submission))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel import device as devices
 from tasks.launchers.base import JobFailed, Unavailable, job_environment
 
 COMMAND_TIMEOUT = 60.0  # seconds
@@ -129,7 +130,10 @@ def _environment() -> dict[str, str]:
     inherited = job_environment()
     dropped = ("SQUEUE_",)  # a user's settings could hide jobs
     if "SLURM_JOB_ID" in inherited:
-        dropped += JOB_PREFIXES
+        # Also the address of the enclosing job's collectives, which a user's value would otherwise replace ours by.
+        dropped += JOB_PREFIXES + tuple(
+            filter(None, (device.communicator for device in devices.KINDS.values()))
+        )
     return {
         name: value for name, value in inherited.items() if name in REACHING or not name.startswith(dropped)
     }

@@ -1,0 +1,40 @@
+"""Variables that a device needs in its jobs. The one rule of all launchers: a value of the user's wins, and is logged.
+
+The user's values are the submitting process's environment on this machine and on Slurm, and `cluster.kubernetes.environment` on
+Kubernetes, whose Pods inherit nothing. Only what launchers need to run and follow a job is not subject to the rule: the
+rendezvous, unbuffered output and the format of log lines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from shlex import quote
+
+from parallel.device import Device
+
+log = logging.getLogger(__name__)
+
+
+def merge(defaults: Mapping[str, str], users: Mapping[str, str]) -> dict[str, str]:
+    """The user's variables, and the defaults of those that the user has not set."""
+    return {**defaults, **users}
+
+
+def exports(device: Device, address: str) -> list[str]:
+    """Lines of a batch script that export a device's variables unless the job's environment has them.
+
+    Args:
+        address: where the device's collectives rendezvous, in the shell's syntax.
+    """
+    values = {name: quote(value) for name, value in device.environment}
+    if device.communicator:
+        values[device.communicator] = f'"{address}"'
+    return [f"export {name}=${{{name}-{value}}}" for name, value in values.items()]
+
+
+def log_differences(job: str, defaults: Mapping[str, str], users: Mapping[str, str]) -> None:
+    """Log the user's values that replace a device's."""
+    for name, default in defaults.items():
+        if users.get(name, default) != default:
+            log.warning("%s: %s=%s is kept; the default is %s", job, name, users[name], default)
