@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
@@ -47,7 +48,9 @@ def main() -> int:
     for folder in (PAGES, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     stage()
-    navigation = [{title: page} for page, title in AT_ROOT.items() if page == "README.md"]
+    navigation: list[dict[str, Any]] = [
+        {title: page} for page, title in AT_ROOT.items() if page == "README.md"
+    ]
     navigation += [*documentation(), {"Reference": list(reference())}]
     navigation += [{title: page} for page, title in AT_ROOT.items() if page != "README.md"]
     CONFIG.write_text(configuration(navigation))
@@ -89,7 +92,7 @@ def documentation() -> Iterator[dict[str, list[dict[str, str]]]]:
 
 
 def reference() -> Iterator[dict[str, str]]:
-    """Write a page for each package of `parallel`, and one for the extension points; yields their titles and paths."""
+    """Write a page per package of `parallel`, and one of extension points; yields title and path."""
     folder = PAGES / "reference"
     folder.mkdir()
     modules = sorted((ROOT / "parallel").rglob("*.py"))
@@ -108,7 +111,7 @@ def _directives(modules: Iterable[str]) -> Iterator[str]:
     return (f"::: {module}" for module in modules)
 
 
-def configuration(navigation: list[dict[str, object]]) -> str:
+def configuration(navigation: list[dict[str, Any]]) -> str:
     """Zensical's configuration, as TOML: without fonts or scripts of other servers."""
     options = {
         "docstring_style": "google",

@@ -85,7 +85,7 @@ def _data(profile: Profile) -> None:
 
 
 def check_records(sources: Sequence[Source], listed: str, kind: str) -> None:
-    """Check that sources, which the key `listed` lists, have records for an objective. Raises ProfileError."""
+    """Check that the sources that the key `listed` lists have records. Raises ProfileError."""
     for number, source in enumerate(sources):
         key = f"{listed}.{number}"
         if source.kind in ("tokens", "megatron"):
