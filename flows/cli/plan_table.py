@@ -13,7 +13,7 @@ from flows.ui.console import TrimmedConsole, print_json, waiting
 from modeling.planning.auto import resolve_auto
 from modeling.planning.determinism import describe_cost
 from modeling.planning.planner import Plan, plan, require_fit
-from modeling.planning.search import neighbours
+from modeling.planning.search import compared_pace, neighbours
 from modeling.planning.step_time import is_too_short
 from profiles import resolve
 from profiles.check import with_value
@@ -252,10 +252,10 @@ def _nearby(profile: Profile, planned: Plan) -> str:
     """
     parts = []
     for other in neighbours(profile):
-        change = other.plan.step_seconds / planned.step_seconds - 1
-        pace = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+        ratio = other.plan.step_seconds / planned.step_seconds
+        pace = compared_pace(ratio)
         level, larger = other.plan.levels.get("tensor"), other.plan.mesh["tensor"] > planned.mesh["tensor"]
-        if change < 0 and larger and planned.levels.get("tensor", level) != level:
+        if ratio < 1 and larger and planned.levels.get("tensor", level) != level:
             across = {"node": "chips", "network": "nodes"}.get(level, "devices")
             pace += f" if its groups, then across {across}, do not slow the gathers of the shards"
         parts.append(f"tensor {other.plan.mesh['tensor']}: {pace}")

@@ -183,8 +183,15 @@ def _slower(other: Topology, best: Topology) -> str:
     """'9% slower' or 'as fast'; a comparison of communication volumes where times are unknown."""
     if other.plan.step_seconds is None or best.plan.step_seconds is None:
         return "no better in communication volume"
-    percent = round(100 * (other.plan.step_seconds / best.plan.step_seconds - 1))
-    return f"{percent}% slower" if percent else "as fast"
+    return compared_pace(other.plan.step_seconds / best.plan.step_seconds)
+
+
+def compared_pace(ratio: float) -> str:
+    """A ratio of step times in words: '9% slower', '5% faster', '12 times as slow', 'as fast'."""
+    percent = round(100 * (ratio - 1))
+    if percent >= 200:
+        return f"{ratio:.0f} times as slow"
+    return f"{abs(percent)}% {'slower' if percent > 0 else 'faster'}" if percent else "as fast"
 
 
 def _reset_derived(profile: Profile) -> dict[str, None]:

@@ -27,7 +27,7 @@ def load_experiment(cls: type[Kind], file: str | Path) -> Kind:
         found = sorted(cls.shipped.glob("*.yml")) if cls.shipped else []
         known = {each.stem: each for each in found}
         if str(file) not in known:
-            reason = f"there is no such {kind}; a file ends in .yaml"
+            reason = "no shipped file has this name; names of other files end in .yaml"
             raise ProfileError(kind, str(file), reason, list(known))
         path = known[str(file)]
     try:

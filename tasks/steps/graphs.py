@@ -139,7 +139,6 @@ class GraphsStep(Step):
         # On devices other than the CPU, training runs on another machine, which may have the compiler.
         eager = context.profile.cluster.device == "cpu"
         note = f"{reason} on this machine: training {'runs in eager mode' if eager else 'compiles graphs on first use'}"
-        log.warning("%s", note)
         summary = {**summarize([], 0.0), "note": note, "eager": eager, "test_again": test_again}
         return self._publish(context, key, summary)
 
@@ -173,7 +172,6 @@ def _trial(context: Context, work: Path) -> dict[str, Any] | None:
         execute(_launcher(context.profile, work / PREPARED), job, timeout=TIMEOUT)
     except (JobFailed, TimeoutError) as error:
         note = f"{_reason(error)}: training runs in eager mode"
-        log.warning("%s", note)
         return {**summarize([], 0.0), "note": note, "eager": True, "test_again": True}
     trial = json.loads(output.read_text())
     saved = SAVES * trial["training"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,10 @@ from tasks.step import Context
 from tasks.store.artifacts import Artifact
 
 TIMEOUT = 6 * 3600.0  # seconds, of a job that writes one file
+# torch looks up the name of this machine's address only for its own messages; without a network there is none.
+HARMLESS = re.compile(
+    r"^\[W\S* \S+ socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
+)
 log = logging.getLogger(__name__)
 
 
@@ -78,7 +83,7 @@ def run_job(profile: Profile, job: Job, output: Path) -> None:
 
 
 class LogForwarder:
-    """Forwards rank 0's log lines to the flow's log, except step lines, which the progress line replaces."""
+    """Forwards rank 0's log lines to the flow's log, except HARMLESS and step lines, which the progress line replaces."""
 
     BURST = 10  # lines at once; then one per second, and the others stay in the job's log only
 
@@ -94,7 +99,7 @@ class LogForwarder:
         self._asked = now
         for line in self._follower.lines():
             text = line.removeprefix("[rank 0] ")
-            if text == line or text.startswith("step "):
+            if text == line or text.startswith("step ") or HARMLESS.search(text):
                 continue
             if text.startswith(job_log.WARNING) or "Warning: " in text:  # ours, or one of Python's
                 log.warning("%s", text)

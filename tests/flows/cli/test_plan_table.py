@@ -62,9 +62,9 @@ def test_only_a_larger_tensor_group_may_slow_the_gathers(monkeypatch):
     def topology(degree: int, seconds: float, **levels: str) -> SimpleNamespace:
         return SimpleNamespace(step_seconds=seconds, mesh={"tensor": degree}, levels=levels)
 
-    others = [topology(1, 0.95), topology(4, 0.9, tensor="node")]
+    others = [topology(1, 0.95), topology(4, 0.9, tensor="node"), topology(8, 12.47)]
     monkeypatch.setattr(plan_table, "neighbours", lambda _: [SimpleNamespace(plan=each) for each in others])
     assert plan_table._nearby(None, topology(2, 1.0, tensor="chip")) == (
-        "tensor 1: 5% faster, tensor 4: 10% faster if its groups, then across chips, do not slow the gathers of the shards; "
-        "--search ranks all topologies"
+        "tensor 1: 5% faster, tensor 4: 10% faster if its groups, then across chips, do not slow the gathers of the shards, "
+        "tensor 8: 12 times as slow; --search ranks all topologies"
     )

@@ -229,7 +229,7 @@ def test_programs_that_share_a_name_have_separate_jobs():
     ]
 
 
-def test_missing_cpp_compiler_is_one_warning_and_training_runs_eager(
+def test_missing_cpp_compiler_is_the_note_of_the_step_and_training_runs_eager(
     workspace, tmp_path, monkeypatch, caplog
 ):
     run = micro.run_folder(tmp_path / "run", *SETTINGS, *ALONE)
@@ -239,7 +239,7 @@ def test_missing_cpp_compiler_is_one_warning_and_training_runs_eager(
     artifact = workspace.compile(run)
     note = "no C++ compiler (install g++) on this machine: training runs in eager mode"
     assert artifact.summary["note"] == note
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [note]
+    assert note not in caplog.text  # which the terminal would show twice
     assert note in workspace.train(run, artifact, processes=1)
     assert micro.metrics(run)[0]["cold_compiles"] == micro.metrics(run)[0]["warm_graphs"] == 0
 

@@ -55,11 +55,13 @@ def test_rank_0_log_is_forwarded_without_steps_and_throttled(tmp_path, caplog):
         file.write(
             "[rank 0] resumed from step 40\n[rank 1] resumed too\n[rank 0] step 41/100  loss 5\nnot a rank's\n"
         )
+        nameless = "[c10d] The hostname of the client socket cannot be retrieved. err=-3"
+        file.write(f"[rank 0] [W1129 12:15:49.432635886 socket.cpp:207] {nameless}\n")
         file.writelines(f"[rank 0] chatter {number}\n" for number in range(1000))
         file.write("[rank 0] UserWarning: look at this\n[rank 0] half a li")
     forwarder.forward()
     messages = [record.getMessage() for record in caplog.records]
-    assert messages[0] == "resumed from step 40"
+    assert messages[:2] == ["resumed from step 40", "chatter 0"]
     assert messages[-1] == "UserWarning: look at this"
     assert caplog.records[-1].levelno == logging.WARNING
     assert len(messages) < 20
