@@ -223,7 +223,8 @@ def print_table(
 
     Args:
         left: number of columns, from the first, that are aligned to the left; the rest is to the right.
-        last_left: whether the last one is aligned to the left as well.
+        last_left: whether the last one is aligned to the left as well; where the terminal is too narrow for it, its values are
+            below their rows.
     """
     widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
     lefts = {*range(left)} | ({len(titles) - 1} if last_left else set())
@@ -236,8 +237,13 @@ def print_table(
         ]
         return "  ".join(padded).rstrip()
 
-    console.print(line(titles), style="dim", soft_wrap=True, markup=False)
-    console.out("\n".join(map(line, rows)), highlight=False)
+    below = last_left and console.is_terminal and sum(widths) + 2 * (len(widths) - 1) > console.width
+    end = -1 if below else len(widths)
+    console.print(line([*titles[:end], *[""] * below]), style="dim", soft_wrap=True, markup=False)
+    for row in rows:
+        console.out(line([*row[:end], *[""] * below]), highlight=False)
+        if below and row[-1]:
+            console.out(f"  {titles[-1]} {row[-1]}", highlight=False)
 
 
 def redirect_to_devnull(output: IO[str]) -> None:
