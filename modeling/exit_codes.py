@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 REJECTED = 2
 """Invalid profile, data or checkpoint: a retry would fail the same way."""
 OUT_OF_MEMORY = 71
+ALLOCATION_FAILED = "STATUS_ALLOC_FAILED"
+"""In errors of cuBLAS, cuDNN and their siblings, which allocate outside torch: no memory is left for a handle or workspace."""
 DIVERGED = 72
 """Bad losses continued, and no rollback is left or there is no earlier checkpoint."""
 HUNG = 75
@@ -42,7 +44,8 @@ def code_of(main: Callable[[], int]) -> int:
     # Not raised: at its own exit, the interpreter would wait for process groups that other ranks still use.
     except Exception as error:
         torch = sys.modules.get("torch")  # not imported: launchers and tokenization do not need it
-        if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        exhausted = isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError))
+        if exhausted or ALLOCATION_FAILED in str(error):
             log.exception("out of memory")
             return OUT_OF_MEMORY
         log.exception("failed")

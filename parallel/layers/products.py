@@ -38,7 +38,9 @@ from parallel.torch_internals import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK = 32
-TINY = 1e-12  # smallest magnitude to derive a scale from, for rows of zeros
+# Smallest scale, for rows of zeros: below it, float32 has fewer bits. Relative to a format's largest value, it is the smallest
+# magnitude that is scaled as every other is.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class Products:
@@ -174,17 +176,18 @@ always_save(torch.ops.trainshed.mx_product.default)
 def quantize(x: Tensor, recipe: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x (m, k) -> row-major FP8 values (m, k) and float32 scales (1, 1), (m, 1) or (m, k/32, 1)."""
     wide, largest = x.float().contiguous(), torch.finfo(dtype).max
+    tiny = SMALLEST_SCALE * largest
     if recipe == "mxfp8":
         blocks = wide.unflatten(1, (-1, MX_BLOCK))  # (m, k/32, 32)
-        highest = blocks.abs().amax(2, keepdim=True).clamp_min(TINY)
+        highest = blocks.abs().amax(2, keepdim=True).clamp_min(tiny)
         exponent = highest.log2().floor() - math.floor(math.log2(largest))
         scale = exponent.exp2()  # (m, k/32, 1); values between largest and 2^(e + 1) saturate
         scaled = (blocks / scale).flatten(1)
     elif recipe == "rowwise":
-        scale = (wide.abs().amax(1, keepdim=True).clamp_min(TINY) / largest).log2().ceil().exp2()  # (m, 1)
+        scale = (wide.abs().amax(1, keepdim=True).clamp_min(tiny) / largest).log2().ceil().exp2()  # (m, 1)
         scaled = wide / scale
     else:
-        scale = wide.abs().amax().clamp_min(TINY).view(1, 1) / largest
+        scale = wide.abs().amax().clamp_min(tiny).view(1, 1) / largest
         scaled = wide / scale
     return scaled.clamp(-largest, largest).to(dtype), scale
 

@@ -22,7 +22,9 @@ ROOT_CAUSE = re.compile(r"(?s)Root Cause.*?time\s*:\s*(\S+).*?rank\s*:\s*(\d+).*
 START = re.compile(r"^job \d+, start \d+, on .*$", re.MULTILINE)
 # Exit codes with which a rank may also end because another one has ended.
 CONSEQUENCES = (1, exit_codes.INTERRUPTED, -signal.SIGABRT, -signal.SIGTERM)
-OUT_OF_MEMORY = re.compile(r"(?i)out ?of ?memory|oom[-_ ]kill|can(no|')t allocate memory|NRT_RESOURCE")
+OUT_OF_MEMORY = re.compile(
+    rf"(?i)out ?of ?memory|oom[-_ ]kill|can(no|')t allocate memory|NRT_RESOURCE|{exit_codes.ALLOCATION_FAILED}"
+)
 
 
 @dataclass(frozen=True)

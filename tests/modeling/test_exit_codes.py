@@ -31,6 +31,14 @@ def test_failed_read_behind_an_error_is_retryable(cause, code):
     assert exit_codes.code_of(program) == code
 
 
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
+def test_failed_allocation_of_a_library_is_out_of_memory(library):
+    def program() -> int:
+        raise RuntimeError(f"{library} error: {library}_STATUS_ALLOC_FAILED when calling `create(handle)`")
+
+    assert exit_codes.code_of(program) == exit_codes.OUT_OF_MEMORY
+
+
 def test_any_other_error_is_logged_and_ends_the_program(caplog):
     """Not raised: an interpreter that ends by itself waits for process groups that other ranks still use."""
 

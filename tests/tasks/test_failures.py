@@ -95,6 +95,10 @@ def test_cause_is_the_rank_whose_exit_code_is_specific_if_clocks_of_nodes_differ
     [
         (exit_codes.OUT_OF_MEMORY, ""),
         (1, "[rank 1] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        (
+            1,
+            "[rank 1] RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ),
     ],
 )
 def test_out_of_memory_is_fatal_and_suggests_changes(code, detail):

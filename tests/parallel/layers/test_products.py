@@ -54,6 +54,19 @@ def test_torch_operator_equals_the_emulation(recipe):
         assert torch.equal(found, emulated)
 
 
+@pytest.mark.parametrize("recipe", FP8_MULTIPLE)
+def test_scales_follow_the_magnitude_down_to_the_smallest_float32(recipe):
+    """Gradients may be of any magnitude; rows of zeros have a scale too."""
+    x = factors()[0]
+    x[-1] = 0
+    factor = 2.0**-100
+    (values, scale), (small_values, small_scale) = (quantize(each, recipe, E4M3) for each in (x, x * factor))
+    assert torch.equal(small_values.float(), values.float())
+    rows = slice(0, max(1, len(scale) - 1))  # without that of zeros
+    torch.testing.assert_close(small_scale[rows], scale[rows] * factor, rtol=1e-6, atol=0)
+    assert small_scale.min() > 0
+
+
 def test_mx_scales_are_powers_of_two_per_32_values():
     x = factors()[0]
     values, scale = quantize(x, "mxfp8", E4M3)
