@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,9 @@ from profiles.errors import ProfileError
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.schema import Profile
 from tasks import keys
-from tasks.continual import series
+from tasks.continual import replay, series
 from tasks.continual.data import new_data
+from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
 from tasks.evaluation.held_out import EvaluationStep, NotFinite
 from tasks.inputs import EXPORT, locate_runs
@@ -111,11 +113,13 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         everything = runner.run(DatasetStep(tokenizer))
         begun = store.artifacts.find(DatasetStep.kind, recorded["dataset"]) if recorded and not over else None
         # Weights of sources that were changed since are those of the next round.
-        dataset = begun or new_data(store, current, everything, profile.train.sequence_length)
-        if dataset is None:
+        new = begun or new_data(store, current, everything, profile.train.sequence_length)
+        if new is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
+        share = replay.share_of(store, begun) if begun else profile.continual.shares[0]
+        run = with_shortened_schedule(profile, new, share).model_copy(update={"name": name})
+        dataset = begun or _with_replay(runner, current, tokenizer, new, run, share)
         runner.record_use(dataset)
-        run = with_shortened_schedule(profile, dataset).model_copy(update={"name": name})
         runner.context = replace(runner.context, profile=run)
         result = _train(runner, current, tokenizer, dataset, lock, start_over=over)
         lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
@@ -127,6 +131,18 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         message = f"{name} replaces {current.run}: {losses}"
         emit("promoted", name, message)
         return Completed(name="Promoted", message=message)
+
+
+def _with_replay(
+    runner: Runner, current: series.Promoted, tokenizer: Artifact, new: Artifact, run: Profile, share: float
+) -> Artifact:
+    """The round's dataset: new data, and a share of samples from the promoted model's history."""
+    if not share:
+        return new
+    context, train = runner.context, run.train
+    known = replay.history(context.store, current, new, train.sequence_length)
+    samples = train.steps * train.global_batch_size
+    return replay.with_replay(context.store, new, known, share, samples, partial(restore, context, tokenizer))
 
 
 def _tolerance(run: Profile) -> float:

@@ -22,12 +22,15 @@ from typing import NamedTuple
 import numpy as np
 
 from modeling.data.indexed import IndexedError, data_path, map_index, map_tokens, read_header
+from modeling.data.replay import Replay
 from modeling.data.sample_order import MixtureSchedule, WindowOrder, stream_seed
 from modeling.data.shard_cache import ShardCache
 
 OPEN_SHARDS = 64  # local shards kept mapped; each has two file descriptors, and processes commonly get 1024
 PREFETCH_SPANS = 2  # spans whose shards are prefetched: the current one and the next
 PREFETCH_BATCHES = 8  # the same in corpus order, which has no spans, in global batches
+FORMATS = (1, 2)  # of corpus.json; 2 has `replay`
+HISTORY = -1  # source number of replayed streams, which are not among a round's sources
 PARTIAL_SEED = 0  # of the order in which a part of a split is evaluated; the same for all runs
 
 
@@ -94,6 +97,7 @@ class Corpus:
     cache: ShardCache | None = None  # cache for remote shards; None if all are on this machine
     # the validation split's part of each source, by name
     sources: dict[str, Stream] = field(default_factory=dict)
+    replay: Replay | None = None  # whose streams are the last ones
     lowest: int = 0  # lowest valid token; -vocabulary_size if tokens may be complements of ids (records.py)
     _open: OrderedDict[int, MappedShard] = field(default_factory=OrderedDict, repr=False)
 
@@ -114,8 +118,8 @@ class Corpus:
         """
         path = Path(folder) / "corpus.json"
         manifest = json.loads(path.read_text())
-        if manifest.get("format") != 1:
-            raise ValueError(f"{path}: format {manifest.get('format')!r} is unknown; expected 1")
+        if manifest.get("format") not in FORMATS:
+            raise ValueError(f"{path}: format {manifest.get('format')!r} is unknown; expected 1 or 2")
         if split not in ("train", "validation"):
             raise ValueError(f'split {split!r} is unknown; expected "train" or "validation"')
         shards = manifest[split]
@@ -124,6 +128,10 @@ class Corpus:
             cache.anonymous |= {shard["path"] for shard in shards if shard.get("anonymous")}
             cache.digests |= {shard["path"]: shard["digest"] for shard in shards if "digest" in shard}
         sources = manifest.get("blend") if split == "train" else None
+        streams = _streams(sources, counts) if sources else []
+        replay = Replay.from_json(manifest["replay"]) if "replay" in manifest and split == "train" else None
+        if replay:
+            streams = _with_history(streams, replay, counts)
         # Datasets of earlier versions do not list sources.
         held_out = manifest.get("sources", ()) if split == "validation" else ()
         parts = _streams([{"weight": 1.0, "shards": source["shards"]} for source in held_out], counts)
@@ -134,10 +142,11 @@ class Corpus:
             manifest["vocabulary_size"],
             Path(folder).absolute().parent.parent,
             manifest["eos"],
-            _streams(sources, counts) if sources else [],
+            streams,
             manifest.get("span"),
             cache,
             {source["name"]: part for source, part in zip(held_out, parts, strict=True)},
+            replay,
             -manifest["vocabulary_size"] if manifest.get("records") else 0,
         )
 
@@ -232,6 +241,15 @@ def _streams(sources: list[dict[str, float]], counts: np.ndarray) -> list[Stream
     return streams
 
 
+def _with_history(new: list[Stream], replay: Replay, counts: np.ndarray) -> list[Stream]:
+    """The streams of new data, one without weights, and of the history, whose shards are the last ones."""
+    history = [stream.tokens for stream in replay.streams]
+    ends = (int(counts.sum()) - sum(history) + np.cumsum(history)).tolist()
+    new = new or [Stream(1.0, 0, ends[0] - history[0])]
+    pairs = zip(ends, history, strict=True)
+    return new + [Stream(0.0, end - tokens, tokens, HISTORY) for end, tokens in pairs]
+
+
 class Samples:
     """Windows of a corpus in training order, or in corpus order without a seed (validation).
 
@@ -265,15 +283,21 @@ class Samples:
             # a phase that begins with sample 0 replaces the corpus's
             phases = [phase for phase in phases if phase[0] < first]
             phases.append((first, [weights.get(stream.source, 0.0) for stream in corpus.streams]))
+        seeds = [None if seed is None else stream_seed(seed, i) for i in range(len(corpus.streams))]
+        self._begins = np.zeros(len(corpus.streams), np.int64)  # number of each stream's first sample
+        if corpus.replay and seed is not None:
+            phases, history = list(corpus.replay.phases), corpus.replay.streams
+            seeds[-len(history) :] = [stream.seed for stream in history]
+            self._begins[-len(history) :] = [stream.begin for stream in history]
         self._mixture = MixtureSchedule(phases)
         self._orders = []
-        for i, stream in enumerate(corpus.streams):
+        for stream, own_seed in zip(corpus.streams, seeds, strict=True):
             n = (stream.tokens - 1) // s
             if n < 1:
                 name = f"data.sources.{stream.source}" if len(corpus.streams) > 1 else "a corpus"
                 reason = f"{name} of {stream.tokens} tokens has no window of {s} + 1"
                 raise ValueError(f"train.sequence_length = {s}: {reason}")
-            self._orders.append(WindowOrder(n, None if seed is None else stream_seed(seed, i), span))
+            self._orders.append(WindowOrder(n, own_seed, span))
         self.windows = sum(order.n for order in self._orders)
 
     def by_source(self) -> dict[str, Samples]:
@@ -305,12 +329,17 @@ class Samples:
 
     def window_starts(self, samples: np.ndarray) -> np.ndarray:
         """First token (count) of the window of each sample (count); sample numbers continue across epochs."""
-        streams, numbers = self._mixture.locate(np.asarray(samples, np.int64))
+        streams, numbers = self._locate(np.asarray(samples, np.int64))
         starts = self._stream_starts[streams]
         for stream in np.unique(streams).tolist():
             mask = streams == stream
             starts[mask] += self._orders[stream].windows(numbers[mask]) * self.sequence_length
         return starts
+
+    def _locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Stream (count) of each sample (count), and its number (count) in the stream's order."""
+        streams, numbers = self._mixture.locate(samples)
+        return streams, numbers + self._begins[streams]
 
     def batch(self, first: int, count: int) -> np.ndarray:
         """Tokens (count, s + 1), int64, of the samples [first, first + count)."""
@@ -338,7 +367,14 @@ class Samples:
         if self.corpus.cache is None:
             return
         s, ahead = self.sequence_length, PREFETCH_BATCHES * (self.global_batch or count)
-        streams, numbers = self._mixture.locate(np.arange(first, first + self._mixture.period))
+        samples = np.arange(first, first + self._mixture.period)
+        if self.corpus.replay:  # whose phases may have long patterns, and whose streams are mostly not read
+            samples = samples[:ahead]
+        streams, numbers = self._locate(samples)
         for stream, at in zip(*np.unique(streams, return_index=True), strict=True):
+            if self.corpus.streams[stream].source == HISTORY:
+                for window in self._orders[stream].windows(numbers[streams == stream]).tolist():
+                    self.corpus.prefetch(int(self._stream_starts[stream]) + window * s, s + 1)
+                continue
             for window, windows in self._orders[stream].spans_from(int(numbers[at]), PREFETCH_SPANS, ahead):
                 self.corpus.prefetch(int(self._stream_starts[stream]) + window * s, windows * s + 1)

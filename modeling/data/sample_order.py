@@ -37,8 +37,13 @@ class Pattern(NamedTuple):
         stream = self.stream[offsets]
         return stream, repeats * self.quotas[stream] + self.rank[offsets]
 
+    def count(self, samples: int) -> np.ndarray:
+        """Number (streams) of each stream's samples among the first ones of a run."""
+        repeats, rest = divmod(samples, len(self.stream))
+        return repeats * self.quotas + np.bincount(self.stream[:rest], minlength=len(self.quotas))
 
-def quotas(weights: Sequence[float]) -> list[int]:
+
+def quotas(weights: Sequence[float | Fraction]) -> list[int]:
     """Samples of each stream in the pattern for these weights; 0 for a weight too small to be drawn."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
@@ -80,13 +85,11 @@ class MixtureSchedule:
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[float]]]) -> None:
         self._firsts = np.array([first for first, _ in phases], np.int64)
-        self._patterns = [_pattern(weights) for _, weights in phases]
+        self._patterns = [pattern_of(weights) for _, weights in phases]
         begun = np.zeros(len(phases[0][1]), np.int64)  # samples of each stream before the phase
         self._begun = [begun]
         for pattern, length in zip(self._patterns, np.diff(self._firsts).tolist(), strict=False):
-            repeats, rest = divmod(length, len(pattern.stream))
-            counts = repeats * pattern.quotas + np.bincount(pattern.stream[:rest], minlength=len(begun))
-            self._begun.append(self._begun[-1] + counts)
+            self._begun.append(self._begun[-1] + pattern.count(length))
 
     @property
     def period(self) -> int:
@@ -104,7 +107,7 @@ class MixtureSchedule:
         return streams, numbers
 
 
-def _pattern(weights: Sequence[float]) -> Pattern:
+def pattern_of(weights: Sequence[float]) -> Pattern:
     """The pattern of the streams with a nonzero weight, which keep their numbers."""
     drawn = [stream for stream, weight in enumerate(weights) if weight]
     pattern = blend([weights[stream] for stream in drawn])

@@ -13,10 +13,13 @@ PHASES = ("warmup_steps", "constant_steps", "minimum_steps")
 log = logging.getLogger(__name__)
 
 
-def with_shortened_schedule(profile: Profile, new: Artifact) -> Profile:
+def with_shortened_schedule(profile: Profile, new: Artifact, replay: float = 0.0) -> Profile:
     """Resolve `train.epochs` to steps over the new data; shortens schedule phases that do not fit.
 
     Ignores `data.schedule`: its steps are those of the series' first run, and its sources may have no new data.
+
+    Args:
+        replay: share of the round's samples that are replayed.
     """
     if profile.data.schedule:
         log.warning(
@@ -28,7 +31,7 @@ def with_shortened_schedule(profile: Profile, new: Artifact) -> Profile:
     if train.epochs is None:
         return profile
     free = train.model_copy(update=dict.fromkeys(PHASES, 0))
-    steps = dataset.with_steps(profile.model_copy(update={"train": free}), new).train.steps or 0
+    steps = dataset.with_steps(profile.model_copy(update={"train": free}), new, replay).train.steps or 0
     fitting: dict[str, int | None] = {"steps": steps, "epochs": None}
     left = steps
     for name in PHASES:

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
@@ -130,10 +131,7 @@ class DatasetStep(Step):
         """
         profile, store, plan = context.profile, context.store, self.plan(context)
         shard_keys = _shard_keys(plan)  # before deduplication, as the data ledger records them
-        if plan.deduplicate:
-            comparable = duplicates.comparable(plan)
-            hashes = ShardJob.fingerprint(plan).run(context, comparable)
-            plan = duplicates.find(plan, store, dict(zip(comparable, hashes, strict=True)))
+        plan = without_duplicates(context, plan)
         tokens = ShardJob.tokenize(plan).run(context, range(len(plan.shards)))
 
         total = _sum(tokens)
@@ -175,8 +173,12 @@ class DatasetStep(Step):
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         if "samples" in summary:
-            return record_rows.describe(summary)
-        return f"{summary['tokens']:,} tokens to train on, {summary['validation_tokens']:,} held out"
+            described = record_rows.describe(summary)
+        else:
+            described = f"{summary['tokens']:,} tokens to train on, {summary['validation_tokens']:,} held out"
+        if summary.get("replay"):  # of a round
+            described += f", {summary['replay']:.3g} of the samples replayed from earlier data"
+        return described
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,15 @@ class ShardJob:
                 context.progress(f"{self.verb} {len(missing):,} shards: {done:,} done", fraction(done))
 
 
+def without_duplicates(context: Context, plan: DatasetPlan) -> DatasetPlan:
+    """The plan with the duplicates to drop from each shard; the same one if the data is not deduplicated."""
+    if not plan.deduplicate:
+        return plan
+    comparable = duplicates.comparable(plan)
+    hashes = ShardJob.fingerprint(plan).run(context, comparable)
+    return duplicates.find(plan, context.store, dict(zip(comparable, hashes, strict=True)))
+
+
 def read_file(store: Store, dataset: Artifact, file: str = CORPUS) -> Any:
     """Contents of a dataset's corpus.json or shards.json."""
     return json.loads(retried((store.artifacts.path(dataset, with_required=False) / file).read_text))
@@ -265,13 +276,18 @@ def _shard_keys(plan: DatasetPlan) -> list[str]:
     return [plan.key(k) for k in range(len(plan.shards))]
 
 
-def with_steps(profile: Profile, corpus: Artifact) -> Profile:
-    """Resolve `train.epochs` to steps, the last batch filled up. Raises ProfileError if phases do not fit."""
+def with_steps(profile: Profile, corpus: Artifact, replay: float = 0.0) -> Profile:
+    """Resolve `train.epochs` to steps, the last batch filled up. Raises ProfileError if phases do not fit.
+
+    Args:
+        replay: share of the samples that are not of the corpus.
+    """
     train = profile.train
     if train.epochs is None:
         return profile
     windows = corpus.summary.get("samples", (corpus.summary["tokens"] - 1) // train.sequence_length)
-    steps = -(-windows * train.epochs // train.global_batch_size)
+    samples = windows * train.epochs / (1 - Fraction(str(replay)))
+    steps = math.ceil(samples / train.global_batch_size)
     resolved = profile.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
     check.check(resolved)
     return resolved

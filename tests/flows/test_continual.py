@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -87,17 +88,19 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     assert state.name == "Promoted", state.message
     assert "nightly-round-1 replaces nightly" in state.message
     first, new = corpus_of(store, "nightly"), corpus_of(store, "nightly-round-1")
-    assert len(new["train"]) == 1
-    assert new["train"][0]["path"] not in {entry["path"] for entry in first["train"]}
+    added, *replayed = new["train"]
+    assert replayed == first["train"]
+    assert added["path"] not in {entry["path"] for entry in first["train"]}
     assert new["validation"] == first["validation"]
     report = (store / "runs/nightly-round-1/report.html").read_text()
-    assert f"{sum(entry['tokens'] for entry in new['train']):,} tokens<" in report
+    assert f"{added['tokens']:,} tokens<" in report
+    assert "0.05 of the samples replayed from earlier data" in report
     rows = [
         json.loads(line) for line in (store / "runs/nightly-round-1/metrics.jsonl").read_text().splitlines()
     ]
     rates = [row["learning_rate"] for row in rows if "loss" in row]
-    windows = (sum(entry["tokens"] for entry in new["train"]) - 1) // 32
-    assert len(rates) == -(-windows // 4)  # every window once, four per step
+    windows = (added["tokens"] - 1) // 32
+    assert len(rates) == math.ceil(windows / 0.95 / 4)  # every new window once, four samples per step
     assert rates[0] < rates[1] < rates[2] > rates[-1]
     log = (store / "runs/nightly-round-1/logs/train.log").read_text()
     assert "optimizer and schedule restart" in log

@@ -1,19 +1,31 @@
 """The data of a continual series' rounds."""
 
 import json
+import logging
+import shutil
+from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 
-from modeling.data.corpus import Corpus
+from modeling.data.corpus import Corpus, Samples
 from profiles.errors import ProfileError
 from profiles.resolve import load
+from tasks.continual import replay
 from tasks.continual.data import new_data
+from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
 from tasks.continual.series import Promoted, latest_step
-from tasks.store import ledger
+from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.steps.tokenizer import TokenizerStep
+from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 from tests.profiles.pair import PAIR
+from tests.tasks.source_files import files, lines, profile
+from tests.tasks.tokenization.tokenizers import DOCUMENTS
 
 
 def publish(
@@ -60,3 +72,73 @@ def test_new_data_is_drawn_by_the_weights_of_its_sources(store):
     changes = ("data.schedule=[{step: 280, weights: [0, 1]}]", "train.epochs=1", "train.steps=null")
     round_profile = with_shortened_schedule(load(PAIR, [f"data.sources={sources}", *changes]), new)
     assert round_profile.data.schedule == []
+
+
+def test_round_replays_each_earlier_window_once_and_restores_missing_shards(store, tmp_path, caplog):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    wanted = profile(files(folder), validation_fraction=0)
+    (folder / "a.jsonl").write_bytes(lines(DOCUMENTS[:60]))
+    tokenizer = TokenizerStep().run(Context(wanted, store))
+    context = Context(wanted, store)
+    first = DatasetStep(tokenizer).run(context)
+    base = Promoted("tiny", "1" * 32, 0, tokenizer.key, first.key)
+    inputs = {"tokenizer": tokenizer.key, "dataset": first.key, "checkpoint": None}
+    runs.open_run(store, wanted, base.identity, "flow run", inputs)
+    store.run_folder("tiny").write("lock.json", context.inputs.lockfile.to_bytes())
+    ledger.record(store, "tiny", base.identity, first)
+
+    (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[60:90]))
+    now = Context(wanted, store)
+    new = new_data(store, base, DatasetStep(tokenizer).run(now), 16)
+    known = replay.history(store, base, new, 16)
+    windows = known.streams[0].windows
+
+    def mixed(share: float, samples: int, known=known):
+        restoring = partial(restore, now, tokenizer)
+        return replay.with_replay(store, new, known, share, samples, restoring)
+
+    round_one = mixed(0.25, 400)
+    assert json.loads((store.artifacts.path(round_one) / "shards.json").read_text()) == ledger_of(new, store)
+    samples = Samples(Corpus.open(store.artifacts.path(round_one), "train"), 16, seed=7)
+    boundary = new.summary["tokens"]
+    starts = [start for start in samples.window_starts(np.arange(400)).tolist() if start >= boundary]
+    assert len(starts) == 100 < windows
+    earlier = Samples(Corpus.open(store.artifacts.path(first), "train"), 16, seed=7)
+    text = {tuple(row) for row in earlier.batch(0, windows).tolist()}
+    rows = samples.batch(0, 400)[samples.window_starts(np.arange(400)) >= boundary].tolist()
+    assert {tuple(row) for row in rows} <= text
+    # Not the order in which the first run reads it.
+    assert rows[:5] != earlier.batch(0, 5).tolist()
+
+    # The next round goes on, with the data of the round before too.
+    ledger.record(store, "tiny-round-1", "2" * 32, round_one, parent=base.identity)
+    after = replay.history(store, replace(base, run="tiny-round-1", identity="2" * 32), new, 16)
+    assert [(stream.run, stream.begin) for stream in after.streams] == [("tiny-round-1", 0), ("tiny", 100)]
+    third = Samples(Corpus.open(store.artifacts.path(mixed(0.5, 2 * windows, after)), "train"), 16, seed=7)
+    again = [start for start in third.window_starts(np.arange(windows)).tolist() if start >= boundary]
+    assert len(set(again)) == len(again)
+
+    shard = store.artifacts.path(Artifact("tokens", first_shard(first, store), "", {}))
+    for expected in ("tokenizing them again", None):
+        shutil.rmtree(shard)
+        if expected is None:
+            (folder / "a.jsonl").unlink()
+            with pytest.raises(
+                ProfileError, match=r"continual.replay: .*tiny read.*a\.jsonl.*restore the source"
+            ):
+                mixed(0.3, 400)
+            continue
+        caplog.set_level(logging.INFO)
+        mixed(0.2, 400)
+        assert expected in caplog.text
+        assert shard.exists()
+
+
+def ledger_of(artifact: Artifact, store: Store) -> list[str]:
+    return json.loads((store.artifacts.path(artifact) / "shards.json").read_text())
+
+
+def first_shard(artifact: Artifact, store: Store) -> str:
+    corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
+    return corpus["train"][0]["path"].split("/")[1]

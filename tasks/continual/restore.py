@@ -1,0 +1,87 @@
+"""Tokenizes shards of the history again that are not in the store any more, from the sources of the runs that read them."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Set
+from dataclasses import replace
+from pathlib import Path
+
+from modeling import run_files
+from modeling.data.replay import HistoryStream
+from profiles import resolve
+from profiles.errors import ProfileError
+from tasks import inputs
+from tasks.continual import series
+from tasks.continual.replay import Entry, tokens_of
+from tasks.sources.shard import SourceError
+from tasks.step import Context
+from tasks.steps.dataset import ShardJob, without_duplicates
+from tasks.store import runs
+from tasks.store.artifacts import Artifact
+from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
+
+log = logging.getLogger(__name__)
+
+
+def restore(context: Context, tokenizer: Artifact, drawn: Iterable[tuple[HistoryStream, Entry]]) -> None:
+    """Make the shards that a round draws from its history and that the store lacks.
+
+    Raises ProfileError if one cannot be made again: which, of which run, and what to do.
+    """
+    wanted: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for stream, entry in drawn:
+        wanted[stream.run, stream.identity] |= tokens_of([entry])
+        _require_pair(stream, entry)
+    store = context.store.artifacts
+    for (run, identity), keys in wanted.items():
+        ordered = sorted(keys)
+        found = store.find_many(TOKENS, ordered, hash_limit=0)
+        if missing := {key for key, artifact in zip(ordered, found, strict=True) if artifact is None}:
+            _tokenize_again(context, tokenizer, run, identity, missing)
+
+
+def _tokenize_again(
+    context: Context, tokenizer: Artifact, run: str, identity: str, missing: Set[str]
+) -> None:
+    store = context.store
+    recorded, folder = series.recorded_inputs(store, run), store.run_folder(run)
+    pins = folder.read(run_files.LOCKFILE)
+    if recorded is None or recorded["identity"] != identity or pins is None:
+        raise _lost(run, missing, f"its run folder, {folder.path}, is not that of the run any more")
+    profile = resolve.load(str(runs.fetch(store, run) / run_files.PROFILE))
+    lockfile = inputs.Lockfile.from_bytes(pins, folder.location(run_files.LOCKFILE))
+    pinned = inputs.resolve(profile, store, context.token, lockfile)
+    origin = replace(context, profile=profile, resolved=pinned)
+    log.info(
+        "%d tokenized shards that %s read are not in the store; tokenizing them again", len(missing), run
+    )
+    name = f"of run {run}"
+    try:
+        plan = DatasetPlan.of(profile, tokenizer, list(pinned.shards), store)
+        plan = without_duplicates(origin, plan)
+        numbers = {plan.key(k): k for k in range(len(plan.shards))}
+        if lost := missing - numbers.keys():
+            raise _lost(run, lost, "its sources make other shards in this version")
+        wanted = sorted(numbers[key] for key in missing)
+        name = ", ".join(plan.shards[k].name for k in wanted)
+        ShardJob.tokenize(plan).run(origin, wanted)
+    except (SourceError, OSError) as error:
+        raise _lost(run, missing, f"{name}: {error}") from error
+
+
+def _require_pair(stream: HistoryStream, entry: Entry) -> None:
+    """Raise ProfileError if a local Megatron pair, which is read where it is, is gone."""
+    path = Path(entry["path"])
+    if path.is_absolute() and not path.with_name(f"{path.name}.bin").exists():
+        raise _lost(stream.run, {entry["path"]}, "there is no such pair of files")
+
+
+def _lost(run: str, shards: Set[str], reason: str) -> ProfileError:
+    named = ", ".join(sorted(shards)[:3]) + (f" and {len(shards) - 3} more" if len(shards) > 3 else "")
+    text = (
+        f"the round replays shards that {run} read, which are neither in the store nor can be made again ({named}): {reason}; "
+        "restore the source, or set continual.replay to 0 for a round without replay"
+    )
+    return ProfileError("continual.replay", None, text)
