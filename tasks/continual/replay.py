@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -195,14 +195,3 @@ def _restarted(known: History, reordered: bool, sequence_length: int) -> History
         if count
     ]
     return History(tuple(stream for stream, _ in found), tuple(shards for _, shards in found))
-
-
-def warn_without_history(promoted: Promoted, initial: str | None, names: Sequence[str]) -> None:
-    """Warn if nothing is known of what the series' initial weights were trained on."""
-    if initial is not None and not names:
-        log.warning(
-            "continual.stand_in: the data that %s, the initial weights of %s, was trained on is unknown, so forgetting it is "
-            "neither prevented nor measured; name sources that stand for it, or set continual.replay_from to generated",
-            initial,
-            promoted.run,
-        )
