@@ -1,8 +1,9 @@
 """`trainshed up`: local Prefect server, worker and the deployments that can start here, until Ctrl-C.
 
 Everything listens on loopback. Each child runs in its own session, so that Ctrl-C reaches only this process, which stops
-them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills them. If a Prefect server of
-this user is already running, only what it lacks is added. Another user's is never used: each could run code as the other.
+them in order: flow runs (whose training saves a checkpoint), worker, server. A second Ctrl-C kills them. A server that exits is
+started again, and the worker and its runs wait for it. If a Prefect server of this user is already running, only what it lacks
+is added. Another user's is never used: each could run code as the other.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ from profiles import state_files
 
 GRACE = 60.0  # seconds for the worker and the server to stop
 WORKER_SECONDS = 60.0  # for a worker to report to the server
+POLL = 0.5  # seconds between checks of the server and the worker
+RESTARTS, RESTART_SECONDS = 3, 600.0  # a server that exits more often within this time is not started again
 SERVER, WORKER = "a server", "an online worker"
 LOOPBACK = ("127.0.0.1", "0.0.0.0", "::")  # addresses of listeners that are reached at 127.0.0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -124,7 +127,8 @@ class _Services:
             **single_certificate_setting(self.locks.home),
         }
         self.settings = {"env": {**without_tokens(), **self.variables}, "stdin": subprocess.DEVNULL}
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.server: subprocess.Popen[bytes] | None = None
+        self.worker: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Start what is missing and wait until it exits or the user interrupts; returns the exit code."""
@@ -138,15 +142,13 @@ class _Services:
             if WORKER in self.missing:
                 worker = ["prefect", "worker", "start", "--pool", POOL]
                 settings = {**self.settings, "env": {**os.environ, **self.variables}}
-                self.children.append(start_module(worker, self.logs / "worker.log", **settings))
+                self.worker = start_module(worker, self.logs / "worker.log", **settings)
             self._print_addresses()
-            if not self.children:
+            if not self._children():
                 return DONE
             stops = "everything" if SERVER in self.missing else "the worker, not the server"
             print_stderr(f"Ctrl-C stops {stops}")
-            while all(child.poll() is None for child in self.children):
-                time.sleep(0.5)
-            print_stderr(f"trainshed: the server or the worker exited; logs: {self.logs}")
+            print_stderr(f"trainshed: {self._keep_running()}")
             return FAILED
         except KeyboardInterrupt:
             print_stderr("stopping; press Ctrl-C again to kill all processes that this command started")
@@ -155,18 +157,46 @@ class _Services:
             if SERVER in self.missing:
                 with self.locks.locked():
                     self.locks.close(self.port)
-            _stop(self.children, lambda: SERVER in self.missing and self.locks.is_used(self.port))
+            _stop(self._children(), lambda: self.server is not None and self.locks.is_used(self.port))
+
+    def _children(self) -> list[subprocess.Popen[bytes]]:
+        return [child for child in (self.server, self.worker) if child is not None]
 
     def _start_server(self) -> bool:
         """Start the server; returns whether it answers."""
-        try:
-            with self.locks.locked():
-                child = start_server(self.locks, UP, self.port, self.logs / "server.log")
-        except OSError:  # another process has taken the port
+        child = self.server = self._launch_server()
+        if child is None:
             return False
-        self.children.append(child)
         with waiting(lambda: "starting Prefect's server"):
             return wait_healthy(f"{self.address}/api", lambda: child.poll() is None)
+
+    def _launch_server(self) -> subprocess.Popen[bytes] | None:
+        """Start the server's process; None if another process has taken the port."""
+        try:
+            with self.locks.locked():
+                return start_server(self.locks, UP, self.port, self.logs / "server.log")
+        except OSError:
+            return None
+
+    def _keep_running(self) -> str:
+        """Start the server again when it exits, until it or the worker has exited for good; returns why."""
+        exits: list[float] = []
+        while self.worker is None or self.worker.poll() is None:
+            if self.server is not None and (code := self.server.poll()) is not None:
+                now = time.monotonic()
+                exits = [*(earlier for earlier in exits if now - earlier < RESTART_SECONDS), now]
+                if len(exits) > RESTARTS:
+                    often = f"exited {len(exits)} times within {RESTART_SECONDS / 60:.0f} minutes"
+                    return f"the Prefect server {often}, with code {code}; log: {self.logs / 'server.log'}"
+                self.server = self._launch_server()
+                what = (
+                    "started again" if self.server else f"it starts again once port {self.port} is free"
+                )  # taken by a run that uses the server and was first, or by any other process
+                print_stderr(f"the Prefect server exited with code {code}; {what}")
+            elif self.server is None and SERVER in self.missing:
+                self.server = self._launch_server()
+            time.sleep(POLL)
+        return f"the worker exited with code {self.worker.returncode}; log: {self.logs / 'worker.log'}"
 
     def _print_addresses(self) -> None:
         client = self.locks.home / "client.toml"

@@ -27,6 +27,7 @@ SERVE = "flows.server.serve"  # the module of the server's process
 START_TIMEOUT = 1800.0  # seconds; a server that exits is noticed at once, and a busy machine may take minutes
 STOP_TIMEOUT = 10.0  # seconds
 WATCH_SECONDS = 2.0  # between a command's checks that its server was not killed
+UP_SECONDS = 20.0  # for `trainshed up` to start its server again before a command that uses it does
 
 
 @contextlib.contextmanager
@@ -70,6 +71,7 @@ class Server:
                 joined = self._locks.join()
             self.access = access_settings(self._locks.home)
         self.port, self._users = joined
+        self._seen = time.monotonic()  # when the server was last known to run
 
     def wait(self) -> str:
         """Wait for a healthy server; returns its API's address. Raises RuntimeError after START_TIMEOUT."""
@@ -79,9 +81,16 @@ class Server:
         return address
 
     def keep_running(self) -> None:
-        """Start the server again, at the same address, if it was killed; waits for nothing."""
+        """Start the server again, at the same address, if it was killed; waits for nothing.
+
+        That of `trainshed up`, which does so itself, only after UP_SECONDS: without `up`, too.
+        """
         with self._locks.locked():
-            if not self._locks.is_alive(self.port) and not self._locks.has_another(self.port):
+            if self._locks.is_alive(self.port) or self._locks.has_another(self.port):
+                self._seen = time.monotonic()
+                return
+            missed = time.monotonic() - self._seen
+            if self._locks.ends_with_users(self.port) or missed > UP_SECONDS:
                 start_server(self._locks, SHARED, self.port, self._log_file)
 
     def leave(self) -> None:

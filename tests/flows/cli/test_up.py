@@ -1,5 +1,6 @@
 """`trainshed up`: server, worker and deployments; runs started through the API; shutdown by Ctrl-C."""
 
+import argparse
 import io
 import json
 import os
@@ -14,11 +15,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.cli import up as up_command
 from flows.cli.deployments import query
 from flows.cli.main import main
 from flows.parameters import STARTABLE
+from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import AUTOMATION, SETTINGS
-from flows.server.shared_server import wait_healthy
+from flows.server.shared_server import SERVE, wait_healthy
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.rules.cluster import PLANNED_ONLY
@@ -192,6 +195,20 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     parameters = {"profile": str(profile), "overrides": ENDLESS, "name": "deployed"}
     ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
     wait_for_step(tmp_path / "store/runs/deployed", 50, timeout=300)
+
+    # A killed server is started again, with its password; the worker and the run continue.
+    (server,) = (each for each in started.processes() if SERVE in each.cmdline())
+    server.kill()
+    line = started.process.stderr.readline()
+    while "the Prefect server exited" not in line:
+        assert line
+        line = started.process.stderr.readline()
+    assert line == "the Prefect server exited with code -9; started again\n"
+    assert wait_healthy(api, lambda: started.process.poll() is None)
+    states = {each["name"]: each["state_type"] for each in ask(f"{api}/flow_runs/filter")}
+    assert states["deployed"] == "RUNNING"
+    wait_for_step(tmp_path / "store/runs/deployed", 100, timeout=300)
+
     for process in started.processes():
         if "RANK" in process.environ():
             process.suspend()
@@ -205,6 +222,30 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert code == 0
     assert "killing all processes that this command started" in err
     assert started.left_behind() == []
+
+
+def test_server_that_cannot_be_kept_running_ends_up(port, tmp_path, monkeypatch, capsys):
+    """After a few restarts; a taken port is waited for."""
+    starts = []
+
+    def start(*_):
+        starts.append(len(starts))
+        if len(starts) == 2:
+            raise OSError
+        return subprocess.Popen(["false"])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(up_command, "start_server", start)
+    monkeypatch.setattr(up_command, "POLL", 0.05)
+    options = argparse.Namespace(port=port)
+    services = up_command._Services(options, tmp_path, ServerLocks(tmp_path), [up_command.SERVER])
+    services.server = services._launch_server()
+    end = "the Prefect server exited 4 times within 10 minutes, with code 1; log: store/logs/server.log"
+    assert services._keep_running() == end
+    assert len(starts) == 5
+    again = "the Prefect server exited with code 1; started again"
+    waits = f"the Prefect server exited with code 1; it starts again once port {port} is free"
+    assert capsys.readouterr().err.splitlines() == [waits, again, again]
 
 
 def test_taken_port_is_an_error(command, port):

@@ -109,7 +109,7 @@ def test_ui_is_named_only_if_the_server_has_one(prefect_server):
     assert _where_to_watch(prefect_server, ", database in store").startswith(api)
 
 
-def test_server_of_up_remains_after_its_last_user(tmp_path):
+def test_server_of_up_remains_after_its_last_user(tmp_path, monkeypatch):
     locks = ServerLocks(tmp_path)
     with locks.record_server(4200, ends_with_users=False):
         for _ in range(2):
@@ -117,6 +117,18 @@ def test_server_of_up_remains_after_its_last_user(tmp_path):
             assert not user.started
             user.leave()
         assert locks.is_alive(4200)
+        user = Server(tmp_path, tmp_path / "server.log")
+    # It was killed: `up` starts it again, a command only if that does not happen.
+    starts = []
+    monkeypatch.setattr(
+        "flows.server.shared_server.start_server", lambda *arguments: starts.append(arguments)
+    )
+    user.keep_running()
+    assert not starts
+    monkeypatch.setattr("flows.server.shared_server.UP_SECONDS", 0.0)
+    user.keep_running()
+    assert len(starts) == 1
+    user.leave()
     (tmp_path / "server.json").write_text("")  # as after a power failure
     assert ServerLocks(tmp_path).join() is None
 
