@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.server.outages import await_start, finish_sending
+from flows.server.outages import TEAM_SECONDS, await_start, finish_sending
 from flows.server.prefect_settings import (
     PASSWORD,
     configure,
@@ -285,7 +285,10 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
             with waiting(lambda: "waiting for the Prefect server"):
                 await_start(PREFECT_API_URL.value())
             with temporary_settings():  # whatever the flow changes ends with it
-                yield
+                try:
+                    yield
+                finally:
+                    finish_sending(TEAM_SECONDS)
             return
         certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
         with waiting(lambda: "starting Prefect's server"):

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 FAILED_ITEM, UNSENT = "Service %r failed to process item", "Service %r failed with"
 REPEAT_SECONDS = 600.0  # between lines about the same outage
 START_SECONDS = 120.0  # for a server to start
-FINISH_SECONDS = 5.0  # for the last logs and events
+FINISH_SECONDS = 5.0  # for the last logs and events, to a local server or one that is away
+TEAM_SECONDS = 60.0  # for the same, to a configured server, which may be busy
 STOP_RETRIES = 3  # of each request of a flow that stops, after 2, 4 and 8 s
 
 

@@ -10,16 +10,19 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from prefect import flow, flow_engine
+from prefect import flow, flow_engine, get_run_logger
 from prefect._internal.concurrency import services
 from prefect.logging import handlers
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows import runner
+from flows.cli.deployments import query
 from flows.cli.run import run_flow
 from flows.final_states import final_states
 from flows.server import outages
 from profiles.resolve import load
+from tasks.failures import FatalError
 from tests.ports import free_port
 
 
@@ -123,6 +126,27 @@ def test_stop_while_the_server_is_away_is_short_and_says_what_is_saved(
     err = capsys.readouterr().err
     assert "stopped, completed steps and checkpoints are kept; run the same command again to resume" in err
     assert relay.closed < 10  # connections; each retry opens one
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_logs_are_sent_before_the_end_of_a_run(fails, prefect_server, tmp_path, capsys):
+    """At exit, Prefect would wait for a server that is away."""
+    options = argparse.Namespace(store=str(tmp_path / "store"), json=False)
+    line, ids = f"the last line: {fails}", []
+
+    @flow(name="logs-at-its-end")
+    @final_states
+    def logs() -> str:
+        ids.append(str(flow_run.id))
+        get_run_logger().warning(line)
+        if fails:
+            raise FatalError("no disk")
+        return "done"
+
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        assert run_flow(options, load("tiny"), "logs", logs, print) == int(fails)
+    of_run = {"logs": {"flow_run_id": {"any_": ids}}}
+    assert line in [each["message"] for each in query(f"{prefect_server}/logs/filter", of_run)]
 
 
 def test_end_of_a_rejected_flow_run_is_an_error():
