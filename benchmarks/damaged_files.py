@@ -16,8 +16,10 @@ import contextlib
 import ctypes
 import importlib
 import io
+import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -27,14 +29,16 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import yaml
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.harness.timing import make_parser
 from flows.cli.main import main as command
@@ -289,12 +293,38 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--commands", nargs="+", choices=names, default=names)
     parser.add_argument("--damages", nargs="+", choices=DAMAGES, default=[*DAMAGES])
     parser.add_argument("--files", default="", help="only files whose path contains this text")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of cases")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after this time")
     return parser.parse_args(arguments)
+
+
+def cases(store: Path, options: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """(file, damage, command) of each chosen case, shuffled, so that the first ones are a sample of all."""
+    chosen = []
+    for file in files_of(store):
+        damages = OF_FOLDERS if (store / file).is_dir() else DAMAGES
+        if options.files in file:
+            chosen += itertools.product(
+                [file], [each for each in options.damages if each in damages], options.commands
+            )
+    random.Random(options.seed).shuffle(chosen)
+    return chosen
+
+
+def table(outcomes: Mapping[tuple[str, str], int]) -> Table:
+    """Counts of outcomes by command."""
+    names = list(dict.fromkeys(name for name, _ in outcomes))
+    kinds = sorted({outcome for _, outcome in outcomes})
+    shown = Table("command", "cases", *kinds, box=box.MARKDOWN)
+    for name in names:
+        counts = [outcomes.get((name, kind), 0) for kind in kinds]
+        shown.add_row(name, *(f"{count:,}" for count in (sum(counts), *counts)))
+    return shown
 
 
 def main(arguments: list[str] | None = None) -> int:
     options, console = parse(arguments), Console(highlight=False)
-    outcomes: Counter[str] = Counter()
+    outcomes: Counter[tuple[str, str]] = Counter()  # of a command and an outcome
     begun, findings = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
@@ -302,22 +332,22 @@ def main(arguments: list[str] | None = None) -> int:
         for module in PRELOADED:
             importlib.import_module(module)
         loss = call_in_child(train, base, timeout=1800)
-        for file in files_of(base / "store"):
-            damages = OF_FOLDERS if (base / "store" / file).is_dir() else DAMAGES
-            for damage in (each for each in options.damages if each in damages and options.files in file):
-                for each in options.commands:
-                    copy = base / "copy"
-                    shutil.copytree(base / "store", copy / "store")
-                    DAMAGES[damage](copy / "store" / file)
-                    outcome, details = judge(copy, file, each, loss)
-                    shutil.rmtree(copy, ignore_errors=True)
-                    outcomes[outcome] += 1
-                    if outcome.isupper() or outcome.startswith("WRONG"):
-                        findings += 1
-                        console.print(f"{outcome}: {each}, {file} {damage}\n{details}", markup=False)
-    for outcome, count in outcomes.most_common():
-        console.print(f"{count:6,}  {outcome}")
-    console.print(f"{findings} findings in {time.monotonic() - begun:,.0f} s")
+        chosen, started = cases(base / "store", options), time.monotonic()
+        for file, damage, each in chosen:
+            if time.monotonic() - started > options.seconds:
+                break
+            copy = base / "copy"
+            shutil.copytree(base / "store", copy / "store")
+            DAMAGES[damage](copy / "store" / file)
+            outcome, details = judge(copy, file, each, loss)
+            shutil.rmtree(copy, ignore_errors=True)
+            outcomes[each, outcome] += 1
+            if outcome.isupper() or outcome.startswith("WRONG"):
+                findings += 1
+                console.print(f"{outcome}: {each}, {file} {damage}\n{details}", markup=False)
+    console.print(table(outcomes))
+    seconds = time.monotonic() - begun
+    console.print(f"{findings} findings in {outcomes.total():,} of {len(chosen):,} cases, {seconds:,.0f} s")
     return 1 if findings else 0
 
 

@@ -80,13 +80,14 @@ def write(path: Path, data: str | bytes, *, durable: bool = True, private: bool 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents.
 
-    Raises NotADirectoryError if a file or a dangling link is in their place.
+    Raises NotADirectoryError, which names it, if a file, a pipe or a dangling link is in their place.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # which otherwise means that a file of the folder exists
-        reason = "a file or a dangling link is where a folder belongs"
-        raise NotADirectoryError(errno.ENOTDIR, reason, str(error.filename or path)) from error
+    except (FileExistsError, NotADirectoryError) as error:  # the former also means that a file exists
+        places = (each for each in (path, *path.parents) if os.path.lexists(each) and not each.is_dir())
+        reason = "a file, a pipe or a dangling link is where a folder belongs; move it away"
+        raise NotADirectoryError(errno.ENOTDIR, reason, str(next(places, path))) from error
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from profiles.state_files import retried
+from profiles.state_files import make_folder, retried
 from tasks.store import locks
 from tasks.store.backend_artifacts import BackendArtifacts, HashBudget, artifact_path
 from tasks.store.backends.folder import FolderBackend
@@ -287,13 +287,13 @@ class ArtifactStore:
         """
         path = artifact_path(kind, key)
         target = self._folder.path(path)
-        retried(lambda: target.parent.mkdir(parents=True, exist_ok=True))
+        retried(lambda: make_folder(target.parent))
         while True:
             try:
                 os.rename(folder, target)
                 return
             except OSError:
-                if not self._folder.exists(path):  # the rename failed for another reason than what is there
+                if not os.path.lexists(target):  # the rename failed for another reason than what is there
                     self._folder.move(str(folder), path)
                     return
             with self._local.changing(kind, key):
@@ -301,8 +301,8 @@ class ArtifactStore:
                 if present and manifest in (None, present):
                     log.info("%s %s was published by another process first; keeping its files", kind, key)
                     return
-                if self._folder.exists(path):
-                    reason = "differs from the store's artifact" if present else "a folder without files"
+                if os.path.lexists(target):
+                    reason = "differs from the store's artifact" if present else "has no files"
                     self._local.quarantine(kind, key, reason)
 
     def _publish_remotely(

@@ -90,13 +90,16 @@ class BackendArtifacts(Generic[B]):
 
     def quarantine(self, kind: str, key: str, reason: object) -> None:
         """Move an artifact to quarantine, with a warning that gives the reason. The caller holds `changing`."""
+        path = artifact_path(kind, key)
+        place = self.backend.path(path) if isinstance(self.backend, FolderBackend) else None
+        is_file = place is not None and (place.is_symlink() or not place.is_dir())  # has no room for a reason
         taken = {f"{QUARANTINE}/{file.partition('/')[0]}" for file in self.backend.files(QUARANTINE)}
         for number in count(1):
             folder = f"{QUARANTINE}/{kind}-{key}-{number}"
             if folder in taken:
                 continue
             try:
-                self.backend.move(artifact_path(kind, key), folder)
+                self.backend.move(path, f"{folder}/{key}" if is_file else folder)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise

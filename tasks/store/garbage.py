@@ -76,11 +76,14 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
 
 
 def _require_linked_runs(store: Store) -> None:
-    """Raise ValueError for a folder of runs that is a dangling link, as to a disk not mounted."""
+    """Raise CorruptedState for a folder of runs that is a dangling link, as to a disk not mounted."""
     runs = store.work_dir / "runs"
     for path in (runs, *runs.glob("*")):
         if path.is_symlink() and not path.exists():
-            raise ValueError(f"{path} links to {path.readlink()}, which is missing: what runs use is unknown")
+            reason = (
+                f"links to {path.readlink()}, which is missing: what runs use is unknown; mount or restore it"
+            )
+            raise CorruptedState(f"{path}: {reason}")
 
 
 def remove(store: Store, garbage: Sequence[Garbage]) -> None:
@@ -224,7 +227,7 @@ def _add_required(
 def _required(store: Store, kind: str, key: str) -> Iterable[tuple[str, str]]:
     """What an artifact requires directly; nothing if it does not exist.
 
-    Raises ValueError for a corrupted manifest.
+    Raises CorruptedState for a corrupted manifest.
     """
     data = store.backend.read(f"artifacts/{kind}/{key}/{MANIFEST}")
     if data is None:
@@ -232,8 +235,8 @@ def _required(store: Store, kind: str, key: str) -> Iterable[tuple[str, str]]:
     try:
         return Manifest.from_bytes(data, kind, key).requires
     except Corrupted as error:
-        reason = "what it requires is unknown, so nothing is removed"
-        raise ValueError(f"artifacts/{kind}/{key}: {error}; {reason}") from error
+        reason = "what it requires is unknown, so nothing is removed; run its run again, which makes it anew"
+        raise CorruptedState(f"artifacts/{kind}/{key}: {error}; {reason}") from error
 
 
 def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from profiles.state_files import retried
+from profiles.state_files import CorruptedState, retried
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
@@ -42,7 +42,7 @@ def record(
 
 
 def find(store: Store, identity: str) -> LedgerEntry | None:
-    """A run's entry; None if there is none. Raises ValueError if the file is not a ledger entry."""
+    """A run's entry; None if there is none. Raises CorruptedState if the file is not a ledger entry."""
     data = store.backend.read(_name(identity))
     if data is None:
         return None
@@ -50,18 +50,19 @@ def find(store: Store, identity: str) -> LedgerEntry | None:
         value = json.loads(data)
         return LedgerEntry(**{**value, "shards": tuple(value["shards"])})
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{store.backend.location(_name(identity))}: not a ledger entry: {error}") from error
+        reason = f"corrupted (not a ledger entry: {error}); restore the file"
+        raise CorruptedState(f"{store.backend.location(_name(identity))}: {reason}") from error
 
 
 def lineage(store: Store, identity: str | None) -> Iterator[LedgerEntry]:
-    """A run's entry, then its ancestors'. Raises ValueError at a cycle or missing entry (unknown data)."""
+    """A run's entry, then its ancestors'. Raises CorruptedState at a cycle or missing entry."""
     visited: set[str] = set()
     while identity is not None:
         entry = find(store, identity)
         if entry is None:
-            raise ValueError(f"{store.uri}: the ledger has no entry for run {identity}")
+            raise CorruptedState(f"{store.uri}: the ledger has no entry for run {identity}")
         if identity in visited:
-            raise ValueError(f"{store.uri}: the ledger's parents form a cycle at run {identity}")
+            raise CorruptedState(f"{store.uri}: the ledger's parents form a cycle at run {identity}")
         visited.add(identity)
         yield entry
         identity = entry.parent

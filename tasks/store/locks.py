@@ -128,8 +128,9 @@ def _acquire_ticket(backend: Backend, name: str, expiry: float, watch: Callable[
         if (last, data) != watched:
             watched, since = (last, data), time.monotonic()
         holder = _holder(data) if last else None
-        if time.monotonic() - since > expiry:
-            # Not renewed: its process ended, with a clock that was ahead or while it wrote the ticket.
+        # A ticket that is not renewed: its process ended, with a clock that was ahead or while it wrote the ticket. One that is
+        # corrupted is written anew by its holder, if there is one, after a third of the expiry.
+        if time.monotonic() - since > (expiry / 2 if holder == _UNREADABLE else expiry):
             holder = None
         if holder is None:
             if backend.create(f"{name}/{last + 1}", _state(expiry)):

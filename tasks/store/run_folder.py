@@ -26,7 +26,7 @@ from parallel.checkpoint import locations
 from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.file_locks import locked
-from profiles.state_files import retried
+from profiles.state_files import make_folder, retried
 from tasks.store.backends.backend import Backend, checked_name
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.backends.objects import ObjectBackend
@@ -184,7 +184,7 @@ class RunFolder:
         scratch = f"work/checkpoint-{hashlib.sha256(marker).hexdigest()[:16]}"
         copy = f"{scratch}/{Path(part).name}"
         lock = self._local.path(f"{scratch}/lock")
-        retried(lambda: lock.parent.mkdir(parents=True, exist_ok=True))
+        retried(lambda: make_folder(lock.parent))
         keep = keep_on_error
         try:
             with self._downloaded(remote, part, marker, copy, lock):
@@ -271,7 +271,7 @@ class RunFolder:
             log.warning("run %s: moved this machine's copy of another run to %s", self.name, name)
         if self._remote and is_stored:
             self._restore(self._remote)
-        retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
+        retried(lambda: make_folder(self.path))
         if not self._local.exists(f"{self._prefix}/{run_files.IDENTITY}"):
             # The id differs from that of a replaced run, whose schedule may differ, but not its identity.
             contents: dict[str, Any] = {"identity": identity, "id": uuid4().hex}
@@ -289,7 +289,7 @@ class RunFolder:
             yield
             return
         lock = self._local.path(f"locks/prepare-{self.name}")
-        retried(lambda: lock.parent.mkdir(parents=True, exist_ok=True))
+        retried(lambda: make_folder(lock.parent))
         with locked(lock, required=False):
             yield
 

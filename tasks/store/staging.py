@@ -27,7 +27,7 @@ def staging_folder(root: Path, name: str) -> Iterator[Path]:
     outer = root / f"{name}-{uuid4().hex}"
     folder = outer / "files"
     try:
-        retried(lambda: folder.mkdir(parents=True, exist_ok=True))
+        retried(lambda: state_files.make_folder(folder))
         owner = json.dumps(LockOwner.current().to_json()).encode()
         state_files.write(outer / "owner.json", owner, durable=False)
         yield folder

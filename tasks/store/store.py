@@ -179,7 +179,7 @@ class Store:
     def scratch_folder(self, name: str) -> Path:
         """Local folder for work that resumes after an interruption, created if needed."""
         folder = self._local.path(f"work/{checked_name(name)}")
-        folder.mkdir(parents=True, exist_ok=True)
+        state_files.make_folder(folder)
         return folder
 
     def remove_scratch_folder(self, name: str) -> None:

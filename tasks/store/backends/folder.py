@@ -86,7 +86,7 @@ class FolderBackend:
 
     def move(self, name: str, target: str) -> None:
         source, path = self.path(name), self.path(target)
-        retried(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        retried(lambda: state_files.make_folder(path.parent))
         try:
             retried(lambda: source.rename(path))
         except FileNotFoundError:

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +155,34 @@ def test_corruption_is_found_named_and_repaired_under_the_lock(store, caplog, na
     quarantined = Path(store.uri) / "quarantine/tokens-k1-1"
     assert name in (quarantined / "reason.txt").read_text()
     assert (quarantined / "empty").exists()
+
+
+REPLACEMENTS = {"dangling": lambda path: path.symlink_to("nowhere"), "pipe": os.mkfifo, "file": Path.touch}
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_what_is_in_place_of_an_artifact_is_moved_to_quarantine(store, replace):
+    folder = store.artifacts.path(publish(store))
+    shutil.rmtree(folder)
+    replace(folder)
+    with store.artifacts.lock("tokens", "k1"):
+        assert store.artifacts.find("tokens", "k1") is None
+        published = publish(store)
+    assert store.artifacts.find("tokens", "k1") == published
+    quarantined = Path(store.uri) / "quarantine/tokens-k1-1"
+    assert {path.name for path in quarantined.iterdir()} == {"k1", "reason.txt"}
+
+
+@pytest.mark.parametrize("folder", ["artifacts/tokens", "artifacts", "staging", "locks"])
+@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_what_is_in_place_of_a_folder_of_the_store_is_named(tmp_path, replace, folder):
+    path = tmp_path / "store" / folder
+    path.parent.mkdir(parents=True)
+    replace(path)
+    store = Store(str(tmp_path / "store"))
+    expected = f"is where a folder belongs; move it away: '{path}'"
+    with pytest.raises(NotADirectoryError, match=re.escape(expected)), store.artifacts.lock("tokens", "k1"):
+        publish(store)
 
 
 @pytest.mark.parametrize("error", faults.ERRORS)

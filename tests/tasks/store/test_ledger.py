@@ -73,7 +73,7 @@ def test_a_missing_or_invalid_entry_is_an_error(store):
         ledger.trained_on(store, "4444")
     assert ledger.trained_on(store, None) == frozenset()
     store.backend.write("ledger/5555.json", b"{}")
-    with pytest.raises(ValueError, match=r"5555\.json: not a ledger entry"):
+    with pytest.raises(ValueError, match=r"5555\.json: corrupted \(not a ledger entry"):
         ledger.trained_on(store, "5555")
 
 
