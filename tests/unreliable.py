@@ -14,7 +14,7 @@ Fault = str | None
 "unanswered": the connection closes after it was processed. "half": the connection closes in the middle of the response.
 "refused": a request that deletes several objects is answered with 200 and an error for each, as S3 does. "conflict": 409, as
 S3 answers concurrent conditional writes. "older": answered with 501 if it has a checksum other than Content-MD5.
-"page": answered with 200 and a web page, as by a captive portal."""
+"page": answered with 200 and a web page, as by a captive portal, and not forwarded."""
 
 
 class Proxy:

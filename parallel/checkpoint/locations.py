@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel.checkpoint.credentials import renew_credentials
-from parallel.checkpoint.object_stores import delete, explained, guard_listings
+from parallel.checkpoint.object_stores import PAGE, delete, explained, guard_answers
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -37,7 +37,6 @@ MARKER = "complete.json"
 QUARANTINE = "quarantine"
 OWNER = "owner"  # file below a location: who may write there
 CORRUPTED_MARKER = "corrupted.json"  # of a checkpoint in quarantine
-PAGE = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 ABSENT = (FileNotFoundError, NotADirectoryError)
 READ_PAUSES = (1.0, 4.0, 15.0)  # seconds before a failed read is repeated
@@ -96,6 +95,7 @@ def _is_description(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("size"), int)
 
 
+@explained()
 def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
     """Mark a checkpoint as complete, atomically and durably."""
     files, root = filesystem(checkpoint)
@@ -113,6 +113,7 @@ def write_marker(checkpoint: Location, about: dict[str, Any]) -> None:
         _sync_folder(folder)
 
 
+@explained()
 def claim(location: Location, owner: str) -> None:
     """Record who may write below a location, until another writer claims it."""
     files, root = filesystem(location)
@@ -187,6 +188,7 @@ def sizes(checkpoint: Location) -> dict[str, int]:
     return {name_of(entry["name"]): entry["size"] for entry in files.ls(root, detail=True)}
 
 
+@explained()
 def discard(checkpoint: Location) -> None:
     """Remove a checkpoint if it exists, its marker first: an interrupted removal leaves it incomplete.
 
@@ -217,6 +219,7 @@ def free_aside(location: Location) -> Location:
     return Path(aside) if isinstance(location, Path) else aside
 
 
+@explained()
 def move_aside(location: Location, steps: list[int], aside: Location) -> None:
     """Move these steps' checkpoints to another location; complete a move that was interrupted."""
     files, root = filesystem(location)
@@ -226,6 +229,7 @@ def move_aside(location: Location, steps: list[int], aside: Location) -> None:
         _move(files, f"{root}/step_{step}", f"{target}/step_{step}")
 
 
+@explained()
 def quarantine(location: Location, step: int, reason: str) -> Location:
     """Move a corrupted checkpoint to `<location>/quarantine`, never to count as complete; returns where.
 
@@ -337,7 +341,7 @@ def filesystem(location: Location) -> tuple[AbstractFileSystem, str]:
     # A cached listing would hide what other processes write.
     files, root = open_filesystem(str(location), use_listings_cache=False)
     renew_credentials(files)
-    guard_listings(files)
+    guard_answers(files)
     return files, root.rstrip("/")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 NOT_SUPPORTED = (400, 411, 501)  # HTTP status codes of servers that do not know a header, or require another
 PARALLEL_DELETES = 16
+OBJECTS = ("GetObject", "HeadObject")  # operations whose answers have the type of an object
+PAGE = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
+HTTP_ERROR = 300  # status code from which on an answer is an error or a redirection
 
 log = logging.getLogger(__name__)
 
@@ -35,26 +39,44 @@ def explained() -> Iterator[None]:
         yield
     except (OSError, TypeError) as raised:
         error = raised.__context__ if isinstance(raised, TypeError) else raised
-        if not isinstance(error, OSError) or error.__cause__ is None or error.args[-1:] != (None,):
+        if not isinstance(error, OSError) or (reason := unexplained(error)) is None:
             raise
-        error.args, error.strerror = (str(error.__cause__),), str(error.__cause__)
+        error.args, error.strerror = (reason,), reason
         raise error from error.__cause__
 
 
-def guard_listings(files: AbstractFileSystem) -> None:
-    """Let an S3 client raise ConnectionError for a web page in place of a listing.
+def unexplained(error: BaseException) -> str | None:
+    """The message of an OSError's cause, if it has none itself."""
+    lacks = isinstance(error, OSError) and error.args[-1:] == (None,)
+    return str(error.__cause__) if lacks and error.__cause__ is not None else None
 
-    Otherwise it reads the page as an empty listing.
+
+def guard_answers(files: AbstractFileSystem) -> None:
+    """Let an S3 client raise ConnectionError for a web page in place of an answer.
+
+    Otherwise it reads the page as an empty listing, or as the success of a write, a copy or a deletion.
     """
     if "s3" not in files.protocol or getattr(files, "guarded_client", None) is (client := files.s3):
         return
-    client.meta.events.register("after-call.s3.ListObjectsV2", _reject_page)
+    client.meta.events.register("after-call.s3", _reject_page)
     files.guarded_client = client
 
 
-def _reject_page(http_response: Any, **_: Any) -> None:
-    if http_response.headers.get("content-type", "").startswith("text/html"):
-        reason = "a web page was answered in place of a listing, perhaps by a captive portal or a proxy; check the network"
+async def _reject_page(http_response: Any, model: Any, **_: Any) -> None:
+    """Raise ConnectionError for a web page in place of an answer; a caller rejects one in place of an object."""
+    headers, listing = http_response.headers, model.name.startswith("List")
+    is_error = http_response.status_code >= HTTP_ERROR and not listing
+    if is_error or not headers.get("content-type", "").startswith("text/html"):
+        return
+    if listing:
+        is_page = True
+    elif model.name in OBJECTS:  # they may be pages, such as a report
+        is_page = "etag" not in headers
+    else:  # servers may give this type to an empty answer
+        is_page = PAGE.match(await http_response.content) is not None
+    if is_page:
+        what = "a listing" if listing else f"the answer to {model.name}"
+        reason = f"a web page was answered in place of {what}, perhaps by a captive portal or a proxy; check the network"
         raise ConnectionError(f"{http_response.url}: {reason}")
 
 

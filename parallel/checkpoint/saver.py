@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from parallel.checkpoint.boxes import PREFIX, BoxedTensor, SavePlanner, boxed_tensors
 from parallel.checkpoint.locations import Location, discard, write_marker
+from parallel.checkpoint.object_stores import unexplained
 from parallel.checkpoint.writer import Writer, WrittenFiles
 from parallel.device import host_memory_for, random_states, set_current_device
 from parallel.optimizer.sharded_adamw import STATES, ShardedAdamW
@@ -285,8 +286,8 @@ def _discard_or_warn(checkpoint: Location) -> None:
 def _reason(error: BaseException) -> str:
     """An error as one line: the operating system's error behind it, if any (DCP hides why a write failed)."""
     cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+    while cause is not None:
+        if isinstance(cause, OSError) and (reason := cause.strerror or unexplained(cause)):
+            return reason
         cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

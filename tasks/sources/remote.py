@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from parallel.checkpoint import locations
 from parallel.checkpoint.credentials import renew_credentials
-from parallel.checkpoint.object_stores import explained, guard_listings
+from parallel.checkpoint.object_stores import explained, guard_answers
 from profiles import retries
 from profiles.huggingface import hub
 
@@ -54,7 +54,7 @@ def call(filesystem: Any, path: str, function: Callable[[], T]) -> T:
 
     def renewed() -> T:
         renew_credentials(filesystem)
-        guard_listings(filesystem)
+        guard_answers(filesystem)
         with explained():
             return function()
 

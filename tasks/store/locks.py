@@ -111,7 +111,10 @@ def holder(backend: Backend, name: str) -> str | None:
     """The holder of the lock of this name; None if it is free."""
     last = max(_tickets(backend, name), default=0)
     found = _holder(backend.read(f"{name}/{last}") or b"") if last else None
-    return str(found) if found else None
+    corrupted = (
+        f", whose ticket {backend.location(f'{name}/{last}')} is corrupted" if found == _UNREADABLE else ""
+    )
+    return f"{found}{corrupted}" if found else None
 
 
 def _acquire_ticket(backend: Backend, name: str, expiry: float, watch: Callable[[], None]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from modeling import run_files
 from parallel.checkpoint.locations import Location, filesystem
+from parallel.checkpoint.object_stores import explained
 from profiles import state_files
 
 # The attempt is last, as in a sync: until it is uploaded, the others count as the earlier attempt's.
@@ -52,6 +53,7 @@ class RowUpload:
         """End the background thread."""
         self._pool.shutdown()
 
+    @explained()
     def _upload(self, target: str) -> None:
         files, root = filesystem(target)
         for name in FILES:

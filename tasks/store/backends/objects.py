@@ -7,13 +7,14 @@ import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 from uuid import uuid4
 
 from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import reject_page, reject_page_file
-from parallel.checkpoint.object_stores import delete, explained, guard_listings, is_not_supported
+from parallel.checkpoint.object_stores import delete, explained, guard_answers, is_not_supported
 from profiles.errors import ProfileError
 from profiles.state_files import retried
 from tasks.store.backends.backend import FileInfo, checked_path
@@ -56,7 +57,7 @@ class ObjectBackend:
     @property
     def _filesystem(self) -> AbstractFileSystem:
         renew_credentials(self._client)
-        guard_listings(self._client)
+        guard_answers(self._client)
         return self._client
 
     def location(self, name: str) -> str:
@@ -133,11 +134,11 @@ class ObjectBackend:
 
     def remove(self, name: str) -> None:
         found = self.files(name)
-        with self._os_errors(name), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):
             if found.keys() == {""}:  # a single object, whose refusal is an error
-                self._filesystem.rm_file(self._path(name))
+                self._retried(name, lambda: self._filesystem.rm_file(self._path(name)))
                 return
-            delete(self._filesystem, self._path(name))
+            self._retried(name, lambda: delete(self._filesystem, self._path(name)))
         self._require_removed(name, found)
 
     def move(self, name: str, target: str) -> None:
@@ -152,8 +153,7 @@ class ObjectBackend:
             raise OSError(errno.EIO, "not all files of the folder were copied", self.location(target))
         for top in (False, True):
             if sources := [self._path(f"{name}/{file}") for file in sizes if ("/" not in file) == top]:
-                with self._os_errors(name):
-                    delete(self._filesystem, sources)
+                self._retried(name, partial(delete, self._filesystem, sources))
                 self._require_removed(name, [file for file in sizes if ("/" not in file) == top])
 
     def copy(self, name: str, target: str, last: str | None = None) -> None:
@@ -167,14 +167,12 @@ class ObjectBackend:
                 sources, targets = (
                     [self._path(f"{folder}/{file}") for file in group] for folder in (name, target)
                 )
-                with self._os_errors(name):
-                    self._filesystem.copy(sources, targets)
+                self._retried(name, partial(self._filesystem.copy, sources, targets))
 
     def upload(self, folder: Path, names: Sequence[str], target: str) -> None:
         """Upload files of a folder to below a name, concurrently; large files in parts."""
         targets = [f"{self._path(target)}/{name}" for name in names]
-        with self._os_errors(target):
-            self._filesystem.put([str(folder / name) for name in names], targets)
+        self._retried(target, lambda: self._filesystem.put([str(folder / name) for name in names], targets))
 
     def download(
         self, name: str, names: Sequence[str], folder: Path, on_file: Callable[[str], None] = lambda _: None

@@ -1,5 +1,6 @@
 """Checkpoints at an `s3://` address: each rank reads only its shard; incomplete ones are removed."""
 
+import errno
 import os
 from contextlib import nullcontext
 
@@ -8,7 +9,7 @@ import s3fs
 import torch
 
 from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
-from parallel.checkpoint import checkpoint
+from parallel.checkpoint import checkpoint, saver
 from parallel.checkpoint.boxes import PREFIX, boxed_tensors
 from parallel.checkpoint.reader import Reader
 from tests import s3
@@ -126,3 +127,12 @@ def test_incomplete_checkpoints_are_ignored_and_removed(address):
     assert list(checkpoint.complete_checkpoints(aside)) == []
     assert checkpoint.quarantined(aside) == ["step_1"]
     assert not any(path.endswith(checkpoint.MARKER) for path in files.find(aside))
+
+
+def test_refusal_without_a_message_is_reported_by_its_cause():
+    """Ceph answers with a code only."""
+    error = PermissionError(errno.EACCES, None)
+    error.__cause__ = RuntimeError("An error occurred (AccessDenied) when calling PutObject: None")
+    failure = RuntimeError("DCP hides why")
+    failure.__cause__ = error
+    assert saver._reason(failure).startswith("An error occurred (AccessDenied)")

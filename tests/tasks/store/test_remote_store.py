@@ -156,7 +156,9 @@ def test_web_page_in_place_of_an_answer_is_an_outage(network, tmp_path, monkeypa
         lambda: remote.open_file(*remote.open_filesystem(f"{proxy.url}/a.txt")).read(),
         lambda: remote.get_file(*remote.open_filesystem(f"{proxy.url}/a.safetensors"), tmp_path / "a"),
     ):
-        with pytest.raises(ConnectionError, match="a web page was answered in place of this file"):
+        with pytest.raises(
+            ConnectionError, match=r"a web page was answered in place of (this file|the answer to Get)"
+        ):
             read()
     s3fs.S3FileSystem.clear_instance_cache()
     for listing in (
@@ -165,7 +167,22 @@ def test_web_page_in_place_of_an_answer_is_an_outage(network, tmp_path, monkeypa
     ):
         with pytest.raises(ConnectionError, match="a web page was answered in place of a listing"):
             listing()
+    proxy.fault = lambda method, path: "page" if method in ("PUT", "POST", "DELETE") else None
+    here = Store(address, tmp_path / "here")
+    (tmp_path / "file").write_bytes(b"1")
+    for change in (
+        lambda: here.backend.write("runs/a/state.json", b"{}"),
+        lambda: here.backend.upload(tmp_path, ["file"], "runs/a"),
+        lambda: here.backend.copy("runs/a/checkpoints", "runs/b/checkpoints"),
+        lambda: here.backend.remove("runs/a/checkpoints"),
+        lambda: locations.claim(location, "another run"),
+    ):
+        with pytest.raises(OSError, match="a web page was answered in place of the answer to "):
+            change()
     proxy.fault = lambda method, path: None
+    here.backend.write("runs/a/report.html", page := b"<html><body>a report</body></html>")
+    assert here.backend.read("runs/a/report.html") == page
+    assert locations.claimed_by(location) == "this run"
     assert there.artifacts.find("tokens", "k1") == made  # nothing counted as corrupted
     assert [step for step, _ in locations.complete_checkpoints(location)] == [2]
 
