@@ -57,7 +57,10 @@ def open_store(uri: str, work_dir: str | Path = "store", *, existing: bool = Fal
         whose = "a store itself" if owner == LOCAL else f"the local folder of {owner}"
         other = f"{work_dir}-{_short_name(uri)}" if store.is_remote else owner
         raise ProfileError(
-            key, str(folder), f"is {whose}, so it cannot be the local folder of {uri}", [other]
+            key,
+            str(folder),
+            f"is {whose}, as its file {BELONGS_TO} says, so it cannot be the local folder of {uri}",
+            [other],
         )
     try:
         state_files.write(folder / BELONGS_TO, f"{store.owner}\n".encode())

@@ -20,7 +20,7 @@ def test_local_folder_of_another_store_is_neither_listed_nor_changed_nor_used(tm
     assert read_fleet(remote).runs == []
     with pytest.raises(
         ProfileError,
-        match="is a store itself, so it cannot be the local folder of memory://local-folders/store",
+        match="is a store itself, as its file belongs-to says, so it cannot be the local folder of memory://local-folders/store",
     ):
         open_store("memory://local-folders/store", folder)
 
