@@ -23,6 +23,7 @@ from profiles import resolve as resolve_profile
 from profiles import state_files, yaml_text
 from profiles.check import with_value
 from profiles.recompute import AUTO
+from profiles.retry_policies import STEP
 from profiles.schema import Profile
 from tasks.fork import rate_warnings
 from tasks.inputs import Inputs, Lockfile, resolve
@@ -36,7 +37,9 @@ from tasks.tracking.process import labels_of, results, tracking
 
 log = logging.getLogger(__name__)
 
-RESOLVE_RETRIES = 2  # an attempt itself retries for four minutes, and waits out the hub's rate limits
+RESOLVE_RETRIES = len(
+    STEP.delays
+)  # an attempt itself retries for four minutes, and waits out the hub's rate limits
 
 
 def flow_context(profile: Profile, store: Store, folder: Path | None = None) -> Context:

@@ -38,7 +38,7 @@ from flows.ui.console import PACKAGES, ProgressFilter, log_outcome, one_line
 from flows.ui.progress import progress_reporter
 from modeling import run_files
 from modeling.training.metrics import record_event
-from profiles import state_files
+from profiles import retry_policies, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks.failures import RESTARTING, FatalError
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-RETRIES = 2  # of steps without `may_retry`
+RETRIES = len(retry_policies.STEP.delays)  # of steps without `may_retry`
 RETRY_POLL = 0.2  # seconds, so that `Background.interrupt` takes effect
 UNLIMITED = 1_000_000  # retries, for steps whose `may_retry` decides
 REJECTIONS = (ProfileError, *SOURCE_ERRORS)  # errors of the input
@@ -65,7 +65,7 @@ NOISE = ("Task run failed with %s: %r - Retry", "Running hook ", "Hook ")  # for
 FAILURES = tuple(f"Finished in state {name}(" for name in ("Failed", REJECTED, GATE_MISSED))
 # Seconds before each retry; the last applies to all further ones. Jitter keeps runs that were stopped by a common cause from
 # restarting all at once.
-DELAYS = {"retry_delay_seconds": [2.0, 4.0, 8.0, 16.0, 30.0], "retry_jitter_factor": 0.3}
+DELAYS = {"retry_delay_seconds": [*retry_policies.RESTART.delays], "retry_jitter_factor": 0.3}
 # Background steps and mapped parts share the flow's threads: two parts per core, and room for the steps that wait for them.
 THREADS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
 

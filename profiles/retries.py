@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0)  # seconds before each retry; four minutes
+from profiles import retry_policies
+
 MAX_WAIT = 600.0  # seconds; limit of a wait, even if the server asks for more
 TIMEOUT, EARLY, THROTTLED, SERVER_ERROR = 408, 425, 429, 500  # HTTP status codes; the last one and above
 # Exceptions of httpx, aiohttp and botocore for a connection that failed; by name, since none of them must be installed.
@@ -51,7 +52,7 @@ _thread = threading.local()  # `stop`: the event that ends the waits of a thread
 def call(
     function: Callable[[], T],
     what: str,
-    delays: Sequence[float] = DELAYS,
+    delays: Sequence[float] = retry_policies.NETWORK.delays,
     permanent: tuple[type[Exception], ...] | None = None,
 ) -> T:
     """The result of a function, retried while its errors are temporary.

@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
 
+from profiles import retry_policies
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Types = Mapping[str, Any]  # by key: a type, or a union of types
 NO_TYPES: Types = {}
 
-DELAYS = (0.1, 0.5, 2.0)  # seconds before each retry, times 0.5 to 1.5
+DELAYS = retry_policies.FILE.delays  # seconds before each retry, times 0.5 to 1.5
 # Errors that a retry cannot fix. All others (ESTALE, EIO, EACCES, timeouts) may be temporary on a network file system.
 PERMANENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 PERMANENT_CODES = {

@@ -35,6 +35,7 @@ from flows.server.shared_server import start_module
 from flows.ui.console import print_stderr, waiting
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
+from profiles.retry_policies import SERVER_BUSY
 from profiles.rules.cluster import ACCELERATORS
 
 VARIABLE = "trainshed_deployments"
@@ -60,7 +61,6 @@ NODES = ("sinfo", "--noheader", "--format=%G %f")
 NODES_SECONDS = 10.0
 FORBIDDEN, NOT_FOUND, UNAVAILABLE = 403, 404, 503
 CSRF_TOKEN = "Prefect-Csrf-Token"
-ATTEMPTS = 10  # a server on SQLite is unavailable for moments
 
 
 def register(
@@ -195,7 +195,7 @@ def named(name: str) -> dict[str, Any]:
 def query(address: str, body: Any, method: str = "POST") -> Any:
     """Query Prefect's API; returns its JSON. Raises OSError or ValueError if something else listens there."""
     header = {"Content-Type": "application/json", **authorization()}
-    for _ in range(ATTEMPTS):
+    for delay in SERVER_BUSY.delays:
         request = urllib.request.Request(address, json.dumps(body).encode(), header, method=method)
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
@@ -206,8 +206,8 @@ def query(address: str, body: Any, method: str = "POST") -> Any:
                 continue
             if error.code != UNAVAILABLE:
                 raise
-            time.sleep(1)
-    raise OSError(f"{address}: unavailable for {ATTEMPTS} s")
+            time.sleep(delay)
+    raise OSError(f"{address}: unavailable for {SERVER_BUSY.seconds:.0f} s")
 
 
 def _csrf_token(address: str) -> dict[str, str]:

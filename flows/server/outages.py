@@ -11,16 +11,16 @@ import urllib.request
 from typing import Any
 
 from flows.server.prefect_settings import authorization
+from profiles.retry_policies import SERVER_START, STOPPED_SERVER
 
 log = logging.getLogger(__name__)
 
 # Begin Prefect's records: of each event that could not be sent, which has all of it, and of a service that ends with some unsent.
 FAILED_ITEM, UNSENT = "Service %r failed to process item", "Service %r failed with"
 REPEAT_SECONDS = 600.0  # between lines about the same outage
-START_SECONDS = 120.0  # for a server to start
 FINISH_SECONDS = 5.0  # for the last logs and events, to a local server or one that is away
 TEAM_SECONDS = 60.0  # for the same, to a configured server, which may be busy
-STOP_RETRIES = 3  # of each request of a flow that stops, after 2, 4 and 8 s
+STOP_RETRIES = len(STOPPED_SERVER.delays)  # of each request of a flow that stops
 
 
 class OutageFilter(logging.Filter):
@@ -96,7 +96,7 @@ def finish_sending(seconds: float = FINISH_SECONDS) -> None:
                 loop.call_soon_threadsafe(task.cancel)  # without effect once the task has ended
 
 
-def await_start(api: str, seconds: float = START_SECONDS) -> None:
+def await_start(api: str, seconds: float = SERVER_START.seconds) -> None:
     """Wait while nothing listens at an API's address, as while a server starts.
 
     Any answer ends the wait.
@@ -113,4 +113,4 @@ def await_start(api: str, seconds: float = START_SECONDS) -> None:
             refused = isinstance(getattr(error, "reason", error), ConnectionRefusedError)
             if not refused or time.monotonic() > deadline:
                 return
-        time.sleep(0.2)
+        time.sleep(SERVER_START.delay(0))

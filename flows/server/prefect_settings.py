@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from profiles import file_locks, state_files
+from profiles.retry_policies import SERVER
 
 POOL = "trainshed"  # the work pool
 ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
@@ -48,7 +49,8 @@ FLOWS = (
 STOPPED, REJECTED, GATE_MISSED = "Stopped", "Rejected", "GateMissed"  # final states (final_states.py)
 
 HEARTBEAT_SECONDS = 30
-CLIENT_RETRIES = 7  # an unreachable server is retried after 2, 4, ... 128 s: for four minutes, and a fifth with Prefect's jitter
+# Of requests to an unreachable server. With Prefect's jitter, they take a fifth longer.
+CLIENT_RETRIES = len(SERVER.delays)
 # Without a heartbeat for this long, a run counts as crashed; longer than a run can wait for the server.
 SILENCE_SECONDS = 360
 

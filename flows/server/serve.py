@@ -28,14 +28,17 @@ from typing import TYPE_CHECKING, Any
 from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import LOGIN
 from modeling.start import without_garbage_collection
+from profiles.retry_policies import SERVER_HOME
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 SHARED, UP = "shared", "up"
 HOSTS = ("127.0.0.1", "localhost")
-CHECK_SECONDS = 0.1  # between checks for users
-OUTAGE = 60.0  # seconds without a successful check, such as of a file system that does not answer
+CHECK_SECONDS = SERVER_HOME.delay(0)  # between checks for users
+OUTAGE = (
+    SERVER_HOME.seconds
+)  # seconds without a successful check, such as of a file system that does not answer
 STOP_TIMEOUT = 5.0  # seconds until the process ends without the server's consent
 # `prefect-password` is the key of Prefect's UI, which sends its value as it is.
 LOGIN_PAGE = """<!doctype html><meta charset="utf-8"><title>Prefect</title><p id="text">Signing in …</p><script>

@@ -21,13 +21,11 @@ from pathlib import Path
 
 from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import reject_page_file
-from profiles import retries
+from profiles import retries, retry_policies
 from profiles.file_locks import locked
 
 SUFFIXES = (".bin", ".idx")
 PARALLEL_DOWNLOADS = 4
-# Seconds before each retry of a download, 20 minutes in total: less than the phase `data` may take.
-RETRY_DELAYS = (*retries.DELAYS, *[60.0] * 16)
 PERMANENT = (FileNotFoundError, ValueError, ImportError)  # errors that are not retried
 POLL = 0.01  # seconds between attempts to evict, while every shard is being read or downloaded
 
@@ -63,7 +61,7 @@ class ShardCache:
 
         Raises:
             FileNotFoundError: there is no such shard.
-            ConnectionError: the download failed, and all retries (RETRY_DELAYS).
+            ConnectionError: the download failed, and all retries.
             ValueError: the shard alone is larger than the cache.
         """
         prefetch = self._prefetches.pop(path, None)
@@ -77,7 +75,7 @@ class ShardCache:
                     yield prefix
                     return
             what = f"{uri}: cannot be downloaded"
-            retries.call(lambda: self._fetch(uri, prefix), what, RETRY_DELAYS, PERMANENT)
+            retries.call(lambda: self._fetch(uri, prefix), what, retry_policies.SHARD.delays, PERMANENT)
 
     def prefetch(self, paths: Iterable[str]) -> None:
         """Download these shards in the background, roughly in this order."""

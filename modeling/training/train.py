@@ -311,10 +311,10 @@ class TrainingRun:
         if self.reporter:
             self.reporter.flush()
 
-    def _wait_to_save(self, seconds: int) -> bool:
+    def _wait_to_save(self, seconds: float) -> bool:
         """Wait, or until a rank receives a stop signal; returns whether one has. Collective."""
         with self.watchdog.phase("save"):
-            for _ in range(seconds):
+            for _ in range(round(seconds)):
                 time.sleep(1)
                 if not self._stopping and self._on_any_rank(self.stop.requested):
                     self._stopping = True

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from profiles import retries
+from profiles import retries, retry_policies
 from profiles.errors import ProfileError
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -25,7 +25,7 @@ def ask(
     key: str,
     repository: str,
     revision: str | None = None,
-    delays: Sequence[float] = retries.DELAYS,
+    delays: Sequence[float] = retry_policies.NETWORK.delays,
 ) -> T:
     """The result of a hub client call, retried while the hub throttles, fails or is unreachable.
 

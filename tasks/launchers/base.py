@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Protocol
 
 from profiles import state_files
+from profiles.retry_policies import STATUS
 
 log = logging.getLogger(__name__)
 
-POLL = 0.2  # seconds between queries of a job's status
-STATUS_TIMEOUT = 600.0  # seconds without a job's status until `execute` gives up watching
+POLL = STATUS.delay(0)  # seconds between queries of a job's status
+STATUS_TIMEOUT = STATUS.seconds  # seconds without a job's status until `execute` gives up watching
 WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of environment variables
 NODE_FAILED = "its node failed"  # in the note of a job that lost a node
 # Without it, `python -m` would import a user's tasks.py in the working folder instead of ours.

@@ -26,14 +26,17 @@ from string import Template
 from modeling import exit_codes
 from parallel import device as devices
 from profiles import state_files
+from profiles.retry_policies import REQUEUE
 from profiles.schema import Cluster
 from tasks.launchers import environment
 from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import LOG_TAIL, RANK_PREFIX
 
 MAX_NAME_LENGTH = 60
-REQUEUE_SECONDS = 600  # for which a requeue is retried while the controller does not answer
-REQUEUE_PAUSE = 5  # seconds before each retry
+REQUEUE_SECONDS = round(
+    REQUEUE.seconds
+)  # for which a requeue is retried while the controller does not answer
+REQUEUE_PAUSE = round(REQUEUE.delay(0))  # seconds before each retry
 # Exit codes of ranks that ended on a signal: after saving; before their handler was installed, from torchrun and from srun.
 INTERRUPTED = (exit_codes.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from parallel import device as devices
-from profiles import state_files
+from profiles import retry_policies, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Cluster
 from tasks.jsonl import size_of
@@ -36,8 +36,7 @@ CHANGED_SECONDS = 2.0  # between the first queries after a change
 CANCEL_SECONDS = 5.0  # at most, between queries while a job is being cancelled
 KILL_SECONDS = 60.0  # for a killed job to leave the queue
 HELD_SECONDS = 5.0  # that a requeued job keeps waiting while its nodes clean up
-# Seconds before each release of a job whose launch failed: the next launch may cost another node.
-RELEASE_PAUSES = (5.0, 30.0, 120.0, 300.0, 600.0)
+RELEASE_PAUSES = retry_policies.RELEASE.delays  # before each release of a job whose launch failed
 # For a record to become visible on a shared file system after its job has left the queue: NFS caches attributes, and the absence
 # of files, for up to 60 s (acdirmax), on mounts with `nocto` also when the folder is listed.
 GONE_SECONDS = 90.0

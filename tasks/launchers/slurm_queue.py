@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel import device as devices
+from profiles.retry_policies import SCHEDULER
 from tasks.launchers.base import JobFailed, Unavailable, job_environment
 
 COMMAND_TIMEOUT = 60.0  # seconds
-RETRY_SECONDS = 300.0  # for which `Queue.require` retries a controller that does not answer
 # Of the variables of these prefixes, Slurm's commands inside a job get only those that say how to reach the cluster. The others
 # describe the job that runs this process: the submitted one would take them for its own (task binding, memory, array index).
 # The user's SBATCH_ACCOUNT and similar defaults stay.
@@ -76,15 +76,15 @@ class Queue:
             return self._entries
 
     def require(self) -> list[QueueEntry]:
-        """All jobs as they are now; retries for RETRY_SECONDS. Raises ControllerUnavailable."""
-        deadline = time.monotonic() + RETRY_SECONDS
+        """All jobs as they are now; retries a controller that does not answer. Raises ControllerUnavailable."""
+        deadline = time.monotonic() + SCHEDULER.seconds
         while True:
             try:
                 return self.read()
             except ControllerUnavailable:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(1)
+                time.sleep(SCHEDULER.delay(0))
 
 
 def _query() -> list[QueueEntry]:

@@ -17,7 +17,7 @@ from modeling import run_files
 from modeling.supervision.time_account import record_attempt
 from modeling.training.metrics import evaluated, record_event
 from parallel.checkpoint.locations import MARKER
-from profiles import state_files
+from profiles import retry_policies, state_files
 from profiles.schema import Profile
 from tasks import failures, keys
 from tasks.launchers import JobFailed, Status, create, execute
@@ -31,9 +31,8 @@ from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
-OUTAGE_PAUSES = (30.0, 60.0, 120.0, 300.0, 600.0)
-"""Seconds before each retry after an outage; the last applies to all further."""
-OUTAGE_SECONDS = 3600.0  # that a run waits in all for outages, without a new checkpoint
+OUTAGE_PAUSES = retry_policies.TRAINING.delays
+"""Seconds before each retry after an outage, without a new checkpoint."""
 
 
 @dataclass
@@ -168,14 +167,14 @@ class QueueRecorder:
 class RetryBudget:
     """Retry budget: `retries` failures without a new checkpoint; each new checkpoint refills it.
 
-    Outages of the cluster or the storage are waited for, up to OUTAGE_SECONDS in all, before they count.
+    Outages of the cluster or the storage are waited for, for OUTAGE_PAUSES in all, before they count.
     Attempts in log lines are counted from the latest checkpoint, too.
     """
 
     def __init__(self, run: RunFolder, retries: int) -> None:
         self._run, self._retries = run, retries
         self._failures = 0
-        self._pauses: list[float] = []  # waited for outages
+        self._outages = 0  # that were waited for
         self._latest = self._latest_checkpoint() or 0
 
     def spend(self, failure: BaseException) -> float | None:
@@ -184,11 +183,11 @@ class RetryBudget:
         if latest is None:
             latest = self._latest
         elif latest > self._latest:
-            self._latest, self._failures, self._pauses = latest, 0, []
+            self._latest, self._failures, self._outages = latest, 0, 0
         start = f"from step {latest:,}" if latest else "from the beginning"
-        if failures.is_outage(failure) and sum(self._pauses) < OUTAGE_SECONDS:
-            pause = OUTAGE_PAUSES[min(len(self._pauses), len(OUTAGE_PAUSES) - 1)]
-            self._pauses.append(pause)
+        if failures.is_outage(failure) and self._outages < len(OUTAGE_PAUSES):
+            pause = OUTAGE_PAUSES[self._outages]
+            self._outages += 1
             log.warning("storage or cluster unavailable; restarting %s in %s", start, format_duration(pause))
             return pause
         self._failures += 1

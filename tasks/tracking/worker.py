@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from modeling import run_files
 from modeling.training.metrics import scalars
-from profiles import state_files
+from profiles import retry_policies, state_files
 from profiles.rules.credentials import redacted
 from profiles.user_functions import search_path
 from tasks.jsonl import LogFollower, is_metrics
@@ -33,7 +33,7 @@ from tasks.tracking.protocol import TrackedRun, Tracker
 
 POLL_SECONDS = 1.0
 MAX_ROWS = 200  # between flushes
-RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)  # before each retry; the last applies to all further ones
+RETRY_SECONDS = retry_policies.TRACKER.delays  # before each retry; the last applies to all further ones
 TRACKERS = {
     "wandb": "tasks.tracking.wandb_tracker:WandbTracker",
     "mlflow": "tasks.tracking.mlflow_tracker:MlflowTracker",

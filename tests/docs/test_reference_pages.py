@@ -11,7 +11,8 @@ from modeling.supervision import profiling
 from modeling.supervision.telemetry import neuron_readings
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import GROUPS, tag
-from profiles import resolve
+from parallel.checkpoint import locations
+from profiles import resolve, retry_policies
 from profiles.rules.objectives import PAIR_METRICS
 from profiles.schema import Train
 from tasks.keys import NOT_MATHEMATICS, SCHEDULE
@@ -113,6 +114,26 @@ def test_caching_page_lists_every_file_of_a_run_folder():
     rows = rows_of(DOCS / "caching.md", "## The run folder")
     listed = {name.split("/")[0] for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
     assert listed == {name for key, name in vars(run_files).items() if key.isupper()} | {profiling.FOLDER}
+
+
+def test_outages_page_has_the_table_of_all_retry_policies():
+    assert retry_policies.table() in (DOCS / "operating/outages.md").read_text()
+    assert retry_policies.CHECKPOINT_READ.delays == locations.READ_PAUSES
+    assert retry_policies.RESTART.delays[: len(retry_policies.STEP.delays)] == retry_policies.STEP.delays
+    policies = [each for each in vars(retry_policies).values() if isinstance(each, retry_policies.Policy)]
+    assert {*policies} == {*retry_policies.POLICIES}
+
+
+def test_delays_before_retries_are_in_one_module():
+    found = set()
+    for folder in ("flows", "tasks", "modeling", "parallel", "profiles"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name, value in re.findall(
+                r"^([A-Z_]*(?:DELAYS|PAUSES|RETRIES)) = (.*)", path.read_text(), re.MULTILINE
+            ):
+                if re.search(r"\d", value.partition("#")[0].replace('jitter_factor": 0.3', "")):
+                    found.add(f"{path.relative_to(ROOT)} {name}")
+    assert found == {"parallel/checkpoint/locations.py READ_PAUSES"}  # which imports no policies
 
 
 def test_index_links_to_every_page():

@@ -41,14 +41,11 @@ from modeling.training.trainer import Trainer
 from parallel import Mesh, ShardedAdamW
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
-from profiles import state_files
+from profiles import retry_policies, state_files
 from profiles.schema import Profile
 
 log = logging.getLogger(__name__)
 
-# Seconds between attempts at the final save. Those of RETRY_PAUSES fit into the grace period of a job that is being stopped.
-RETRY_PAUSES = (1, 2, 4, 8)
-PATIENT_PAUSES = (15, 30, *[60] * 59)
 MARKER_TYPES = {"step": int, "profile": dict, "validation_loss": int | float | None, "guard": dict}
 FIRST_SAVES = 8  # failed saves, without a successful one, after which a run ends: 127 steps after the first
 
@@ -214,7 +211,7 @@ class Checkpoints:
         *,
         last: bool = False,
         prune: bool = True,
-        wait: Callable[[int], bool],
+        wait: Callable[[float], bool],
         flush: Callable[[], None],
         **state: Any,
     ) -> None:
@@ -239,12 +236,12 @@ class Checkpoints:
             error = error or self._finish()
         if not last:
             return
-        pauses, attempts, stopping = [*RETRY_PAUSES, *PATIENT_PAUSES], 1, False
+        pauses, attempts, stopping = [*retry_policies.LAST_SAVE.delays], 1, False
         while error is not None:
             if not pauses:
                 raise self._save_given_up(step, error, attempts)
             if wait(pauses.pop(0)) and not stopping:
-                stopping, pauses = True, [*RETRY_PAUSES[1:]]
+                stopping, pauses = True, [*retry_policies.STOPPED_SAVE.delays]
             error = self._begin(step, validation_loss, state) or self._finish()
             attempts += 1
 
