@@ -14,6 +14,7 @@ from parallel.constraints import expert_shard_degree, kv_replicas
 from profiles import recompute
 from profiles.errors import ProfileError
 from profiles.recompute import AUTO, Recompute
+from profiles.sections import roles
 from profiles.sections.base import (
     CONDITION,
     FUNCTION,
@@ -56,6 +57,8 @@ __all__ = [
 class Init(Section):
     """Pretrained weights."""
 
+    default_role = roles.WEIGHTS
+
     from_: str | None = Field(
         default=None,
         alias="from",
@@ -73,14 +76,16 @@ class Init(Section):
 class Parallel(Section):
     """Parallelism; the data-parallel degree is world size / (tensor × pipeline × context)."""
 
+    default_role = roles.GRAPHS
+
     tensor: Size = Field(default=1, description="tensor-parallel degree")
     pipeline: Size = Field(default=1, description="pipeline-parallel degree: ranks per pipeline")
     context: Size = Field(default=1, description="context-parallel degree: ranks that share a sequence")
-    expert: Size = Field(
+    expert: Annotated[Size, roles.EXPERT_PLACEMENT] = Field(
         default=1,
         description="expert-parallel degree: data and context ranks that a layer's experts are divided among",
     )
-    kv_replication: Count | None = Field(
+    kv_replication: Annotated[Count | None, roles.NONE] = Field(
         default=None, description="tensor ranks per KV head; derived, and checked if set"
     )
     sequence_parallel: bool = Field(
@@ -91,16 +96,16 @@ class Parallel(Section):
         description="maximum number of token chunks in which sequence parallelism overlaps gathers and scatters with the matrix "
         "products; null: chosen by size on cuda without compiled graphs, 1 elsewhere",
     )
-    data_sharding: Literal["none", "zero1", "fsdp"] = Field(
+    data_sharding: Annotated[Literal["none", "zero1", "fsdp"], roles.SHARDING] = Field(
         default="zero1",
         description="what is sharded over data and context ranks: nothing, optimizer states (ZeRO-1), or parameters and "
         "gradients too",
     )
-    shard_degree: Size | None = Field(
+    shard_degree: Annotated[Size | None, roles.SHARDING] = Field(
         default=None,
         description="data and context ranks that states are sharded over; further ranks hold replicas; null: all",
     )
-    keep_gathered: bool | Literal["auto"] = Field(
+    keep_gathered: Annotated[bool | Literal["auto"], roles.NONE] = Field(
         default=False,
         description="fsdp: keep gathered weights and unsharded gradients for all microbatches of a step: less communication, "
         "more memory; auto: if that fits in memory and makes steps shorter",
@@ -117,25 +122,35 @@ class Parallel(Section):
 class Train(Section):
     """Training hyperparameters."""
 
-    steps: Count | None = Field(default=None, description="optimizer steps; null if train.epochs is set")
-    epochs: Count | None = Field(
+    default_role = roles.MATHEMATICS
+
+    steps: Annotated[Count | None, roles.SCHEDULE] = Field(
+        default=None, description="optimizer steps; null if train.epochs is set"
+    )
+    epochs: Annotated[Count | None, roles.SCHEDULE] = Field(
         default=None,
         description="passes over the data, which determine the steps; null if train.steps is set",
     )
-    global_batch_size: Count = Field(description="samples per optimizer step over all ranks")
-    micro_batch_size: Size = Field(default=1, description="samples per forward pass on a rank")
-    sequence_length: Size = Field(description="tokens per sample")
-    learning_rate: Rate = Field(description="peak learning rate")
-    minimum_learning_rate: Rate = Field(
+    global_batch_size: Annotated[Count, roles.EXPERTS] = Field(
+        description="samples per optimizer step over all ranks"
+    )
+    micro_batch_size: Annotated[Size, roles.GRAPHS] = Field(
+        default=1, description="samples per forward pass on a rank"
+    )
+    sequence_length: Annotated[Size, roles.LENGTH] = Field(description="tokens per sample")
+    learning_rate: Annotated[Rate, roles.SCHEDULE] = Field(description="peak learning rate")
+    minimum_learning_rate: Annotated[Rate, roles.SCHEDULE] = Field(
         default=0.0, description="learning rate at the end of the decay; no effect with schedule constant"
     )
-    warmup_steps: Natural = Field(default=0, description="linear warm-up steps")
-    constant_steps: Natural = Field(default=0, description="steps at the peak after warm-up")
-    minimum_steps: Natural = Field(
+    warmup_steps: Annotated[Natural, roles.SCHEDULE] = Field(default=0, description="linear warm-up steps")
+    constant_steps: Annotated[Natural, roles.SCHEDULE] = Field(
+        default=0, description="steps at the peak after warm-up"
+    )
+    minimum_steps: Annotated[Natural, roles.SCHEDULE] = Field(
         default=0,
         description="final steps at the minimum learning rate, after the decay (NeMo's constant_steps)",
     )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
+    schedule: Annotated[Literal["cosine", "linear", "constant"], roles.SCHEDULE] = Field(
         default="cosine", description="shape of the decay"
     )
     weight_decay: Rate = Field(default=0.1, description="decoupled weight decay of AdamW")
@@ -149,78 +164,84 @@ class Train(Section):
     clip: Annotated[float, Field(gt=0)] | None = Field(
         default=1.0, description="gradient norm to clip to; null: no clipping"
     )
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1), roles.SAMPLES] = Field(
         default=1234, description="seed of initial weights, data order and dropout"
     )
-    precision: Literal["float32", "bf16", "fp8"] = Field(
+    precision: Annotated[Literal["float32", "bf16", "fp8"], roles.PRECISION] = Field(
         default="bf16",
         description="dtype of weights and activations; master weights are float32. fp8: bf16, with the layers' matrix products "
         "in 8 bits",
     )
-    fp8_recipe: Literal["tensorwise", "rowwise", "mxfp8"] = Field(
+    fp8_recipe: Annotated[Literal["tensorwise", "rowwise", "mxfp8"], roles.PRECISION] = Field(
         default="rowwise",
         description="fp8: one scale per tensor, per row, or per 32 values of a row (mxfp8); tensorwise and rowwise need h100 or "
         "later, mxfp8 b200, or trn3 for planning",
     )
-    gradient_dtype: Literal["float32", "bf16"] = Field(
+    gradient_dtype: Annotated[Literal["float32", "bf16"], roles.COMPILED_MATHEMATICS] = Field(
         default="float32", description="dtype of gradient accumulation"
     )
-    recompute: Recompute = Field(
+    recompute: Annotated[Recompute, roles.GRAPHS] = Field(
         default="none",
         description="activation checkpointing: none, selective or full, for all layers; full 3 + selective 2: for the first "
         "layers of each pipeline stage; a list: one entry per stage; auto: for each layer, the cheapest that fits the device",
     )
-    document_masks: bool = Field(
+    document_masks: Annotated[bool, roles.COMPILED_MATHEMATICS] = Field(
         default=False, description="mask attention across documents and restart positions at each document"
     )
-    balance: Literal["sequence", "global", "batch", "bias", "none"] = Field(
+    balance: Annotated[Literal["sequence", "global", "batch", "bias", "none"], roles.EXPERTS] = Field(
         default="sequence",
         description="experts: tokens that the balance loss is computed over. sequence: a sample; global: a step, counted in an "
         "additional forward pass; batch: a rank's microbatch, as in Hugging Face, so it depends on its size and the topology. "
         "bias: no loss; each step adjusts a bias in the selection of each expert against its excess load (deepseek_v3)",
     )
-    balance_coefficient: Rate | None = Field(
+    balance_coefficient: Annotated[Rate | None, roles.EXPERTS] = Field(
         default=None,
         description="experts: coefficient of the balance loss; with balance bias, of an additional loss over each sample. null: "
         "0.001, or 0 with balance bias",
     )
-    balance_bias_rate: Annotated[float, Field(gt=0)] | None = Field(
+    balance_bias_rate: Annotated[Annotated[float, Field(gt=0)] | None, roles.EXPERTS] = Field(
         default=None,
         description="experts: update rate of the selection biases with balance bias; null: 0.001",
     )
-    router_z_coefficient: Rate = Field(default=0.0, description="experts: coefficient of the router's z-loss")
-    capacity_factor: Annotated[float, Field(gt=0)] | None = Field(
+    router_z_coefficient: Annotated[Rate, roles.EXPERTS] = Field(
+        default=0.0, description="experts: coefficient of the router's z-loss"
+    )
+    capacity_factor: Annotated[Annotated[float, Field(gt=0)] | None, roles.CAPACITY] = Field(
         default=None,
         description="experts: maximum tokens of a sample per expert, relative to an equal share; the rest are dropped. null: no "
         "limit",
     )
-    deterministic: bool = Field(
+    deterministic: Annotated[bool, roles.KERNELS] = Field(
         default=True,
         description="cuda: only deterministic kernels, to resume bit-identically; false: the fastest. cpu and neuron are always "
         "deterministic",
     )
-    loss: str | None = Field(
+    loss: Annotated[str | None, roles.COMPILED_MATHEMATICS] = Field(
         default=None,
         pattern=FUNCTION,
         description="user loss, module:function: (logits (tokens, vocabulary) float32, targets (tokens), where -100 is ignored) "
         "-> sum over tokens, a 0-dim tensor; null: cross-entropy",
     )
-    replicas_every: Natural = Field(
+    replicas_every: Annotated[Natural, roles.SAFEGUARDS] = Field(
         default=100,
         description="steps between checks that replicas of a weight are equal on all ranks; differences are logged and repaired. "
         "0: only before a checkpoint is saved",
     )
-    log_every: Count = Field(default=1, description="steps between log lines; metrics.jsonl has every step")
-    spike_factor: Annotated[float, Field(gt=1)] | None = Field(
+    log_every: Annotated[Count, roles.SAFEGUARDS] = Field(
+        default=1, description="steps between log lines; metrics.jsonl has every step"
+    )
+    spike_factor: Annotated[Annotated[float, Field(gt=1)] | None, roles.SAFEGUARDS] = Field(
         default=None,
         description="skip a step whose loss exceeds this multiple of the recent median; null: no limit. A step whose loss or "
         "gradient norm is not finite is always skipped",
     )
-    bad_steps: Count = Field(
+    bad_steps: Annotated[Count, roles.SAFEGUARDS] = Field(
         default=10,
         description="consecutive skipped steps after which the run rolls back to a checkpoint and excludes their samples",
     )
-    rollbacks: Natural = Field(default=2, description="rollbacks before the run stops")
+    rollbacks: Annotated[Natural, roles.SAFEGUARDS] = Field(
+        default=2, description="rollbacks before the run stops"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -260,6 +281,8 @@ class Train(Section):
 class Compile(Section):
     """Compilation of the training graphs."""
 
+    default_role = roles.GRAPHS
+
     enabled: bool | Literal["auto"] = Field(
         default=AUTO,
         description="compile graphs ahead of time; false: eager mode; auto: on a cpu, only if training is long enough that it "
@@ -268,10 +291,10 @@ class Compile(Section):
     backend: str | None = Field(
         default=None, min_length=1, description="inductor or neuron; null: the device's default"
     )
-    processes: Count | None = Field(
+    processes: Annotated[Count | None, roles.NONE] = Field(
         default=None, description="graphs compiled concurrently; null: one per core"
     )
-    memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+    memory_gib: Annotated[Annotated[float, Field(gt=0)] | None, roles.NONE] = Field(
         default=None,
         description="memory limit of each compiler process; null: this machine's memory divided among the processes",
     )
@@ -287,6 +310,8 @@ class Compile(Section):
 
 class Checkpoint(Section):
     """Checkpoints: when to save, what to keep, what to resume from."""
+
+    default_role = roles.NONE
 
     every: Natural = Field(
         default=0, description="steps between checkpoints; 0: only at the end, and when stopped (on_stop)"
@@ -315,12 +340,14 @@ class Checkpoint(Section):
 class Evaluate(Section):
     """Evaluation during training; the final model is always evaluated."""
 
+    default_role = roles.NONE
+
     every: Natural = Field(default=0, description="steps between evaluations; 0: only at the end")
     batches: Count | None = Field(
         default=None,
         description="global batches per evaluation during training; null: the complete validation split",
     )
-    by_source: bool = Field(
+    by_source: Annotated[bool, roles.EVALUATION] = Field(
         default=False,
         description="also evaluate each data source separately, on as many batches: metrics.jsonl has validation_loss/<source>",
     )
@@ -329,7 +356,7 @@ class Evaluate(Section):
         description="conditions on the final evaluation for a chain to continue, such as validation_loss <= 2.5 or accuracy >= "
         "0.6; validation_rise is the increase over the loss of the initial weights; []: validation_rise <= 0",
     )
-    metrics: list[Annotated[str, Field(pattern=FUNCTION)]] = Field(
+    metrics: Annotated[list[Annotated[str, Field(pattern=FUNCTION)]], roles.METRICS] = Field(
         default=[],
         description="user metrics, module:function, called like train.loss; metrics.jsonl has their means per token under the "
         "function names",
@@ -339,7 +366,9 @@ class Evaluate(Section):
 class Profile(Section):
     """A run: the sections of the YAML file, and quantities derived from them."""
 
-    name: str = Field(
+    default_role = roles.NONE
+
+    name: Annotated[str, roles.NAME] = Field(
         pattern=f"^{NAME}$", description="name of the profile, and of the run unless set with --name"
     )
     description: str = Field(default="", description="one-line description")

@@ -21,32 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from profiles import state_files, user_functions
-from profiles.schema import Profile, Train
+from profiles.schema import Objective, Profile, Train
 from profiles.sections import families
 from profiles.sections.model import PARAMETRIZATION
+from profiles.sections.roles import keys_of
 
-# Keys of `train` that do not change the mathematics: how it is computed, logged and guarded against anomalies.
-NOT_MATHEMATICS = {
-    "deterministic",
-    "micro_batch_size",
-    "recompute",
-    "replicas_every",
-    "log_every",
-    "spike_factor",
-    "bad_steps",
-    "rollbacks",
-}
 # Keys of `train` that define the learning-rate schedule, which may change for steps not trained yet.
-SCHEDULE = {
-    "steps",
-    "epochs",
-    "learning_rate",
-    "minimum_learning_rate",
-    "warmup_steps",
-    "constant_steps",
-    "minimum_steps",
-    "schedule",
-}
+SCHEDULE = keys_of(Train, "schedule")
+# Keys of `train` that do not change the mathematics: how it is computed, logged and guarded against anomalies.
+NOT_MATHEMATICS = keys_of(Train, "identity", other=True) - SCHEDULE
 # Keys of `model` introduced with DeepSeek-V3.
 DEEPSEEK = {
     "q_lora_rank",
@@ -169,7 +152,7 @@ def graphs(profile: Profile) -> str:
             [_function(name, helpers=True) for name in names if name]
             for names in ([train.loss], profile.evaluate.metrics)
         ]
-        settings = _without(SCHEDULE | {"seed"}, train_values(train))
+        settings = _without(keys_of(Train, "graphs", other=True), train_values(train))
         objective = profile.objective.model_dump(mode="json")
         # The parametrization's rates decide which parameters share a bucket.
         model = _model(profile, trained=True)
@@ -245,7 +228,9 @@ def run_identity(
         train["loss"] = _function(profile.train.loss)
     inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights, "parent": parent}
     if profile.objective.kind != "pretrain":
-        objective = profile.objective.model_dump(mode="json", exclude={"precompute_reference"})
+        objective = _without(
+            keys_of(Objective, "identity", other=True), profile.objective.model_dump(mode="json")
+        )
         inputs["objective"] = {**objective, "packing": profile.packs}
     if profile.lora.rank:
         inputs["lora"] = profile.lora.model_dump(mode="json")

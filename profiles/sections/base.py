@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from profiles.sections.roles import Role
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 MAX_SIZE = 2**24  # tensor dimension; products of two fit 64-bit integers
@@ -20,6 +22,8 @@ FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, no type conversion."""
+
+    default_role: ClassVar[Role]  # of the keys whose annotations have none
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from profiles.sections import roles
 from profiles.sections.base import Count, Natural, Section, Size
 
 WORD = r"^[\w@.,+-]+$"
@@ -15,6 +16,7 @@ LABEL = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 PATH = r"^/[^\x00-\x1f\x7f]*$"
 QUANTITY = r"^[\w./-]+=[\w.-]+$"
 VARIABLE = r"^[A-Za-z_]\w*=[^\x00-\x1f\x7f]*$"
+Accelerator = Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"]
 TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 
 
@@ -25,6 +27,8 @@ def _as_text(value: Any) -> Any:
 
 class Kubernetes(Section):
     """Kubernetes launcher: one indexed Job and a headless Service for each of a run's jobs."""
+
+    default_role = roles.NONE
 
     image: str | None = Field(
         default=None,
@@ -70,15 +74,21 @@ class Kubernetes(Section):
 class Cluster(Section):
     """Cluster and launcher."""
 
+    default_role = roles.NONE
+
     launcher: Annotated[str, Field(pattern=WORD)] = Field(
         default="local",
         description="local: this machine; slurm: a Slurm cluster; kubernetes; or the name of a plugin (entry point of the group "
         "trainshed.launchers)",
     )
-    nodes: Size = Field(default=1, description="number of nodes")
-    devices_per_node: Size = Field(default=1, description="devices per node, with one process each")
-    device: Literal["cpu", "cuda", "neuron"] = Field(description="device type; never detected automatically")
-    accelerator: Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"] | None = Field(
+    nodes: Annotated[Size, roles.SHARDING] = Field(default=1, description="number of nodes")
+    devices_per_node: Annotated[Size, roles.GRAPHS] = Field(
+        default=1, description="devices per node, with one process each"
+    )
+    device: Annotated[Literal["cpu", "cuda", "neuron"], roles.GRAPHS] = Field(
+        description="device type; never detected automatically"
+    )
+    accelerator: Annotated[Accelerator | None, roles.GRAPHS] = Field(
         default=None,
         description="accelerator model, whose memory and speed are used for planning; null: this machine's GPU on cuda, trn2 on "
         "neuron",
@@ -89,7 +99,7 @@ class Cluster(Section):
     work_dir: str | None = Field(
         default=None, min_length=1, description="local folder for runs if the store is on S3; null: ./store"
     )
-    threads: Count | None = Field(
+    threads: Annotated[Count | None, roles.GRAPHS] = Field(
         default=None,
         description="torch threads per process; null: the node's usable cores divided among its processes",
     )

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from profiles.errors import ProfileError
+from profiles.sections import roles
 from profiles.sections.base import NAME, Count, Fraction, Rate, Section
 from profiles.sections.data import Source
 
@@ -17,6 +18,8 @@ LIMITS = ("rise_at_most", "fall_at_least", "at_least")
 
 class Gate(Section):
     """A condition on a round's evaluation."""
+
+    default_role = roles.NONE
 
     on: str = Field(
         pattern=GATED,
@@ -47,6 +50,8 @@ class Gate(Section):
 class Continual(Section):
     """Rounds of continual pretraining."""
 
+    default_role = roles.NONE  # in a run that is not a round
+
     replay: Fraction | Annotated[list[Fraction], Field(min_length=1)] = Field(
         default=0.05,
         description="share of a round's tokens drawn from what the promoted model and its ancestors were trained on; 0: none. A "
@@ -61,7 +66,7 @@ class Continual(Section):
         default=None,
         description="generated: largest number of tokens to sample from a promoted model; null: as many as a round replays",
     )
-    stand_in: list[Source] = Field(
+    stand_in: Annotated[list[Source], roles.NONE] = Field(
         default=[],
         description="sources that stand for the training data of initial weights that the ledger does not know; replayed and "
         "held out like earlier data",

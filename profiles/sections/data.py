@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from profiles.sections import roles
 from profiles.sections.base import Count, Fraction, Natural, Rate, Section, Wide
 
 # Up to 4 epochs repeated tokens are worth almost as much as new ones; after that their value decays (arXiv 2305.16264).
@@ -15,13 +16,15 @@ WORTHWHILE_PASSES = 4
 class Tokenizer(Section):
     """Where the tokenizer comes from."""
 
+    default_role = roles.TOKENIZER
+
     source: str = Field(
         min_length=1,
         description='"train": trained on the data; or a hub repository (org/name), a folder, an s3:// folder, or run:NAME, the '
         "export of a run",
     )
     revision: str | None = Field(default=None, description="commit, tag or branch of a hub repository")
-    vocabulary_size: Count | None = Field(
+    vocabulary_size: Annotated[Count | None, roles.VOCABULARY] = Field(
         default=None,
         description="vocabulary size to train; for an existing tokenizer, its size, so that planning can check it",
     )
@@ -29,6 +32,8 @@ class Tokenizer(Section):
 
 class Source(Section):
     """A source of text or tokens."""
+
+    default_role = roles.TEXT
 
     kind: Literal["python-docs", "files", "hub", "tokens", "megatron"] = Field(
         description="python-docs: Python's documentation, which comes with Trainshed; files: txt and md, JSON lines or arrays "
@@ -59,7 +64,7 @@ class Source(Section):
     )
     lines: bool = Field(default=False, description="plain text: one document per line; false: one per file")
     anonymous: bool = Field(default=False, description="s3:// paths: read without credentials")
-    weight: float | None = Field(
+    weight: Annotated[float | None, roles.ORDER] = Field(
         default=None,
         gt=0,
         description="share of training samples, relative to the other weights; set for all training sources or none",
@@ -71,6 +76,8 @@ class Source(Section):
 
 class MixtureChange(Section):
     """A change of the training sources' weights, from a given step on."""
+
+    default_role = roles.SAMPLES
 
     step: Count = Field(
         description="first optimizer step with these weights, counted from 1; after a rollback, earlier by "
@@ -85,14 +92,16 @@ class MixtureChange(Section):
 class Data(Section):
     """Training and validation data."""
 
+    default_role = roles.TOKENS
+
     sources: list[Source] = Field(min_length=1, description="sources of training and held-out documents")
-    schedule: list[MixtureChange] = Field(
+    schedule: Annotated[list[MixtureChange], roles.SAMPLES] = Field(
         default=[], description="changes of the sources' weights during training, in the order of their steps"
     )
-    text: str = Field(
+    text: Annotated[str, roles.TEXT] = Field(
         default="text", min_length=1, description="name or dotted path of the field with a record's text"
     )
-    validation_fraction: Fraction = Field(
+    validation_fraction: Annotated[Fraction, roles.TEXT] = Field(
         default=0.01,
         description="fraction of documents held out for validation: chosen by hash; for Megatron pairs, the last ones",
     )
@@ -100,18 +109,20 @@ class Data(Section):
     prepend_bos: bool = Field(
         default=False, description="prepend the tokenizer's BOS token to every document"
     )
-    deduplicate: bool = Field(default=False, description="drop exact duplicates of documents within a source")
+    deduplicate: Annotated[bool, roles.ORDER] = Field(
+        default=False, description="drop exact duplicates of documents within a source"
+    )
     minimum_length: Natural = Field(
         default=0, description="minimum characters per document; shorter ones are dropped"
     )
-    shuffle_tokens: Wide | None = Field(
+    shuffle_tokens: Annotated[Wide | None, roles.ORDER] = Field(
         default=None,
         description="tokens per shuffle window, if the data does not fit on a node's disk; null: shuffle all data",
     )
-    cache_gigabytes: Annotated[float, Field(gt=0)] = Field(
+    cache_gigabytes: Annotated[float, Field(gt=0), roles.NONE] = Field(
         default=200.0, description="disk space per node to cache data from s3://"
     )
-    maximum_missing: Annotated[float, Field(ge=0, le=1)] = Field(
+    maximum_missing: Annotated[float, Field(ge=0, le=1), roles.NONE] = Field(
         default=0.1,
         description="fraction of records without text, or unusable for the objective, above which the data is rejected",
     )

@@ -12,19 +12,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from profiles.errors import ProfileError
-from profiles.sections import families
+from profiles.sections import families, roles
 from profiles.sections.base import Count, Natural, Section, Size
 from profiles.sections.rope import RopeScaling, YarnRope
 
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-# Keys that only affect initial weights and learning rates.
-PARAMETRIZATION = ("parametrization", "base_hidden_size", "base_num_hidden_layers")
 # Required keys of latent attention.
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class Model(Section):
     """A Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 or GPT model."""
+
+    default_role = roles.MODEL
 
     architecture: str = Field(
         default="llama",
@@ -91,15 +91,15 @@ class Model(Section):
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
     hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
     initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
-    parametrization: Literal["standard", "mup", "completep"] = Field(
+    parametrization: Annotated[Literal["standard", "mup", "completep"], roles.INITIALIZATION] = Field(
         default="standard",
         description="scaling of initial weights and learning rates. standard: none; mup: by width; completep: by width and "
         "depth, relative to a base model, for which train.learning_rate is tuned (llama, mistral, qwen3)",
     )
-    base_hidden_size: Size | None = Field(
+    base_hidden_size: Annotated[Size | None, roles.INITIALIZATION] = Field(
         default=None, description="mup, completep: hidden_size of the base model"
     )
-    base_num_hidden_layers: Count | None = Field(
+    base_num_hidden_layers: Annotated[Count | None, roles.INITIALIZATION] = Field(
         default=None, description="completep: num_hidden_layers of the base model"
     )
     scaled_initialization: bool = Field(
@@ -400,6 +400,8 @@ class Model(Section):
             raise ProfileError("moe_intermediate_size", None, reason, [self.intermediate_size])
 
 
+# Keys that only affect initial weights and learning rates.
+PARAMETRIZATION = tuple(name for name, role in roles.roles(Model).items() if role == roles.INITIALIZATION)
 _DERIVED = (
     "num_key_value_heads",
     "head_dim",

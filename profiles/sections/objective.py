@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from profiles.sections import roles
 from profiles.sections.base import Count, Fraction, Section
 
 # Layers that `lora.targets` may name, with the projections in each, which it may name too, as Hugging Face does.
@@ -28,35 +29,37 @@ TEMPLATES = ("chatml", "llama3")  # chat templates by name
 class Objective(Section):
     """Training objective: continue text, answer prompts, or prefer one answer to another."""
 
-    kind: Literal["pretrain", "sft", "dpo", "orpo"] = Field(
+    default_role = roles.MATHEMATICS
+
+    kind: Annotated[Literal["pretrain", "sft", "dpo", "orpo"], roles.OBJECTIVE] = Field(
         default="pretrain",
         description="pretrain: continue text; sft: supervised fine-tuning on completions (records with messages, prompt and "
         "completion, or instruction, input or both with output); dpo, orpo: preference pairs (prompt, chosen, rejected)",
     )
-    template: str | None = Field(
+    template: Annotated[str | None, roles.RECORDS] = Field(
         default=None,
         min_length=1,
         description="sft, dpo, orpo: chat template of messages: chatml, llama3 or a Jinja file; null: the tokenizer's",
     )
-    turns: Literal["all", "last"] = Field(
+    turns: Annotated[Literal["all", "last"], roles.RECORDS] = Field(
         default="all",
         description="sft: turns of the assistant that the loss covers; last: each conversation's last one, for templates that "
         "render earlier turns differently, such as those of Qwen3 and GPT-OSS",
     )
-    packing: bool | None = Field(
+    packing: Annotated[bool | None, roles.PACKING] = Field(
         default=None,
         description="sft, dpo, orpo: pack records into samples, with document masks; false: one record a sample, padded; "
         "null: true for sft, false for pairs. A sample is one row of train.sequence_length, of pairs two",
     )
-    too_long: Literal["truncate", "drop"] = Field(
+    too_long: Annotated[Literal["truncate", "drop"], roles.RECORDS] = Field(
         default="truncate",
         description="sft, dpo, orpo: what to do with records longer than train.sequence_length",
     )
-    maximum_prompt_length: Count | None = Field(
+    maximum_prompt_length: Annotated[Count | None, roles.RECORDS] = Field(
         default=None,
         description="dpo, orpo: tokens that a prompt keeps if its record is too long; null: half of train.sequence_length",
     )
-    truncation: Literal["keep_start", "keep_end"] = Field(
+    truncation: Annotated[Literal["keep_start", "keep_end"], roles.RECORDS] = Field(
         default="keep_end", description="dpo, orpo: which end of a prompt is kept if its record is too long"
     )
     beta: float = Field(
@@ -65,7 +68,7 @@ class Objective(Section):
     loss: Literal["sigmoid", "hinge", "ipo"] = Field(
         default="sigmoid", description="dpo: loss of a pair's margin"
     )
-    precompute_reference: bool = Field(
+    precompute_reference: Annotated[bool, roles.REFERENCE] = Field(
         default=True,
         description="dpo: compute the reference model's log-probabilities once, in a step of the flow; false: in each training "
         "step, with a frozen copy of the initial weights, or with LoRA without the updates",
@@ -82,6 +85,8 @@ def rows_per_sample(kind: str | None) -> int:
 
 class Lora(Section):
     """LoRA (arXiv 2106.09685): train low-rank updates of some weights and freeze the others."""
+
+    default_role = roles.COMPILED_MATHEMATICS
 
     rank: Count | None = Field(
         default=None, description="rank of the updates; null: no LoRA, all weights are trained"

@@ -7,11 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from profiles.errors import ProfileError
+from profiles.sections import roles
 from profiles.sections.base import Count, Section
 
 
 class LinearRope(Section):
     """Linear RoPE scaling: position interpolation (arXiv 2306.15595)."""
+
+    default_role = roles.MODEL
 
     rope_type: Literal["linear"] = Field(description="kind of scaling")
     factor: float = Field(ge=1, description="divides every frequency")
@@ -19,6 +22,8 @@ class LinearRope(Section):
 
 class Llama3Rope(Section):
     """Llama 3.1 RoPE scaling: only low frequencies are scaled."""
+
+    default_role = roles.MODEL
 
     rope_type: Literal["llama3"] = Field(description="kind of scaling")
     factor: float = Field(ge=1, description="divides low frequencies")
@@ -38,6 +43,8 @@ class Llama3Rope(Section):
 
 class YarnRope(Section):
     """YaRN RoPE scaling (arXiv 2309.00071): low frequencies are divided, queries and keys scaled."""
+
+    default_role = roles.MODEL
 
     rope_type: Literal["yarn"] = Field(description="kind of scaling")
     factor: float = Field(ge=1, description="divides low frequencies")

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from profiles.sections import roles
 from profiles.sections.base import Section
 
 TRACKER = r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$"
@@ -18,6 +19,8 @@ TRACKERS = ("wandb", "mlflow", "trackio")  # also the names of their packages an
 
 class Tracking(Section):
     """Experiment trackers that receive the run's metrics in addition to TensorBoard."""
+
+    default_role = roles.NONE
 
     trackers: list[Annotated[str, Field(pattern=TRACKER)]] = Field(
         default=[],

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from profiles.errors import ProfileError
-from profiles.schema import Profile
+from profiles.schema import Objective, Profile
+from profiles.sections.roles import keys_of
 from tasks import keys
 from tasks.sources.shard import Shard
 from tasks.store.artifacts import Artifact
@@ -16,8 +17,7 @@ from tasks.store.store import Store
 from tasks.tokenization import chat_templates
 from tasks.tokenization.tokenizer_files import has_plain_added_tokens
 
-# Keys of `objective`.
-RECORD_OPTIONS = {"kind", "template", "turns", "too_long", "maximum_prompt_length", "truncation"}
+RECORD_OPTIONS = set(keys_of(Objective, "tokens"))
 TOKENS = "tokens"  # artifact kind of a tokenized shard
 log = logging.getLogger(__name__)
 

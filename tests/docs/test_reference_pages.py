@@ -13,8 +13,8 @@ from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import GROUPS, tag
 from parallel.checkpoint import locations
 from profiles import resolve, retry_policies
+from profiles.role_tables import with_tables
 from profiles.rules.objectives import PAIR_METRICS
-from profiles.schema import Train
 from tasks.keys import NOT_MATHEMATICS, SCHEDULE
 from tests.docs.columns import documented_columns, rows_of
 from tests.docs.test_docs import LINK, PAGES, check_words, deployments
@@ -92,20 +92,10 @@ def test_deployments_page_lists_every_deployment_with_its_parameters():
     assert listed.keys() - flows_of_profiles <= deployments().keys()
 
 
-def keys_in(cells: list[str]) -> set[str]:
-    """Code in cells of a table, such as `section.key`."""
-    return set(re.findall(r"`([^`]+)`", " ".join(cells)))
-
-
-def test_caching_page_separates_keys_that_make_another_run():
-    text = DOCS / "caching.md"
-    first, second = (
-        keys_in([row[0] for row in rows_of(text, "## What runs again", number)]) for number in (0, 1)
-    )
-    train = {f"train.{name}" for name in Train.model_fields}
-    assert first & train == {f"train.{name}" for name in {*NOT_MATHEMATICS, "steps"}}
-    assert second & train <= train - {f"train.{name}" for name in NOT_MATHEMATICS}
-    identity = text.read_text().partition("## Run identity\n")[2].partition("\n## ")[0]
+def test_caching_page_has_the_steps_that_each_key_runs_again():
+    text = (DOCS / "caching.md").read_text()
+    assert text == with_tables(text), "python -m profiles.role_tables docs/caching.md"
+    identity = text.partition("## Run identity\n")[2].partition("\n## ")[0]
     lists = re.findall(r"^ +- (?:keys|the learning rate)[^:]*: ((?:.|\n)*?)(?=\n +- |\n\n)", identity, re.M)
     assert [set(re.findall(r"`(\w+)`", names)) for names in lists] == [NOT_MATHEMATICS, SCHEDULE]
 
