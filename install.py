@@ -211,9 +211,20 @@ def _show(log: PipLog, reader: threading.Thread, temporary: Path) -> None:
         minutes, seconds = divmod(int(time.monotonic() - started), 60)
         line = f"  {minutes}:{seconds:02} {log.progress(_downloaded(temporary), _installed() - before)}"
         width = shutil.get_terminal_size().columns - 1
-        print(f"\r\033[K{line[:width]}" if terminal else line, end="" if terminal else "\n", flush=True)
+        print(
+            f"\r\033[K{shortened(line, width)}" if terminal else line,
+            end="" if terminal else "\n",
+            flush=True,
+        )
     if terminal:
         print("\r\033[K", end="")
+
+
+def shortened(line: str, width: int) -> str:
+    """The line, without its last parts if they do not fit: a cut number would be another one."""
+    while len(line) > width and ", " in line:
+        line = line.rpartition(", ")[0]
+    return line[:width]
 
 
 def _downloaded(temporary: Path) -> list[int]:

@@ -154,3 +154,16 @@ def test_a_folder_of_another_user_is_named(stub, monkeypatch):
         SystemExit, match="größer: cannot be written; its owner has to install first: make install"
     ):
         install.main()
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (99, "  1:44 downloading cudnn: 6.3 of 366.2 MB, 600 MB in total"),
+        (50, "  1:44 downloading cudnn: 6.3 of 366.2 MB"),
+        (20, "  1:44 downloading c"),
+    ],
+)
+def test_a_progress_line_too_long_for_the_terminal_loses_its_last_parts(width, shown):
+    line = "  1:44 downloading cudnn: 6.3 of 366.2 MB, 600 MB in total"
+    assert install.shortened(line, width) == shown
