@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
+from flows.cli import deployments as registry
 from flows.cli import up as up_command
 from flows.cli.deployments import query
 from flows.cli.main import main
@@ -33,7 +35,19 @@ ENDLESS = ("train.steps=10000", "checkpoint.every=40", "evaluate.every=0")  # un
 
 
 @pytest.fixture
-def up(command, port, tmp_path):
+def few_deployments(monkeypatch, tmp_path_factory):
+    """A Slurm cluster whose nodes run no profile: 13 deployments are registered instead of 87, of the same flows."""
+    programs = tmp_path_factory.mktemp("programs")
+    for name, output in (("sbatch", ""), ("sinfo", "gpu:trn1:1 (null)")):
+        (programs / name).write_text(f"#!/bin/sh\necho '{output}'\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    for name in ("_profile_starts_here", "_slurm_accelerators"):  # of earlier tests
+        monkeypatch.setattr(registry, name, cache(getattr(registry, name).__wrapped__))
+
+
+@pytest.fixture
+def up(few_deployments, command, port, tmp_path):
     """The running command and its API's address, in a folder with modules that would shadow ours."""
     write_shadowing_modules(tmp_path)
     # Prefect schedules runs once a minute by default.
@@ -83,7 +97,7 @@ def plain_server(port, prefect_home, tmp_path):
 
 
 def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_run(
-    command, plain_server, port, profile, tmp_path, capsys, monkeypatch
+    few_deployments, command, plain_server, port, profile, tmp_path, capsys, monkeypatch
 ):
     write_shadowing_modules(tmp_path)
     api = plain_server
