@@ -44,7 +44,7 @@ from profiles.errors import ProfileError
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.schema import Profile
 from tasks import keys
-from tasks.continual import replay, series
+from tasks.continual import replay, series, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
@@ -96,14 +96,39 @@ def continual(
             return Completed(name="NoFinishedRun", message=missing)
         if current.run != run.name:  # or it might be replaced while its checkpoint is read
             stack.enter_context(activities.begin(opened, "continual", current.run))
-        return _round(flow_context(run, opened), current)
+        return _attempts(flow_context(run, opened), current)
 
 
-def _round(context: Context, current: series.Promoted) -> State[Any]:
+def _attempts(context: Context, current: series.Promoted) -> State[Any]:
+    """A round, trained again with more replay while it is rejected for forgetting."""
+    stand_in.warn_if_unknown(context)
+    state, tried = _round(context, current), 0.0
+    while state.name == "NotPromoted":
+        recorded = series.recorded_inputs(context.store, _name(context, current))
+        tried = max(tried, _recorded_share(context.store, recorded))
+        larger = [share for share in context.profile.continual.shares if share > tried]
+        if not larger:
+            break
+        log.info("%s; training the round again with continual.replay %g", state.message, larger[0])
+        state, tried = _round(context, current, larger[0]), larger[0]
+    return state
+
+
+def _recorded_share(store: Store, recorded: Mapping[str, str] | None) -> float:
+    """Share of replayed samples of a round that began to train; 0 if its dataset is gone."""
+    dataset = recorded and store.artifacts.find(DatasetStep.kind, recorded["dataset"])
+    return replay.share_of(store, dataset) if dataset else 0.0
+
+
+def _name(context: Context, current: series.Promoted) -> str:
+    return f"{context.profile.name}-round-{current.round + 1}"
+
+
+def _round(context: Context, current: series.Promoted, share: float | None = None) -> State[Any]:
     """One round: train the promoted model on new data, and promote the result if it is no worse."""
     profile, store = context.profile, context.store
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
-    name = f"{profile.name}-round-{current.round + 1}"
+    name = _name(context, current)
     # An interrupted round resumes with its data. One that was evaluated and not promoted, or whose weights are not those of the
     # promoted model any more, looks for new data.
     recorded = series.recorded_inputs(store, name)
@@ -116,7 +141,8 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         new = begun or new_data(store, current, everything, profile.train.sequence_length)
         if new is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
-        share = replay.share_of(store, begun) if begun else profile.continual.shares[0]
+        if share is None:
+            share = _first_share(runner, current, tokenizer, new, recorded, is_resumed=begun is not None)
         run = with_shortened_schedule(profile, new, share).model_copy(update={"name": name})
         dataset = begun or _with_replay(runner, current, tokenizer, new, run, share)
         runner.record_use(dataset)
@@ -133,6 +159,25 @@ def _round(context: Context, current: series.Promoted) -> State[Any]:
         return Completed(name="Promoted", message=message)
 
 
+def _first_share(
+    runner: Runner,
+    current: series.Promoted,
+    tokenizer: Artifact,
+    new: Artifact,
+    recorded: Mapping[str, str] | None,
+    *,
+    is_resumed: bool,
+) -> float:
+    """Share that the round begins with: that of the recorded attempt if nothing else has changed, else the smallest."""
+    first, used = runner.context.profile.continual.shares[0], _recorded_share(runner.context.store, recorded)
+    if is_resumed or recorded is None or used <= first:
+        return used if is_resumed else first
+    run = with_shortened_schedule(runner.context.profile, new, used)
+    dataset = _with_replay(runner, current, tokenizer, new, run, used)
+    identity = keys.run_identity(run, tokenizer.key, dataset.key, recorded["checkpoint"])
+    return used if identity == recorded["identity"] else first
+
+
 def _with_replay(
     runner: Runner, current: series.Promoted, tokenizer: Artifact, new: Artifact, run: Profile, share: float
 ) -> Artifact:
@@ -141,6 +186,9 @@ def _with_replay(
         return new
     context, train = runner.context, run.train
     known = replay.history(context.store, current, new, train.sequence_length)
+    if (standing := stand_in.make(context, tokenizer)) is not None:
+        runner.record_use(standing)
+        known = known + stand_in.history(context.store, standing, train.sequence_length)
     samples = train.steps * train.global_batch_size
     return replay.with_replay(context.store, new, known, share, samples, partial(restore, context, tokenizer))
 

@@ -36,9 +36,9 @@ def with_shortened_schedule(profile: Profile, new: Artifact, replay: float = 0.0
     left = steps
     for name in PHASES:
         wanted = getattr(train, name)
-        fitting[name] = min(wanted, left)
-        left -= fitting[name]
-        if fitting[name] < wanted:
+        fitting[name] = phase = min(wanted, left)
+        left -= phase
+        if phase < wanted:
             message = "train.%s: reduced from %d to %d: the new data has %d steps"
-            log.info(message, name, wanted, fitting[name], steps)
+            log.info(message, name, wanted, phase, steps)
     return profile.model_copy(update={"train": train.model_copy(update=fitting)})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prefect.states import Completed
 
 from profiles.errors import ProfileError
 from profiles.resolve import load
@@ -109,8 +110,15 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
 
     # A worse model is evaluated but not promoted; its data may be used again.
     write_texts(texts / "2.jsonl", 3)
-    state = night("train.learning_rate=10", "train.clip=null")
-    assert state.name == "NotPromoted", state.message
+    worse = ("train.learning_rate=10", "train.clip=null", "continual.replay=[0.05, 0.25]")
+    for _ in range(2):  # once more at the next schedule, which trains nothing
+        state = night(*worse)
+        assert state.name == "NotPromoted", state.message
+        shares = [
+            corpus_of(store, run)["replay"]["share"] for run in ("nightly-round-2~1", "nightly-round-2")
+        ]
+        assert shares == [0.05, 0.25]
+        assert not (store / "runs/nightly-round-2~2").exists()
     assert json.loads((store / "runs/nightly/standing.json").read_text())["run"] == "nightly-round-1"
 
     # Two at once: one trains, the other waits and finds nothing left to do.
@@ -130,8 +138,8 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     assert [entry.run for entry in lineage] == ["nightly-round-2", "nightly-round-1", "nightly"]
     assert [len(entry.shards) for entry in lineage] == [1, 1, 1]
     entries = [json.loads(path.read_text()) for path in (store / "ledger").iterdir()]
-    assert len(entries) == 4  # including the round that was not promoted
-    assert (store / "runs/nightly-round-2~1").exists()  # the round that was not promoted
+    assert len(entries) == 5  # including the two attempts that were not promoted
+    assert (store / "runs/nightly-round-2~2").exists()
 
 
 def test_warm_up_is_shortened_to_the_steps_of_little_new_data(series, caplog):
@@ -218,6 +226,7 @@ def test_runs_that_a_round_reads_are_not_replaced_and_run_references_are_located
             other = load("tiny", ["train.learning_rate=1e-2"], name)
             with pytest.raises(ProfileError, match="continues the run that this one replaces"):
                 runs.open_run(store, other, "two", "flow run", {}, replace=True)
+        return Completed(name="Promoted")
 
     monkeypatch.setattr(continual, "_round", train_round)
     monkeypatch.setattr("flows.run_setup.hub_token", lambda profile: None)  # would ask Prefect

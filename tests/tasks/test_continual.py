@@ -12,7 +12,8 @@ import pytest
 from modeling.data.corpus import Corpus, Samples
 from profiles.errors import ProfileError
 from profiles.resolve import load
-from tasks.continual import replay
+from profiles.schema import Continual, Source
+from tasks.continual import replay, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
@@ -133,6 +134,28 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
         mixed(0.2, 400)
         assert expected in caplog.text
         assert shard.exists()
+
+
+def test_stand_in_sources_are_pinned_and_replayed_like_history(store, tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_bytes(lines(DOCUMENTS[:60]))
+    standing = Continual(stand_in=[Source(kind="files", path=str(tmp_path / "old"))])
+    wanted = profile(files(tmp_path / "new"), validation_fraction=0.2)
+    wanted = wanted.model_copy(update={"continual": standing})
+    context = Context(wanted, store)
+    tokenizer = TokenizerStep().run(context)
+    new = DatasetStep(tokenizer).run(context)
+    made = stand_in.make(context, tokenizer)
+    known = stand_in.history(store, made, 16)
+    mixed = replay.with_replay(store, new, known + known, 0.5, 100, lambda drawn: None)
+    assert replay.share_of(store, mixed) == 0.5
+    assert mixed.summary["replayed_samples"] == 50
+    (tmp_path / "old/b.jsonl").write_bytes(lines(DOCUMENTS[60:]))
+    assert stand_in.make(context, tokenizer) == made
+    missing = Continual(stand_in=[Source(kind="files", path=str(tmp_path / "nowhere"))])
+    with pytest.raises(ProfileError, match=r"continual\.stand_in\.0\.path"):
+        stand_in.make(Context(wanted.model_copy(update={"continual": missing}), store), tokenizer)
 
 
 def ledger_of(artifact: Artifact, store: Store) -> list[str]:

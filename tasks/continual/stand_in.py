@@ -1,0 +1,64 @@
+"""Stand-in sources: data that a user names in place of the unknown data of the initial weights, for replay and held-out text."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from modeling import run_files
+from profiles.errors import ProfileError
+from profiles.rules.continual import stand_in_data
+from tasks import inputs
+from tasks.continual.replay import History, of_dataset
+from tasks.step import Context
+from tasks.steps.dataset import DatasetStep, read_file
+from tasks.store import runs
+from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
+
+RUN = "continual.stand_in"  # in place of the name of a run that was trained on the data
+log = logging.getLogger(__name__)
+
+
+def make(context: Context, tokenizer: Artifact) -> Artifact | None:
+    """Dataset of the stand-in sources, pinned for the series when it is made first; None without any."""
+    profile, store = context.profile, context.store
+    if not profile.continual.stand_in:
+        return None
+    standing = profile.model_copy(update={"data": stand_in_data(profile)})
+    folder = store.run_folder(profile.name)
+    pins = folder.read(run_files.STAND_IN)
+    known = pins and inputs.Lockfile.from_bytes(pins, folder.location(run_files.STAND_IN))
+    try:
+        pinned = inputs.resolve(standing, store, context.token, known or None)
+        made = DatasetStep(tokenizer).run(replace(context, profile=standing, resolved=pinned))
+    except ProfileError as error:
+        if error.key.startswith("data.sources"):
+            key = error.key.replace("data.sources", "continual.stand_in", 1)
+            raise ProfileError(key, error.value, error.reason, error.choices) from error
+        raise
+    folder.write(run_files.STAND_IN, pinned.lockfile.to_bytes())
+    return made
+
+
+def history(store: Store, made: Artifact, sequence_length: int) -> History:
+    """The streams of the stand-in sources, none of them replayed yet."""
+    contents: dict[str, Any] = read_file(store, made)
+    return of_dataset(made.key, RUN, contents, sequence_length)
+
+
+def warn_if_unknown(context: Context) -> None:
+    """Warn if nothing stands for what the initial weights of the series' first run were trained on."""
+    if context.profile.continual.stand_in:
+        return
+    try:
+        initial = runs.load_profile(runs.fetch(context.store, context.profile.name)).init.from_
+    except ProfileError:  # the series has gone on without the folder of its first run
+        return
+    if initial is not None:
+        log.warning(
+            "continual.stand_in: what %s was trained on, the initial weights of the series, is in no ledger, so forgetting it is "
+            "neither prevented nor measured; name sources that stand for it",
+            initial,
+        )
