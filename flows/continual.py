@@ -44,7 +44,7 @@ from profiles.errors import ProfileError
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.schema import Profile
 from tasks import keys
-from tasks.continual import replay, series, stand_in
+from tasks.continual import generated, replay, series, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
@@ -185,12 +185,36 @@ def _with_replay(
     if not share:
         return new
     context, train = runner.context, run.train
+    samples = train.steps * train.global_batch_size
+    if run.continual.replay_from == "generated":
+        known = _generate(runner, current, new, run, math.ceil(share * samples))
+        return replay.with_replay(context.store, new, known, share, samples, lambda drawn: None)
     known = replay.history(context.store, current, new, train.sequence_length)
     if (standing := stand_in.make(context, tokenizer)) is not None:
         runner.record_use(standing)
         known = known + stand_in.history(context.store, standing, train.sequence_length)
-    samples = train.steps * train.global_batch_size
     return replay.with_replay(context.store, new, known, share, samples, partial(restore, context, tokenizer))
+
+
+def _generate(
+    runner: Runner, current: series.Promoted, new: Artifact, run: Profile, windows: int
+) -> replay.History:
+    """Text sampled from the promoted model on the round's cluster, for a number of replayed windows."""
+    store, settings, length = runner.context.store, run.continual, run.train.sequence_length
+    base = runs.fetch(store, current.run)
+    profile = _on_cluster_of(run, resolve.load(str(base / run_files.PROFILE)))
+    text = resolve.dump(profile)
+    file = base / run_files.LOGS / f"generate-{keys.digest(text)[:8]}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    state_files.write(file, text)
+    model = keys.digest([current.identity, series.latest_step(store, current)])
+    context = replace(runner.context, profile=profile, folder=base)
+    rows = generated.row_count(windows, length, settings.generated_tokens)
+    made = [
+        runner.run(generated.GenerationStep(model, new, first, count, file), context)
+        for first, count in generated.shards(rows)
+    ]
+    return generated.history(model, made, length)
 
 
 def _tolerance(run: Profile) -> float:

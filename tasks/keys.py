@@ -113,6 +113,12 @@ def new_data(corpus: Mapping[str, Any]) -> str:
     return digest({"step": "fresh", "corpus": corpus})
 
 
+def generated(model: str, sequence_length: int, first: int, count: int) -> str:
+    """Key of rows of text sampled from a model, from the digest of its weights."""
+    rows = {"sequence_length": sequence_length, "first": first, "count": count}
+    return digest({"step": "generated", "recipe": 1, "model": model, **rows})
+
+
 def checkpoint(profile: Profile, weights: str) -> str:
     """Key of pretrained weights converted for a model, from the digest of their source."""
     # Recipe 1 did not compare a tied head with the embedding, nor an index with the file beside it.

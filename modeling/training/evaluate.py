@@ -146,6 +146,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     """Evaluate a complete checkpoint and write the result. Raises ValueError if missing or corrupted."""
+    step = load_checkpoint(trainer, options)
+    profile = trainer.profile
+    cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
+    samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)
+    evaluate_into(options.output, trainer, samples, step)
+
+
+def load_checkpoint(trainer: Trainer, options: argparse.Namespace) -> int:
+    """Load the weights of a complete checkpoint; returns its step. Raises ValueError if missing."""
     profile = trainer.profile
     saved = dict(
         checkpoint.complete_checkpoints(options.checkpoints or options.run_folder / run_files.CHECKPOINTS)
@@ -167,9 +176,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
         others = ", ".join(f"{options.run_folder.name}@{other}" for other in sorted(saved) if other != step)
         instead = f", or evaluate another: {others}" if others else ""
         raise checkpoint.CorruptCheckpoint(f"{error}; restore it from a backup{instead}") from error
-    cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
-    samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)
-    evaluate_into(options.output, trainer, samples, step)
+    return step
 
 
 def evaluate_into(

@@ -1,13 +1,14 @@
 """Generated samples for reports, on any topology: validation prompts, continued token by token.
 
 Each new token costs one forward pass of the shape that evaluation uses, so no further graph is compiled. The next token is drawn
-from softmax(logits / TEMPERATURE) over the TOP_K most likely tokens, with a fixed seed.
+from softmax(logits / temperature) over the most likely tokens, with a fixed seed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,17 @@ from parallel.device import page_locked, upload
 from profiles.schema import Profile
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 3, 16, 32  # PROMPT_TOKENS: of texts; a record has its own prompt
-TEMPERATURE, TOP_K = 0.8, 40
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn: temperature, and number of the likeliest tokens; None: all."""
+
+    temperature: float
+    top_k: int | None
+
+
+REPORTED = Sampling(0.8, 40)
+FULL = Sampling(1.0, None)  # the model's own distribution
 
 
 def generate_samples(
@@ -47,7 +58,7 @@ def generate_samples(
     every = torch.arange(count)
     for new in range(int((ends - lengths).max())):  # each row at its own position
         positions = (lengths + new).clamp(max=s - 1)
-        drawn = _next_tokens(trainer, tokens, positions - 1)
+        drawn = next_tokens(trainer, tokens, positions - 1)
         tokens[every, positions] = drawn.where(lengths + new < ends, tokens[every, positions])
         if after_pass is not None:
             after_pass()
@@ -68,9 +79,21 @@ def sampled_microbatches(profile: Profile) -> int:
     return min(microbatches, math.ceil(SAMPLES / profile.micro_batch_rows))
 
 
+def sampled_rows(profile: Profile) -> tuple[int, int]:
+    """Rows of a forward pass, and how many of the first ones can be sampled in it."""
+    rows = rows_of_pass(profile)
+    return rows, min(rows, sampled_microbatches(profile) * profile.micro_batch_rows)
+
+
 @torch.no_grad()
-def _next_tokens(trainer: Trainer, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Draw the token that follows a position (count) in each of the first rows; the same on every rank."""
+def next_tokens(
+    trainer: Trainer, tokens: Tensor, positions: Tensor, first: int = 0, sampling: Sampling = REPORTED
+) -> Tensor:
+    """Draw the token that follows a position (count) in each of the first rows; the same on every rank.
+
+    Args:
+        first: number of the first row, which seeds the draws.
+    """
     mesh, count = trainer.mesh, len(positions)
     drawn = torch.zeros(count, dtype=torch.float64)
     documents = torch.zeros_like(tokens[:, 1:]) if trainer.profile.document_masks else None
@@ -91,17 +114,17 @@ def _next_tokens(trainer: Trainer, tokens: Tensor, positions: Tensor) -> Tensor:
         shard = trainer.functions.next_logits(parts, head.weight, upload(states, trainer.torch_device))
         # Transposed on the host: devices copy contiguous memory without a program of their own.
         logits = collectives.all_gather(shard, mesh.tensor).cpu().T[:, : stage.model.vocab_size]  # (count, v)
-        seeds = torch.arange(count) * tokens.shape[1] + positions
+        seeds = (first + torch.arange(count)) * tokens.shape[1] + positions
         # Only of one data rank: the logits of others may differ in the last bits.
-        drawn = _draw(logits.float(), seeds).where(here.any(1) & (mesh.data.rank == 0), 0).double()
+        drawn = _draw(logits.float(), seeds, sampling).where(here.any(1) & (mesh.data.rank == 0), 0).double()
     # One context rank of the last stage drew each token.
     return torch.tensor(trainer.sum_on_host(drawn)).round().long()
 
 
-def _draw(logits: Tensor, seeds: Tensor) -> Tensor:
-    """Sample one of each row's TOP_K likeliest tokens, with a seed (count) each: (count, v) -> (count)."""
-    top, ids = logits.topk(min(TOP_K, logits.shape[-1]))
-    probabilities = torch.softmax(top / TEMPERATURE, -1)
+def _draw(logits: Tensor, seeds: Tensor, sampling: Sampling) -> Tensor:
+    """Sample one of each row's likeliest tokens, with a seed (count) each: (count, v) -> (count)."""
+    top, ids = logits.topk(min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
+    probabilities = torch.softmax(top / sampling.temperature, -1)
     choices = [
         torch.multinomial(row, 1, generator=torch.Generator().manual_seed(seed))
         for row, seed in zip(probabilities, seeds.tolist(), strict=True)

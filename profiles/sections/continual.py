@@ -71,11 +71,6 @@ class Continual(Section):
         description="sources that stand for the training data of initial weights that the ledger does not know; replayed and "
         "held out like earlier data",
     )
-    schedule: Literal["rewarm", "trunk"] = Field(
-        default="rewarm",
-        description="rewarm: a new optimizer, whose learning rate warms up and decays; trunk: continue at a constant rate with "
-        "the optimizer, and promote a branch that decays",
-    )
     gates: list[Gate] = Field(
         default=[Gate(on="old", rise_at_most=0.01), Gate(on="new", fall_at_least=0.0)],
         description="conditions for a round's model to be promoted; []: none",

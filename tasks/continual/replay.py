@@ -23,6 +23,7 @@ from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import TOKENS
 
 Entry = dict[str, Any]  # a shard in corpus.json
+GENERATED = "continual.replay_from"  # in place of the name of a run that was trained on the data
 FORMAT = 2  # of a corpus.json with replay
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,12 @@ class History:
         new = [pair for pair in pairs if (pair[0].identity, pair[0].source) not in known]
         streams = self.streams + tuple(stream for stream, _ in new)
         return History(streams, self.shards + tuple(shards for _, shards in new))
+
+    def without_generated(self) -> History:
+        """Without text that was sampled from earlier models."""
+        pairs = zip(self.streams, self.shards, strict=True)
+        kept = [pair for pair in pairs if pair[0].run != GENERATED]
+        return History(tuple(stream for stream, _ in kept), tuple(shards for _, shards in kept))
 
     def drawn(self, replay: Replay, span: int | None) -> Iterator[tuple[HistoryStream, Entry]]:
         """The shards that a round reads, with their streams."""
@@ -73,9 +80,11 @@ def history(store: Store, promoted: Promoted, new: Artifact, sequence_length: in
         contents = _contents(store, entry)
         own, replayed = _recorded(entry, contents, sequence_length)
         found = found + own
-        if replayed is not None:  # which covers all ancestors
+        if replayed is not None:
             known = _restarted(replayed, contents.get("span") != span, sequence_length)
-            return found + known
+            found = found + known.without_generated()
+            if any(stream.run != GENERATED for stream in known.streams):  # they cover all ancestors
+                return found
     return found
 
 

@@ -190,8 +190,12 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert not (copy / "runs/nightly-round-1~1").exists()
 
     pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1"], None, str(copy), replace=True)
-    state = night("continual.gates=[{on: old, rise_at_most: 9}]", store=copy)
+    own = ("continual.replay_from=generated", "continual.replay=0.25")  # text of the replaced model
+    state = night("continual.gates=[{on: old, rise_at_most: 9}]", *own, store=copy)
     assert state.message.startswith("nightly-round-1 replaces nightly:"), state.message
+    (stream,) = corpus_of(copy, "nightly-round-1")["replay"]["streams"]
+    assert (stream["run"], stream["begin"]) == ("continual.replay_from", 0)
+    assert stream["tokens"] == 16 * 32  # a power of two of rows for 8 replayed windows
     assert len(losses(copy / "runs/nightly-round-1")) == 8
     assert len(losses(copy / "runs/nightly-round-1~1")) > 8
 

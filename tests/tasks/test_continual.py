@@ -13,7 +13,7 @@ from modeling.data.corpus import Corpus, Samples
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from profiles.schema import Continual, Source
-from tasks.continual import replay, stand_in
+from tasks.continual import generated, replay, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
@@ -165,3 +165,20 @@ def ledger_of(artifact: Artifact, store: Store) -> list[str]:
 def first_shard(artifact: Artifact, store: Store) -> str:
     corpus = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())
     return corpus["train"][0]["path"].split("/")[1]
+
+
+def test_generated_rows_are_documents_in_shards_of_a_power_of_two(store):
+    assert [generated.row_count(needed, 16, most) for needed, most in ((8, None), (8, 64), (0, None))] == [
+        16,
+        4,
+        2,
+    ]
+    assert generated.shards(8192 + 5) == [(0, 4096), (4096, 4096), (8192, 5)]
+    rows = np.array([[5, 0, 6, 7], [8, 9, 9, 0]])
+    assert generated.document_lengths(rows, 0).tolist() == [2, 2, 4]
+    assert generated.document_lengths(rows, None).tolist() == [4, 4]
+    made = [Artifact("tokens", key, "", {"tokens": 64, "documents": 1}) for key in "ab"]
+    known = generated.history("model", made, 16)
+    (stream,) = known.streams
+    assert (stream.windows, stream.left, len(known.shards[0])) == (7, 7, 2)
+    assert not known.without_generated().streams
