@@ -6,6 +6,7 @@ rows is a power of two, so that a round with a little more new data needs no oth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from modeling import run_files
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.replay import HistoryStream
 from tasks import keys
-from tasks.continual.replay import GENERATED, History
+from tasks.continual.replay import GENERATED, Entry, History
 from tasks.step import Context, Step
 from tasks.steps.dataset import read_file
 from tasks.steps.jobs import cluster_job, run_job
@@ -64,7 +65,7 @@ class GenerationStep(Step):
         output.unlink()
         return context.store.artifacts.expect(self.kind, key)
 
-    def describe(self, summary: dict[str, Any]) -> str:
+    def describe(self, summary: Mapping[str, Any]) -> str:
         return f"{summary['tokens']:,} tokens sampled"
 
 
@@ -81,12 +82,12 @@ def shards(rows: int) -> list[tuple[int, int]]:
 
 def history(model: str, made: list[Artifact], sequence_length: int) -> History:
     """The sampled text as one stream, none of it replayed yet."""
-    entries = tuple(
+    entries: tuple[Entry, ...] = tuple(
         {"path": f"{TOKENS}/{artifact.key}/train", "start": 0}
         | {name: artifact.summary[name] for name in ("tokens", "documents")}
         for artifact in made
     )
-    tokens = sum(entry["tokens"] for entry in entries)
+    tokens: int = sum(entry["tokens"] for entry in entries)
     windows = (tokens - 1) // sequence_length
     identity = keys.digest([model, *(artifact.key for artifact in made)])
     seed = int(keys.digest({"replay": identity})[:15], 16)

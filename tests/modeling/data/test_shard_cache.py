@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from modeling.data.corpus import Corpus, Samples
+from modeling.data.replay import HistoryStream, plan
 from modeling.data.shard_cache import ShardCache
 from tests.modeling.data.datasets import write_dataset
 
@@ -135,6 +136,26 @@ def test_evaluation_fetches_only_the_shards_of_its_next_batches(remote, tmp_path
         for prefetch in list(cache._prefetches.values()):
             prefetch.result()
     assert len(set(downloads)) <= 5  # of 11
+
+
+def test_only_the_replayed_windows_shards_are_prefetched(remote, tmp_path, downloads):
+    contents = json.loads((remote / "corpus.json").read_text())
+    history = sum(shard["tokens"] for shard in contents["train"][2:])
+    windows = (history - 1) // 10
+    stream = HistoryStream(
+        "one", "run", "", None, len(contents["train"]) - 2, history, windows, 7, 0, windows
+    )
+    replay = plan([1.0], [stream], 0.1, 100).to_json()
+    (remote / "corpus.json").write_text(json.dumps({**contents, "format": 2, "replay": replay}))
+    cache = ShardCache(tmp_path / "cache", 10**6, "memory://artifacts")
+    samples = Samples(Corpus.open(remote, "train", cache), 10, seed=5)
+    samples.batch(0, 1)
+    for prefetch in list(cache._prefetches.values()):
+        prefetch.result()
+    # Of new data, and of the one window that the next batches replay; the stream's spans have four shards.
+    assert len(set(downloads)) <= 2 + 2
+    drawn = samples.window_starts(np.arange(8))
+    assert (drawn >= sum(shard["tokens"] for shard in contents["train"][:2])).sum() == 1
 
 
 def test_evaluation_on_many_ranks_prefetches_what_a_rank_reads_next(remote, tmp_path, downloads):
