@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -90,6 +91,15 @@ def make_folder(path: Path) -> None:
         places = (each for each in (path, *path.parents) if os.path.lexists(each) and not each.is_dir())
         reason = "a file, a pipe or a dangling link is where a folder belongs; move it away"
         raise NotADirectoryError(errno.ENOTDIR, reason, str(next(places, path))) from error
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, a file, a link or a pipe, on which `shutil.rmtree` would wait, as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

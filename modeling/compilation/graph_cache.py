@@ -221,7 +221,7 @@ def unpack(artifact: Path, run: Path) -> Path | None:
             return folder
         process = platform.node() if held else f"{platform.node()}-{os.getpid()}"
         partial = folder.with_name(f".{artifact.name}-{process}")
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that died
+        state_files.remove(partial)  # of a process that died
         with tarfile.open(packed) as tar:
             tar.extractall(partial, filter="data")
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -142,7 +141,7 @@ class TaskStep(Step):
         name = scratch_name(context.run_folder.name, self.checkpoint)
         folder = context.store.scratch_folder(name) / "model"
         if not (folder / COMPLETE).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            state_files.remove(folder)
             write_model(
                 context, run_files.checkpoint(self.checkpoint.step), self.tokenizer, self.weights, folder
             )

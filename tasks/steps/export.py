@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling import run_files
+from profiles import state_files
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.schema import Profile
 from tasks import keys
@@ -76,7 +77,7 @@ class ExportStep(Step):
         if self.checkpoint and self.checkpoint.of(run, step) not in (self.checkpoint, None):
             reason = f"the checkpoint of step {step} was replaced during the export"
             raise FatalError(f"run {run.name}: {reason}; export again")
-        shutil.rmtree(final, ignore_errors=True)
+        state_files.remove(final)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
         return run_artifacts.publish(store, self.kind, key, folder.name, EXPORT, {"bytes": size})

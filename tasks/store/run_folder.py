@@ -424,7 +424,7 @@ def checkpoint_steps(files: Iterable[str]) -> list[int]:
 
 def _link_files(source: Path, target: Path) -> None:
     """Copy a checkpoint's files by hard links, or by contents across file systems; its marker last."""
-    shutil.rmtree(target, ignore_errors=True)
+    state_files.remove(target)
     target.mkdir(parents=True)
     names = sorted(path.name for path in source.iterdir() if path.name != locations.MARKER)
     for name in [*names, locations.MARKER]:

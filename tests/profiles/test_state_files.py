@@ -47,6 +47,15 @@ def test_missing_keys_values_of_other_types_and_pipes_are_corruptions(tmp_path, 
         list(LogFollower(path).rows())
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, os.mkfifo, lambda path: path.symlink_to("/")])
+def test_anything_can_be_removed(tmp_path, make):
+    """`shutil.rmtree` waits for the writer of a pipe, and fails for a file or a link."""
+    make(tmp_path / "there")
+    state_files.remove(tmp_path / "there")
+    assert not os.path.lexists(tmp_path / "there")
+    state_files.remove(tmp_path / "nothing")
+
+
 def test_line_is_appended_after_one_that_was_cut_off(tmp_path):
     path = tmp_path / "events.jsonl"
     for line in ("1", "2"):
