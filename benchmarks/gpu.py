@@ -16,6 +16,9 @@ targets: MFU at 1B, the speed of 8B at full depth, and the planner's step time, 
 counts 6 FLOPs per multiply-add of the forward pass, with causal attention as half of the full square, relative to the card's
 dense bf16 peak. Neither side of the other rows is restricted to deterministic kernels.
 
+With --minutes it runs other rows, one GPU's and without rounds, the most valuable first: each is printed, and appended to
+results.jsonl, when it exists (benchmarks/gpu_lease).
+
 --rehearse runs every row on the CPU with tiny sizes, to test the command before you pay for a GPU; its figures say nothing about
 GPUs. Its two "GPUs" are two processes, and tests that need a GPU are reported as skipped.
 
@@ -28,13 +31,17 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_lease import lease
+from benchmarks.gpu_lease import rows as lease_rows
 from benchmarks.harness.timing import make_parser, print_table
 from benchmarks.operators import kernels, ring_attention
 from benchmarks.operators.ring_attention import LLAMA_8B_HEADS, RANKS, SMALL_HEADS
@@ -198,19 +205,32 @@ class Figure:
 def main() -> int:
     parser = make_parser(__doc__, rounds=3)
     names = [*CHECKS, *(comparison.name for comparison in COMPARISONS)]
+    names += [row.name for row in lease_rows.ROWS if row.name not in names]
+    about = "run the rows of a lease (benchmarks/gpu_lease/rows.py) within so many minutes, the most valuable first"
+    parser.add_argument("--minutes", type=float, help=about)
+    about = "with --minutes: append each result to FOLDER/results.jsonl; rows that it has are skipped"
+    parser.add_argument("--out", type=Path, default=Path("lease"), metavar="FOLDER", help=about)
+    about = "with --minutes: NCCL library that allows several ranks on one GPU"
+    parser.add_argument("--nccl", type=Path, metavar="FILE", help=about)
     parser.add_argument(
         "--only", nargs="+", choices=names, metavar="ROW", help=f"run only these, of {', '.join(names)}"
     )
     parser.add_argument("--rehearse", action="store_true", help="run the rows on the CPU with tiny sizes")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
     options = parser.parse_args()
-    ring_attention.preload()
     if not options.rehearse and not torch.cuda.is_available():
         print(
             "benchmarks.gpu: torch finds no CUDA device; run it on a machine with a GPU, or with --rehearse",
             file=sys.stderr,
         )
         return 2
+    if options.minutes:
+        graphs = Path(tempfile.gettempdir()) / "trainshed-lease-graphs"
+        deadline = time.monotonic() + 60 * options.minutes
+        lent = lease.Machine(options.rehearse, deadline, graphs, options.nccl)
+        chosen = [row for row in lease_rows.ROWS if not options.only or row.name in options.only]
+        return lease.run(chosen, lent, options.out)
+    ring_attention.preload()
     rows = checks_and_comparisons(options.rehearse)
     chosen = [item for item in rows if not options.only or item.name in options.only]
     gpus = 2 if options.rehearse else torch.cuda.device_count()

@@ -29,6 +29,7 @@ ADAMW = {
     "weight_decay": 0.1,
 }  # weight decay for every parameter
 CLIP = 1.0
+PERIOD = 8192  # tokens of a sample that are drawn; longer ones repeat them
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -75,6 +76,14 @@ SMALL_MIXTRAL = llama(
     num_experts_per_tok=2,
     max_position_embeddings=512,
 )
+TINY_LLAMA = llama(32, 64, 2, 4, 2, 128, max_position_embeddings=64)
+TINY_MIXTRAL = llama(
+    *(32, 64, 2, 4, 2, 128),
+    architecture="mixtral",
+    num_experts=4,
+    num_experts_per_tok=2,
+    max_position_embeddings=64,
+)
 LLAMA_1B = llama(
     *(2048, 8192, 16, 32, 8, 128256),  # Llama 3.2 1B: 1.24e9 parameters
     max_position_embeddings=8192,
@@ -83,17 +92,24 @@ LLAMA_1B = llama(
 )
 
 
-def llama_8b(layers: int) -> Model:
+def llama_8b(layers: int, sequence: int = 8192) -> Model:
     """Llama 3 8B with so many of its 32 layers."""
-    return llama(*(4096, 14336, layers, 32, 8, 128256), max_position_embeddings=8192, rope_theta=500000.0)
+    return llama(*(4096, 14336, layers, 32, 8, 128256), max_position_embeddings=sequence, rope_theta=500000.0)
 
 
 WORKLOADS = {
+    "tiny": Workload(TINY_LLAMA, sequence=64, batch=4),
+    "tiny-mixtral": Workload(TINY_MIXTRAL, sequence=64, batch=4),
     "small": Workload(SMALL, sequence=512, batch=4),
     "mixtral": Workload(SMALL_MIXTRAL, sequence=512, batch=4),
     "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
     "8b-layers": Workload(llama_8b(4), sequence=8192, batch=1),
     "8b-2-layers": Workload(llama_8b(2), sequence=8192, batch=1),
+    "8b": Workload(llama_8b(32), sequence=8192, batch=1),
+    **{
+        f"8b-2-layers-{name}": Workload(llama_8b(2, thousands * 1024), sequence=thousands * 1024, batch=1)
+        for name, thousands in {"128k": 128, "512k": 512, "1m": 1024}.items()
+    },
 }
 
 
@@ -119,10 +135,12 @@ def start(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Workload
     if options.graphs:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = options.graphs
     rank, ranks = 0, 1
+    kind = devices.KINDS[options.device]
+    local = torch.device("cpu")
     if options.device != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        local = kind.set_current(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(BACKENDS[options.device])
+        kind.start_process_group(local)
         rank, ranks = dist.get_rank(), dist.get_world_size()
     return options, WORKLOADS[options.workload], rank, ranks
 
@@ -165,14 +183,19 @@ def convert(module: nn.Module, options: argparse.Namespace) -> None:
 
 
 def batch(workload: Workload, step: int) -> Tensor:
-    """Token ids (b, s + 1) of a step; four in five follow from the previous token, so the loss falls."""
+    """Token ids (b, s + 1) of a step; four in five follow from the previous token, so the loss falls.
+
+    After PERIOD tokens, they repeat.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     size, vocabulary = (workload.batch, workload.sequence + 1), workload.model.vocab_size
     tokens = torch.randint(vocabulary, size, generator=generator)
     predictable = torch.rand(size, generator=generator) < 0.8
-    for i in range(1, workload.sequence + 1):
+    for i in range(1, min(PERIOD, workload.sequence) + 1):
         successor = (5 * tokens[:, i - 1] + 1) % vocabulary
         tokens[:, i] = successor.where(predictable[:, i], tokens[:, i])
+    for i in range(PERIOD, workload.sequence, PERIOD):
+        tokens[:, i + 1 : i + 1 + PERIOD] = tokens[:, 1 : PERIOD + 1][:, : workload.sequence - i]
     return tokens
 
 
@@ -210,7 +233,8 @@ def measure(step: Callable[[Tensor], Tensor], options: argparse.Namespace) -> No
     device.synchronize()
     seconds, losses = [device.seconds(*each) for each in marks], [float(loss) for loss in results]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds[options.warm_up :], "losses": losses}), flush=True)
+        result = {"seconds": seconds[options.warm_up :], "losses": losses}
+        print(json.dumps({**result, "peak_bytes": device.allocated_bytes or 0}), flush=True)
     if dist.is_initialized():
         dist.barrier()
         # Exit without cleanup: torch 2.13's DTensor aborts one exit in four ("terminate called without an active exception").

@@ -22,7 +22,8 @@ def main() -> None:
     profile = make_profile(options, ranks)
     trainer = Trainer(profile, Path(options.graphs) if options.graphs else None)
     optimizer = make_optimizer(trainer)
-    load_initial_weights(trainer, optimizer)
+    if not options.lora_rank:
+        load_initial_weights(trainer, optimizer)
     data = trainer.mesh.data
 
     def step(samples: Tensor) -> Tensor:
@@ -58,6 +59,11 @@ def parser() -> argparse.ArgumentParser:
         "--deterministic", action="store_true", help="use deterministic kernels only, as runs do by default"
     )
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
+    parser.add_argument("--shard-degree", type=int, help="ranks over which states are sharded (HSDP)")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument(
+        "--lora-rank", type=int, help="train updates of this rank; the other weights are drawn"
+    )
     return parser
 
 
@@ -66,6 +72,7 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
     work = workload.WORKLOADS[options.workload]
     data = ranks // (options.tensor * options.pipeline * options.context)
     axes = ("tensor", "pipeline", "context", "expert", "sequence_parallel", "data_sharding", "overlap_chunks")
+    axes += ("shard_degree",)
     return Profile.model_validate(
         {
             "name": "benchmark",
@@ -87,7 +94,9 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
                 "balance": "none",
                 "precision": "fp8" if options.fp8 else options.precision,
                 "deterministic": options.deterministic,
+                "recompute": options.recompute,
             },
+            "lora": {"rank": options.lora_rank},
             "compile": {"enabled": bool(options.graphs), "async_tensor": options.async_tensor},
             "cluster": {"device": options.device, "devices_per_node": ranks, "threads": options.threads},
         }

@@ -1,4 +1,6 @@
-"""Variables that a device needs in its jobs. The one rule of all launchers: a value of the user's wins, and is logged.
+"""Environment variables of a device's jobs: the user's values win, with every launcher.
+
+A value of the user's that replaces a default is logged.
 
 The user's values are the submitting process's environment on this machine and on Slurm, and `cluster.kubernetes.environment` on
 Kubernetes, whose Pods inherit nothing. Only what launchers need to run and follow a job is not subject to the rule: the

@@ -1,0 +1,215 @@
+"""Run rows within a time: each is printed and appended to results.jsonl when it exists.
+
+Rows that an earlier lease has appended are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_lease.start import ONE_DEVICE, is_older
+
+RESULTS = "results.jsonl"
+LOG_LINES = 20  # of a failed process, in its row
+SLOWER = 10  # times as long as on a GPU machine that a rehearsal may take, on a busy CPU
+# Blocks of kernels of several ranks must be resident together; NVLS needs several devices.
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+OLDER_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # without the key that torch 2.13 adds
+
+
+class Failed(RuntimeError):
+    """A measured module failed or took too long; the message has the end of its output."""
+
+
+@dataclass
+class Machine:
+    """Where and how measured modules run.
+
+    Attributes:
+        rehearse: on the CPU, with small sizes.
+        nccl: NCCL library that allows several ranks on one GPU, if torch's own does not.
+        deadline: on the clock of `time.monotonic`.
+    """
+
+    rehearse: bool
+    deadline: float
+    graphs: Path
+    nccl: Path | None = None
+    _children: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.rehearse else "cuda"
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def run(
+        self,
+        module: str,
+        *arguments: object,
+        limit: float,
+        ranks: int = 1,
+        variables: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """The JSON object that a module prints last.
+
+        Args:
+            limit: seconds; never beyond the deadline.
+            ranks: processes, which share the one device.
+
+        Raises:
+            Failed: it failed or took longer.
+        """
+        from parallel import device as devices
+
+        common = {**devices.KINDS[self.device].local_environment(), **os.environ, "PYTHONUNBUFFERED": "1"}
+        common |= OLDER_ALLOCATOR if is_older() and not self.rehearse else {}
+        common |= variables or {}
+        command = [sys.executable, "-m", "benchmarks.gpu_lease.start"]
+        limit = min(limit * (SLOWER if self.rehearse else 1), self.left)
+        if ranks > 1:
+            command.append(ONE_DEVICE)
+            common |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            common |= SHARED | ({"LD_PRELOAD": str(self.nccl)} if self.nccl else {})
+        command += [module, *map(str, arguments)]
+        with tempfile.TemporaryDirectory(prefix="lease-") as folder:
+            logs = [Path(folder, f"{rank}.txt") for rank in range(ranks)]
+            try:
+                for rank, log in enumerate(logs):
+                    environment = (
+                        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else common
+                    )
+                    with log.open("w") as output:
+                        options = {
+                            "env": environment,
+                            "stdout": output,
+                            "stderr": subprocess.STDOUT,
+                            "text": True,
+                        }
+                        self._children.append(subprocess.Popen(command, **options))
+                ended = self._wait(limit)
+            finally:
+                codes = self._end()
+            texts = [log.read_text(errors="replace") for log in logs]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if not ended:
+            last = "\n".join(texts[0].strip().splitlines()[-LOG_LINES:])
+            raise Failed(f"{module}: took longer than {limit:.0f} s\n{last}")
+        if failed:
+            first = next((rank for rank in failed if codes[rank] != -signal.SIGKILL), failed[0])
+            last = "\n".join(texts[first].strip().splitlines()[-LOG_LINES:])
+            raise Failed(f"{module}, rank {first}: exit code {codes[first]}\n{last}")
+        lines = [line for line in texts[0].splitlines() if line.startswith("{")]
+        if not lines:
+            raise Failed(f"{module}: printed no result")
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait until all children have ended or one has failed, at most so long; returns whether it is so."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            codes = [child.poll() for child in self._children]
+            if None not in codes or any(codes):
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _end(self) -> list[int]:
+        """Kill the children that still run; returns all exit codes."""
+        children, self._children = self._children, []
+        for child in children:
+            with suppress(ProcessLookupError):
+                if child.poll() is None:
+                    child.kill()
+        return [child.wait() for child in children]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row: its figures, and the seconds below which it is not started."""
+
+    name: str
+    needs: float
+    measure: Callable[[Machine], dict[str, Any]]
+
+
+def run(rows: Sequence[Row], machine: Machine, out: Path) -> int:
+    """Run the rows that earlier leases have not; returns the exit code: 0, or 1 if one failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    done = {each["row"] for each in read(out) if "failed" not in each}
+    facts, code = describe(machine), 0
+    for row in rows:
+        if row.name in done:
+            print(f"{row.name}: done in an earlier lease", flush=True)
+            continue
+        if machine.left < row.needs:
+            print(f"{row.name}: not started, needs {row.needs:.0f} s of {machine.left:.0f}", flush=True)
+            continue
+        begun = time.monotonic()
+        try:
+            figures = row.measure(machine)
+        except Exception as error:  # one row must not end the lease
+            figures, code = {"failed": f"{type(error).__name__}: {error}"}, 1
+        append(out, {"row": row.name, "took": round(time.monotonic() - begun, 1), **facts, **figures})
+        shown = figures.get("failed") or ", ".join(f"{name} {value}" for name, value in figures.items())
+        print(f"{row.name}: {shown}", flush=True)
+    return code
+
+
+def append(out: Path, result: Mapping[str, Any]) -> None:
+    """Append a result durably; a line that a killed lease left incomplete is ended first."""
+    with (out / RESULTS).open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+            file.write(b"\n" if torn else b"")
+        file.write(json.dumps(result).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """All results, oldest first; incomplete lines are left out."""
+    found = []
+    path = out / RESULTS
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def describe(machine: Machine) -> dict[str, Any]:
+    """Date, card and versions, which every result has."""
+    facts: dict[str, Any] = {"date": date.today().isoformat(), "torch": torch.__version__}
+    if machine.rehearse:
+        return {**facts, "card": "a rehearsal on the CPU"}
+    properties = torch.cuda.get_device_properties()
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    facts |= {"card": properties.name, "memory_mib": properties.total_memory >> 20}
+    return {**facts, "cuda": torch.version.cuda, "nccl": nccl}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,138 @@
+"""A lease is rehearsed on the CPU: each row is kept when it exists, a killed lease is resumed, tables have its figures."""
+
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu_lease import lease, rows, slim_nccl, start, tables
+from tests.waiting import until
+
+pytestmark = pytest.mark.slow
+NAMES = ["ranks-fsdp", "kernel-adamw-ours"]
+
+
+def command(out: Path, *names: str) -> list[str]:
+    given = ["--rehearse", "--minutes", "9", "--out", str(out), "--only", *names]
+    return [sys.executable, "-m", "benchmarks.gpu", *given]
+
+
+def test_killed_lease_keeps_its_results_and_the_next_one_runs_the_others(tmp_path):
+    with subprocess.Popen(command(tmp_path, *NAMES), stdout=subprocess.PIPE, text=True) as killed:
+        until(lambda: lease.read(tmp_path), 300)
+        time.sleep(random.random() * 3)
+        killed.send_signal(signal.SIGKILL)
+    kept = [row["row"] for row in lease.read(tmp_path)]
+    assert kept == NAMES[: len(kept)]
+    with (tmp_path / lease.RESULTS).open("a") as file:
+        file.write('{"row": "torn')
+    ran = subprocess.run(command(tmp_path, *NAMES), capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results = lease.read(tmp_path)
+    assert [row["row"] for row in results] == NAMES
+    assert ran.stdout.count("done in an earlier lease") == len(kept)
+    assert results[0]["largest_difference"] < rows.RANKS_TOLERANCE  # over the product's process groups
+    assert results[1]["ms"] > 0
+    assert all("rehearsal" in row["card"] for row in results)
+    assert tables.tables(results) == tables.NOTHING
+
+
+def test_rows_run_in_their_order_within_the_time_and_a_failed_one_is_tried_again(tmp_path, capsys):
+    def fail(machine):
+        raise lease.Failed("no memory")
+
+    chosen = [
+        lease.Row("long", 50, fail),
+        lease.Row("bad", 1, fail),
+        lease.Row("good", 1, lambda machine: {"ms": 1}),
+    ]
+    machine = lease.Machine(True, time.monotonic() + 20, tmp_path)
+    assert lease.run(chosen, machine, tmp_path) == 1
+    assert lease.run(chosen, machine, tmp_path) == 1
+    found = [(row["row"], "failed" in row) for row in lease.read(tmp_path)]
+    assert found == [("bad", True), ("good", False), ("bad", True)]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("long: not started, needs 50 s")
+    assert printed[-1] == "good: done in an earlier lease"
+
+
+def test_most_valuable_rows_come_first():
+    names = [row.name for row in rows.ROWS]
+    assert len(set(names)) == len(names)
+    groups = (
+        "1b-deterministic",
+        "ranks-",
+        "8b-",
+        "cuda-tests",
+        "mixtral",
+        "kernel-",
+        "lora-",
+        "8b-2-layers-128k",
+    )
+    firsts = [next(i for i, name in enumerate(names) if name.startswith(group)) for group in groups]
+    assert firsts == sorted(firsts)
+
+
+def test_tables_have_the_latest_figures_with_date_card_and_versions():
+    facts = {"date": "2026-11-29", "card": "NVIDIA H200", "memory_mib": 143156, "torch": "2.13.0"}
+    facts |= {"cuda": "13.0", "nccl": "2.30.7", "took": 3.0}
+    figures = {"1b-deterministic": 400.0, "1b": 320.0, "8b-2-layers": 100.0, "8b-layers": 150.0}
+    results = [{"row": "1b", **facts, "failed": "Failed: out of memory\nmore"}]
+    results += [
+        {"row": name, **facts, "ms": ms, "tokens_per_second": 8192e3 / ms, "losses": [3.0]}
+        for name, ms in figures.items()
+    ]
+    text = tables.tables(results)
+    assert "NVIDIA H200, 143,156 MiB:" in text
+    assert "| 1b | ms 320.0, tokens per second 25600.0 | 2026-11-29 | 2.13.0 | 13.0 | 2.30.7 |" in text
+    assert "Deterministic kernels make the 1B step 25% longer." in text
+    assert f"follow {8192e3 / (150 + 28 * 25):,.0f} tokens/s for 8B at full depth, with the fastest" in text
+    assert "failed" not in text
+    page = tables.PAGE.read_text()
+    assert page.count(tables.BEGIN) == page.count(tables.END) == 1
+
+
+def test_slimmed_library_keeps_the_code_of_one_architecture(tmp_path):
+    def entry(kind: int, architecture: int, image: bytes) -> bytes:
+        header = bytearray(64)
+        slim_nccl.ENTRY.pack_into(header, 0, kind, 1, len(header), len(image))
+        struct.pack_into("<I", header, slim_nccl.ARCHITECTURE, architecture)
+        return bytes(header) + image
+
+    entries = entry(2, 80, b"a" * 8) + entry(2, 90, b"b" * 8) + entry(1, 90, b"c" * 8)
+    binary = slim_nccl.HEADER.pack(0xBA55ED50, 1, 16, len(entries)) + entries
+    library = b"ELF" + slim_nccl.MAGIC + b"chance" + binary + b"end"
+    (tmp_path / "whole").write_bytes(library)
+    assert slim_nccl.slim(tmp_path / "whole", tmp_path / "slim", keep=90) == 8
+    expected = library.replace(b"a" * 8, bytes(8)).replace(b"c" * 8, bytes(8))
+    assert (tmp_path / "slim").read_bytes() == expected
+
+
+def test_older_torch_gets_what_it_lacks(monkeypatch):
+    from modeling.check_device import checks
+    from modeling.compilation import graph_cache
+
+    monkeypatch.setattr(graph_cache, "OPTIONS", dict(graph_cache.OPTIONS))
+    monkeypatch.setattr(checks, "WAYS", checks.WAYS)
+    for name in start.COLLECTIVES:
+        monkeypatch.delattr(start.dist, name)
+    monkeypatch.setattr(start.torch, "__version__", "2.11.0+cu130")
+    assert start.is_older()
+    start.adapt()
+    for name, older in start.COLLECTIVES.items():
+        assert getattr(start.dist, name) is getattr(start.dist, older)
+    assert "recompile_limit" not in graph_cache.OPTIONS
+    assert "pipeline" not in checks.WAYS
+
+
+def test_lease_without_a_gpu_is_rejected(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--minutes", "9"])
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    assert gpu.main() == 2
+    assert "torch finds no CUDA device" in capsys.readouterr().err
