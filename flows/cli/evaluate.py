@@ -6,10 +6,9 @@ import argparse
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from flows.cli.run import run_flow
-from flows.ui.console import waiting
+from flows.ui.console import print_parts, waiting
 from modeling.start import without_garbage_collection
 from profiles.check import with_value
 from tasks.reporting.format import format_value
@@ -45,11 +44,9 @@ def run(options: argparse.Namespace) -> int:
 def print_results(console: Console, rows: list[dict[str, Any]]) -> None:
     """Print a table: a row per step, a column per metric; standard errors are in the JSON and the report."""
     names = dict.fromkeys(name for row in rows for name in row if name != "step" and "_stderr" not in name)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("step", *names):
-        table.add_column(title, justify="right", overflow="fold")
+    lines = []
     for row in rows:
         values = (format_value(row[name]) if name in row else "" for name in names)
-        table.add_row(f"{row['step']:,}", *values)
+        lines.append([f"{row['step']:,}", *values])
     console.print()
-    console.print(table)
+    print_parts(console, ("step", *names), lines)

@@ -246,6 +246,28 @@ def print_table(
             console.out(f"  {titles[-1]} {row[-1]}", highlight=False)
 
 
+def print_parts(
+    console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0
+) -> None:
+    """Print a table; one too wide for the terminal in parts below each other, each with the first column.
+
+    Args:
+        left: number of columns, from the first, that are aligned to the left; the rest is to the right.
+    """
+    first, *widths = (max(map(cell_len, column)) for column in zip(titles, *rows, strict=True))
+    parts, used = [[0]], first
+    for column, width in enumerate(widths, 1):
+        if console.is_terminal and len(parts[-1]) > 1 and used + 2 + width > console.width:
+            parts.append([0])
+            used = first
+        parts[-1].append(column)
+        used += 2 + width
+    for part in parts:
+        if part is not parts[0]:
+            console.print()
+        print_table(console, [titles[i] for i in part], [[row[i] for i in part] for row in rows], left=left)
+
+
 def redirect_to_devnull(output: IO[str]) -> None:
     """Discard output buffered for a closed pipe, which would raise again at the interpreter's exit."""
     devnull = os.open(os.devnull, os.O_WRONLY)

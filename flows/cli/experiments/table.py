@@ -6,10 +6,8 @@ import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from flows.cli.plan_table import in_days
-from flows.ui.console import print_json, table_console
+from flows.ui.console import print_json, print_parts, table_console
 from modeling.planning.planner import Plan
 from modeling.scaling.planned_run import PlannedRun
 
@@ -86,15 +84,12 @@ def print_plan(
         print_json(document)
         return
     columns = [key for key in COLUMNS if key not in without and any(row.get(key) is not None for row in rows)]
-    table = Table(box=None, pad_edge=False, header_style="dim")
     prefix = f"{experiment}-"
-    table.add_column(f"{prefix}…", no_wrap=True)
-    for key in columns:
-        table.add_column(COLUMNS[key][0], justify="right", no_wrap=True)
+    lines = []
     for row in rows:
         cells = (COLUMNS[key][1](row[key]) if row.get(key) is not None else "" for key in columns)
-        table.add_row(row["run"].removeprefix(prefix), *cells)
+        lines.append([row["run"].removeprefix(prefix), *cells])
     console = table_console()
-    console.print(table)
+    print_parts(console, [f"{prefix}…", *(COLUMNS[key][0] for key in columns)], lines, left=1)
     for warning in warnings:
         console.print(f"\nwarning: {warning}", style="yellow")

@@ -151,3 +151,18 @@ def test_last_column_is_below_the_rows_of_a_table_too_wide_for_the_terminal(widt
     assert [line for line in lines if line.endswith(" ")] == []
     assert ("  parent tiny-branches-trunk@500" in lines) == (width == 80)
     assert lines[0].endswith("parent") == (width == 120)
+
+
+def test_a_table_too_wide_for_the_terminal_is_printed_in_parts():
+    titles = ("run", "parameters", "tokens", "price")
+    rows = [["h512-l8-t10", "159M", "1.26G", "1.63"], ["llama3-8b-h100", "8.03G", "839G", "71,239.55"]]
+    shown = {}
+    for width in (30, 80):
+        terminal = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+        console.print_parts(terminal, titles, rows, left=1)
+        shown[width] = terminal.file.getvalue().splitlines()
+        assert max(map(len, shown[width])) <= width
+        assert all(cell in "\n".join(shown[width]) for row in rows for cell in row)
+    names = ["run", "h512-l8-t10", "llama3-8b-h"]
+    assert [line[:11].strip() for line in shown[30]] == [*names, "", *names, "", *names]
+    assert len(shown[80]) == 3
