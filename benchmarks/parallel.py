@@ -1,21 +1,27 @@
 """Compare training speed with Hugging Face, DTensor and torch's own parallelism.
 
 Each comparison runs ours and the peer alternately, in fresh processes, on the same weights and batches, with two threads per
-side. A comparison whose losses differ fails, whatever its ratio. A ratio is the peer's median step time over ours in the same
-round; the table shows the median over the rounds, and their minimum and maximum. "Of bound" is the time of the step's matrix
-products and attention alone (benchmarks/training_steps/bound.py), over ours.
+side. Each row is printed, and appended to --out, when it exists. By default there is one round, and no row starts after 20
+minutes, which suffice on two slow cores; the tables of the documentation are of --rounds 3 --minutes 600.
 
-Exit codes: 0 all comparisons ran and agree, 1 one failed, 2 arguments rejected.
+A comparison whose losses differ fails, whatever its ratio. A ratio is the peer's median step time over ours in the same round;
+the table shows the median over the rounds, and their minimum and maximum. "Of bound" is the time of the step's matrix products
+and attention alone (benchmarks/training_steps/bound.py), over ours.
+
+Exit codes: 0 all comparisons that ran agree, 1 one failed, 2 arguments rejected.
 """
 
 import json
 import sys
 import tempfile
+from pathlib import Path
 
 from benchmarks.harness.timing import make_parser
 from benchmarks.rows.comparisons import Comparison, RingComparison, Schedule, TrainingComparison
 from benchmarks.rows.report import machine, run, show
 
+MINUTES, STEPS = 20, 10
+OUT = Path("build/benchmarks/parallel.jsonl")
 # With experts: rounding can send a token with two nearly equal router scores to the other expert.
 EXPERT_TOLERANCE = 5e-4
 
@@ -80,19 +86,25 @@ COMPARISONS: tuple[Comparison, ...] = (
 
 def main() -> int:
     names = [comparison.name for comparison in COMPARISONS]
-    parser = make_parser(__doc__, rounds=3)
+    parser = make_parser(__doc__, rounds=1)
     parser.add_argument(
         "--quick", action="store_true", help="one round of few steps: a check, not a measurement"
     )
     parser.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of {', '.join(names)}")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    about = f"minutes after which no row starts (default: {MINUTES})"
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=about)
+    about = f"JSON Lines file to which each row is appended (default: {OUT})"
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help=about)
     options = parser.parse_args()
     comparisons = [item for item in COMPARISONS if not options.only or item.name in options.only]
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as graphs:
-        schedule = Schedule(options.rounds, warm_up=3, steps=20, graphs=graphs)
+        schedule = Schedule(options.rounds, warm_up=3, steps=STEPS, graphs=graphs)
         if options.quick:
             schedule = Schedule(1, warm_up=1, steps=3, graphs=graphs)
-        results = run(comparisons, schedule)
+        results = run(comparisons, schedule, options.out, options.minutes)
+    for left in comparisons[len(results) :]:
+        print(f"{left.name}: not run within {options.minutes:g} minutes", file=sys.stderr)
     if options.json:
         print(json.dumps({"machine": machine(), "rows": [result.to_json() for result in results]}, indent=2))
     else:

@@ -1,10 +1,13 @@
 """Run comparisons with a progress bar and print their results as a table."""
 
+import json
 import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -24,14 +27,25 @@ CAPTION = (
 
 
 def run(
-    rows: Sequence[Comparison | DeviceChecks | MarkedTests], schedule: Schedule
+    rows: Sequence[Comparison | DeviceChecks | MarkedTests],
+    schedule: Schedule,
+    out: Path | None = None,
+    minutes: float | None = None,
 ) -> list[Result | CheckResult]:
-    """Run rows in order, with progress on standard error. A failed one does not stop the others."""
+    """Run rows in order, with progress on standard error. A failed one does not stop the others.
+
+    Args:
+        out: JSON Lines file to which each result is appended when it exists, so that a run that is ended keeps them.
+        minutes: after which no row starts any more; the results are then those of the first rows.
+    """
     results: list[Result | CheckResult] = []
+    begun = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=sum(item.turns(schedule) for item in rows))
         for number, item in enumerate(rows):
+            if minutes is not None and time.monotonic() - begun > 60 * minutes:
+                break
 
             def before_turn(side: str, name: str = item.name) -> None:
                 progress.update(bar, description=f"{name}: {side}", advance=1)
@@ -41,7 +55,21 @@ def run(
             except ScriptError as error:
                 results.append(Result(item.name, item.title, item.against, item.target, failure=str(error)))
             progress.update(bar, completed=sum(item.turns(schedule) for item in rows[: number + 1]))
+            progress.console.print(_line(results[-1]), markup=False, highlight=False, soft_wrap=True)
+            if out:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                with out.open("a") as file:
+                    file.write(json.dumps({**results[-1].to_json(), "machine": machine()}) + "\n")
     return results
+
+
+def _line(result: Result | CheckResult) -> str:
+    """A row's result in one line."""
+    if isinstance(result, CheckResult):
+        return f"{result.name}: {result.status}, {result.counted}"
+    measured = "" if result.failure or result.lacks else f", ratio {result.ratio:.2f}"
+    ours = f", {1e3 * statistics.median(result.ours):,.0f} ms" if result.ours else ""
+    return f"{result.name}: {result.status}{measured}{ours}"
 
 
 def machine() -> dict[str, object]:

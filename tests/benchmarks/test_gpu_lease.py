@@ -1,4 +1,4 @@
-"""A lease is rehearsed on the CPU: each row is kept when it exists, a killed lease is resumed, tables have its figures."""
+"""A lease rehearsed on the CPU: each row is kept, a killed lease is resumed, tables have its figures."""
 
 import random
 import signal

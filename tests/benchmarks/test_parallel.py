@@ -4,24 +4,45 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import parallel
 from benchmarks.harness.processes import Measurement, largest_difference
+from benchmarks.rows import report
 from benchmarks.rows.comparisons import Result
 
 pytestmark = pytest.mark.slow
 
 
-def test_quick_comparison_runs_and_losses_agree():
+def test_quick_comparison_runs_and_losses_agree(tmp_path):
+    out = tmp_path / "kept" / "rows.jsonl"
     command = [sys.executable, "-m", "benchmarks.parallel", "--quick", "--only", "tensor", "--json"]
+    command += ["--out", str(out)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr
     (row,) = json.loads(ran.stdout)["rows"]
     assert row["row"] == "tensor"
     assert row["difference"] <= row["tolerance"] == 1e-5
+    assert json.loads(out.read_text()) == {**row, "machine": json.loads(out.read_text())["machine"]}
+    assert f"tensor: {row['status']}, ratio " in ran.stderr
     assert row["ratios"] == [row["peer_seconds"] / row["ours_seconds"]]
+
+
+def test_rows_are_kept_when_they_exist_and_none_starts_after_the_time(tmp_path, monkeypatch):
+    seen, clock = [], iter([0.0, 30.0, 61.0])
+    rows = [SimpleNamespace(name=name, turns=lambda _: 1) for name in ("first", "second")]
+    for row in rows:
+        result = Result(
+            row.name, "ours", "theirs", 1.0, tolerance=1.0, ours=[0.1], peer=[0.2], difference=0.0
+        )
+        row.run = lambda *_, result=result: seen.append(out.exists()) or result
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert [each.name for each in report.run(rows, None, out, minutes=1)] == ["first"]
+    assert [json.loads(line)["row"] for line in out.read_text().splitlines()] == ["first"]
+    assert seen == [False]
 
 
 def test_unknown_comparison_is_rejected_with_the_nearest_name(monkeypatch, capsys):
