@@ -36,7 +36,7 @@ WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of env
 NODE_FAILED = "its node failed"  # in the note of a job that lost a node
 # Without it, `python -m` would import a user's tasks.py in the working folder instead of ours.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-START = "modeling.start"  # runs a job module, with a faster start of torch
+START = "modeling.start"  # runs a module, with a faster start
 TORCHRUN = "modeling.supervision.torchrun"
 HANDLE = {"identifier": str, "log_start": int}  # of a job's handle file, with their types
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from profiles.errors import ProfileError
-from tasks.launchers.base import job_environment
+from tasks.launchers.base import START, job_environment
 from tasks.sources.shard import SourceError
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -53,7 +53,7 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="trainshed-")
         path = Path(self._folder.name) / "plan.json"
         path.write_text(json.dumps(plan.to_json()))
-        self._command = [sys.executable, "-P", "-m", "tasks.tokenization.worker", "--serve"]
+        self._command = [sys.executable, "-P", "-m", START, "tasks.tokenization.worker", "--serve"]
         self._command += ["--plan", str(path), "--store", store.uri, "--work-dir", str(store.work_dir)]
         self._command += ["--threads", str(threads)]
         self._environment = worker_environment(token)

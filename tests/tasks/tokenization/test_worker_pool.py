@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -80,6 +82,12 @@ def test_worker_processes_listed_shards_of_a_plan_file(wanted, store, tmp_path):
     assert worker.main([*arguments, "--index", "1", "--of", "2"]) == 0
     made = [bool(store.artifacts.find("tokens", plan.key(k))) for k in range(5)]
     assert made == [False, False, False, True, False]
+
+
+def test_worker_starts_without_libraries_that_plain_text_does_not_need():
+    code = "import sys, tasks.tokenization.worker; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"jinja2", "transformers", "torch", "prefect"} & set(imported.stdout.split())
 
 
 def test_dead_worker_loses_only_its_shard_and_errors_are_forwarded(wanted, store, tmp_path, monkeypatch):
