@@ -57,6 +57,7 @@ def first_step(rounds: int) -> bool:
     from tests.modeling import micro
 
     overrides = ("model.num_hidden_layers=8", "train.steps=1", "train.warmup_steps=0", "evaluate.every=0")
+    overrides += ("compile.enabled=true",)  # for one step, compiling would not pay
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = Store(str(folder / "store"))

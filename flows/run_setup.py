@@ -174,7 +174,7 @@ def recorded_compilation(store: Store, profile: Profile) -> Profile:
 def settle_compilation(runner: Runner, graphs: Artifact | None) -> None:
     """Record in the run folder whether training compiles: not if the graphs step found otherwise."""
     context = runner.context
-    enabled = bool(context.profile.compile.enabled) and not (graphs and graphs.summary.get("eager"))
+    enabled = context.profile.compile.possible and not (graphs and graphs.summary.get("eager"))
     if enabled != context.profile.compile.enabled:
         profile = with_value(context.profile, "compile.enabled", enabled)
         context.store.run_folder(profile.name).write(

@@ -307,6 +307,11 @@ class Compile(Section):
         default=None, min_length=1, description="Neuron compiler flags (NEURON_CC_FLAGS)"
     )
 
+    @property
+    def possible(self) -> bool:
+        """Whether training may run compiled graphs: with `auto` until the graphs step decides."""
+        return self.enabled is not False
+
 
 class Checkpoint(Section):
     """Checkpoints: when to save, what to keep, what to resume from."""

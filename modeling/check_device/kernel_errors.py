@@ -258,7 +258,7 @@ def _programs(profile: Profile, device: torch.device) -> tuple[LossPrograms, Upd
     kind = devices.KINDS[device.type]
     backend = profile.compile.backend or kind.compile_backend
     compiler = COMPILERS[backend](kind.type, profile.compile.flags)
-    if kind.type in EAGER or not profile.compile.enabled or compiler.missing_requirement():
+    if kind.type in EAGER or not profile.compile.possible or compiler.missing_requirement():
         return LossPrograms(), None
     last = profile.model.num_hidden_layers - 1
     stage = build_stage(profile, build_mesh(profile, rank=0), range(last, last + 1), META)

@@ -190,7 +190,7 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
         ProfileError: a node of accelerators cannot compile, and would train much slower than planned.
         RuntimeError: the node has no working device.
     """
-    if not profile.compile.enabled:
+    if not profile.compile.possible:
         return None, False
     folder = unpack(artifact, run) if artifact else None
     compiler = compilers.make_compiler(profile)

@@ -48,7 +48,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
     parallel = profile.parallel
     degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
     device = device_of(profile)
-    by_size = device.concurrent_collectives and not profile.compile.enabled
+    by_size = device.concurrent_collectives and not profile.compile.possible
     kernel = kernels.load(device.attention_kernel)
     return Mesh(
         *degrees,
@@ -136,7 +136,7 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
         samples=train.global_batch_size * profile.rows_per_sample,
         layers=profile.model.num_expert_layers,
     )
-    return ExpertOptions(balance, train.capacity_factor, keep_received=not profile.compile.enabled)
+    return ExpertOptions(balance, train.capacity_factor, keep_received=not profile.compile.possible)
 
 
 def build_products(profile: Profile, device: torch.device) -> Products:
@@ -164,12 +164,12 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
 def defers_weight_gradients(profile: Profile) -> bool:
     """Whether layers defer weight gradients to a separate pass, as compiled backward cannot be split."""
     parallel = profile.parallel
-    return parallel.schedule == "zero_bubble" and parallel.pipeline > 1 and profile.compile.enabled
+    return parallel.schedule == "zero_bubble" and parallel.pipeline > 1 and profile.compile.possible
 
 
 def gathers_in_graph(profile: Profile) -> bool:
     """Whether blocks gather weights in their graphs, for the compiler to schedule, rather than by hooks."""
-    sharded = profile.parallel.data_sharding == "fsdp" and profile.compile.enabled
+    sharded = profile.parallel.data_sharding == "fsdp" and profile.compile.possible
     return sharded and device_of(profile).gathers_in_graph
 
 

@@ -112,7 +112,7 @@ def host_bytes(profile: Profile) -> int:
     """Memory of a process besides tensors, on devices that share the host's memory; else 0."""
     if profile.cluster.device != "cpu":
         return 0
-    return HOST_BYTES + (COMPILED_BYTES if profile.compile.enabled else 0)
+    return HOST_BYTES + (COMPILED_BYTES if profile.compile.possible else 0)
 
 
 def fits(stages: Sequence[StagePlan], host: int, device: int, reserve: float) -> bool:

@@ -135,7 +135,7 @@ class StageCosts:
         # the loss's chunk depends on the accelerator's memory and speed
         accelerator = self.profile.cluster.accelerator if last else None
         key = (*self._setting, *shape, layer == 0, last, accelerator, *kind, mode)
-        key += (self.profile.scores_pairs_in_step, self.profile.compile.enabled, self.profile.document_masks)
+        key += (self.profile.scores_pairs_in_step, self.profile.compile.possible, self.profile.document_masks)
         key += (counts_choices(self.profile), last and train.loss is not None, self.profile.padding_masks)
         if key not in self._cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)

@@ -16,7 +16,7 @@ def check(profile: Profile) -> None:
         raise ProfileError("compile.backend", compile.backend, reason, BACKENDS[device])
     parallel = profile.parallel
     if compile.async_tensor and (
-        device != "cuda" or not compile.enabled or parallel.tensor == 1 or not parallel.sequence_parallel
+        device != "cuda" or not compile.possible or parallel.tensor == 1 or not parallel.sequence_parallel
     ):
         reason = "needs compiled graphs on cuda, and sequence parallelism over more than one tensor rank"
         raise ProfileError("compile.async_tensor", True, reason, [False])

@@ -44,7 +44,7 @@ def check_pipeline(profile: Profile) -> None:
             raise ProfileError("train.recompute", profile.train.recompute, reason, ["none"])
         if (
             profile.cluster.device == "neuron"
-            and profile.compile.enabled
+            and profile.compile.possible
             and parallel.data_sharding == "fsdp"
         ):
             reason = f"{reason} fsdp within compiled graphs on neuron"
@@ -109,7 +109,7 @@ def check_sharding(profile: Profile) -> None:
     if parallel.keep_gathered and sharding != "fsdp":
         reason = f"has no effect: parallel.data_sharding is {sharding}"
         raise ProfileError("parallel.keep_gathered", parallel.keep_gathered, reason, [False])
-    if parallel.keep_gathered is True and profile.cluster.device == "neuron" and profile.compile.enabled:
+    if parallel.keep_gathered is True and profile.cluster.device == "neuron" and profile.compile.possible:
         reason = "is not supported on neuron, where compiled blocks gather their weights in each microbatch"
         raise ProfileError("parallel.keep_gathered", True, reason, [False])
 

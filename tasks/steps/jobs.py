@@ -40,7 +40,7 @@ def training_job(context: Context) -> Job:
     profile, folder = context.profile, context.run_folder
     arguments = ["--weights", "WEIGHTS"] if profile.init.from_ else []
     arguments += ["--reference", "REFERENCE"] if profile.precomputes_reference else []
-    job = _job("train", context, "", "DATASET", "GRAPHS" if profile.compile.enabled else None, arguments)
+    job = _job("train", context, "", "DATASET", "GRAPHS" if profile.compile.possible else None, arguments)
     return replace(job, attempt_file=folder / run_files.ATTEMPT)
 
 

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 from flows.run_setup import recorded_compilation, settle_compilation
+from modeling.models.build import defers_weight_gradients
 from profiles import resolve
 from tasks.step import Context
+from tasks.steps.graphs import GraphsStep
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
@@ -20,3 +22,11 @@ def test_decision_is_recorded_and_kept_when_the_run_resumes(tmp_path):
         assert runner.context.profile.compile.enabled is not eager
         again = recorded_compilation(store, profile)
         assert again.compile.enabled is (not eager if given == "auto" else True)
+
+
+def test_undecided_compilation_is_planned_as_compiled():
+    pipeline = ("parallel.pipeline=2", "parallel.tensor=1", "parallel.schedule=zero_bubble")
+    for given in ("auto", "true", "false"):
+        profile = resolve.load("tiny", [*pipeline, "train.recompute=none", f"compile.enabled={given}"])
+        assert defers_weight_gradients(profile) is (given != "false")
+        assert (GraphsStep().skip_reason(profile) is None) is (given != "false")
