@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 MAX_VALUE_LENGTH = 80  # characters
+MAX_PATH_LENGTH = 4096  # characters, PATH_MAX on Linux
 OVERRIDE_SYNTAX = (
     "is not of the form KEY.PATH=VALUE, without spaces around =; for instance --set train.steps=100"
 )
@@ -66,13 +68,23 @@ def _reads_as(choice: Any, value: Any) -> bool:
 
 
 def format_value(value: Any, longest: int | None = MAX_VALUE_LENGTH) -> str:
-    """A value as in YAML, on one line, cut in its middle to `longest` characters if that is given."""
+    """A value as in YAML, on one line, cut in its middle to `longest` characters if that is given.
+
+    A path or URI is not cut.
+    """
     if isinstance(value, bool):
         return str(value).lower()
     text = " ".join(str(value).split())
+    if longest is not None and _is_path(value):
+        longest = MAX_PATH_LENGTH
     if longest is None or len(text) <= longest:
         return text
-    return f"{text[: longest // 2 - 1]}…{text[-longest // 2 :]}"  # the end of a path matters most
+    return f"{text[: longest // 2 - 1]}…{text[-longest // 2 :]}"
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a value can be a path or URI, which is of no use unless it is complete."""
+    return isinstance(value, PurePath) or (isinstance(value, str) and "/" in value and value.isprintable())
 
 
 def closest(name: str, known: Iterable[str], most: int | None = None) -> list[str]:

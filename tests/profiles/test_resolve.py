@@ -236,6 +236,15 @@ def test_message_is_one_line():
     )
 
 
+@pytest.mark.parametrize("path", ["/scratch/" + "long/" * 40 + "a b.jsonl", Path("/" + "x" * 200)])
+def test_path_is_shown_complete_and_other_long_values_are_cut(path):
+    assert (
+        str(ProfileError("data.sources.0.path", path, "is missing"))
+        == f"data.sources.0.path = {path}: is missing"
+    )
+    assert "…" in str(ProfileError("data.sources", ["a/b"] * 40, "are wrong"))
+
+
 def test_every_error_is_reported_with_its_reason():
     error = rejection("tiny", ["train.steps=x", "train.seed=y", "parallel.tenser=2"])
     assert str(error).splitlines() == [
