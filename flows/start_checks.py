@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flows.step_names import STEPS
+from modeling import run_files
 from modeling.planning import planner
 from modeling.planning.auto import resolve_auto
-from modeling.run_files import EXPORT
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError, closest
@@ -22,6 +22,7 @@ from profiles.local_paths import RUN, local_path
 from profiles.schema import Profile
 from tasks.fork import find_parent, require_forkable, require_new_name
 from tasks.inputs import locate_export, locate_runs
+from tasks.steps.tokenizer import check_folder
 from tasks.store import runs
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
@@ -80,7 +81,7 @@ def overrides_from(source: str, store: Store) -> list[str]:
     config = source
     if source.startswith(RUN):
         locate_export(store.existing(), "--from", source)
-        config = str(store.work_dir / "runs" / source.removeprefix(RUN) / EXPORT)
+        config = str(store.work_dir / "runs" / source.removeprefix(RUN) / run_files.EXPORT)
     elif "/" not in source and not local_path(source).exists():
         raise ProfileError("--from", source, "is neither run:NAME, a folder nor a repository", [RUN + source])
     named, settings = json.dumps(source), json.dumps(config)  # also YAML
@@ -119,12 +120,15 @@ def check_run(profile: Profile, command: RunCommand, *, replace: bool = False) -
     """Check a valid profile of `trainshed run` or `fork` as the flow does before its first step.
 
     Raises:
-        ProfileError: the devices are missing or too small, or the store lacks a run that it needs.
+        ProfileError: the devices are missing or too small, the store lacks a run that it needs, or a tokenizer in a folder
+            does not fit the model and the data.
         RunExists: the name belongs to another run.
     """
     run = check_plan(profile)
     store = Store(command.store, run.cluster.work_dir or "store")
     run, _ = find_parent_of(store, locate_runs(run, store), command.fork, replace=replace)
+    if not store.run_folder(run.name).read(run_files.LOCKFILE):  # it has its inputs
+        check_folder(run)
     if not replace:
         with suggest_commands(command, run.name):
             runs.check_name(store, run)

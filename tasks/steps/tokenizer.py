@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 from profiles.errors import ProfileError
 from profiles.schema import Profile
 from tasks import keys
-from tasks.sources.shard import Shard
+from tasks.sources.formats import records
+from tasks.sources.shard import Shard, SourceError
 from tasks.step import Context, Step
 from tasks.store.artifacts import Artifact
-from tasks.tokenization.chat_templates import own_templates
+from tasks.tokenization.chat_templates import TemplateFailed, own_templates
+from tasks.tokenization.conversations import UnusableRecord
+from tasks.tokenization.dataset_plan import record_options, require_special_tokens
+from tasks.tokenization.examples import Examples, RecordOptions
 from tasks.tokenization.tokenizer_fetch import fetch_folder, fetch_hub, folder_digest
 from tasks.tokenization.tokenizer_files import convert, load, special_token_id
 from tasks.tokenization.tokenizer_training import held_out_fraction, holds_out_long_files, train
@@ -81,11 +86,7 @@ class TokenizerStep(Step):
                 context.progress(f"fetching {source} at {revision[:12]}", None)
                 fetch_hub(source, revision, token, Path(download))
                 convert(source, Path(download), folder)
-            tokenizer = load(folder)
-            eos, bos = (special_token_id(folder, tokenizer, name) for name in ("eos_token", "bos_token"))
-            size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-            summary.update(vocabulary_size=size, eos=eos, bos=bos, source=source, revision=revision)
-            summary["templates"] = [*own_templates(folder)]
+            summary.update(_summary(folder, source, revision))
         return context.store.artifacts.expect(self.kind, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:
@@ -96,10 +97,48 @@ class TokenizerStep(Step):
 
 def check_fits(profile: Profile, tokenizer: Artifact) -> None:
     """Raise ProfileError for a model.vocab_size smaller than the tokenizer's vocabulary."""
-    size = tokenizer.summary["vocabulary_size"]
-    if size > profile.model.vocab_size:
+    _require_embeddings(profile, tokenizer.summary)
+
+
+def check_folder(profile: Profile) -> None:
+    """Check a tokenizer in a folder of this machine before any step runs; others are checked when fetched.
+
+    Raises:
+        ProfileError: no tokenizer that can be read; one without a token or chat template that the data needs, or with more
+            tokens than the model has embeddings.
+    """
+    source = profile.tokenizer.source
+    if source == "train" or "://" in source or not Path(source).expanduser().is_dir():
+        return
+    with tempfile.TemporaryDirectory() as raw, tempfile.TemporaryDirectory() as converted:
+        folder = Path(converted)
+        fetch_folder(source, Path(raw))
+        convert(source, Path(raw), folder, load=False)
+        summary = _summary(folder, source, None)
+        _require_embeddings(profile, summary)
+        require_special_tokens(profile, summary)
+        if options := record_options(profile):
+            examples = Examples(folder, RecordOptions(**options), [], [])
+            for number, data in enumerate(profile.data.sources):
+                # Others may follow: what they lack is counted when they are read.
+                with suppress(UnusableRecord, TemplateFailed, SourceError, OSError):
+                    if (record := records.first_local(data, f"data.sources.{number}")) is not None:
+                        examples.of(record)
+
+
+def _require_embeddings(profile: Profile, summary: Mapping[str, Any]) -> None:
+    if (size := summary["vocabulary_size"]) > profile.model.vocab_size:
         reason = f"the tokenizer has {size} tokens, and each needs an embedding"
         raise ProfileError("model.vocab_size", profile.model.vocab_size, reason, (f"{size} or more",))
+
+
+def _summary(folder: Path, source: str, revision: str | None) -> dict[str, Any]:
+    """The summary of a tokenizer in its final form."""
+    tokenizer = load(folder)
+    eos, bos = (special_token_id(folder, tokenizer, name) for name in ("eos_token", "bos_token"))
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    named = {"source": source, "revision": revision, "templates": [*own_templates(folder)]}
+    return {"vocabulary_size": size, "eos": eos, "bos": bos, **named}
 
 
 def _shards_with_text(shards: Sequence[Shard]) -> list[Shard]:

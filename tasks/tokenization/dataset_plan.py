@@ -22,6 +22,23 @@ TOKENS = "tokens"  # artifact kind of a tokenized shard
 log = logging.getLogger(__name__)
 
 
+def require_special_tokens(profile: Profile, summary: Mapping[str, Any]) -> None:
+    """Raise ProfileError if the tokenizer of this summary lacks the BOS or EOS that the data needs."""
+    for key, name in (("prepend_bos", "bos"), ("append_eos", "eos")):
+        if getattr(profile.data, key) and summary[name] is None:
+            reason = f"the tokenizer {summary['source']} has no {name.upper()} token"
+            raise ProfileError(f"data.{key}", True, reason, [False])
+
+
+def record_options(profile: Profile) -> dict[str, Any] | None:
+    """The values of examples.RecordOptions; None for pretraining, which reads texts."""
+    if profile.objective.kind == "pretrain":
+        return None
+    objective = profile.objective.model_dump(include=RECORD_OPTIONS)
+    template = objective["template"] and chat_templates.read_template(objective["template"])
+    return {**objective, "template": template, "sequence_length": profile.train.sequence_length}
+
+
 @dataclass(frozen=True)
 class DatasetPlan:
     """Everything that the shards' tokens depend on; the options are those of a profile's `data` section."""
@@ -43,19 +60,11 @@ class DatasetPlan:
     def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard], store: Store) -> DatasetPlan:
         """Plan of a profile's data, not deduplicated. Raises ProfileError if the tokenizer lacks BOS or EOS."""
         data, summary = profile.data, tokenizer.summary
-        for key, name in (("prepend_bos", "bos"), ("append_eos", "eos")):
-            if getattr(data, key) and summary[name] is None:
-                reason = f"the tokenizer {summary['source']} has no {name.upper()} token"
-                raise ProfileError(f"data.{key}", True, reason, [False])
-        records = None
-        if profile.objective.kind != "pretrain":
-            objective = profile.objective.model_dump(include=RECORD_OPTIONS)
-            if not objective["template"] and summary.get("revision") and "templates" not in summary:
-                reason = "was fetched by an earlier version, without additional_chat_templates"
-                log.warning("tokenizer %s %s; delete it to fetch it again", tokenizer.key, reason)
-            template = objective["template"] and chat_templates.read_template(objective["template"])
-            length = profile.train.sequence_length
-            records = {**objective, "template": template, "sequence_length": length}
+        require_special_tokens(profile, summary)
+        records = record_options(profile)
+        if records and not records["template"] and summary.get("revision") and "templates" not in summary:
+            reason = "was fetched by an earlier version, without additional_chat_templates"
+            log.warning("tokenizer %s %s; delete it to fetch it again", tokenizer.key, reason)
         engine = None
         if not records and has_plain_added_tokens(store.artifacts.path(tokenizer)):
             engine = keys.ENGINE

@@ -39,12 +39,13 @@ EOS = "<|endoftext|>"  # GPT-2's
 DEFAULT_EOS = (EOS, "<|end_of_text|>", "</s>")  # tried in order if the source names no EOS token
 
 
-def convert(source: str, raw: Path, folder: Path) -> None:
+def convert(source: str, raw: Path, folder: Path, *, load: bool = True) -> None:
     """Convert tokenizer files, and write tokenizer.json and tokenizer_config.json.
 
     Args:
         raw: folder of the files, a copy; byte order marks are removed from them.
         folder: where the result is written.
+        load: whether to load it with `AutoTokenizer` too, which imports transformers.
 
     Raises:
         ProfileError: no supported tokenizer files, or corrupted ones, or `AutoTokenizer` cannot load the result; names
@@ -79,7 +80,8 @@ def convert(source: str, raw: Path, folder: Path) -> None:
         path = raw / SETTINGS[0]
         write(folder, tokenizer, configuration)
         path = folder / "tokenizer.json"
-        check_loads(folder)
+        if load:
+            check_loads(folder)
     except (ProfileError, OSError):
         raise
     except Exception as error:  # the parsers raise plain Exceptions

@@ -1,10 +1,12 @@
 """Checks before a run: what it starts from."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from flows.start_checks import overrides_from
+from flows.start_checks import RunCommand, check_run, overrides_from
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.store.store import Store
@@ -71,3 +73,36 @@ def test_size_of_an_inherited_tokenizer_does_not_apply_to_another(tmp_path):
         ProfileError, match=r"tokenizer\.vocabulary_size = 500: is larger than model\.vocab_size 400"
     ):
         resolve.check(resolve.load(str(path), ["tokenizer.vocabulary_size=500"]))
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "record", "reason"),
+    [
+        (["x", "</s>"], CHAT, r"objective\.template: is missing: the data has messages, .*chatml"),
+        (["x", "</s>"], {"prompt": "x", "completion": "x"}, None),
+        (["x"], CHAT, r"data\.append_eos = true: the tokenizer .* has no EOS token"),
+        ([*map(str, range(5000)), "</s>"], CHAT, r"model\.vocab_size = \d+: the tokenizer has 5001 tokens"),
+        ([], CHAT, r"tokenizer\.source = .*/tokenizer: "),
+        (["x", "</s>"], None, r"data\.sources\.0\.path = .*: no file matches"),
+    ],
+)
+def test_tokenizer_in_a_folder_is_checked_before_any_step(tmp_path, tokens, record, reason):
+    folder, data = tmp_path / "tokenizer", tmp_path / "data"
+    folder.mkdir(), data.mkdir()
+    if tokens:
+        tokenizer = Tokenizer(
+            models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0])
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(folder / "tokenizer.json"))
+    if record:
+        (data / "a.jsonl").write_text(json.dumps(record))
+    sources = json.dumps([{"kind": "files", "path": f"{data}/*.jsonl"}])
+    overrides = [f"tokenizer.source={folder}", f"init.from={tmp_path}", f"data.sources={sources}"]
+    profile = resolve.load("tiny-sft", overrides)
+    command = RunCommand("tiny-sft", overrides, None, str(tmp_path / "store"))
+    with pytest.raises(ProfileError, match=reason) if reason else nullcontext():
+        check_run(profile, command)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from tasks.sources import python_docs
+from profiles.schema import Source
+from tasks.sources import listing, python_docs
 from tasks.sources.changes import unchanged
+from tasks.sources.files import file_format
 from tasks.sources.formats.readers import LINES, json_records, parse_record
 from tasks.sources.shard import Shard, SourceError
 from tasks.sources.tables import arrow_batches, csv_batches, parquet_batches
@@ -33,6 +35,21 @@ def records(shard: Shard, token: str | None = None) -> Iterator[Located]:
             raise SourceError(
                 f"{shard.name}: format {shard.format} has no records; use JSON lines or parquet"
             )
+
+
+def first_local(source: Source, key: str) -> Record | None:
+    """The first record of a source that is files of this machine; None if it has none, or is elsewhere.
+
+    Raises:
+        ProfileError: for the source's key in the profile, if no file matches.
+        SourceError: a corrupted file.
+    """
+    if source.kind != "files" or "://" in (source.path or "://"):
+        return None
+    paths = listing.list_files(source, f"{key}.path")
+    kind = file_format(paths[0]) or ""
+    shard = Shard(paths[0], kind, "", paths=(paths[0],), column=source.text or "")
+    return next((record for record, _ in records(shard)), None)
 
 
 def _parquet(shard: Shard, token: str | None) -> Iterator[Located]:
