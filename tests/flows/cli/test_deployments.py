@@ -53,23 +53,25 @@ def test_deployments_are_registered_again_only_if_they_or_the_servers_have_chang
     assert not registers()
     (registered,) = query(f"{prefect_server}/deployments/filter", {"deployments": named("only")})
     address = f"{prefect_server}/deployments/{registered['id']}"
+    file = home / "prefect.yaml"
+    changes = (
+        lambda: query(address, {"concurrency_limit": 2}, "PATCH"),
+        lambda: query(address, {"concurrency_options": {"collision_strategy": "CANCEL_NEW"}}, "PATCH"),
+        lambda: file.write_text(file.read_text().replace("first", "second")),
+    )
     with monkeypatch.context() as patch:  # registering takes seconds; here only whether it is started matters
         started = []
         patch.setattr(deployments, "_run", lambda *arguments: started.append(arguments) or 0)
-        for changed in (
-            {"concurrency_limit": 2},
-            {"concurrency_options": {"collision_strategy": "CANCEL_NEW"}},
-        ):
-            query(address, changed, "PATCH")
+        for number, change in enumerate(changes, 1):
+            change()
             assert deploy(home, prefect_server, log, settings) == 0
-        assert len(started) == 2
+            assert len(started) == number
         assert deploy(home, prefect_server, log, settings) == 0
-        assert len(started) == 2
+        assert len(started) == len(changes)
     query(address, {}, "DELETE")
     assert registers()
-    file = home / "prefect.yaml"
-    file.write_text(file.read_text().replace("first", "second"))
-    assert registers()
+    (registered,) = query(f"{prefect_server}/deployments/filter", {"deployments": named("only")})
+    assert registered["tags"] == ["second"]
     assert not registers()
 
 
