@@ -282,8 +282,8 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
         words = re.split(r"\W+", torch.cuda.get_device_name().lower())
         named = () if {"pcie", "nvl"} & {*words} else words  # slower variants, whose figures are not known
         found = next((ACCELERATORS[word] for word in named if word in ACCELERATORS), CUDA)
-        memory = torch.cuda.get_device_properties().total_memory  # that of a partition, if it is one
-        return replace(found, memory_bytes=min(memory, found.memory_bytes or memory))
+        # What the card reports: more than the published decimal GB, or that of a partition.
+        return replace(found, memory_bytes=torch.cuda.get_device_properties().total_memory)
     if accelerator is None:
         return KINDS[kind]
     if accelerator not in ACCELERATORS or ACCELERATORS[accelerator].type != kind:
@@ -294,7 +294,13 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
 
 def name_of(device: Device) -> str:
     """The accelerator's name, or the device's type if its figures are not known."""
-    return next((name for name, known in ACCELERATORS.items() if known == device), device.type)
+
+    def is_known(known: Device) -> bool:
+        # A card reports more memory than is published; a partition of it has less, and is slower.
+        whole = (device.memory_bytes or 0) >= (known.memory_bytes or 0)
+        return whole and replace(known, memory_bytes=device.memory_bytes) == device
+
+    return next((name for name, known in ACCELERATORS.items() if is_known(known)), device.type)
 
 
 def detect() -> str:

@@ -139,4 +139,4 @@ def test_gpu_has_the_figures_of_its_name_unless_it_is_another_variant(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     found = devices.resolve("cuda")
     assert devices.name_of(found) == name
-    assert found.memory_bytes <= properties.total_memory
+    assert found.memory_bytes == properties.total_memory
