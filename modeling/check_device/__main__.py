@@ -98,8 +98,9 @@ def _print_table(kind: str, processes: int, results: list[tuple[Check, Result, f
     console = Console(highlight=False)
     console.print(f"{kind}, {processes} processes, torch {torch.__version__}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("", "check", "result", "expected", "time"):
+    for column in ("", "check", "result", "expected"):
         table.add_column(column)
+    table.add_column("time", justify="right")
     for check, result, seconds in results:
         mark = "[green]✓[/]" if result.passed else "[red]✗[/]"
         table.add_row(mark, check.name, result.measured, check.expected, f"{seconds:.0f} s")
