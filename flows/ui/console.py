@@ -240,10 +240,11 @@ def print_table(
     below = last_left and console.is_terminal and sum(widths) + 2 * (len(widths) - 1) > console.width
     end = -1 if below else len(widths)
     console.print(line([*titles[:end], *[""] * below]), style="dim", soft_wrap=True, markup=False)
+    lines = []
     for row in rows:
-        console.out(line([*row[:end], *[""] * below]), highlight=False)
-        if below and row[-1]:
-            console.out(f"  {titles[-1]} {row[-1]}", highlight=False)
+        lines.append(line([*row[:end], *[""] * below]))
+        lines += [f"  {titles[-1]} {row[-1]}"] * bool(below and row[-1])
+    console.out("\n".join(lines), highlight=False)
 
 
 def print_parts(
