@@ -1,6 +1,6 @@
-"""Continual pretraining: train a finished model further on new data; promote it only if no worse.
+"""Continual pretraining: train a finished model further on new data; promote it if it meets the gates.
 
-    new data -> graphs -> evaluate before -> train -> evaluate after -> export if no worse -> report -> promote
+    new data -> graphs -> evaluate before -> train -> evaluate after -> export if gates are met -> report -> promote
 
 Starts from the weights of the latest checkpoint with a new optimizer, so the learning rate warms up and decays again (arXiv
 2403.08763). The model is promoted only once its run folder is complete, in a remote store too. Meant for a schedule: without
@@ -13,10 +13,10 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -38,23 +38,24 @@ from flows.run_setup import (
 )
 from flows.runner import THREADS, Runner
 from flows.start_checks import load
+from flows.verdicts import Judge, check_gates, missing_held_out, on_cluster_of, show_series
 from modeling import run_files
-from profiles import resolve, state_files
+from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.huggingface.config import GENERATION_CONFIG
+from profiles.rules.continual import stand_in_data
 from profiles.schema import Profile
 from tasks import keys
-from tasks.continual import generated, replay, series, stand_in
+from tasks.continual import generated, held_out, replay, rounds, series, stand_in
 from tasks.continual.data import new_data
+from tasks.continual.gates import Verdict
 from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
-from tasks.evaluation.held_out import EvaluationStep, NotFinite
 from tasks.inputs import EXPORT, locate_runs
-from tasks.launchers import Job
 from tasks.report import ReportStep
 from tasks.reporting.outcome import Outcome
 from tasks.step import Context
-from tasks.steps.dataset import DatasetStep
+from tasks.steps.dataset import DatasetStep, read_file
 from tasks.steps.export import ExportStep
 from tasks.steps.graphs import GraphsStep
 from tasks.steps.tokenizer import TokenizerStep
@@ -64,8 +65,6 @@ from tasks.store.artifacts import Artifact
 from tasks.store.locks import Lock
 from tasks.store.store import Store, open_store
 
-# Keys of `train` that fit a cluster: the promoted model is evaluated with those of the round.
-PER_CLUSTER = {*keys.NOT_MATHEMATICS, "global_batch_size"}
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +73,7 @@ log = logging.getLogger(__name__)
 def continual(
     profile: ProfileName, overrides: Sequence[str] = (), name: RunName = "", store: str = "./store"
 ) -> State[Any]:
-    """Train a run's latest model further on new data, and promote the result if it is no worse.
+    """Train a run's latest model further on new data, and promote the result if it meets the gates.
 
     Args:
         profile: A shipped profile's name, or the path of a YAML file.
@@ -102,8 +101,9 @@ def continual(
 def _attempts(context: Context, current: series.Promoted) -> State[Any]:
     """A round, trained again with more replay while it is rejected for forgetting."""
     stand_in.warn_if_unknown(context)
+    check_gates(context.store, context.profile, current)
     state, tried = _round(context, current), 0.0
-    while state.name == "NotPromoted":
+    while state.name == "NotPromoted" and rounds.forgot(context.store, _name(context, current)):
         recorded = series.recorded_inputs(context.store, _name(context, current))
         tried = max(tried, _recorded_share(context.store, recorded))
         larger = [share for share in context.profile.continual.shares if share > tried]
@@ -121,42 +121,64 @@ def _recorded_share(store: Store, recorded: Mapping[str, str] | None) -> float:
 
 
 def _name(context: Context, current: series.Promoted) -> str:
-    return f"{context.profile.name}-round-{current.round + 1}"
+    return f"{context.profile.name}-{held_out.round_origin(current.next_round)}"
 
 
 def _round(context: Context, current: series.Promoted, share: float | None = None) -> State[Any]:
-    """One round: train the promoted model on new data, and promote the result if it is no worse."""
+    """One round: train the promoted model on new data, and promote the result if it meets the gates."""
     profile, store = context.profile, context.store
     tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
-    name = _name(context, current)
+    name, origin = _name(context, current), held_out.round_origin(current.next_round)
     # An interrupted round resumes with its data. One that was evaluated and not promoted, or whose weights are not those of the
     # promoted model any more, looks for new data.
     recorded = series.recorded_inputs(store, name)
     over = series.was_not_promoted(store, name) or _is_outdated(store, name, current, recorded)
+    over = over or (recorded is not None and _lacks_sets(store, name, recorded["dataset"]))
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
         begun = store.artifacts.find(DatasetStep.kind, recorded["dataset"]) if recorded and not over else None
         # Weights of sources that were changed since are those of the next round.
-        new = begun or new_data(store, current, everything, profile.train.sequence_length)
+        by_hash = held_out.held_out_by_hash(profile.data)
+        old = _old_sets(runner.context, current, tokenizer)
+        new = begun or new_data(store, current, everything, profile.train.sequence_length, old, by_hash)
         if new is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
+        if begun is None:
+            contents = read_file(store, new)
+            if reason := missing_held_out(profile, contents, origin):
+                return Completed(name="NoNewData", message=f"{reason}; a later round trains on it with more")
+            held_out.check_disjoint(store, contents, new_by_hash=len(by_hash) == len(profile.data.sources))
         if share is None:
             share = _first_share(runner, current, tokenizer, new, recorded, is_resumed=begun is not None)
         run = with_shortened_schedule(profile, new, share).model_copy(update={"name": name})
         dataset = begun or _with_replay(runner, current, tokenizer, new, run, share)
         runner.record_use(dataset)
         runner.context = replace(runner.context, profile=run)
-        result = _train(runner, current, tokenizer, dataset, lock, start_over=over)
+        judge = Judge(runner, current, tokenizer, dataset, origin)
+        identity, verdict = _train(judge, lock, start_over=over)
         lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
-        losses = f"held-out loss {result.before:.4f} before, {result.after:.4f} after"
-        if not result.better:
+        if verdict.promotes:
+            series.promote(store, profile.name, current, name, identity, dataset)
+            state, message = "Promoted", f"{name} replaces {current.run}"
+        else:
             series.record_not_promoted(store, name)
-            return Completed(name="NotPromoted", message=f"{current.run} remains promoted: {losses}")
-        series.promote(store, profile.name, current, name, result.identity)
-        message = f"{name} replaces {current.run}: {losses}"
-        emit("promoted", name, message)
-        return Completed(name="Promoted", message=message)
+            state, message = "NotPromoted", f"{current.run} remains promoted: {verdict.reason}"
+        show_series(store, profile.name)
+        message = f"{message}\n\n{verdict.text}"
+        emit("promoted" if verdict.promotes else "not-promoted", name, message)
+        return Completed(name=state, message=message)
+
+
+def _old_sets(context: Context, current: series.Promoted, tokenizer: Artifact) -> held_out.HeldOut:
+    """The held-out sets of the promoted model and its ancestors, and of new stand-in sources."""
+    sets = series.held_out_sets(context.store, context.profile.name, current)
+    standing = None if sets.tokens(held_out.STAND_IN) else stand_in.make(context, tokenizer)
+    if standing is None:
+        return sets
+    by_hash = held_out.held_out_by_hash(stand_in_data(context.profile))
+    contents = read_file(context.store, standing)
+    return sets + held_out.HeldOut.from_sources(held_out.STAND_IN, contents, by_hash)
 
 
 def _first_share(
@@ -202,11 +224,7 @@ def _generate(
     """Text sampled from the promoted model on the round's cluster, for a number of replayed windows."""
     store, settings, length = runner.context.store, run.continual, run.train.sequence_length
     base = runs.fetch(store, current.run)
-    profile = _on_cluster_of(run, resolve.load(str(base / run_files.PROFILE)))
-    text = resolve.dump(profile)
-    file = base / run_files.LOGS / f"generate-{keys.digest(text)[:8]}.yaml"
-    file.parent.mkdir(exist_ok=True)
-    state_files.write(file, text)
+    profile, file = on_cluster_of(run, base, "generate")
     model = keys.digest([current.identity, series.latest_step(store, current)])
     context = replace(runner.context, profile=profile, folder=base)
     rows = generated.row_count(windows, length, settings.generated_tokens)
@@ -215,12 +233,6 @@ def _generate(
         for first, count in generated.shards(rows)
     ]
     return generated.history(model, made, length)
-
-
-def _tolerance(run: Profile) -> float:
-    """How much the held-out loss of old text may rise."""
-    limits = (gate.rise_at_most for gate in run.continual.gates if gate.on == "old")
-    return next((limit for limit in limits if limit is not None), math.inf)
 
 
 def _start(current: series.Promoted, checkpoint: str) -> str:
@@ -240,40 +252,21 @@ def _is_outdated(
     return True
 
 
-@dataclass
-class _PromotedEvaluationStep(EvaluationStep):
-    """Evaluates the promoted model with the profile in a file, not that of its run folder."""
-
-    profile_file: Path = Path()
-
-    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
-        return job.with_arguments("--profile", str(self.profile_file))
-
-
-class _Result(NamedTuple):
-    """A trained round and its losses on the promoted model's held-out data."""
-
-    identity: str
-    before: float
-    after: float
-    tolerance: float
-
-    @property
-    def better(self) -> bool:
-        """Whether its model replaces the promoted one; never for a loss that is not a number."""
-        return self.after <= self.before + self.tolerance
+def _lacks_sets(store: Store, name: str, dataset: str) -> bool:
+    """Whether an earlier version began a round, so that its dataset has no held-out sets of the series."""
+    found = store.artifacts.find(DatasetStep.kind, dataset)
+    if found is None or held_out.has_sets(read_file(store, found)):
+        return False
+    log.info("%s was begun by an earlier version, without held-out sets by round: it starts over", name)
+    return True
 
 
-def _train(
-    runner: Runner,
-    current: series.Promoted,
-    tokenizer: Artifact,
-    dataset: Artifact,
-    lock: Lock,
-    *,
-    start_over: bool,
-) -> _Result:
-    """Train the promoted model on new data, evaluate before and after, and export a better result."""
+def _train(judge: Judge, lock: Lock, *, start_over: bool) -> tuple[str, Verdict]:
+    """Train the promoted model on new data, evaluate before and after, and export a promoted result.
+
+    Returns the round's identity and how it was judged.
+    """
+    runner, current, tokenizer, dataset = judge.runner, judge.promoted, judge.tokenizer, judge.dataset
     context, store = runner.context, runner.context.store
     run, base = context.profile, runs.fetch(store, current.run)
     with series.latest_checkpoint(store, current) as weights:
@@ -286,54 +279,20 @@ def _train(
         lock.check()  # another process may have taken over the round while this one was suspended
         with open_run(runner, run, identity, inputs, planned, replace=start_over) as overview:
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
-            held_out = store.artifacts.expect(DatasetStep.kind, current.dataset)
-            before = _evaluate_promoted(runner, base, held_out, current, weights.name)
+            judge.evaluate_promoted(base, weights)
             graphs = compiling.result()
             settle_compilation(runner, graphs)
             training = TrainingStep(dataset, identity, graphs, weights)
             runner.run(training, with_training_progress(runner.context))
-            what = keys.digest([identity, held_out.key])
-            try:
-                evaluated = runner.run(EvaluationStep(held_out, what, graphs))
-            except NotFinite:
-                series.record_not_promoted(store, run.name)
-                raise
-            after = evaluated.summary["validation_loss"]
-            result = _Result(identity, before, after, _tolerance(run))
-            if result.better:
+            verdict, evaluated = judge.judge(identity, graphs)
+            if verdict.promotes:
                 with activities.begin(store, "exporting", run.name):
                     given = state_files.read_json(base / EXPORT / GENERATION_CONFIG)
                     runner.run(ExportStep(tokenizer, identity, generation_config=given or {}))
-            runner.run(ReportStep(planned, evaluated, _with_new_data(runner.outcomes, tokenizer, dataset)))
+            outcomes = _with_new_data(runner.outcomes, tokenizer, dataset)
+            runner.run(ReportStep(planned, evaluated, outcomes, verdict.lines))
             overview.update(now=True)
-        return result
-
-
-def _evaluate_promoted(
-    runner: Runner, base: Path, held_out: Artifact, current: series.Promoted, checkpoint: str
-) -> float:
-    """Held-out loss of the promoted model, in the run folder `base`, on the round's cluster."""
-    profile = _on_cluster_of(runner.context.profile, resolve.load(str(base / run_files.PROFILE)))
-    text = resolve.dump(profile)
-    # Named by its contents: the job of an earlier round may still load its own.
-    file = base / run_files.LOGS / f"evaluate-{keys.digest(text)[:8]}.yaml"
-    file.parent.mkdir(exist_ok=True)
-    state_files.write(file, text)
-    what = keys.digest([current.identity, checkpoint, held_out.key])
-    step = _PromotedEvaluationStep(held_out, what, profile_file=file)
-    return runner.run(step, replace(runner.context, profile=profile, folder=base)).summary["validation_loss"]
-
-
-def _on_cluster_of(run: Profile, promoted: Profile) -> Profile:
-    """The promoted model's profile, with the round's cluster, topology and batch.
-
-    Raises ProfileError if they do not fit its other settings.
-    """
-    train = promoted.train.model_copy(update={name: getattr(run.train, name) for name in PER_CLUSTER})
-    sections = {name: getattr(run, name) for name in ("cluster", "parallel", "compile")}
-    profile = promoted.model_copy(update={**sections, "train": train})
-    resolve.check(profile)
-    return profile
+        return identity, verdict
 
 
 def _with_new_data(outcomes: Sequence[Outcome], tokenizer: Artifact, dataset: Artifact) -> list[Outcome]:

@@ -47,6 +47,7 @@ class ReportStep(Step):
     plan: Plan
     evaluation: Artifact
     outcomes: Sequence[Outcome]
+    gates: Sequence[Sequence[str]] = ()  # of a round of continual pretraining: a table, its headings first
 
     kind = "report"
     name = "report"
@@ -61,7 +62,7 @@ class ReportStep(Step):
         folder, store = context.run_folder, context.store
         plan, evaluation = self.plan.to_json(), self.evaluation.summary
         ended = [outcome for outcome in self.outcomes if outcome.how != "running"]  # all but this step
-        path = write_report(context.profile, folder, plan, evaluation, ended)
+        path = write_report(context.profile, folder, plan, evaluation, ended, self.gates)
         store.run_folder(folder.name).sync().upload()
         return Artifact(self.kind, key, str(path), {})
 
@@ -72,6 +73,7 @@ def write_report(
     plan: Mapping[str, Any],
     evaluation: Mapping[str, Any],
     outcomes: Sequence[Outcome],
+    gates: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write report.json and report.html to the run folder, each atomically; returns report.html's path."""
     history, tokenizer = History.read(folder), _tokenizer_file(folder)
@@ -91,6 +93,7 @@ def write_report(
         "steps": [asdict(outcome) for outcome in outcomes],
         "events": read_events(folder),
         "experts": _experts(folder, history),
+        "gates": [list(line) for line in gates],
         "forecast": _forecast(profile, folder, evaluation),
         "evaluations": _evaluations(folder),
         "warnings": _warnings(profile, outcomes, history),

@@ -73,7 +73,6 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the complete command line."""
     root = Parser(
         prog="trainshed",
-        description="Train language models as one Prefect flow, on Trainium, GPUs and CPUs.",
         epilog="example: trainshed run tiny    (trainshed COMMAND --help for details)",
         formatter_class=HelpFormatter,
         add_help=False,
@@ -175,7 +174,7 @@ def _experiment(commands: Any, name: str, page: str, about: str, action: str) ->
 
 
 def _add_stores(commands: Any) -> None:
-    """Add runs, evaluate, fleet and gc."""
+    """Add runs, evaluate, series, promote, fleet and gc."""
     about = "list the runs of a store, with their state and size"
     runs = _command(commands, "runs", "", about, "trainshed runs", folder="runs")
     _store(runs)
@@ -199,6 +198,22 @@ def _add_stores(commands: Any) -> None:
     about = "local folder for run folders if the store is on S3, like cluster.work_dir"
     _with_default(evaluate, "--work-dir", "./store", about, metavar="FOLDER")
     _json(evaluate)
+
+    about = "show the rounds of a continual series, with their losses"
+    series = _command(commands, "series", "NAME", about, "trainshed series tiny", folder="runs")
+    series.add_argument("name", metavar="NAME", help="the series: the name of its first run")
+    _store(series)
+    _with_default(series, "--output", "series.html", "HTML page to write", metavar="FILE")
+    _json(series)
+
+    about = "make an earlier model of a series the promoted one again"
+    promote = _command(
+        commands, "promote", "NAME RUN", about, "trainshed promote tiny tiny-round-1", folder="runs"
+    )
+    promote.add_argument("name", metavar="NAME", help="the series: the name of its first run")
+    promote.add_argument("run", metavar="RUN", help="a run that was promoted: a round's, or the first")
+    _store(promote)
+    _json(promote)
 
     about = "write a page of all runs: progress, speed, goodput, cost"
     fleet = _command(commands, "fleet", "", about, "trainshed fleet --output fleet.html", folder="runs")

@@ -30,6 +30,7 @@ ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)
     "queued": "a job has not started for half an hour, or Slurm holds it",
     "finished": "a run has finished",
     "promoted": "continual pretraining promoted a model",
+    "not-promoted": "continual pretraining trained a model that did not meet its gates",
     "failed": "a flow run failed, crashed or was rejected",
 }
 ALERTS = [f"Trainshed alert: {kind}" for kind in ALERT_KINDS]  # names of automations

@@ -189,7 +189,23 @@ class RecordSamples:
         if not self.windows:
             raise ValueError(f"{rows} has no samples")
         self._order = WindowOrder(self.windows, seed)
+        self._numbers: np.ndarray | None = None  # (windows) of the samples, if they are a part of the split
         self.reference: np.ndarray | None = None
+
+    def by_source(self) -> dict[str, RecordSamples]:
+        """The samples of each source separately, by its name; without sources that have none.
+
+        A sample that packs several sequences belongs to the source of its first one.
+        """
+        firsts = self._starts[np.concatenate(([0], self._ends[:-1]))][:: self.rows_per_sample]
+        found = {}
+        for name, stream in self.corpus.sources.items():
+            inside = (firsts >= stream.start) & (firsts < stream.start + stream.tokens)
+            if inside.any():
+                found[name] = part = copy.copy(self)
+                part._numbers, part.windows = np.flatnonzero(inside), int(inside.sum())
+                part._order = WindowOrder(part.windows, None)
+        return found
 
     def shuffled(self, batch: int) -> RecordSamples:
         """The samples in a fixed random order, of which the first ones represent the split.
@@ -204,6 +220,8 @@ class RecordSamples:
     def _rows(self, first: int, count: int) -> np.ndarray:
         """Rows (count · rows per sample) of the samples [first, first + count)."""
         samples = self._order.windows(np.arange(first, first + count))
+        if self._numbers is not None:
+            samples = self._numbers[samples]
         return (samples[:, None] * self.rows_per_sample + np.arange(self.rows_per_sample)).flatten()
 
     def _sequences(self, row: int) -> tuple[np.ndarray, np.ndarray]:

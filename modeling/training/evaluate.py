@@ -1,8 +1,8 @@
 """Validation loss, one process per device: `python -m modeling.training.evaluate --run-folder RUN ...`
 
 Evaluates the latest complete checkpoint, or that of --step, on the complete validation split and writes {step, validation_loss,
-perplexity, tokens, metrics, samples} as JSON, atomically; `metrics` has the user metrics by name, `samples` generated text. The
-exit code says why it failed (exit_codes.py).
+perplexity, tokens, metrics, samples, sets} as JSON, atomically; `metrics` has the user metrics by name, `samples` generated text,
+and `sets`, with --sets, the loss and tokens of each source of the split. The exit code says why it failed (exit_codes.py).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Evaluation:
     metrics: dict[str, float]  # mean per token or pair of each metric, by name
     graphs: dict[str, int]  # compile cache statistics
     sources: dict[str, float] = field(default_factory=dict)  # loss of each data source, by name
+    sets: dict[str, dict[str, float]] = field(default_factory=dict)  # loss and tokens of each set, by name
 
     @property
     def perplexity(self) -> float:
@@ -122,6 +123,31 @@ def evaluate_split(
     return replace(result, sources=losses)
 
 
+def evaluate_sets(
+    trainer: Trainer, samples: Samples | RecordSamples, after_pass: Callable[[], None] | None = None
+) -> Evaluation:
+    """Evaluate each source of a split separately, once; the loss and metrics of all are means per token.
+
+    Raises ValueError if no source has a window.
+    """
+    parts = samples.by_source()
+    if not parts:
+        raise ValueError(f"train.sequence_length = {samples.sequence_length}: no held-out set has a window")
+    found = {name: evaluate_samples(trainer, part, after_pass=after_pass) for name, part in parts.items()}
+    tokens = sum(each.tokens for each in found.values())
+
+    def mean(value: Callable[[Evaluation], float]) -> float:
+        return sum(value(each) * each.tokens for each in found.values()) / max(1, tokens)
+
+    return Evaluation(
+        mean(lambda each: each.loss),
+        tokens,
+        {name: mean(lambda each, name=name: each.metrics[name]) for name in trainer.metrics},
+        [*found.values()][-1].graphs,  # counted since the start
+        sets={name: {"loss": each.loss, "tokens": each.tokens} for name, each in found.items()},
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = job_parser("evaluate")
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
@@ -131,6 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--step", type=int, help="step of the checkpoint to evaluate (default: the latest)")
     parser.add_argument("--profile", type=Path, help="profile of the evaluation (default: the run's)")
+    parser.add_argument("--sets", action="store_true", help="evaluate each source of the split separately")
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
     profile = load(str(options.profile or options.run_folder / run_files.PROFILE))
@@ -150,7 +177,7 @@ def evaluate_checkpoint(trainer: Trainer, options: argparse.Namespace) -> None:
     profile = trainer.profile
     cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
     samples = open_samples(profile, options.dataset, "validation", cache, reference=options.reference)
-    evaluate_into(options.output, trainer, samples, step)
+    evaluate_into(options.output, trainer, samples, step, sets=options.sets)
 
 
 def load_checkpoint(trainer: Trainer, options: argparse.Namespace) -> int:
@@ -185,14 +212,18 @@ def evaluate_into(
     samples: Samples | RecordSamples,
     step: int,
     after_pass: Callable[[], None] | None = None,
+    *,
+    sets: bool = False,
 ) -> Evaluation:
     """Evaluate a complete split, generate samples, and write both as JSON. Called on every rank.
 
     Args:
         step: step of the weights.
         after_pass: called after each forward pass, as by `evaluate_samples`; if it raises, nothing is written.
+        sets: evaluate each source of the split separately (`evaluate_sets`).
     """
-    evaluation = evaluate_split(trainer, samples, after_pass=after_pass)
+    evaluate = evaluate_sets if sets else evaluate_split
+    evaluation = evaluate(trainer, samples, after_pass=after_pass)
     generated = generate_samples(trainer, samples, after_pass)
     # The loss of pairs is no cross-entropy of tokens.
     perplexity = evaluation.perplexity if trainer.profile.rows_per_sample == 1 else None
@@ -204,6 +235,7 @@ def evaluate_into(
             "tokens": evaluation.tokens,
             "metrics": {**evaluation.metrics, **evaluation.by_source},
             "samples": generated,
+            "sets": evaluation.sets,
             **evaluation.graphs,
         }
         state_files.write(output, json.dumps(result, indent=1))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from itertools import islice
 from typing import Any
 
 from tasks import keys
+from tasks.continual.held_out import HeldOut, round_origin
 from tasks.continual.series import Promoted
 from tasks.steps.dataset import CORPUS, DatasetStep, read_file
 from tasks.store import ledger
@@ -18,25 +19,40 @@ from tasks.store.store import Store
 Entry = dict[str, Any]  # a shard in corpus.json
 
 
-def new_data(store: Store, promoted: Promoted, dataset: Artifact, sequence_length: int) -> Artifact | None:
+def new_data(
+    store: Store,
+    promoted: Promoted,
+    dataset: Artifact,
+    sequence_length: int,
+    old: HeldOut,
+    by_hash: Collection[str],
+) -> Artifact | None:
     """Dataset of the shards new to the promoted model; None if they are too few for one sample.
 
-    Its held-out text is that of the series. A source with a weight keeps it; it is left out if its new shards are too few for one
-    sample, and they remain new.
+    Its held-out text is that of the series, and of the new shards. A source with a weight keeps it; it is left out if its new
+    shards are too few for one sample, and they remain new.
+
+    Args:
+        dataset: of all shards.
+        old: held-out sets of the promoted model.
+        by_hash: names of the sources that hold out documents by their hash.
     """
     contents = read_file(store, dataset)
-    first = store.artifacts.expect(DatasetStep.kind, promoted.dataset)
-    of_series = read_file(store, first)
-    held_out = of_series["validation"]
     known = ledger.trained_on(store, promoted.identity)
-    pairs = zip(contents["train"], read_file(store, dataset, SHARDS), strict=True)
+    shards = read_file(store, dataset, SHARDS)
+    pairs = zip(contents["train"], shards, strict=True)
     new, blend = _select(pairs, contents.get("blend"), known, sequence_length)
+    # The sources of the dataset are those of its held-out text.
+    for part, source in zip(blend or (), contents.get("sources", ()), strict=False):
+        part["name"] = source["name"]
     train = [entry for entry, _ in new]
     if sum(entry["tokens"] for entry in train) <= sequence_length:
         return None
-    # The sources divide the held-out shards, so both are those of the series; datasets of earlier versions do not list sources.
-    sources = of_series.get("sources", [])
-    selected = {**contents, "train": train, "validation": held_out, "sources": sources, "blend": blend}
+    chosen = {shard for _, shard in new}
+    origin = round_origin(promoted.next_round)
+    sets = old + HeldOut.from_sources(origin, contents, by_hash, [shard in chosen for shard in shards])
+    held_out, parts = list(sets.entries), list(sets.sets)
+    selected = {**contents, "train": train, "validation": held_out, "sources": parts, "blend": blend}
     key = keys.new_data(selected)
     with store.artifacts.lock(DatasetStep.kind, key):
         if found := store.artifacts.find(DatasetStep.kind, key):

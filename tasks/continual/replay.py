@@ -102,7 +102,8 @@ def of_dataset(identity: str, run: str, contents: dict[str, Any], sequence_lengt
         windows = max(0, tokens - 1) // sequence_length
         if not windows or (weighted and not part["weight"]):  # nothing was drawn from it
             continue
-        name = (names[number] if number < len(names) else str(number)) if weighted else ""
+        known = names[number] if number < len(names) else str(number)
+        name = part.get("name", known) if weighted else ""  # in a round's dataset, sources are held-out sets
         # Of the run and not of train.seed, so that the order stays the same in all rounds and is not that of the first reading.
         seed = int(keys.digest({"replay": [identity, number]})[:15], 16)
         stream = HistoryStream(identity, run, name, part["weight"], len(own), tokens, windows, seed)

@@ -1,34 +1,60 @@
 """The promoted model of a continual series, and promotion of its successor.
 
 A series is named after the run that started it. `runs/<name>/standing.json` in the store names the model that was promoted last
-and the dataset whose held-out text all models are evaluated on. It is written atomically and last, so a failed round changes
+and the datasets whose held-out text all models are evaluated on. It is written atomically and last, so a failed round changes
 nothing. The data ledger (store/ledger.py) records what that model and its ancestors were trained on.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from modeling import run_files
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
+from tasks.continual.held_out import FIRST, HeldOut, by_hash_of_run
 from tasks.inputs import EXPORT
+from tasks.steps.dataset import DatasetStep, read_file
 from tasks.store import ledger, runs
+from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Promoted:
-    """Promoted model of a series, with the tokenizer and dataset of the series' first run."""
+    """Promoted model of a series, with the tokenizer and dataset of the series' first run.
+
+    Earlier versions did not record the fields that have defaults.
+
+    Attributes:
+        held_out: key of the dataset whose validation split has the sets that it and its ancestors held out; "": that of the first
+            run has them.
+        latest: number of the latest round that was promoted, if an earlier one was promoted again.
+    """
 
     run: str
     identity: str
     round: int
     tokenizer: str
     dataset: str
+    held_out: str = ""
+    latest: int = 0
+
+    @property
+    def latest_round(self) -> int:
+        """Number of the latest round that was promoted."""
+        return max(self.round, self.latest)
+
+    @property
+    def next_round(self) -> int:
+        """Number of the round that follows."""
+        return self.latest_round + 1
 
 
 def promoted_model(store: Store, name: str) -> Promoted | None:
@@ -84,11 +110,33 @@ def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManage
     return store.run_folder(promoted.run).local_checkpoint(part, keep_on_error=True)
 
 
-def promote(store: Store, name: str, promoted: Promoted, run: str, identity: str) -> Promoted:
-    """Make a run's model the promoted one of its series."""
-    after = Promoted(run, identity, promoted.round + 1, promoted.tokenizer, promoted.dataset)
-    store.backend.write(_name(name, run_files.STANDING), json.dumps(asdict(after), indent=1).encode())
+def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
+    """The sets that the promoted model and its ancestors held out."""
+    if promoted.held_out:
+        return HeldOut.of(read_file(store, store.artifacts.expect(DatasetStep.kind, promoted.held_out)))
+    if promoted.round:
+        message = (
+            "series %s: of rounds of an earlier version, the documents that they held out are not evaluated"
+        )
+        log.info(message, name)
+    contents = read_file(store, store.artifacts.expect(DatasetStep.kind, promoted.dataset))
+    return HeldOut.from_sources(FIRST, contents, by_hash_of_run(store, name))
+
+
+def promote(
+    store: Store, name: str, promoted: Promoted, run: str, identity: str, dataset: Artifact
+) -> Promoted:
+    """Make the model of a round, trained on a dataset, the promoted one of its series."""
+    after = replace(
+        promoted, run=run, identity=identity, round=promoted.next_round, held_out=dataset.key, latest=0
+    )
+    set_promoted(store, name, after)
     return after
+
+
+def set_promoted(store: Store, name: str, promoted: Promoted) -> None:
+    """Record the promoted model of a series, atomically."""
+    store.backend.write(_name(name, run_files.STANDING), json.dumps(asdict(promoted), indent=1).encode())
 
 
 def _name(run: str, file: str) -> str:

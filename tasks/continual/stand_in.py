@@ -9,6 +9,7 @@ from typing import Any
 from modeling import run_files
 from profiles.errors import ProfileError
 from profiles.rules.continual import stand_in_data
+from profiles.schema import Profile
 from tasks import inputs
 from tasks.continual.replay import History, of_dataset
 from tasks.step import Context
@@ -48,14 +49,19 @@ def history(store: Store, made: Artifact, sequence_length: int) -> History:
     return of_dataset(made.key, RUN, contents, sequence_length)
 
 
+def unknown_weights(store: Store, profile: Profile) -> str | None:
+    """The initial weights of a series, if nothing stands for what they were trained on; None otherwise."""
+    if profile.continual.stand_in or profile.continual.replay_from == "generated":
+        return None
+    try:
+        return runs.load_profile(runs.fetch(store, profile.name)).init.from_
+    except ProfileError:  # the series has gone on without the folder of its first run
+        return None
+
+
 def warn_if_unknown(context: Context) -> None:
     """Warn if nothing stands for what the initial weights of the series' first run were trained on."""
-    if context.profile.continual.stand_in:
-        return
-    try:
-        initial = runs.load_profile(runs.fetch(context.store, context.profile.name)).init.from_
-    except ProfileError:  # the series has gone on without the folder of its first run
-        return
+    initial = unknown_weights(context.store, context.profile)
     if initial is not None:
         log.warning(
             "continual.stand_in: what %s was trained on, the initial weights of the series, is in no ledger, so forgetting it is "

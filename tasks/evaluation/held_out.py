@@ -82,6 +82,8 @@ class EvaluationStep(Step):
                 result = state_files.require_json(output.read_bytes(), output)
             _require_finite(folder.name, result, output)
             summary.update({name: result[name] for name in SUMMARY})
+            if result.get("sets"):
+                summary["sets"] = result["sets"]
             shutil.copyfile(output, staging / FILE)
             self.extend_artifact(context, staging, summary)
         output.unlink()
@@ -110,6 +112,29 @@ class OtherDataEvaluationStep(EvaluationStep):
     """
 
     kind = "checkpoint-evaluation"
+
+
+@dataclass
+class SetsEvaluationStep(EvaluationStep):
+    """Evaluates a run's latest checkpoint on each held-out set of a series separately, in one job.
+
+    `identity` includes the dataset's key. The artifact's summary has `sets` in addition: loss and tokens of each set by name.
+    """
+
+    profile_file: Path | None = None  # the profile of the evaluation; None: the run's
+
+    def key(self, context: Context) -> str:
+        run, profile = context.run_folder.name, context.profile
+        identity = keys.digest([self.identity, "sets"])
+        return keys.evaluation(run, identity, profile.train, profile.evaluate.metrics)
+
+    def adapt_job(self, job: Job, context: Context, key: str) -> Job:
+        profile = ("--profile", str(self.profile_file)) if self.profile_file else ()
+        return job.with_arguments("--sets", *profile)
+
+    def describe(self, summary: Mapping[str, Any]) -> str:
+        shown = [f"{name} {each['loss']:.4f}" for name, each in summary["sets"].items()]
+        return f"loss on held-out sets: {', '.join(shown)}"
 
 
 def _require_finite(run: str, result: dict[str, Any], output: Path) -> None:

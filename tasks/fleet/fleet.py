@@ -189,6 +189,11 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     return Fleet(store.uri, now, runs, nodes_of(runs))
 
 
+def read_run(store: Store, name: str) -> RunView:
+    """Read one run, without the cache."""
+    return _view(store, store.backends, name, None, time.time())[1]
+
+
 def _view(
     store: Store, backends: Sequence[Backend], name: str, cached: Cached | None, now: float
 ) -> tuple[dict[str, str] | None, RunView]:

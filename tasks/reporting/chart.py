@@ -18,7 +18,14 @@ WIDTH, HEIGHT = 1000.0, 400.0  # of the plot area, in SVG units
 MAX_POINTS = 500
 TICKS = 5  # of an axis, about
 LINE_STYLES = 6  # line colours in report.html
-MUTED, COLOURS = "#868e96", {"training": "#7f93a8", "smooth": "#2f8fe0", "validation": "#e8703a"}
+MUTED = "#868e96"
+COLOURS = {
+    "training": "#7f93a8",
+    "smooth": "#2f8fe0",
+    "validation": "#e8703a",
+    "rejected": "#d6453d",
+    "line-4": "#9a62bd",
+}
 Points = Sequence[tuple[float, float]]
 
 
@@ -189,7 +196,7 @@ def ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def integer_ticks(low: float, high: float) -> list[float]:

@@ -65,6 +65,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
                 "Evaluation on the whole validation split",
                 _evaluation(profile, facts["evaluation"], facts["before"]),
             ),
+            html.section("Gates of the round", *_gates(facts.get("gates", []))),
             html.section("Forecast and outcome", forecast_against_outcome(facts.get("forecast"))),
             html.section("Samples", *_samples(facts)),
             html.section(
@@ -259,6 +260,11 @@ def _evaluation(profile: Profile, evaluation: Mapping[str, Any], before: Mapping
     earlier = _results(before)
     rows = [(name, earlier.get(name, ""), value) for name, value in results.items()]
     return html.properties(size) + html.table(("", "before", "after"), rows)
+
+
+def _gates(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Values before and after a round of continual pretraining, with the limits of its gates."""
+    return [html.table(lines[0], lines[1:])] if lines else []
 
 
 def _results(evaluation: Mapping[str, Any]) -> dict[str, str]:

@@ -194,6 +194,7 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
         used |= {(kind, key) for kind, found in record.items() for key in found}
         used |= {(kind, key) for kind, key in inputs.items() if key}
         used |= {(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
+        used |= {("dataset", key) for key in (series.get("held_out"),) if key}
         for kind, parts in PARTS.items():
             if kind not in record and (kind != "graphs" or _compiles(store, name)):
                 kept |= {*parts}

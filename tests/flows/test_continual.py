@@ -18,7 +18,7 @@ from profiles.resolve import load
 from tasks.store import ledger, runs
 from tasks.store.store import Store
 from tests import s3
-from tests.flows.micro import PROFILE, losses
+from tests.flows.micro import PROFILE, losses, shown
 from tests.forked_jobs import forked_jobs
 
 EPOCH = ("train.steps=null", "train.epochs=1")
@@ -87,13 +87,27 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     write_texts(texts / "1.jsonl", 2)
     state = night(*EPOCH)
     assert state.name == "Promoted", state.message
-    assert "nightly-round-1 replaces nightly" in state.message
+    headline, _, table = state.message.partition("\n\n")
+    assert headline == "nightly-round-1 replaces nightly"
     first, new = corpus_of(store, "nightly"), corpus_of(store, "nightly-round-1")
     added, *replayed = new["train"]
     assert replayed == first["train"]
     assert added["path"] not in {entry["path"] for entry in first["train"]}
-    assert new["validation"] == first["validation"]
+    # The first run's set, and one of the round's own documents, which none of its shards trains on.
+    assert [each["name"] for each in new["sources"]] == ["first/files", "round-1/files"]
+    assert new["validation"][0] == first["validation"][0]
+    assert new["validation"][1]["path"] == added["path"].replace("/train", "/validation")
+    lines = [line.split() for line in table.splitlines()]
+    assert [line[0] for line in lines] == ["set", "old", "new"]
+    assert all(line[-1] == "yes" for line in lines[1:])
     report = (store / "runs/nightly-round-1/report.html").read_text()
+    assert all(f"<td class=short>{cell}</td>" in report for line in lines[1:] for cell in line[:3])
+    artifacts = shown("nightly")
+    assert [row["set"] for row in json.loads(artifacts["gates"])] == ["old", "new"]
+    assert lines[1][1] in artifacts["gates"]
+    assert "nightly-round-1 is promoted" in artifacts["series"]
+    assert "data:image/svg+xml" in artifacts["series"]
+    assert "nightly-round-1" in (store / "series/nightly.html").read_text()
     assert f"{added['tokens']:,} tokens<" in report
     assert "0.05 of the samples replayed from earlier data" in report
     rows = [
@@ -108,17 +122,23 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     assert (store / "runs/nightly-round-1/export/config.json").exists()
     assert night().name == "NoNewData"
 
-    # A worse model is evaluated but not promoted; its data may be used again.
+    # A round that learned nothing, and one that forgot, are evaluated but not promoted; their data may be used again.
     write_texts(texts / "2.jsonl", 3)
+    state = night(
+        "train.learning_rate=1e-30", "train.minimum_learning_rate=0", "continual.replay=[0.05, 0.25]"
+    )  # more replay would not help
+    assert state.name == "NotPromoted", state.message
+    assert state.message.startswith("nightly-round-1 remains promoted: new did not change")
     worse = ("train.learning_rate=10", "train.clip=null", "continual.replay=[0.05, 0.25]")
     for _ in range(2):  # once more at the next schedule, which trains nothing
         state = night(*worse)
         assert state.name == "NotPromoted", state.message
+        assert state.message.startswith("nightly-round-1 remains promoted: old rose from")
         shares = [
-            corpus_of(store, run)["replay"]["share"] for run in ("nightly-round-2~1", "nightly-round-2")
+            corpus_of(store, run)["replay"]["share"] for run in ("nightly-round-2~2", "nightly-round-2")
         ]
         assert shares == [0.05, 0.25]
-        assert not (store / "runs/nightly-round-2~2").exists()
+        assert not (store / "runs/nightly-round-2~3").exists()
     assert json.loads((store / "runs/nightly/standing.json").read_text())["run"] == "nightly-round-1"
 
     # Two at once: one trains, the other waits and finds nothing left to do.
@@ -138,8 +158,9 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
     assert [entry.run for entry in lineage] == ["nightly-round-2", "nightly-round-1", "nightly"]
     assert [len(entry.shards) for entry in lineage] == [1, 1, 1]
     entries = [json.loads(path.read_text()) for path in (store / "ledger").iterdir()]
-    assert len(entries) == 5  # including the two attempts that were not promoted
-    assert (store / "runs/nightly-round-2~2").exists()
+    # Three attempts were not promoted; one of them differs from the last only in its schedule.
+    assert len(entries) == 5
+    assert (store / "runs/nightly-round-2~3").exists()
 
 
 def test_warm_up_is_shortened_to_the_steps_of_little_new_data(series, caplog):
@@ -186,13 +207,13 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     (copy / "runs/nightly/standing.json").unlink()  # as if the first round had not been promoted yet
     steps = f"train.steps={len(losses(copy / 'runs/nightly-round-1'))}"
     state = night(steps, "data.sources.0.weight=2", store=copy)  # a new weight is that of the next round
-    assert state.message.startswith("nightly-round-1 replaces nightly:"), state.message
+    assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
     assert not (copy / "runs/nightly-round-1~1").exists()
 
     pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1"], None, str(copy), replace=True)
     own = ("continual.replay_from=generated", "continual.replay=0.25")  # text of the replaced model
     state = night("continual.gates=[{on: old, rise_at_most: 9}]", *own, store=copy)
-    assert state.message.startswith("nightly-round-1 replaces nightly:"), state.message
+    assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
     (stream,) = corpus_of(copy, "nightly-round-1")["replay"]["streams"]
     assert (stream["run"], stream["begin"]) == ("continual.replay_from", 0)
     assert stream["tokens"] == 16 * 32  # a power of two of rows for 8 replayed windows
@@ -232,7 +253,7 @@ def test_runs_that_a_round_reads_are_not_replaced_and_run_references_are_located
                 runs.open_run(store, other, "two", "flow run", {}, replace=True)
         return Completed(name="Promoted")
 
-    monkeypatch.setattr(continual, "_round", train_round)
+    monkeypatch.setattr(continual, "_attempts", train_round)
     monkeypatch.setattr("flows.run_setup.hub_token", lambda profile: None)  # would ask Prefect
     continual.continual.fn.__wrapped__("tiny", ["tokenizer.source=run:base"], store=str(tmp_path))
     assert sources == [str(tmp_path / "runs/base/export")]

@@ -15,6 +15,7 @@ from profiles.resolve import load
 from profiles.schema import Continual, Source
 from tasks.continual import generated, replay, stand_in
 from tasks.continual.data import new_data
+from tasks.continual.held_out import HeldOut
 from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
 from tasks.continual.series import Promoted, latest_step
@@ -37,6 +38,7 @@ def publish(
         "format": 1,
         "vocabulary_size": 300,
         "eos": 0,
+        "sequence_length": 16,
         "train": [{"path": f"/{name}", "tokens": tokens} for name, tokens in shards.items()],
         "validation": [],
         "blend": blend and [{"weight": weight, "shards": count} for weight, count in blend],
@@ -60,13 +62,13 @@ def test_new_data_is_drawn_by_the_weights_of_its_sources(store):
     promoted = Promoted("nightly", "one", 0, "tokenizer", old.key)
     everything = {"a": 40, "a2": 50, "a3": 50, "b": 40, "b2": 16, "c": 40, "c2": 30}
     blend = [(3, 3), (2, 2), (1, 2)]
-    new = new_data(store, promoted, publish(store, "blended", everything, blend), 16)
+    new = new_data(store, promoted, publish(store, "blended", everything, blend), 16, HeldOut(), ())
     corpus = Corpus.open(store.artifacts.path(new), "train")
     # Source 1 waits for more than the 16 tokens of b2, which would be no sample.
     assert [tuple(stream) for stream in corpus.streams] == [(3, 0, 100, 0), (1, 100, 30, 2)]
     assert json.loads((store.artifacts.path(new) / "shards.json").read_text()) == ["a2", "a3", "c2"]
 
-    new = new_data(store, promoted, publish(store, "plain", everything, None), 16)
+    new = new_data(store, promoted, publish(store, "plain", everything, None), 16, HeldOut(), ())
     assert Corpus.open(store.artifacts.path(new), "train").streams == [(1, 0, 146, 0)]
 
     sources = "[{kind: python-docs, weight: 3}, {kind: files, path: a, weight: 1}]"
@@ -91,7 +93,7 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
 
     (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[60:90]))
     now = Context(wanted, store)
-    new = new_data(store, base, DatasetStep(tokenizer).run(now), 16)
+    new = new_data(store, base, DatasetStep(tokenizer).run(now), 16, HeldOut(), ())
     known = replay.history(store, base, new, 16)
     windows = known.streams[0].windows
 

@@ -107,7 +107,8 @@ def test_long_time_without_a_checkpoint_is_reported_again(tmp_path, monkeypatch)
 def test_every_kind_is_notified_exactly_once(automations, webhook, tmp_path):
     time.sleep(2)  # until the server's triggers know the automations
     live(Store(str(tmp_path)))
-    emit("promoted", "troubled", "troubled replaces an earlier round")
+    for kind in ("promoted", "not-promoted"):
+        emit(kind, "troubled", "how a round was judged")
     with pytest.raises(JobFailed):
         failing()
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modeling.data.corpus import Corpus
+from modeling.data.corpus import Corpus, Stream
 from modeling.data.indexed import IndexedDatasetBuilder
 from modeling.data.records import (
     PADDING,
@@ -113,3 +113,16 @@ def test_packed_pairs_have_numbers_and_counts_of_answers(tmp_path):
     assert samples.pairs_per_token(0, 2) == 3 / (2 + 3 + 6)
     samples.reference = np.arange(6, dtype=np.float32)  # in order of rows
     assert samples.references(0, 1).tolist() == [[0, 1, 0, 0], [2, 3, 0, 0]]
+
+
+def test_samples_of_each_source_are_separate(tmp_path):
+    samples = make(tmp_path, [[(i, True)] * 4 for i in (1, 2, 3)], packed=False)
+    samples.corpus.sources = {
+        "one": Stream(1, 0, 8, 0),
+        "empty": Stream(1, 8, 0, 1),
+        "other": Stream(1, 8, 4, 2),
+    }
+    parts = samples.by_source()
+    found = {name: part.batch(0, part.windows)[:, 0].tolist() for name, part in parts.items()}
+    assert found == {"one": [1, 2], "other": [3]}
+    assert parts["one"].count_targets(0, 2) == samples.count_targets(0, 2)

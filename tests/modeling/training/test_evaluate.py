@@ -1,5 +1,6 @@
 """Evaluation: which samples of the validation split are evaluated."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from modeling.compilation.graph_cache import EagerStatistics
 from modeling.data.corpus import Corpus, Samples
-from modeling.training.evaluate import evaluate_samples
+from modeling.training.evaluate import Evaluation, evaluate_samples, evaluate_sets
 from tests.modeling.data import test_records
 from tests.modeling.data.datasets import write_dataset
 
@@ -50,3 +51,27 @@ def test_a_few_batches_of_packed_records_represent_all_lengths(tmp_path):
     samples = test_records.make(tmp_path, [[(length, True)] * length for length in lengths], packed=True)
     assert 2 <= sum(token == 8 for token in evaluated(samples, 1, 2)) <= 6
     assert sorted(evaluated(samples, 2, 2)) == sorted(evaluated(samples, 1, 2))
+
+
+def test_sets_are_evaluated_once_each_and_their_mean_is_per_token(tmp_path, monkeypatch):
+    sources = [
+        {"name": "first/a", "shards": 1},
+        {"name": "first/b", "shards": 1},
+        {"name": "round-1/a", "shards": 1},
+    ]
+    folder = write_dataset(tmp_path, np.arange(131), [100, 105], sources=sources)
+    contents = json.loads((folder / "corpus.json").read_text())
+    (folder / "corpus.json").write_text(json.dumps({**contents, "validation": contents["train"]}))
+    samples = Samples(Corpus.open(folder, "validation"), 5, None)
+    evaluated = []
+
+    def evaluate(trainer, part, after_pass=None):
+        (stream,) = part.corpus.streams
+        evaluated.append((stream.start, part.windows))
+        return Evaluation(float(stream.start), part.windows * 5, {"accuracy": 0.5}, {})
+
+    monkeypatch.setattr("modeling.training.evaluate.evaluate_samples", evaluate)
+    found = evaluate_sets(SimpleNamespace(metrics=["accuracy"]), samples)
+    assert evaluated == [(0, 19), (105, 5)]  # the second set has less than a window
+    assert found.sets == {"first/a": {"loss": 0, "tokens": 95}, "round-1/a": {"loss": 105, "tokens": 25}}
+    assert (found.loss, found.tokens, found.metrics) == (105 * 25 / 120, 120, {"accuracy": 0.5})

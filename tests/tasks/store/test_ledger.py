@@ -1,14 +1,17 @@
 """The data ledger records what runs were trained on, and so which data is new to the next round."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from modeling.data.corpus import Corpus
+from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.resolve import check
 from tasks.continual.data import new_data
-from tasks.continual.series import Promoted
+from tasks.continual.held_out import HeldOut, check_disjoint, check_fraction, held_out_by_hash
+from tasks.continual.series import Promoted, held_out_sets
 from tasks.step import Context
 from tasks.steps import dataset
 from tasks.steps.dataset import DatasetStep
@@ -33,10 +36,10 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
     first = DatasetStep(tokenizer).run(Context(wanted, store))
     ledger.record(store, "base", "1" * 32, first)
     base = Promoted("base", "1" * 32, 0, tokenizer.key, first.key)
-    assert new_data(store, base, first, 16) is None
+    assert new_data(store, base, first, 16, HeldOut(), ()) is None
 
     (folder / "b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
-    second = new_data(store, base, DatasetStep(tokenizer).run(Context(wanted, store)), 16)
+    second = new_data(store, base, DatasetStep(tokenizer).run(Context(wanted, store)), 16, HeldOut(), ())
     repeated = 10 if deduplicate else 0  # documents of b that are also in a
     assert documents_of(second, store) == 50 - repeated
     ledger.record(store, "next", "2" * 32, second, parent="1" * 32)
@@ -46,12 +49,13 @@ def test_new_data_is_what_no_ancestor_was_trained_on(store, tmp_path, deduplicat
 
     (folder / "c.jsonl").write_bytes(lines(DOCUMENTS[100:140]))
     everything = DatasetStep(tokenizer).run(Context(wanted, store))
-    third = new_data(store, Promoted("next", "2" * 32, 1, tokenizer.key, first.key), everything, 16)
+    later = Promoted("next", "2" * 32, 1, tokenizer.key, first.key)
+    third = new_data(store, later, everything, 16, HeldOut(), ())
     assert documents_of(third, store) == 40
-    assert documents_of(new_data(store, base, everything, 16), store) == 90 - repeated
+    assert documents_of(new_data(store, base, everything, 16, HeldOut(), ()), store) == 90 - repeated
 
 
-def test_sources_of_held_out_text_do_not_depend_on_the_new_data(store, tmp_path):
+def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path):
     for name in "one", "other":
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.jsonl").write_bytes(lines(DOCUMENTS[:50]))
@@ -59,13 +63,44 @@ def test_sources_of_held_out_text_do_not_depend_on_the_new_data(store, tmp_path)
     tokenizer = TokenizerStep().run(Context(wanted, store))
     first = DatasetStep(tokenizer).run(Context(wanted, store))
     ledger.record(store, "base", "1" * 32, first)
+    store.run_folder("base").write("profile.yaml", resolve.dump(wanted).encode())
+    base = Promoted("base", "1" * 32, 0, tokenizer.key, first.key)
+    by_hash = held_out_by_hash(wanted.data)
+    assert by_hash == {"one", "other"}
+
+    def new(promoted, number):
+        everything = DatasetStep(tokenizer).run(Context(wanted, store))
+        found = new_data(store, promoted, everything, 16, held_out_sets(store, "base", promoted), by_hash)
+        ledger.record(store, f"base-round-{number}", f"{number + 1}" * 32, found, promoted.identity)
+        names = list(Corpus.open(store.artifacts.path(found), "validation").sources)
+        contents = dataset.read_file(store, found)
+        assert all(each["by_hash"] for each in contents["sources"])
+        check_disjoint(store, contents, new_by_hash=False)  # as if their contents had to be compared
+        after = replace(promoted, identity=f"{number + 1}" * 32, round=number, held_out=found.key)
+        return names, contents, after
+
     (tmp_path / "one/b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
-    everything = DatasetStep(tokenizer).run(Context(wanted, store))
-    second = new_data(store, Promoted("base", "1" * 32, 0, tokenizer.key, first.key), everything, 16)
-    held_out, expected = (
-        Corpus.open(store.artifacts.path(found), "validation").sources for found in (second, first)
+    names, _, promoted = new(base, 1)
+    assert names == ["first/one", "first/other", "round-1/one"]
+    # Documents that are listed again in another file, also by another source, are held out there too.
+    (tmp_path / "other/c.jsonl").write_bytes(lines(DOCUMENTS[20:90]))
+    names, contents, _ = new(promoted, 2)
+    assert names == ["first/one", "first/other", "round-1/one", "round-2/other"]
+
+    # A source whose documents are not held out by their hash is compared by content.
+    wanted = profile(files(tmp_path / "one", use="train"), files(tmp_path / "other"), validation_fraction=0.3)
+    trained = dataset.read_file(store, DatasetStep(tokenizer).run(Context(wanted, store)))["train"]
+    with pytest.raises(
+        ProfileError, match=r"data\.sources: .* lists \d+ documents that the series holds out"
+    ):
+        check_disjoint(store, {**contents, "train": trained}, new_by_hash=False)
+    wanted = wanted.model_copy(
+        update={"name": "base", "data": wanted.data.model_copy(update={"validation_fraction": 0.2})}
     )
-    assert held_out == expected
+    with pytest.raises(
+        ProfileError, match=r"data\.validation_fraction = 0\.2: the series base holds out 0\.3"
+    ):
+        check_fraction(store, wanted)
 
 
 def test_a_missing_or_invalid_entry_is_an_error(store):

@@ -1,0 +1,48 @@
+"""`trainshed series NAME`: the rounds of a continual series, with their losses on every held-out set."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flows.cli.exit_codes import DONE
+from flows.ui.console import print_json, print_table, relative, table_console
+from profiles.errors import ProfileError
+from profiles.state_files import write
+from tasks.continual import page
+from tasks.continual.gates import COLUMNS
+from tasks.continual.rounds import read_series, to_json
+from tasks.store.store import Store
+
+HEADINGS = ("round", "outcome", "new tokens", "replay", "time", "cost")
+SHOWN = [page.HEADINGS.index(heading) for heading in HEADINGS]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the rounds and write the page. Raises ProfileError for an unknown series or a bad output."""
+    found = read_series(Store(options.store).existing(), options.name)
+    output = Path(options.output)
+    try:
+        write(output, page.render(found))
+    except OSError as error:
+        raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
+    if options.json:
+        print_json({**to_json(found), "page": str(output)})
+        return DONE
+    console = table_console()
+    rounds = [[page.cells(each)[index] for index in SHOWN] for each in found.rounds]
+    print_table(console, HEADINGS, rounds, left=2)
+    losses = [
+        ("" if number else each.name, *row.cells)
+        for each in found.rounds
+        for number, row in enumerate(each.rows)
+    ]
+    if losses:
+        console.print()
+        print_table(console, ("round", *COLUMNS), losses, left=2)
+    for each in found.rounds:
+        if each.reason:
+            console.print(f"\n{each.name} was not promoted: {each.reason}", soft_wrap=True, markup=False)
+    console.print(f"\npromoted: {found.promoted.run}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"page: {relative(str(output))}", soft_wrap=True, markup=False, highlight=False)
+    return DONE

@@ -1,0 +1,220 @@
+"""Held-out sets of a series: text that no round trains on, by origin (such as round 1) and source.
+
+A document is held out by its own hash (`data.validation_fraction`), which stays that of the first run: then it is held out in
+whichever file a later round lists it. Sources for which another rule decides, such as Megatron pairs, are compared by content.
+The sets are the `validation` split of a round's dataset, whose sources are named ORIGIN/SOURCE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modeling import run_files
+from modeling.data.indexed import map_index, map_tokens, read_header
+from profiles import yaml_text
+from profiles.errors import ProfileError
+from profiles.rules import data_sources
+from profiles.schema import Data, Profile
+from tasks.sources.shard import local_path
+from tasks.store.store import Store
+
+FIRST, STAND_IN = "first", "stand-in"  # origins, besides round-N
+OTHERS = "others"  # name for sources that are too short for a set of their own
+BY_HASH = (
+    "python-docs",
+    "files",
+    "hub",
+)  # kinds of sources whose documents are held out by the hash of their text
+Entry = dict[str, Any]  # a shard in corpus.json
+log = logging.getLogger(__name__)
+
+
+def origin_of(name: str) -> str:
+    """The origin of a set: first, round-N or stand-in."""
+    return name.partition("/")[0]
+
+
+def source_of(name: str) -> str:
+    """The source of a set; "" for several that are too short."""
+    source = name.partition("/")[2]
+    return "" if source == OTHERS else source
+
+
+def round_origin(number: int) -> str:
+    """Origin of the sets that a round holds out."""
+    return f"round-{number}"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out shards: entries of corpus.json, and the sets that divide them in order."""
+
+    entries: Sequence[Entry] = ()
+    sets: Sequence[Mapping[str, Any]] = ()  # name, shards, by_hash
+
+    @classmethod
+    def of(cls, contents: Mapping[str, Any]) -> HeldOut:
+        """The sets of a round's dataset, from its corpus.json."""
+        return cls(contents["validation"], contents["sources"])
+
+    @classmethod
+    def from_sources(
+        cls,
+        origin: str,
+        contents: Mapping[str, Any],
+        by_hash: Collection[str],
+        selected: Sequence[bool] | None = None,
+    ) -> HeldOut:
+        """The sets of an origin: one per source, and one for those that have less than a window.
+
+        Args:
+            contents: corpus.json of a dataset with all shards of the sources.
+            by_hash: names of the sources that hold out documents by their hash.
+            selected: whether each shard belongs to the origin; None: all do.
+        """
+        length = contents["sequence_length"]
+        # Datasets of early versions do not list sources.
+        sources = contents.get("sources") or [{"name": "data", "shards": len(contents["validation"])}]
+        pairs = zip(contents["validation"], selected or [True] * len(contents["validation"]), strict=True)
+        large, small = cls(), cls()
+        for source in sources:
+            found = [entry for entry, chosen in islice(pairs, source["shards"]) if chosen and entry["tokens"]]
+            held_by_hash = source["name"] in by_hash
+            if sum(entry["tokens"] for entry in found) > length:
+                large += cls._set(f"{origin}/{source['name']}", found, by_hash=held_by_hash)
+            elif found:
+                small += cls._set("", found, by_hash=held_by_hash)
+        if small.entries:
+            every = all(each["by_hash"] for each in small.sets)
+            large += cls._set(f"{origin}/{OTHERS}", small.entries, by_hash=every)
+        return large
+
+    @classmethod
+    def _set(cls, name: str, entries: Sequence[Entry], *, by_hash: bool) -> HeldOut:
+        return cls(entries, [{"name": name, "shards": len(entries), "by_hash": by_hash}])
+
+    def __add__(self, other: HeldOut) -> HeldOut:
+        return HeldOut([*self.entries, *other.entries], [*self.sets, *other.sets])
+
+    def tokens(self, origin: str = "") -> int:
+        """Number of tokens, of one origin or all."""
+        return sum(tokens for name, tokens in self._tokens().items() if origin in ("", origin_of(name)))
+
+    def evaluated(self, sequence_length: int) -> list[str]:
+        """Names of the sets that have at least one window; logs the others."""
+        found = {name: tokens > sequence_length for name, tokens in self._tokens().items()}
+        if short := [name for name, enough in found.items() if not enough]:
+            log.info("held-out sets that are shorter than a window, and not evaluated: %s", ", ".join(short))
+        return [name for name, enough in found.items() if enough]
+
+    def _tokens(self) -> dict[str, int]:
+        entries = iter(self.entries)
+        return {
+            each["name"]: sum(entry["tokens"] for entry in islice(entries, each["shards"]))
+            for each in self.sets
+        }
+
+
+def has_sets(contents: Mapping[str, Any]) -> bool:
+    """Whether the sources of a dataset are held-out sets, from its corpus.json."""
+    return any("by_hash" in source for source in contents.get("sources", ()))
+
+
+def held_out_by_hash(data: Data) -> set[str]:
+    """Names of the sources whose documents are held out by the hash of their text."""
+    pairs = zip(data_sources.names(data), data.sources, strict=True)
+    return {name for name, source in pairs if source.kind in BY_HASH and source.use == "split"}
+
+
+def by_hash_of_run(store: Store, run: str) -> set[str]:
+    """`held_out_by_hash` of a run; none if its profile cannot be read, so that contents are compared."""
+    try:
+        return held_out_by_hash(Data(**_data_of(store, run)))
+    except (ValueError, LookupError, TypeError):
+        return set()
+
+
+def expected_sets(profile: Profile, origin: str) -> list[str]:
+    """Names of the sets that new data of the profile's sources may have."""
+    data = profile.data
+    pairs = zip(data_sources.names(data), data.sources, strict=True)
+    return [
+        f"{origin}/{name}" for name, source in pairs if source.use == "split" and data.validation_fraction
+    ]
+
+
+def _data_of(store: Store, run: str) -> dict[str, Any]:
+    """The section `data` of a run's profile. Raises ValueError, LookupError or TypeError."""
+    data: dict[str, Any] = yaml_text.parse(store.run_folder(run).read(run_files.PROFILE) or b"")["data"]
+    return data
+
+
+def check_fraction(store: Store, profile: Profile) -> None:
+    """Reject another `data.validation_fraction` than that of the series' first run. Raises ProfileError."""
+    try:
+        fraction = _data_of(store, profile.name)["validation_fraction"]
+    except (ValueError, LookupError, TypeError):  # corrupted, and reported when the run is loaded
+        return
+    if fraction != profile.data.validation_fraction:
+        reason = (
+            f"the series {profile.name} holds out {fraction:g} of its documents; with another fraction, a round would train on "
+            "some of those"
+        )
+        raise ProfileError("data.validation_fraction", profile.data.validation_fraction, reason, [fraction])
+
+
+def check_disjoint(store: Store, contents: Mapping[str, Any], new_by_hash: bool) -> None:
+    """Reject a round that would train on held-out documents. Raises ProfileError.
+
+    Args:
+        contents: corpus.json of the round's dataset.
+        new_by_hash: whether all new documents are held out by their hash; with sets of the same kind, none can be in both.
+    """
+    if new_by_hash and all(each.get("by_hash") for each in contents["sources"]):
+        return
+    held_out = {digest for entry in contents["validation"] for digest in _documents(store, contents, entry)}
+    for entry in contents["train"]:
+        if count := sum(digest in held_out for digest in _documents(store, contents, entry)):
+            reason = f"{entry['path']} lists {count:,} documents that the series holds out; remove them from the new data"
+            raise ProfileError("data.sources", None, reason)
+
+
+def _documents(store: Store, contents: Mapping[str, Any], entry: Entry) -> Iterator[bytes]:
+    """Digest of the tokens of each document of a shard, without its EOS; not of empty documents."""
+    prefix = _prefix(store, entry)
+    if prefix is None:
+        return
+    header = read_header(prefix)
+    index, tokens = map_index(prefix, header), map_tokens(prefix, header.dtype)
+    starts = index.pointers[index.document_indices[:-1]] // header.dtype.itemsize
+    ends = np.append(starts[1:], len(tokens))
+    first, last = entry.get("start", 0), entry.get("start", 0) + entry["tokens"]
+    inside = (starts >= first) & (starts < last)
+    for start, end in zip(starts[inside].tolist(), ends[inside].tolist(), strict=True):
+        document = np.asarray(tokens[start:end], "<i8")
+        if len(document) and document[-1] == contents["eos"]:
+            document = document[:-1]
+        if len(document):
+            yield hashlib.blake2b(document.tobytes(), digest_size=16).digest()
+
+
+def _prefix(store: Store, entry: Entry) -> Path | None:
+    """A shard's files on this machine, downloaded from the store; None for a remote Megatron pair."""
+    kind, _, rest = entry["path"].partition("/")
+    if kind == "tokens":
+        key, split = rest.split("/")
+        return store.artifacts.path(store.artifacts.expect(kind, key)) / str(split)
+    local = local_path(entry["path"])
+    if local is None:
+        log.warning(
+            "%s: is not on this machine, so its documents are not compared with held-out ones", entry["path"]
+        )
+    return local
