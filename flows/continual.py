@@ -190,7 +190,7 @@ def _first_share(
     *,
     is_resumed: bool,
 ) -> float:
-    """Share that the round begins with: that of the recorded attempt if nothing else has changed, else the smallest."""
+    """Share that the round begins with: the recorded attempt's if nothing else changed, else the smallest."""
     first, used = runner.context.profile.continual.shares[0], _recorded_share(runner.context.store, recorded)
     if is_resumed or recorded is None or used <= first:
         return used if is_resumed else first

@@ -1,4 +1,4 @@
-"""Text sampled from a run's latest checkpoint: `python -m modeling.training.sample --run-folder RUN ...`
+"""Sampled text of a run's checkpoint: `python -m modeling.training.sample --run-folder RUN ...`
 
 Writes rows of `train.sequence_length` tokens as a numpy array (rows, s), atomically. Each row begins after an EOS token and is
 sampled from the model's distribution. A row is a function of the weights and its number.

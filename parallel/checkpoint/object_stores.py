@@ -63,7 +63,7 @@ def guard_answers(files: AbstractFileSystem) -> None:
 
 
 async def _reject_page(http_response: Any, model: Any, **_: Any) -> None:
-    """Raise ConnectionError for a web page in place of an answer; a caller rejects one in place of an object."""
+    """Raise ConnectionError for a web page in place of an answer; callers reject one for an object."""
     headers, listing = http_response.headers, model.name.startswith("List")
     is_error = http_response.status_code >= HTTP_ERROR and not listing
     if is_error or not headers.get("content-type", "").startswith("text/html"):

@@ -105,7 +105,7 @@ def roles(section: type[Section]) -> dict[str, Role]:
 
 
 def own_role(field: FieldInfo) -> Role | None:
-    """The role in a field's annotation, which also holds for the keys of sections in it; None if it has none."""
+    """The role in a field's annotation, which holds for the keys of sections in it; None without one."""
     return next((each for each in field.metadata if isinstance(each, Role)), None)
 
 

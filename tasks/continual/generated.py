@@ -29,7 +29,7 @@ SHARD_ROWS = 4096
 
 @dataclass
 class GenerationStep(Step):
-    """Samples some rows of text from the latest checkpoint of the context's run; the artifact is a tokenized shard."""
+    """Samples rows of text from the latest checkpoint of the context's run, as a tokenized shard."""
 
     model: str  # digest of the weights
     dataset: Artifact  # with the token that begins each text

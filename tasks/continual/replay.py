@@ -1,4 +1,4 @@
-"""Replay in a round's dataset: the history of the promoted model, by the data ledger, and what a round draws from it."""
+"""Replay in a round's dataset: the promoted model's history by the ledger, and what a round draws."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def share_of(store: Store, dataset: Artifact) -> float:
 
 
 def tokens_of(entries: Iterable[Entry]) -> set[str]:
-    """Keys of the tokenized shards that entries of corpus.json are in; Megatron pairs are not in the store."""
+    """Keys of the tokenized shards that entries of corpus.json are in; Megatron pairs are elsewhere."""
     return {entry["path"].split("/")[1] for entry in entries if entry["path"].startswith(f"{TOKENS}/")}
 
 

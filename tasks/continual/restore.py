@@ -1,4 +1,4 @@
-"""Tokenizes shards of the history again that are not in the store any more, from the sources of the runs that read them."""
+"""Tokenizes shards of the history again that the store lacks, from the sources of their runs."""
 
 from __future__ import annotations
 

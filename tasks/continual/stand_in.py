@@ -1,4 +1,4 @@
-"""Stand-in sources: data that a user names in place of the unknown data of the initial weights, for replay and held-out text."""
+"""Stand-in sources: data in place of the unknown data of the initial weights, replayed and held out."""
 
 from __future__ import annotations
 

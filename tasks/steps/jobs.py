@@ -83,7 +83,7 @@ def run_job(profile: Profile, job: Job, output: Path) -> None:
 
 
 class LogForwarder:
-    """Forwards rank 0's log lines to the flow's log, except HARMLESS and step lines, which the progress line replaces."""
+    """Forwards rank 0's log lines to the flow's log, except HARMLESS ones and step lines."""
 
     BURST = 10  # lines at once; then one per second, and the others stay in the job's log only
 

@@ -1,4 +1,4 @@
-"""JinjaTemplate: a chat template compiled as transformers does, which records the text that it marks as generated."""
+"""JinjaTemplate: a chat template compiled as in transformers, which records its generated text."""
 
 from __future__ import annotations
 

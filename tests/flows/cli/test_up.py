@@ -36,7 +36,7 @@ ENDLESS = ("train.steps=10000", "checkpoint.every=40", "evaluate.every=0")  # un
 
 @pytest.fixture
 def few_deployments(monkeypatch, tmp_path_factory):
-    """A Slurm cluster whose nodes run no profile: 13 deployments are registered instead of 87, of the same flows."""
+    """A Slurm cluster whose nodes run no profile: 13 deployments are registered instead of 87."""
     programs = tmp_path_factory.mktemp("programs")
     for name, output in (("sbatch", ""), ("sinfo", "gpu:trn1:1 (null)")):
         (programs / name).write_text(f"#!/bin/sh\necho '{output}'\n")

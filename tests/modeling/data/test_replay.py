@@ -1,4 +1,4 @@
-"""The replayed part of a round: the share of it, and every window at most once per pass over the history."""
+"""The replayed part of a round: its share, and every window at most once per pass over the history."""
 
 import json
 
