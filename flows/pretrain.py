@@ -27,7 +27,6 @@ from flows.run_setup import (
     flow_context,
     open_run,
     read_lockfile,
-    recorded_compilation,
     resolve_inputs,
     settle_compilation,
     warn,
@@ -125,7 +124,7 @@ def train_profile(
     opened = open_store(command.store, run.cluster.work_dir or "store")
     named, run = run, locate_runs(run, opened)
     if not replace:
-        run = recorded_compilation(opened, run)
+        run = runs.recorded_compilation(opened, run)
     if not replace and activities.holder(opened, "run", run.name) is not None:
         with suggest_commands(command, run.name):
             runs.check_name(opened, run)  # rather than wait for a run that this one cannot continue

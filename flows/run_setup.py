@@ -20,9 +20,8 @@ from flows.ui.summaries import inputs_summary, plan_summary
 from modeling import run_files
 from modeling.planning import planner
 from profiles import resolve as resolve_profile
-from profiles import state_files, yaml_text
+from profiles import state_files
 from profiles.check import with_value
-from profiles.recompute import AUTO
 from profiles.retry_policies import STEP
 from profiles.schema import Profile
 from tasks.fork import rate_warnings
@@ -157,18 +156,6 @@ def _store_alerts(run: RunFolder) -> None:
             run.write(run_files.ALERTS, emitted)
     except Exception as error:  # of any object store
         log.warning("alerts of %s: not recorded in the store: %s; some may be repeated", run.name, error)
-
-
-def recorded_compilation(store: Store, profile: Profile) -> Profile:
-    """The profile, with `compile.enabled` as decided when the run began if it is `auto` now."""
-    recorded = profile.compile.enabled == AUTO and store.run_folder(profile.name).read(run_files.PROFILE)
-    try:
-        section = yaml_text.parse(recorded)["compile"] if recorded else {}
-    except (ValueError, LookupError, TypeError):  # corrupted: rejected when the run is opened
-        section = {}
-    enabled = section.get("enabled") if isinstance(section, dict) else None
-    # Compiled and eager steps round differently, so that a resumed run would not repeat its losses.
-    return with_value(profile, "compile.enabled", enabled) if isinstance(enabled, bool) else profile
 
 
 def settle_compilation(runner: Runner, graphs: Artifact | None) -> None:

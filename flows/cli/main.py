@@ -235,6 +235,9 @@ def _add_planning(commands: Any) -> None:
     _profile(plan)
     about = "rank the topologies that fit the profile's cluster, and show why others are rejected"
     plan.add_argument("--search", action="store_true", help=about)
+    about = "print what this profile would run again of an existing run, and why"
+    plan.add_argument("--changes", metavar="RUN", default="", help=about)
+    _store(plan)
     _json(plan)
 
     about = "start a Prefect server and a worker on this machine"

@@ -1,4 +1,4 @@
-"""`trainshed plan`: plan a run, or search for topologies, without a device."""
+"""`trainshed plan`: plan a run, search for topologies, or compare with an existing run, without a device."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def run(options: argparse.Namespace) -> int:
 
         return show_search(profile, options.profile, options.overrides, as_json=options.json)
     resolve.check(profile)
+    if options.changes:
+        with without_garbage_collection(), loading:
+            from flows.cli.rerun_table import show_rerun
+            from flows.start_checks import RunCommand
+
+        name = None if options.changes == profile.name else options.changes
+        command = RunCommand(options.profile, options.overrides, name, options.store)
+        return show_rerun(profile, command, options.changes, as_json=options.json)
     with without_garbage_collection(), loading:
         from flows.cli.plan_table import show_plan
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from modeling import run_files
 from modeling.training.learning_rate import same_until
-from profiles import resolve, state_files
+from profiles import resolve, state_files, yaml_text
+from profiles.check import with_value
 from profiles.errors import ProfileError, closest, format_value
+from profiles.recompute import AUTO
 from profiles.schema import Checkpoint, Profile, Train
 from tasks.jsonl import LogFollower, is_event, last_row
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
@@ -89,11 +91,9 @@ def open_run(
         existing = _stored_profile(folder)
         if existing is None and not replace:
             _require_no_checkpoint(run)
-        differences = [] if stored == identity else _differences(existing, profile, folder, inputs)
-        differences += _schedule_differences(existing, profile, _latest(run))
-        if differences:
+        if found := differences(run, existing, profile, folder, identity, inputs):
             if not replace:
-                _require_nothing_trained(run, existing, profile, differences)
+                _require_nothing_trained(run, existing, profile, found)
             _require_no_active_job(profile, existing, folder)
             with activities.without_readers(store, run.name):
                 log.warning("run %s: moved the existing run to %s", run.name, run.move_aside())
@@ -101,7 +101,7 @@ def open_run(
             _require_no_active_job(profile, existing, folder)  # it would continue with the old schedule
             log.info("run %s: the schedule of the remaining steps changes: %s", run.name, "; ".join(changed))
         elif existing and stored == identity:
-            _reject_resume_of_finished(run, profile, folder)
+            reject_resume_of_finished(run, profile, folder)
             _warn_of_active_job(existing, profile, folder)
     folder = run.prepare(identity, parent)
     # In the store too: another machine compares them before it continues the run.
@@ -117,10 +117,10 @@ def check_name(store: Store, profile: Profile) -> None:
     if not state_files.exists(run.path / run_files.PROFILE) or run.stored_identity != run.identity:
         return  # not on this machine; `open_run` compares it later
     existing = _stored_profile(run.path)
-    differences = _setting_differences(existing, profile)
-    differences += _schedule_differences(existing, profile, _latest(run))
-    if differences:
-        _require_nothing_trained(run, existing, profile, differences)
+    found = _setting_differences(existing, profile)
+    found += _schedule_differences(existing, profile, latest_checkpoint(run))
+    if found:
+        _require_nothing_trained(run, existing, profile, found)
 
 
 def _stored_profile(folder: Path) -> Profile | None:
@@ -134,7 +134,7 @@ def _stored_profile(folder: Path) -> Profile | None:
 
 def _require_no_checkpoint(run: RunFolder) -> None:
     """Reject resuming a run without a readable profile: its learning rates could change unnoticed."""
-    if not _latest(run):
+    if not latest_checkpoint(run):
         return
     where = run.path / run_files.PROFILE
     try:
@@ -144,10 +144,10 @@ def _require_no_checkpoint(run: RunFolder) -> None:
         raise ProfileError("name", run.name, reason) from error
 
 
-def _reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) -> None:
+def reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) -> None:
     """Reject a new request to resume a finished run: nothing would be trained."""
     request, default = (each.model_dump(include=RESUME) for each in (profile.checkpoint, Checkpoint()))
-    if request == default or profile.train.steps is None or _latest(run) < profile.train.steps:
+    if request == default or profile.train.steps is None or latest_checkpoint(run) < profile.train.steps:
         return
     applied = state_files.read_json(folder / run_files.RESUMED) or {}
     if run_files.applied_request(applied) != request:
@@ -156,7 +156,7 @@ def _reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) -
         raise ProfileError("checkpoint.resume", profile.checkpoint.resume, reason, [choice])
 
 
-def _latest(run: RunFolder) -> int:
+def latest_checkpoint(run: RunFolder) -> int:
     """Step of a run's latest checkpoint; 0 without one."""
     return max(run.checkpoint_steps(), default=0)
 
@@ -165,8 +165,28 @@ def _require_nothing_trained(
     run: RunFolder, existing: Profile | None, profile: Profile, differences: Sequence[str]
 ) -> None:
     """Raise RunExists if the existing run has a checkpoint."""
-    if reached := _latest(run):
-        raise RunExists(run.name, differences, reached, _can_fork(existing, profile, reached))
+    if reached := latest_checkpoint(run):
+        raise RunExists(run.name, differences, reached, can_fork(existing, profile, reached))
+
+
+def differences(
+    run: RunFolder,
+    existing: Profile | None,
+    profile: Profile,
+    folder: Path,
+    identity: str | None,
+    inputs: Mapping[str, str | None],
+) -> list[str]:
+    """Descriptions of what makes a profile's run another one than the existing run; empty if it is the same.
+
+    Args:
+        existing: the run's profile; None if it cannot be read.
+        folder: of the run.
+        identity: of the profile's run; None if it is not known yet, but another one.
+        inputs: keys of what the profile's run starts from.
+    """
+    found = [] if run.stored_identity == identity else _differences(existing, profile, folder, inputs)
+    return found + _schedule_differences(existing, profile, latest_checkpoint(run))
 
 
 def _differences(
@@ -198,7 +218,7 @@ def _schedule_differences(existing: Profile | None, profile: Profile, step: int)
     return _different_train(existing.train, profile.train, SCHEDULE - {"epochs"})
 
 
-def _can_fork(existing: Profile | None, profile: Profile, step: int) -> bool:
+def can_fork(existing: Profile | None, profile: Profile, step: int) -> bool:
     """Whether a run of this profile can start from that checkpoint of the existing run."""
     steps = profile.train.steps  # unknown if it trains for epochs of data that has not been counted
     if existing is None or existing.model != profile.model or (steps is not None and steps <= step):
@@ -282,6 +302,18 @@ def _active_jobs(profile: Profile, folder: Path) -> Iterator[tuple[str, str]]:
     for handle in latest_jobs(folder / run_files.LOGS):
         if where := launcher.location(handle):
             yield handle.job.name, where
+
+
+def recorded_compilation(store: Store, profile: Profile) -> Profile:
+    """The profile, with `compile.enabled` as decided when the run began if it is `auto` now."""
+    recorded = profile.compile.enabled == AUTO and store.run_folder(profile.name).read(run_files.PROFILE)
+    try:
+        section = yaml_text.parse(recorded)["compile"] if recorded else {}
+    except (ValueError, LookupError, TypeError):  # corrupted: rejected when the run is opened
+        section = {}
+    enabled = section.get("enabled") if isinstance(section, dict) else None
+    # Compiled and eager steps round differently, so that a resumed run would not repeat its losses.
+    return with_value(profile, "compile.enabled", enabled) if isinstance(enabled, bool) else profile
 
 
 def fetch(store: Store, name: str) -> Path:

@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
-from flows.run_setup import recorded_compilation, settle_compilation
+from flows.run_setup import settle_compilation
 from modeling.models.build import defers_weight_gradients
 from profiles import resolve
 from tasks.step import Context
 from tasks.steps.graphs import GraphsStep
 from tasks.store.artifacts import Artifact
+from tasks.store.runs import recorded_compilation
 from tasks.store.store import Store
 
 

@@ -24,9 +24,9 @@ from tasks.keys import file_digest
 from tasks.reporting.format import format_bytes, format_count
 from tasks.store import activities
 from tasks.store.store import Store
-from tests import faults, s3
+from tests import faults
 from tests.docs.test_extending import EXAMPLES
-from tests.flows.micro import exported, losses, shown
+from tests.flows.micro import exported, losses, settings, shown
 
 STEPS = [
     "plan",
@@ -230,9 +230,59 @@ def test_corrupted_files_are_named_and_only_their_steps_run_again(pretrain, stor
     assert done(pretrain(store)) == []
 
 
-def test_sequence_length_change_keeps_only_the_tokenizer(pretrain, store):
-    result = pretrain(store, "train.sequence_length=16", name="short")
-    assert done(result) == ["dataset", "train", "evaluate", "export"]
+def planned(capsys, store: Path, micro: Path, *overrides: str, run: str = "micro") -> dict:
+    """What `trainshed plan --changes` says of these overrides, as JSON, with the outcome of each step."""
+    capsys.readouterr()
+    options = ["--changes", run, "--store", str(store), "--json"]
+    assert main(["plan", str(micro), *settings(*overrides), *options]) == 0
+    rerun = json.loads(capsys.readouterr().out)
+    rerun["again"] = [step["step"] for step in rerun["steps"] if step["outcome"] not in ("reused", "skipped")]
+    return rerun
+
+
+@pytest.mark.parametrize(
+    ("overrides", "other_run"),
+    [
+        (["checkpoint.every=3", "parallel.data_sharding=none", "cluster.retries=1"], False),
+        (["evaluate.by_source=true"], False),
+        (["train.sequence_length=16", "checkpoint.every=3"], True),
+        (["data.validation_fraction=0.2"], True),
+    ],
+)
+def test_plan_of_changes_names_the_steps_that_run_again(
+    pretrain, store, profile, capsys, overrides, other_run
+):
+    rerun = planned(capsys, store, profile, *overrides)
+    assert [change["key"] for change in rerun["changes"]] == sorted(each.split("=")[0] for each in overrides)
+    assert bool(rerun["another_run"]) == other_run
+    causes = {reason for step in rerun["steps"] for reason in step["reasons"]}
+    assert not any("checkpoint.every" in cause for cause in causes)
+    assert done(pretrain(store, *overrides, replace=True)) == rerun["again"]
+
+
+def test_plan_of_changes_tells_an_extended_run_from_another(pretrain, store, profile, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    constant = ("train.schedule=constant", "checkpoint.keep=0")
+    pretrain(store, *constant, name="trunk")
+    longer = planned(capsys, store, profile, *constant, "train.steps=10", run="trunk")
+    assert (longer["again"], longer["another_run"]) == (["train", "evaluate", "export"], [])
+    (train,) = (step for step in longer["steps"] if step["step"] == "train")
+    assert train["outcome"] == "resumes"
+    assert train["reasons"] == ["from step 6 of 10", "train.steps 6 → 10"]
+    (other := store / "other.jsonl").write_text((profile.parent / "texts.jsonl").read_text() * 2)
+    moved = planned(capsys, store, profile, *constant, f"data.sources.0.path={other}", run="trunk")
+    assert (moved["again"], moved["forkable"]) == (WORK, False)  # it has no step left
+    shutil.rmtree(store / "runs/trunk/checkpoints/step_6")
+    assert planned(capsys, store, profile, *constant, run="trunk")["again"] == ["train", "evaluate", "export"]
+
+    options = ["--changes", "trunk", "--store", str(store)]
+    other = settings(*constant, "train.learning_rate=1e-2", "train.steps=8")
+    assert main(["plan", str(profile), *other, *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^train +runs again +train.learning_rate 0.003 → 0.01$", out, re.M)
+    assert f"trainshed fork trunk@4 trunk-2 --set {' --set '.join(other[1::2])} --store {store}" in out
+    assert main(["plan", str(profile), "--changes", "trunc", "--store", str(store)]) == 2
+    assert "nearest valid: trunk" in capsys.readouterr().err
 
 
 def test_other_mathematics_under_the_same_name_is_rejected_with_commands(pretrain, store):
@@ -408,11 +458,6 @@ def test_renamed_run_reuses_the_data_and_has_the_same_losses(pretrain, store):
     assert losses(store / "runs/other") == losses(store / "runs/micro")
 
 
-def test_settings_without_numerical_effect_keep_all_steps_cached(pretrain, store):
-    overrides = ("checkpoint.every=3", "parallel.data_sharding=none", "cluster.retries=1", "evaluate.every=1")
-    assert done(pretrain(store, *overrides)) == []
-
-
 def test_user_metrics_are_evaluated_on_a_finished_run_and_reported(
     pretrain, store, said, monkeypatch, tmp_path
 ):
@@ -453,37 +498,3 @@ def test_tokenizer_larger_than_the_model_is_rejected_after_its_step(pretrain, pr
     with pytest.raises(ProfileError, match=r"model.vocab_size = 280: the tokenizer has 300 tokens"):
         pretrain(tmp_path / "store", *source)
     assert not (tmp_path / "store/artifacts/tokens").exists()
-
-
-@pytest.mark.s3
-def test_s3_store_keeps_artifacts_and_records(pretrain, tmp_path, monkeypatch):
-    import s3fs
-
-    with s3.bucket(monkeypatch) as address:
-        work = f"cluster.work_dir={tmp_path / 'work'}"
-        first = pretrain(f"{address}/store", work)
-        assert done(first) == WORK
-        assert Path(first["export"]) == tmp_path / "work/runs/micro/export"
-        kept = s3fs.S3FileSystem().find(f"{address}/store")
-        assert any(path.endswith("tokenizer.json") for path in kept)
-        alerts = json.loads(s3fs.S3FileSystem().cat_file(f"{address}/store/runs/micro/alerts.json"))
-        assert alerts["steps"] == 6  # another machine does not repeat "finished"
-        assert done(pretrain(f"{address}/store", work)) == []
-        run = f"{address}/store/runs/micro".removeprefix("s3://")
-        assert f"{run}/checkpoints/step_6/complete.json" in kept
-        assert not (tmp_path / "work/runs/micro/checkpoints").exists()
-        assert not any("/export/checkpoints" in path for path in kept)
-        for name in ("metrics.jsonl", "report.html", "export/config.json", "logs/train.log"):
-            assert f"{run}/{name}" in kept
-        elsewhere = pretrain(f"{address}/store", f"cluster.work_dir={tmp_path / 'elsewhere'}")
-        assert done(elsewhere) == []
-        assert losses(Path(elsewhere["folder"])) == losses(Path(first["folder"]))
-
-        child = pretrain(f"{address}/store", work, name="child", fork="micro@4")
-        assert losses(Path(child["folder"])) == losses(Path(first["folder"]))
-
-        # The previous run and its checkpoints are renamed on S3, too.
-        assert "train" in done(pretrain(f"{address}/store", work, "train.steps=4", replace=True))
-        kept = s3fs.S3FileSystem().find(f"{address}/store/runs")
-        assert f"{run}~1/checkpoints/step_6/complete.json" in kept
-        assert f"{run}/checkpoints/step_6/complete.json" not in kept

@@ -1,0 +1,60 @@
+"""The output of `trainshed plan --changes`: what a changed profile would run again of an existing run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from flows.cli.exit_codes import DONE
+from flows.start_checks import RunCommand
+from flows.ui.console import TrimmedConsole, print_json, waiting
+from modeling.planning.auto import resolve_auto
+from profiles.schema import Profile
+from tasks.rerun import Rerun, compare, to_json
+from tasks.store.runs import RunExists
+from tasks.store.store import Store
+
+
+def show_rerun(profile: Profile, command: RunCommand, run: str, *, as_json: bool) -> int:
+    """Print what running a profile under the name of an existing run would run again, and why."""
+    with waiting(lambda: f"comparing with {run}"):
+        profile = resolve_auto(profile)
+        store = Store(command.store, profile.cluster.work_dir or "store").existing()
+        rerun = compare(store, profile, run)
+    if as_json:
+        print_json(to_json(rerun))
+        return DONE
+    console = TrimmedConsole()
+    reached = f"at step {rerun.checkpoint:,}" if rerun.checkpoint else "without a checkpoint"
+    console.print(Text.assemble((run, "bold"), f"  {reached}"))
+    changes = [str(change) for change in rerun.changes] or ["no key of the profile differs"]
+    console.print(_table([("", change) for change in changes]))
+    console.print()
+    console.print(_table([(each.step, each.outcome, "\n".join(each.reasons)) for each in rerun.steps]))
+    console.print()
+    console.print(_verdict(rerun, command), soft_wrap=True)  # so that commands can be copied
+    return DONE
+
+
+def _verdict(rerun: Rerun, command: RunCommand) -> str:
+    """Whether it would be the same run, and otherwise the commands that train another one."""
+    if not rerun.another_run:
+        return "the same run: its name and identity stay"
+    if not rerun.checkpoint:
+        return f"another run: {rerun.run}, which has no checkpoint, is moved to {rerun.run}~N"
+    conflict = RunExists(rerun.run, rerun.another_run, rerun.checkpoint, rerun.forkable)
+    lines = ["another run, which does not take the name of this one by itself:"]
+    for does, text in command.alternatives(conflict, rerun.run):
+        lines += [f"  {does}", f"    {text}"]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for number in range(len(rows[0])):
+        table.add_column(no_wrap=number < len(rows[0]) - 1, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
