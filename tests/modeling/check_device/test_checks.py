@@ -358,8 +358,11 @@ def test_device_that_the_machine_lacks_is_rejected_by_name(monkeypatch, capsys):
     assert "this machine has no cuda device: The NVIDIA driver on your system is too old; to check" in error
 
 
-def test_checks_run_with_the_environment_of_a_run(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+@pytest.mark.parametrize(("own", "expected"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_checks_run_with_the_environment_of_a_run(monkeypatch, own, expected):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if own:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", own)
     started = []
 
     def start(*_, env, **__):
@@ -369,7 +372,7 @@ def test_checks_run_with_the_environment_of_a_run(monkeypatch):
     monkeypatch.setattr(isolation.subprocess, "Popen", start)
     with pytest.raises(FileNotFoundError):
         isolation.run_checks("cuda", processes=1)
-    assert started[0]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert started[0]["CUBLAS_WORKSPACE_CONFIG"] == expected
     assert started[0]["PATH"] == os.environ["PATH"]
 
 
