@@ -1,4 +1,6 @@
-"""Deployments of prefect.yaml on a Prefect server: what it lacks, and their registration.
+"""Deployments on a Prefect server: what it lacks, and their registration.
+
+They are those of prefect.yaml, and one for each shipped profile that can be trained.
 
 Those whose profiles can start from this machine are registered, or with --all all, in about 20 s. The server keeps a digest
 of what they were made from, and of the result, in a variable, so that they are registered again only after a change, or if they
@@ -18,7 +20,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -28,11 +30,13 @@ from uuid import uuid4
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
+from flows.parameters import STARTABLE
 from flows.server.outages import await_start
 from flows.server.prefect_settings import PASSWORD, POOL, SETTINGS, authorization
 from flows.server.secrets import without_tokens
 from flows.server.shared_server import start_module
 from flows.ui.console import print_stderr, waiting
+from flows.ui.summaries import cluster_summary
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.retry_policies import SERVER_BUSY
@@ -146,12 +150,32 @@ def working_folder(api: str) -> str | None:
 
 
 def listed(home: Path, *, every: bool = False) -> list[dict[str, Any]]:
-    """The deployments of prefect.yaml: those whose profiles can start from this machine, or all."""
-    return [entry for entry in _read(home)["deployments"] if every or _starts_here(entry)]
+    """The deployments whose profiles can start from this machine, or all."""
+    described = _read(home)
+    flows = described.get("each_profile")
+    entries = [*(_of_profiles(flows) if flows else ()), *described["deployments"]]
+    return [entry for entry in entries if every or _starts_here(entry)]
 
 
 def _read(home: Path) -> dict[str, Any]:
     return yaml.safe_load((home / "prefect.yaml").read_text())
+
+
+def _of_profiles(flows: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A deployment for each shipped profile that can be trained.
+
+    Args:
+        flows: the definitions of prefect.yaml for profiles that pretrain, and for those that fine-tune.
+    """
+    for name in STARTABLE:
+        profile = resolve.load(name)
+        yield {
+            **flows["finetune" if profile.fine_tunes else "pretrain"],
+            "name": name,
+            "description": profile.description,
+            "tags": ["cpu" if profile.cluster.launcher == "local" else cluster_summary(profile)],
+            "parameters": {"profile": name},
+        }
 
 
 def _starts_here(deployment: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from flows.cli.deployments import listed
 from flows.cli.deployments import query as ask
 from flows.server.prefect_settings import LOGIN, PASSWORD
 from tests.browser.conftest import FOREIGN
@@ -154,9 +155,9 @@ def test_deployment_forms_open_with_their_profile_and_explain_their_fields(prefe
     """For the first deployment of each flow and a few others, which differ only in their parameters."""
     environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api", "TRAINSHED_FOLDER": "/"}
     described = yaml.safe_load((HOME / "prefect.yaml").read_text())
-    listed = described["deployments"]
-    by_flow = {each["entrypoint"]: each for each in reversed(listed)}  # the first of each
-    chosen = [*by_flow.values(), *(each for each in listed[6::12] if each not in by_flow.values())]
+    every = listed(HOME, every=True)
+    by_flow = {each["entrypoint"]: each for each in reversed(every)}  # the first of each
+    chosen = [*by_flow.values(), *(each for each in every[6::12] if each not in by_flow.values())]
     (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({**described, "deployments": chosen}))
     deploy = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(tmp_path / "prefect.yaml")]
     for setup in (["flows.registration"], deploy):

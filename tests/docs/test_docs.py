@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.cli.deployments import listed
 from flows.cli.main import main, parser
 from profiles import resolve
 from profiles.documentation import page
@@ -159,9 +160,9 @@ def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page
 
 @functools.cache
 def deployments() -> dict[str, set[str]]:
-    """Deployments of prefect.yaml as flow/deployment, with the parameters of their flow."""
+    """The deployments as flow/deployment, with the parameters of their flow."""
     found = {}
-    for entry in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]:
+    for entry in listed(ROOT, every=True):
         module, _, name = entry["entrypoint"].rpartition(".")
         flow = getattr(importlib.import_module(module), name)
         found[f"{flow.name}/{entry['name']}"] = set(flow.parameters.properties)
