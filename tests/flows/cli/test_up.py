@@ -29,7 +29,7 @@ from tests.flows.micro import final_state, losses, wait_for_step, write_shadowin
 from tests.ports import free_port
 from tests.waiting import until
 
-ENDLESS = ("train.steps=10000", "checkpoint.every=40", "evaluate.every=0")  # until it is stopped
+ENDLESS = ("train.steps=1000000", "checkpoint.every=40", "evaluate.every=0")  # until it is stopped
 
 
 @pytest.fixture

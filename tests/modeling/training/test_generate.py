@@ -1,4 +1,6 @@
-"""Generated samples: with TOP_K = 1 they equal transformers' greedy `generate`, which uses a KV cache."""
+"""Generated samples: drawn from the likeliest token only, they equal transformers' greedy `generate`, which uses a KV cache."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ class Prompts:
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "dbrx", "gpt_oss", "deepseek_v3"])
 def test_greedy_samples_equal_transformers(monkeypatch, family):
-    monkeypatch.setattr(generate, "TOP_K", 1)
+    greedy = partial(generate.next_tokens, sampling=generate.Sampling(1.0, 1))
+    monkeypatch.setattr(generate, "next_tokens", greedy)
     trainer = Trainer(Case(family).profile())
     initialize(trainer.stages[0].named_parameters(), trainer.mesh.tensor, 0)
     try:

@@ -246,7 +246,7 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
     from transformers import AutoModelForCausalLM
 
     from modeling.data.corpus import Corpus, Samples
-    from modeling.training.generate import TOP_K
+    from modeling.training.generate import REPORTED
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     samples = Samples(Corpus.open(dataset, "validation"), 32, seed=None)
@@ -259,7 +259,7 @@ def test_evaluation_and_export_agree_with_transformers(undisturbed, dataset, tmp
         whole = torch.tensor([sample["prompt"] + sample["text"]])
         given = len(sample["prompt"])
         with torch.no_grad():
-            likeliest = model(whole).logits[0, given - 1 : -1].topk(TOP_K).indices
+            likeliest = model(whole).logits[0, given - 1 : -1].topk(REPORTED.top_k).indices
         assert all(token in row for token, row in zip(sample["text"], likeliest.tolist(), strict=True))
     assert len(held_out["samples"]) == 3
     assert held_out["validation_loss"] == pytest.approx(loss.item(), abs=1e-5)
