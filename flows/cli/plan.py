@@ -1,4 +1,4 @@
-"""`trainshed plan`: plan a run, search for topologies, or compare with an existing run, without a device."""
+"""`trainshed plan`: plan a run, search for topologies, or compare with an existing run."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def differences(
     identity: str | None,
     inputs: Mapping[str, str | None],
 ) -> list[str]:
-    """Descriptions of what makes a profile's run another one than the existing run; empty if it is the same.
+    """What makes a profile's run another one than the existing run; empty if it is the same.
 
     Args:
         existing: the run's profile; None if it cannot be read.
