@@ -112,9 +112,11 @@ def reduced(page: Path, line: str) -> str:
     if line.startswith("trainshed chain "):
         named = [word for word in line.split() if word.startswith("tiny")]
         own = {name: RECORDS if name.startswith("tiny-") else TEXTS for name in named}
-        overrides = SMALL | {"evaluate.gate": "'[validation_rise <= 1]'"}
+        overrides: dict[str, object] = {**SMALL}
         for name, values in own.items():
-            overrides |= {f"{name}:{key}": value for key, value in values.items()}
+            # Runs this short may learn nothing.
+            gate = {"evaluate.gate": "'[validation_rise <= 1]'"} if values is RECORDS else {}
+            overrides |= {f"{name}:{key}": value for key, value in (values | gate).items()}
         return " ".join([line, *settings(overrides)])
     return line
 
