@@ -204,9 +204,9 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     # The second Ctrl-C also kills processes that ignore signals: here a suspended rank.
     tiny = ("tiny", "flows.pretrain.pretrain")
     (deployment,) = (each for each in deployments if (each["name"], each["entrypoint"]) == tiny)
-    parameters = {"profile": str(profile), "overrides": ENDLESS, "name": "deployed"}
+    parameters = {"profile": str(profile), "overrides": ENDLESS, "name": "outlasting"}
     ask(f"{api}/deployments/{deployment['id']}/create_flow_run", {"parameters": parameters})
-    wait_for_step(tmp_path / "store/runs/deployed", 50, timeout=300)
+    wait_for_step(tmp_path / "store/runs/outlasting", 50, timeout=300)
 
     # A killed server is started again, with its password; the worker and the run continue.
     (server,) = (each for each in started.processes() if SERVE in each.cmdline())
@@ -218,8 +218,8 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
     assert line == "the Prefect server exited with code -9; started again\n"
     assert wait_healthy(api, lambda: started.process.poll() is None)
     states = {each["name"]: each["state_type"] for each in ask(f"{api}/flow_runs/filter")}
-    assert states["deployed"] == "RUNNING"
-    wait_for_step(tmp_path / "store/runs/deployed", 100, timeout=300)
+    assert states["outlasting"] == "RUNNING"
+    wait_for_step(tmp_path / "store/runs/outlasting", 100, timeout=300)
 
     for process in started.processes():
         if "RANK" in process.environ():
