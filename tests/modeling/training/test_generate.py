@@ -1,4 +1,4 @@
-"""Generated samples: drawn from the likeliest token only, they equal transformers' greedy `generate`, which uses a KV cache."""
+"""Generated samples: of the likeliest tokens they equal transformers' greedy `generate`."""
 
 from functools import partial
 
