@@ -1,7 +1,6 @@
 """Profile schema: a class per section (some in sections/) with each key's type, default, description.
 
-Types and rules within a section are checked here, rules between sections in check.py. A resolved profile is frozen: every step
-uses the same one, which is stored with the run.
+Rules within a section are checked here, those between sections in check.py. A resolved profile is frozen and stored with the run.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def find_earlier(store: Store, name: str, run: str) -> Promoted:
     promoted = [each for each in found.rounds if each.outcome in (PROMOTED, FIRST)]
     chosen = next((each for each in promoted if run in (each.run, each.name)), None)
     if chosen is None:
-        reason = f"is no run that was promoted in the series {name}"
+        reason = f"was not promoted in the series {name}"
         raise ProfileError("run", run, reason, [each.run for each in promoted])
     inputs = series.recorded_inputs(store, chosen.run)
     if inputs is None or ledger.find(store, inputs["identity"]) is None:

@@ -114,7 +114,7 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
     # Not the order in which the first run reads it.
     assert rows[:5] != earlier.batch(0, 5).tolist()
 
-    # The next round goes on, with the data of the round before too.
+    # The next round continues there, and replays the data of the round before too.
     ledger.record(store, "tiny-round-1", "2" * 32, round_one, parent=base.identity)
     after = replay.history(store, replace(base, run="tiny-round-1", identity="2" * 32), new, 16)
     assert [(stream.run, stream.begin) for stream in after.streams] == [("tiny-round-1", 0), ("tiny", 100)]

@@ -115,7 +115,9 @@ def test_promote_makes_an_earlier_model_the_promoted_one(series, capsys):
 
     _, first = promote_earlier(series, "nightly", "nightly")
     assert (first.round, first.held_out, first.next_round) == (0, "", 3)
-    with pytest.raises(ProfileError, match="run = nightly-round-2~1: is no run that was promoted") as error:
+    with pytest.raises(
+        ProfileError, match="run = nightly-round-2~1: was not promoted in the series"
+    ) as error:
         promote_earlier(series, "nightly", "nightly-round-2~1")
     assert [*error.value.choices] == ["nightly", "nightly-round-1", "nightly-round-2"]
     shutil.rmtree(series.run_folder("nightly-round-2").path / "export")
