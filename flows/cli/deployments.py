@@ -128,13 +128,18 @@ def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any], *,
         if variables and variables[0]["value"] == _digest(home, api, wanted, folder):
             return DONE
     file = log_file.absolute().with_name("deployments.yaml")  # written by each `up`, with the same contents
-    state_files.write(file, yaml.safe_dump({**_read(home), "deployments": wanted}, sort_keys=False))
+    write_file(file, home, wanted)
     command = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
     if code := _run(command, home, log_file, settings, len(wanted)):
         return code
     with contextlib.suppress(OSError, ValueError):
         _write_digest(api, _digest(home, api, wanted, folder))
     return DONE
+
+
+def write_file(file: Path, home: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file for `prefect deploy` with some of the deployments that `listed` returns."""
+    state_files.write(file, yaml.safe_dump({**_read(home), "deployments": [*entries]}, sort_keys=False))
 
 
 def count_unregistered(api: str, home: Path, *, every: bool = False) -> int:

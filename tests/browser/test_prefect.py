@@ -5,25 +5,21 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from urllib.parse import quote
 
 import psutil
 import pytest
-import yaml
 
 from flows.cli.deployments import listed
 from flows.cli.deployments import query as ask
 from flows.server.prefect_settings import LOGIN, PASSWORD
 from tests.browser.conftest import FOREIGN
 from tests.browser.pages import visit
+from tests.deployments import HOME, register
 from tests.flows.micro import settings, wait_for_step
 from tests.waiting import until
 
-HOME = Path(__file__).parents[2]
 STEPS = 4000
 ROWS = 10  # in the table of the last steps
 ENOUGH = 120  # steps until every artifact is shown
@@ -153,17 +149,10 @@ SHOWN = """name => [...document.querySelectorAll("form *")].some(
 
 def test_deployment_forms_open_with_their_profile_and_explain_their_fields(prefect_ui, browser, tmp_path):
     """For the first deployment of each flow and a few others, which differ only in their parameters."""
-    environment = {**os.environ, "PREFECT_API_URL": f"{prefect_ui}/api", "TRAINSHED_FOLDER": "/"}
-    described = yaml.safe_load((HOME / "prefect.yaml").read_text())
     every = listed(HOME, every=True)
     by_flow = {each["entrypoint"]: each for each in reversed(every)}  # the first of each
     chosen = [*by_flow.values(), *(each for each in every[6::12] if each not in by_flow.values())]
-    (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({**described, "deployments": chosen}))
-    deploy = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(tmp_path / "prefect.yaml")]
-    for setup in (["flows.registration"], deploy):
-        subprocess.run(
-            [sys.executable, "-m", *setup], cwd=HOME, env=environment, check=True, capture_output=True
-        )
+    register(f"{prefect_ui}/api", chosen, tmp_path)
     deployments = ask(f"{prefect_ui}/api/deployments/filter", {})
     assert len(deployments) == len(chosen)
     # With the value that each form must show; `fleet` has none but defaults.

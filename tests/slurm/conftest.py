@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows.cli.deployments import listed
 from profiles import resolve
 from profiles.schema import Profile
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.steps.training import TrainingStep
+from tests.deployments import HOME, register
 from tests.flows.conftest import command, pretrain, profile  # noqa: F401
 from tests.flows.micro import losses, wait_for_step
 from tests.forked_jobs import forked_jobs
@@ -29,7 +31,6 @@ SLURM = ("cluster.launcher=slurm", "cluster.exclusive=false", "cluster.nodes=2",
 LOCAL = ("cluster.launcher=local", "cluster.nodes=1")  # instead of Slurm
 STEPS = ("train.steps=200", "checkpoint.every=40", "evaluate.every=0")
 INTERRUPTED_AT = 50
-HOME = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -133,17 +134,13 @@ def ranks(folder: Path) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-def register_deployment(api: str, name: str) -> None:
-    """Register the deployments of this name, like `trainshed up`."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    from flows import registration
-
-    with temporary_settings({PREFECT_API_URL: api}):
-        assert registration.main([]) == 0
-    deploy = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--name", name]
-    environment = {**os.environ, "PREFECT_API_URL": api, "TRAINSHED_FOLDER": "/"}
-    subprocess.run(deploy, cwd=HOME, env=environment, check=True, capture_output=True)
+def register_deployment(api: str, name: str, folder: Path) -> None:
+    """Register the deployment that trains the shipped profile of this name, like `trainshed up`."""
+    training = ("flows.pretrain.pretrain", "flows.pretrain.finetune")
+    every = listed(HOME, every=True)
+    register(
+        api, [each for each in every if (each["name"] == name and each["entrypoint"] in training)], folder
+    )
 
 
 @contextmanager

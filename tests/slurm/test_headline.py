@@ -120,7 +120,7 @@ def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(tmp_path / "hub"),
     }
-    register_deployment(prefect_server, "llama3-70b")
+    register_deployment(prefect_server, "llama3-70b", tmp_path)
     with worker(prefect_server, tmp_path / "worker.log", **endpoints):
         started = subprocess.run(
             [

@@ -61,7 +61,7 @@ def server(prefect_database, tmp_path_factory):
 @pytest.fixture(scope="module")
 def deployment(server, tmp_path_factory):
     """A worker and the deployment `pretrain/tiny`, registered as by `trainshed up`; its id."""
-    register_deployment(server.api, "tiny")
+    register_deployment(server.api, "tiny", tmp_path_factory.mktemp("deployments"))
     every = ask(f"{server.api}/deployments/filter")
     (found,) = (each for each in every if each["entrypoint"] == "flows.pretrain.pretrain")
     with worker(server.api, tmp_path_factory.mktemp("worker") / "worker.log") as started:
