@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
+FEW = 5  # choices to name if none is near
+
 
 class Parser(argparse.ArgumentParser):
     """Parser of a program or a subcommand; rejects abbreviated and unknown arguments, with its own usage.
@@ -41,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         valid = [str(choice) for choice in action.choices]
         name = "command" if isinstance(action, argparse._SubParsersAction) else "value"
         hint = self.command_hints.get(value) if name == "command" else None
-        reason = f"{value} is not a valid {name}; {hint or _choices(difflib.get_close_matches(str(value), valid), valid)}"
+        reason = f"{value} is not a valid {name}; {hint or self._choices(difflib.get_close_matches(str(value), valid), valid)}"
         raise argparse.ArgumentError(None if name == "command" else action, reason)
 
     def _unknown(self, arguments: Sequence[str]) -> str:
@@ -52,7 +54,14 @@ class Parser(argparse.ArgumentParser):
             meant = f"; to override a key: --set {first}" if is_override else ""
             return f"unexpected argument {first}{meant}"
         option = first.partition("=")[0]
-        return f"there is no option {option}; {_choices(self._nearest(option), list(self._options()))}"
+        return f"there is no option {option}; {self._choices(self._nearest(option), list(self._options()))}"
+
+    def _choices(self, nearest: Sequence[str], valid: Sequence[str]) -> str:
+        """The nearest choices, or the first ones if none is near, and what lists all."""
+        if nearest:
+            return f"nearest valid: {', '.join(nearest)}"
+        more = f"; {self.prog} --help lists all" if len(valid) > FEW else ""
+        return f"valid: {', '.join(valid[:FEW])}{more}"
 
     def _nearest(self, option: str) -> list[str]:
         """Options that the name abbreviates or resembles, else those with a similar word in their help."""
@@ -71,8 +80,3 @@ class Parser(argparse.ArgumentParser):
         """Actions by the long name of their option."""
         named = ((action.option_strings[-1], action) for action in self._actions if action.option_strings)
         return dict(named)
-
-
-def _choices(nearest: Sequence[str], valid: Sequence[str]) -> str:
-    """The nearest choices, or all if none is near."""
-    return f"nearest valid: {', '.join(nearest)}" if nearest else f"valid: {', '.join(valid)}"

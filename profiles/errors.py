@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_VALUE_LENGTH = 80  # characters
 MAX_PATH_LENGTH = 4096  # characters, PATH_MAX on Linux
+FEW = 5  # choices to name if none is near
 OVERRIDE_SYNTAX = (
     "is not of the form KEY.PATH=VALUE, without spaces around =; for instance --set train.steps=100"
 )
@@ -87,7 +88,7 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, PurePath) or (isinstance(value, str) and "/" in value and value.isprintable())
 
 
-def closest(name: str, known: Iterable[str], most: int | None = None) -> list[str]:
-    """The known names most similar to a name; if there are none, all names or the first `most`."""
+def closest(name: str, known: Iterable[str], most: int = FEW) -> list[str]:
+    """The known names most similar to a name; if none is similar, the first `most`."""
     names = list(known)
     return difflib.get_close_matches(name, names) or names[:most]

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from profiles.errors import ProfileError
-from profiles.sections.base import FUNCTION, sections_in
+from profiles.errors import FEW, ProfileError
+from profiles.sections.base import FUNCTION, Section, sections_in
 from profiles.sections.cluster import LABEL, LINE, OPTION, PATH, QUANTITY, TIME, WORD
 from profiles.sections.continual import GATED
 from profiles.sections.model import NORM_EPS_ALIASES, Model
@@ -54,14 +54,13 @@ LIMITS = {  # by pydantic's error type: the name of the bound in the context, an
     "less_than": ("lt", "is not below {}"),
 }
 
-LISTED = 20  # maximum keys that an error lists if none is similar
 SYNONYMS = {"gpu": "cuda", "trainium": "neuron"}  # choices of other tools, and ours
 # Keys of earlier versions: today's key, and its values for false and true.
 RENAMED = {"parallel.zero1": ("parallel.data_sharding", ("none", "zero1"))}
 TOLERANCE = "evaluate.tolerance"
 
 
-def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[BaseModel]) -> ProfileError:
+def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[Section]) -> ProfileError:
     """The errors as one ProfileError."""
     errors: dict[str, list[ErrorDetails]] = {}  # by key: a union has one error per member
     for entry in error.errors():
@@ -72,10 +71,10 @@ def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[B
     return first.along_with(others)
 
 
-def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
+def _unknown_key(key: str, value: Any, root: type[Section]) -> ProfileError:
     """The error for a key that its section does not have.
 
-    Choices: similar keys of the section, else keys of this name in other sections, else all keys of a short section.
+    Choices: similar keys of the section, else keys of this name in other sections, else the section's first keys.
     """
     if key in RENAMED and isinstance(value, bool):
         renamed, values = RENAMED[key]
@@ -87,7 +86,7 @@ def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
     *path, name = key.split(".")
     parent = ".".join(path)
     prefix = f"{parent}." if parent else ""
-    known = sorted(_keys(path, root))
+    known = _keys(path, root)
     close = [prefix + each for each in difflib.get_close_matches(name, known, n=3)]
     if not close:
         sections = {section: _keys([section], root) for section in _keys([], root) if section not in path}
@@ -95,10 +94,9 @@ def _unknown_key(key: str, value: Any, root: type[BaseModel]) -> ProfileError:
         similar = difflib.get_close_matches(name, names.values(), n=1, cutoff=0.8)
         close = sorted(key for key, each in names.items() if each in similar)
     reason = f"there is no such key {f'in {parent}' if parent else 'at the top level'}"
-    if not close and len(known) <= LISTED:
-        close = [prefix + each for each in known]
-    elif not close:
-        reason += "; docs/profiles.md lists them"
+    if not close:
+        close = [prefix + each for each in known[:FEW]]
+        reason += f"; {root.page} lists all" if len(known) > FEW else ""
     return ProfileError(key, value, reason, close)
 
 
@@ -115,7 +113,7 @@ def _key(error: ErrorDetails, given: Any) -> str:
     return ".".join(path)
 
 
-def _translate(key: str, errors: list[ErrorDetails], root: type[BaseModel]) -> ProfileError:
+def _translate(key: str, errors: list[ErrorDetails], root: type[Section]) -> ProfileError:
     """The errors of one key as a ProfileError."""
     error = errors[0]
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
@@ -158,8 +156,8 @@ def _choices(error: ErrorDetails) -> list[str]:
     return []
 
 
-def _keys(path: list[str], root: type[BaseModel]) -> set[str]:
-    """The keys of the section at a path."""
+def _keys(path: list[str], root: type[Section]) -> list[str]:
+    """The keys of the section at a path, in the order of their definition."""
     sections = [root]
     for part in path:
         fields = [
@@ -170,7 +168,7 @@ def _keys(path: list[str], root: type[BaseModel]) -> set[str]:
         ]
         if fields:  # an index into a list is not a field
             sections = [section for field in fields for section in sections_in(field.annotation)]
-    names = {field.alias or name for section in sections for name, field in section.model_fields.items()}
-    if root in sections:
-        names |= {"extends"}
-    return names | {"config", *NORM_EPS_ALIASES} if Model in sections else names
+    names = [field.alias or name for section in sections for name, field in section.model_fields.items()]
+    names += ["extends"] if root in sections else []
+    names += ["config", *NORM_EPS_ALIASES] if Model in sections else []
+    return list(dict.fromkeys(names))

@@ -46,6 +46,7 @@ class Average(Section):
 class Branches(Experiment):
     """A branches file."""
 
+    page: ClassVar[str] = "docs/training/branches.md"
     shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "shipped/branches"
 
     every: Count = Field(description="steps between the trunk's checkpoints, all of which are kept")

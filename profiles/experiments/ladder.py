@@ -25,6 +25,7 @@ class RungSize(Section):
 class Ladder(SmallRuns):
     """A ladder file."""
 
+    page: ClassVar[str] = "docs/training/ladder.md"
     shipped: ClassVar[Path | None] = Path(__file__).parents[1] / "shipped/ladders"
 
     rung_overrides: list[str] = Field(

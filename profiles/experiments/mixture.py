@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -36,6 +36,8 @@ class ProxyGroup(Section):
 
 class Mixture(SmallRuns):
     """A mixture file."""
+
+    page: ClassVar[str] = "docs/training/mixtures.md"
 
     proxy: ProxySize = Field(description="size and length of each proxy")
     proxy_overrides: list[str] = Field(

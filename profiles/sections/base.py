@@ -24,6 +24,7 @@ class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, no type conversion."""
 
     default_role: ClassVar[Role]  # of the keys whose annotations have none
+    page: ClassVar[str] = "docs/profiles.md"  # lists the keys; of the section at the top of a file
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True

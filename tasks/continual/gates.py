@@ -119,7 +119,7 @@ def check_gates(gates: Sequence[Gate], sets: Iterable[str], origin: str) -> None
     for number, gate in enumerate(gates):
         if gate.on.startswith(TASK) or gate.on in known:
             continue
-        reason, choices = "names no held-out text of the series", closest(gate.on, known) or known
+        reason, choices = "names no held-out text of the series", closest(gate.on, known)
         if gate.on in (OLD, NEW):
             reason, choices = NOTHING_OLD if gate.on == OLD else NOTHING_NEW, []
         raise ProfileError(f"continual.gates.{number}.on", gate.on, reason, choices)

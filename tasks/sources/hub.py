@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from profiles.errors import ProfileError
+from profiles.errors import FEW, ProfileError, closest
 from profiles.huggingface import hub as huggingface
 from profiles.schema import Source
 from tasks.sources.digest_cache import DigestCache
@@ -64,7 +64,9 @@ def _split_files(source: Source, key: str, commit: str, token: str | None) -> li
         reason = "has several configurations" if source.config is None else "has no such configuration"
         if not names:
             raise ProfileError(f"{key}.repository", repository, " ".join(str(error).split())) from None
-        raise ProfileError(f"{key}.config", source.config, f"{repository} {reason}", names) from None
+        reason += "; its page on the hub lists all" if len(names) > FEW else ""
+        close = closest(source.config or "", names)
+        raise ProfileError(f"{key}.config", source.config, f"{repository} {reason}", close) from None
     files: dict[Any, list[str]] = builder.config.data_files or {}
     if not files:  # if the hub does not answer, `datasets` uses a cached module without files
         raise ConnectionError(f"{repository}: the hub is unreachable: the list of its files cannot be read")

@@ -221,7 +221,10 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["frobnicate"], "frobnicate is not a valid command; valid: run, chain, "),
+        (
+            ["frobnicate"],
+            "not a valid command; valid: run, chain, fork, ladder, mixture; trainshed --help lists all\n",
+        ),
         (
             ["export"],
             "not a valid command; to export a run's latest checkpoint: trainshed convert store/runs/RUN DIR",
@@ -229,7 +232,10 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
         (["rnu", "tiny"], "nearest valid: run"),
         (["run", "tiny", "--overide", "a.b=c"], "usage: trainshed run [OPTIONS] PROFILE\n"),
         (["run", "tiny", "--overide", "a.b=c"], "no option --overide; nearest valid: --set\n"),
-        (["run", "tiny", "--xyz"], "no option --xyz; valid: --help, --set, "),
+        (
+            ["run", "tiny", "--xyz"],
+            "no option --xyz; valid: --help, --set, --store, --name, --update; trainshed run --help lists all\n",
+        ),
         (["run", "tiny", "--stroe", "s"], "no option --stroe; nearest valid: --store\n"),
         (["run", "tiny", "--st", "train.steps=5"], "no option --st; nearest valid: --store, --set\n"),
         (["gc", "--y"], "no option --y; nearest valid: --yes\n"),

@@ -157,6 +157,7 @@ def test_no_forecast_is_recorded_for_a_run_that_has_started(tmp_path):
     ("changes", "says"),
     [
         ({"rung": []}, "rung = []: there is no such key at the top level; nearest valid: rungs"),
+        ({"zzz": 1}, "level; docs/training/ladder.md lists all; nearest valid: name, description, target, "),
         (
             {"rungs": [{"hidden_size": 12, "tokens_per_parameter": [1]}]},
             "rungs.0.hidden_size = 12: is not a multiple of 8",
