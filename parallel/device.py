@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
-GIB = 1024**3
+MIB, GIB = 1024**2, 1024**3
 LOCAL_PORTS = range(20000, 32000)  # below those that the kernel gives to clients
 Mark = Any  # a point in a device's work: seconds of the host's clock, or an event
 
@@ -252,6 +252,10 @@ def _accelerator(
 
 
 # AWS publishes figures by chip and node: a trn1 chip has two devices, a trn2 or trn3 chip four (logical cores of two).
+# Of GPUs, memory is what nvidia-smi shows of a card: more than the decimal GB in its name. The reserve of 5 %, 4 GiB of an
+# H100's, is for what a plan does not count: the driver keeps 0.6 to 0.7 GiB of that total (a B200 of 183,359 MiB reports 178.35
+# GiB to programs, pytorch/ao 4002), a process's CUDA context 0.3 to 0.5 GiB (pytorch 107667), NCCL's buffers 0.5 to 0.7 GiB for
+# each communicator with connections of its own (NVIDIA/nccl 964), and the allocator's fragmentation the rest.
 ACCELERATORS = {
     "trn1": _accelerator(NEURON, 2, 16 * GIB, 820 * GIB / 2, 384 * GIB / 2, 800e9 / 8 / 32, bf16=95e12),
     "trn2": _accelerator(FRAGMENTED, 4, 24 * GIB, 2.9e12 / 4, 1.28e12 / 4, 3200e9 / 8 / 64, bf16=166.8e12),
@@ -259,12 +263,12 @@ ACCELERATORS = {
         FRAGMENTED, 4, 36 * GIB, 4.9e12 / 4, 2.56e12 / 4, 12800e9 / 8 / 64, bf16=167.8e12, fp8=2.517e15 / 4
     ),
     "h100": _accelerator(
-        CUDA, 1, 80 * 10**9, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+        CUDA, 1, 81_559 * MIB, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
     ),
     "h200": _accelerator(
-        CUDA, 1, 141 * 10**9, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+        CUDA, 1, 143_771 * MIB, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
     ),
-    "b200": _accelerator(CUDA, 1, 180 * 10**9, 8e12, 900e9, 400e9 / 8, bf16=2.25e15, fp8=4.5e15),
+    "b200": _accelerator(CUDA, 1, 183_359 * MIB, 8e12, 900e9, 400e9 / 8, bf16=2.25e15, fp8=4.5e15),
 }
 # trn2: the first generation that native PyTorch supports
 KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": ACCELERATORS["trn2"]}
@@ -282,7 +286,7 @@ def resolve(kind: str, accelerator: str | None = None) -> Device:
         words = re.split(r"\W+", torch.cuda.get_device_name().lower())
         named = () if {"pcie", "nvl"} & {*words} else words  # slower variants, whose figures are not known
         found = next((ACCELERATORS[word] for word in named if word in ACCELERATORS), CUDA)
-        # What the card reports: more than the published decimal GB, or that of a partition.
+        # What the card reports: a little less than nvidia-smi shows, or that of a partition.
         return replace(found, memory_bytes=torch.cuda.get_device_properties().total_memory)
     if accelerator is None:
         return KINDS[kind]
@@ -296,8 +300,8 @@ def name_of(device: Device) -> str:
     """The accelerator's name, or the device's type if its figures are not known."""
 
     def is_known(known: Device) -> bool:
-        # A card reports more memory than is published; a partition of it has less, and is slower.
-        whole = (device.memory_bytes or 0) >= (known.memory_bytes or 0)
+        # A card reports up to 1 % less memory than nvidia-smi shows; a partition of it has much less, and is slower.
+        whole = (device.memory_bytes or 0) >= 0.95 * (known.memory_bytes or 0)
         return whole and replace(known, memory_bytes=device.memory_bytes) == device
 
     return next((name for name, known in ACCELERATORS.items() if is_known(known)), device.type)

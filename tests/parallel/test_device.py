@@ -125,6 +125,7 @@ def test_gpus_use_deterministic_kernels_and_reductions_if_asked(deterministic, m
     [
         ("NVIDIA H100 80GB HBM3", 85, "h100"),
         ("NVIDIA H200", 150, "h200"),
+        ("NVIDIA B200", 191, "b200"),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10, "cuda"),
         ("NVIDIA H100 PCIe", 85, "cuda"),
         ("NVIDIA GH200 480GB", 100, "cuda"),
