@@ -140,7 +140,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         begun = store.artifacts.find(DatasetStep.kind, recorded["dataset"]) if recorded and not over else None
         # Weights of sources that were changed since are those of the next round.
         by_hash = held_out.held_out_by_hash(profile.data)
-        old = _old_sets(runner.context, current, tokenizer)
+        old = old_sets(runner.context, current, tokenizer)
         new = begun or new_data(store, current, everything, profile.train.sequence_length, old, by_hash)
         if new is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
@@ -170,7 +170,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         return Completed(name=state, message=message)
 
 
-def _old_sets(context: Context, current: series.Promoted, tokenizer: Artifact) -> held_out.HeldOut:
+def old_sets(context: Context, current: series.Promoted, tokenizer: Artifact) -> held_out.HeldOut:
     """The held-out sets of the promoted model and its ancestors, and of new stand-in sources."""
     sets = series.held_out_sets(context.store, context.profile.name, current)
     standing = None if sets.tokens(held_out.STAND_IN) else stand_in.make(context, tokenizer)
@@ -211,11 +211,20 @@ def _with_replay(
     if run.continual.replay_from == "generated":
         known = _generate(runner, current, new, run, math.ceil(share * samples))
         return replay.with_replay(context.store, new, known, share, samples, lambda drawn: None)
-    known = replay.history(context.store, current, new, train.sequence_length)
+    known = history_of(runner, current, tokenizer, new)
+    return replay.with_replay(context.store, new, known, share, samples, partial(restore, context, tokenizer))
+
+
+def history_of(
+    runner: Runner, current: series.Promoted, tokenizer: Artifact, new: Artifact
+) -> replay.History:
+    """What the promoted model and its ancestors were trained on, and the stand-in sources."""
+    context, length = runner.context, runner.context.profile.train.sequence_length
+    known = replay.history(context.store, current, new, length)
     if (standing := stand_in.make(context, tokenizer)) is not None:
         runner.record_use(standing)
-        known = known + stand_in.history(context.store, standing, train.sequence_length)
-    return replay.with_replay(context.store, new, known, share, samples, partial(restore, context, tokenizer))
+        known = known + stand_in.history(context.store, standing, length)
+    return known
 
 
 def _generate(

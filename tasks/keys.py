@@ -268,6 +268,11 @@ def mixture(target: str, **fitted: Any) -> str:
     return digest({"step": "mixture", "recipe": 1, "target": target, **fitted})
 
 
+def share(target: str, **fitted: Any) -> str:
+    """Key of a proposed replay share: target settings, the proxies' shares and losses, limit and objective."""
+    return digest({"step": "share", "recipe": 1, "target": target, **fitted})
+
+
 def training(run: str, identity: str, train: Train) -> str:
     """Key of a run's training, to the end of its schedule."""
     return _of_run("training", run, identity, train)

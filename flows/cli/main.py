@@ -152,8 +152,11 @@ def _add_experiments(commands: Any) -> None:
     ladder.add_argument("--target", action="store_true", help=about)
 
     about = "find weights for a run's data sources from small runs"
-    action = "plan: show the proxies and their cost; run: train the missing ones, and propose weights"
-    mixture = _experiment(commands, "mixture", "training/mixtures.md", about, action)
+    action = (
+        "plan: show the proxies and their cost; run: train the missing ones, and propose weights; share: train small rounds of a "
+        "continual series, and propose its share of replay, from a share file (docs/training/continual.md)"
+    )
+    mixture = _experiment(commands, "mixture", "training/mixtures.md", about, action, ("share",))
     about = "run: also train a proxy with the proposed weights, and compare it with its forecast"
     mixture.add_argument("--check", action="store_true", help=about)
 
@@ -162,11 +165,15 @@ def _add_experiments(commands: Any) -> None:
     _experiment(commands, "branches", "training/branches.md", about, action)
 
 
-def _experiment(commands: Any, name: str, page: str, about: str, action: str) -> argparse.ArgumentParser:
-    """Add a command that plans or runs a file, whose format is described on a page of docs/."""
+def _experiment(
+    commands: Any, name: str, page: str, about: str, action: str, others: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """Add a command that plans or runs a file, whose format is described on a page of docs/; `others`: actions."""
     example = f"trainshed {name} plan {name}.yaml"
-    command = _command(commands, name, "plan|run FILE", about, example, folder="experiments")
-    command.add_argument("action", choices=("plan", "run"), metavar="plan|run", help=action)
+    actions = ("plan", "run", *others)
+    shown = "|".join(actions)
+    command = _command(commands, name, f"{shown} FILE", about, example, folder="experiments")
+    command.add_argument("action", choices=actions, metavar=shown, help=action)
     command.add_argument("file", metavar="FILE", help=f"a {name} file (docs/{page})")
     _store(command)
     _json(command)

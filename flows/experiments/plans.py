@@ -1,4 +1,4 @@
-"""Plans of a ladder, a mixture or branches, within the budget and on this machine's devices.
+"""Plans of a ladder, a mixture, a share or branches, within the budget and on this machine's devices.
 
 Neither needs Prefect: the commands plan before they import it, and the flows again.
 """
@@ -13,6 +13,7 @@ from modeling.planning.planner import Plan, plan
 from modeling.scaling.planned_run import PlannedRun, target_of
 from modeling.scaling.proxies import Proxy, mixture_target, proxies_of
 from modeling.scaling.rungs import rungs_of
+from modeling.scaling.share_runs import base_of
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments.branches import Branches
@@ -20,6 +21,7 @@ from profiles.experiments.experiment import Experiment
 from profiles.experiments.ladder import Ladder
 from profiles.experiments.load import load_experiment
 from profiles.experiments.mixture import Mixture
+from profiles.experiments.share import Share
 from tasks.experiments.branches import branches_of, require_members, trunk_of
 from tasks.store.store import Store
 
@@ -38,6 +40,16 @@ def load_mixture(file: str) -> tuple[Mixture, PlannedRun, list[Proxy], list[Plan
     target = mixture_target(mixture)
     proxies = proxies_of(mixture, target)
     return mixture, target, proxies, plan_within(mixture, [proxy.run for proxy in proxies])
+
+
+def load_share(file: str) -> tuple[Share, PlannedRun, PlannedRun]:
+    """Share file, target, and the proxy in place of the promoted model. Raises ProfileError."""
+    described = load_experiment(Share, file)
+    target = target_of(described)
+    if target.profile.continual.replay_from == "generated":
+        reason = "is sampled from the promoted model, which proxies are not; find the share with history or continual.stand_in"
+        raise ProfileError("continual.replay_from", "generated", reason, ["history"])
+    return described, target, base_of(described, target)
 
 
 def load_branches(

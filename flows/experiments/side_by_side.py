@@ -9,7 +9,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -34,8 +34,17 @@ def file_name() -> str:
     return Path(flow_run.parameters["file"]).stem
 
 
-def run_side_by_side(experiment: Experiment, runs: Sequence[PlannedRun], store: str) -> list[dict[str, Any]]:
-    """Train the unfinished runs, largest first, within the device budget; returns the results of all runs."""
+def run_side_by_side(
+    experiment: Experiment,
+    runs: Sequence[PlannedRun],
+    store: str,
+    train: Callable[[PlannedRun], dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Train the unfinished runs, largest first, within the device budget; returns the results of all runs.
+
+    Args:
+        train: trains a run in a flow run of its own; None: `pretrain`.
+    """
     budget = experiment.devices or max(run.profile.world_size for run in runs)
     free, changed = budget, threading.Condition()
     failures, threads = list[BaseException](), set[int]()
@@ -52,7 +61,7 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[PlannedRun], store: 
         try:
             _run.set(run.name)
             begun = time.monotonic()
-            result = pretrain(experiment.target, list(run.overrides), run.name, store, fork=run.fork)
+            result = train(run) if train else _pretrain(experiment, run, store)
             how = {step["step"]: step["how"] for step in result["steps"]}["train"]
             _run.set("")
             took = format_duration(time.monotonic() - begun)
@@ -87,6 +96,10 @@ def run_side_by_side(experiment: Experiment, runs: Sequence[PlannedRun], store: 
                     interrupt = ctypes.py_object(KeyboardInterrupt)  # as Ctrl-C would in the main thread
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), interrupt)
             raise
+
+
+def _pretrain(experiment: Experiment, run: PlannedRun, store: str) -> dict[str, Any]:
+    return pretrain(experiment.target, list(run.overrides), run.name, store, fork=run.fork)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ FLOWS = (
     "evaluate",
     "ladder",
     "mixture",
+    "share",
     "branches",
     "export",
 )  # whose failures are alerts

@@ -115,6 +115,12 @@ def plan(new: Sequence[float], history: Sequence[HistoryStream], share: float, s
     return Replay(share, samples, tuple(_continued(history)), tuple(phases))
 
 
+def stream_shares(streams: Sequence[HistoryStream]) -> list[float]:
+    """Share of each stream in the replayed samples of a pass that begins."""
+    begun = [replace(stream, begin=0, end=stream.windows) for stream in streams]
+    return [float(part) for part in _parts(begun, [True] * len(begun))]
+
+
 def _continued(streams: Sequence[HistoryStream]) -> tuple[HistoryStream, ...]:
     """The streams, in the next pass if the current one is over."""
     if any(stream.left > 0 for stream in streams):

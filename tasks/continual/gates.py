@@ -156,6 +156,12 @@ def judge(
     return Verdict([*rows, *(Row(name, *values[name]) for name in others)])
 
 
+def losses(sets: Sets, origin: str) -> dict[str, float]:
+    """The losses on `old` and `new` text of a model whose sets were evaluated; origin: whose sets are new."""
+    found = {name: _mean(sets, names) for name, names in _selections(sets, origin).items()}
+    return {name: loss for name in (OLD, NEW) if (loss := found.get(name)) is not None}
+
+
 def _selections(sets: Iterable[str], origin: str) -> dict[str, list[str]]:
     """The names that a gate may be on, and the held-out sets of each."""
     found: dict[str, list[str]] = {}

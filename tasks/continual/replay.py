@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,16 +138,33 @@ def with_replay(
     selected = {**contents, "format": FORMAT, "train": train, "replay": replay.to_json()}
     drawn = list(known.drawn(replay, contents.get("span")))
     restore(drawn)
-    key = keys.new_data(selected)
+    used = [*contents["train"], *(shard for _, shard in drawn)]
+    summary = {**new.summary, "replay": share, "replayed_samples": sum(replay.counts(samples))}
+    return publish(store, keys.new_data(selected), selected, used, summary, read_file(store, new, SHARDS))
+
+
+def publish(
+    store: Store,
+    key: str,
+    contents: Mapping[str, Any],
+    used: Iterable[Entry],
+    summary: Mapping[str, Any],
+    shards: Any,
+) -> Artifact:
+    """Publish a dataset, unless the store has it.
+
+    Args:
+        contents: its corpus.json.
+        used: training shards that it requires; it requires all of its held-out ones.
+        shards: its shards.json, what the ledger records.
+    """
     with store.artifacts.lock(DatasetStep.kind, key):
         if found := store.artifacts.find(DatasetStep.kind, key):
             return found
-        used = tokens_of([*contents["train"], *contents["validation"], *(shard for _, shard in drawn)])
-        requires = [{"kind": TOKENS, "key": shard} for shard in sorted(used)]
-        summary = {**new.summary, "replay": share, "replayed_samples": sum(replay.counts(samples))}
-        shards = read_file(store, new, SHARDS)
-        with store.artifacts.publish(DatasetStep.kind, key, summary, requires) as folder:
-            (folder / CORPUS).write_text(json.dumps(selected))
+        tokens = sorted(tokens_of([*used, *contents["validation"]]))
+        requires = [{"kind": TOKENS, "key": shard} for shard in tokens]
+        with store.artifacts.publish(DatasetStep.kind, key, dict(summary), requires) as folder:
+            (folder / CORPUS).write_text(json.dumps(contents))
             (folder / SHARDS).write_text(json.dumps(shards))
     return store.artifacts.expect(DatasetStep.kind, key)
 

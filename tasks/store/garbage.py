@@ -181,7 +181,7 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
     Without what the artifacts require in turn.
     """
     used: set[tuple[str, str]] = set()
-    kept: set[str] = {"forecast", "mixture"}  # records of predictions, a few kilobytes each
+    kept: set[str] = {"forecast", "mixture", "share"}  # records of predictions, a few kilobytes each
     notes = []
     names = [name for name in _runs(store) if not REPLACED.search(name)]
     files = ((run_files.ARTIFACTS, list), (run_files.INPUTS, str | None), (run_files.STANDING, object))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from prefect.states import Completed
+from rich.console import Console
 
 from profiles.errors import ProfileError
 from profiles.resolve import load
@@ -267,6 +268,86 @@ def test_export_flow_exports_an_existing_run(series):
     assert folder.endswith("nightly/export")
     with pytest.raises(ValueError, match="run = nobody: no such run in"):
         export("nobody", str(store))
+
+
+def test_interrupted_round_ends_with_the_same_bits_and_is_promoted_once(series, tmp_path, monkeypatch):
+    import flows.continual as continual
+
+    texts, store, night = series
+    write_texts(texts / "7.jsonl", 8)
+    undisturbed, disturbed = (shutil.copytree(store, tmp_path / name) for name in ("one", "two"))
+    gates = "continual.gates=[{on: old, rise_at_most: 9}]"
+    assert night(gates, store=undisturbed).name == "Promoted"
+
+    def stop(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    # When the round's data is in no ledger yet, once it is trained, and when all but the promotion is done.
+    for owner, name in (
+        (continual.ledger, "record"),
+        (continual.ExportStep, "make"),
+        (continual.series, "promote"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, stop)
+            assert night(gates, store=disturbed).name == "Stopped"
+    assert night(gates, store=disturbed).name == "Promoted"
+    assert night(gates, store=disturbed).name == "NoNewData"
+    standings = [
+        json.loads((each / "runs/nightly/standing.json").read_text()) for each in (undisturbed, disturbed)
+    ]
+    assert standings[0] == standings[1]
+    run = standings[0]["run"]
+    assert losses(undisturbed / "runs" / run) == losses(disturbed / "runs" / run)
+    exports = [
+        (each / "runs" / run / "export/model.safetensors").read_bytes() for each in (undisturbed, disturbed)
+    ]
+    assert exports[0] == exports[1]
+    entries = [sorted(path.name for path in (each / "ledger").iterdir()) for each in (undisturbed, disturbed)]
+    assert entries[0] == entries[1]
+
+
+def test_share_is_proposed_from_proxies_that_later_rounds_reuse(series, tmp_path, caplog, capsys):
+    from flows.cli.experiments.share import print_result
+    from flows.experiments.share import share
+
+    texts, store, _ = series
+    copy, file = shutil.copytree(store, tmp_path / "store"), tmp_path / "find.yaml"
+    settings = {"target": str(texts.parent / "nightly.yaml"), "shares": [0.0, 0.1, 0.25, 0.5], "devices": 2}
+    settings |= {"proxy": {"hidden_size": 16, "tokens_per_parameter": 0.05}}
+    file.write_text(yaml.safe_dump(settings))
+    write_texts(texts / "8.jsonl", 9)
+    found = share(str(file), str(copy))
+    names = ["find-0", "find-0.1", "find-0.25", "find-0.5"]
+    assert [proxy["name"] for proxy in found["proxies"]] == names
+    assert found["overrides"] == [f"continual.replay={found['share']:g}"]
+    assert found["interval"][0] <= found["interval"][1] <= 0.5
+    assert [row["set"] for row in found["losses"]] == ["old", "new"]
+    # Every proxy starts from the same small model, and reads the share from what the series was trained on.
+    history = corpus_of(copy, "find-base")["train"]
+    assert {entry["path"] for entry in corpus_of(copy, "nightly")["train"]} <= {
+        entry["path"] for entry in history
+    }
+    for name, value in zip(names[1:], settings["shares"][1:], strict=True):
+        corpus = corpus_of(copy, name)
+        assert corpus["replay"]["share"] == value
+        assert corpus["train"][-len(history) :] == history
+    steps = [len(losses(copy / "runs" / name)) for name in names]
+    assert steps[0] < steps[1] < steps[2] < steps[3]  # each reads the new data once
+    page = Path(found["page"]).read_text()
+    assert "find-0.25" in page
+    print_result(Console(width=120), found)
+    assert f"--set continual.replay={found['share']:g}" in capsys.readouterr().out
+
+    # A little more of the same kind: nothing is trained again.
+    logs = {path: path.stat().st_mtime_ns for path in copy.glob("runs/find-*/metrics.jsonl")}
+    (texts / "9.jsonl").write_text(
+        "\n".join((texts / "8.jsonl").read_text().splitlines()[:9]).replace("a", "e")
+    )
+    caplog.set_level(logging.INFO)
+    assert share(str(file), str(copy))["key"] == found["key"]
+    assert "are reused: the new data is of the same sources" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in copy.glob("runs/find-*/metrics.jsonl")} == logs
 
 
 @pytest.mark.s3

@@ -11,6 +11,7 @@ from prefect.runtime import flow_run
 from flows.experiments.branches import branches
 from flows.experiments.ladder import ladder
 from flows.experiments.mixture import mixture
+from flows.experiments.share import share
 from flows.export import export
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS, cancel_jobs, cancel_subflow_jobs, show_failure
@@ -133,7 +134,9 @@ def test_cancellation_ends_the_jobs_of_unfinished_subflows_whose_process_is_gone
             launcher.cancel(job, grace=0)
 
 
-@pytest.mark.parametrize("experiment", [branches, ladder, mixture], ids=lambda experiment: experiment.name)
+@pytest.mark.parametrize(
+    "experiment", [branches, ladder, mixture, share], ids=lambda experiment: experiment.name
+)
 def test_cancellation_of_an_experiment_cancels_the_jobs_of_its_runs(experiment):
     assert experiment.on_cancellation_hooks == [cancel_subflow_jobs]
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from profiles.schema import Continual, Source
 from tasks.continual import generated, replay, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.held_out import HeldOut
+from tasks.continual.proxy_data import ProxyData
 from tasks.continual.restore import restore
 from tasks.continual.schedule import with_shortened_schedule
 from tasks.continual.series import Promoted, latest_step
@@ -136,6 +138,25 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
         mixed(0.2, 400)
         assert expected in caplog.text
         assert shard.exists()
+
+
+def test_proxies_are_reused_only_for_similar_data_of_the_same_series(store):
+    old = publish(store, "old", {"a": 40}, None)
+    ledger.record(store, "nightly", "one", old)
+    ledger.record(store, "nightly-round-1", "two", old, parent="one")
+    ledger.record(store, "replaced", "three", old)
+    known = ProxyData("one", "tokenizer", "new", "history", "round-1", {"wiki": 0.7, "code": 0.3}, 1000, 5000)
+    later = replace(known, base="two", new="other", new_tokens=1900, history_tokens=6000)
+    assert known.why_not(store, later) is None
+    for changes, reason in (
+        ({"tokenizer": "another"}, "the series has started anew"),
+        ({"base": "three"}, "the series has started anew"),
+        ({"sources": {"wiki": 0.7, "law": 0.3}}, r"other sources \(code, law\)"),
+        ({"sources": {"wiki": 0.5, "code": 0.5}}, "source wiki is 50% of the new data, and was 70%"),
+        ({"new_tokens": 2001}, "the new data has 2,001 tokens, and had 1,000"),
+        ({"history_tokens": 2000}, "the history has 2,000 tokens, and had 5,000"),
+    ):
+        assert re.search(reason, known.why_not(store, replace(later, **changes)) or "")
 
 
 def test_stand_in_sources_are_pinned_and_replayed_like_history(store, tmp_path):

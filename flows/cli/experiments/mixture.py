@@ -1,4 +1,4 @@
-"""`trainshed mixture plan|run FILE`: plan its proxies, or train them and propose source weights."""
+"""`trainshed mixture plan|run|share FILE`: plan proxies, or train them and propose weights or a share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
+from flows.cli.experiments import share
 from flows.cli.experiments.table import print_plan, row_of, total_of
 from flows.experiments.plans import load_mixture, require_startable
 from flows.ui.console import print_facts, relative
@@ -24,6 +25,8 @@ def run(options: argparse.Namespace) -> int:
     """Plan or run a mixture; returns the exit code. Raises ProfileError for an invalid one."""
     if options.action == "plan":
         return _plan(options)
+    if options.action == "share":
+        return share.run(options)
     mixture, target, proxies, _ = load_mixture(options.file)
     require_startable([proxy.run for proxy in proxies])
 

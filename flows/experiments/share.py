@@ -1,0 +1,237 @@
+"""Share: train small rounds at several shares of replay; propose the share of a series' next round.
+
+    new data, history ─> small model of the history ─> round ┐
+                                                       round ├─> proposed share
+                                                       round ┘
+
+The small model stands for the promoted one. Its rounds train on the series' new data and replay its history, as the series' next
+round would. Their data is pinned with the small model, so proxies are reused for later rounds that it says something about
+(tasks/continual/proxy_data.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, cast
+
+from prefect import flow
+
+from flows.continual import history_of, old_sets
+from flows.experiments.plans import load_share, plan_within, require_startable
+from flows.experiments.side_by_side import file_name, run_side_by_side
+from flows.final_states import final_states
+from flows.hooks import EXPERIMENT_HOOKS, HOOKS
+from flows.parameters import ProfileName, RunName
+from flows.pretrain import run_name
+from flows.run_setup import (
+    check_plan,
+    flow_context,
+    open_run,
+    read_lockfile,
+    resolve_inputs,
+    settle_compilation,
+    with_training_progress,
+)
+from flows.runner import THREADS, Runner
+from modeling import run_files
+from modeling.planning.auto import resolve_auto
+from modeling.scaling.planned_run import PlannedRun
+from modeling.scaling.share_runs import round_of
+from profiles import resolve
+from profiles.errors import ProfileError
+from profiles.experiments.share import Share
+from profiles.schema import Profile
+from tasks import keys
+from tasks.continual import gates, held_out, proxy_data, replay, series
+from tasks.continual.data import new_data
+from tasks.continual.proxy_data import ProxyData
+from tasks.continual.restore import restore
+from tasks.continual.schedule import with_shortened_schedule
+from tasks.evaluation.held_out import SetsEvaluationStep
+from tasks.experiments import json_artifacts, shares
+from tasks.experiments.shares import SETS, Measured
+from tasks.inputs import locate_runs
+from tasks.reporting import share_page
+from tasks.steps.dataset import DatasetStep, read_file
+from tasks.steps.graphs import GraphsStep
+from tasks.steps.tokenizer import TokenizerStep
+from tasks.steps.training import TrainingStep
+from tasks.store import activities
+from tasks.store.store import Store, open_store
+
+POINTS = 41  # of a line on the page
+OF_EXPERIMENT: dict[str, Any] = {"task_runner": THREADS, **EXPERIMENT_HOOKS}  # options of flows
+OF_RUN: dict[str, Any] = {"task_runner": THREADS, **HOOKS}
+log = logging.getLogger(__name__)
+
+
+@flow(name="share", flow_run_name=file_name, **OF_EXPERIMENT)
+@final_states
+def share(file: str, store: str = "./store") -> dict[str, Any]:
+    """Train proxies of a series' next round and propose its share of replay; returns the proposal.
+
+    Args:
+        file: The share file.
+        store: Where artifacts and runs are kept: a folder or an s3:// prefix.
+    """
+    described, target, base = load_share(file)
+    require_startable([base])
+    opened = open_store(store, target.profile.cluster.work_dir or "store")
+    overrides = [*described.overrides, *described.round_overrides]
+    run = resolve.load(described.target, overrides, described.series or target.name)
+    run = locate_runs(run, opened)
+    with activities.begin(opened, "run", f"{described.name}-data"):  # so that its new data is no garbage yet
+        data = _data(described, run, base, opened)
+        rounds = _rounds(described, target, base, run, data, opened)
+        plan_within(described, [base, *(each for each, _ in rounds)])
+        return _propose(described, target, base, rounds, data, opened, store)
+
+
+def _propose(
+    described: Share,
+    target: PlannedRun,
+    base: PlannedRun,
+    rounds: Sequence[tuple[PlannedRun, str]],
+    data: ProxyData,
+    opened: Store,
+    store: str,
+) -> dict[str, Any]:
+    """Train the proxies that the store lacks, and write the proposal and its page."""
+    datasets = {base.name: data.history} | {each.name: dataset for each, dataset in rounds}
+
+    def train(start: str, each: PlannedRun) -> dict[str, Any]:
+        given = (each.name, store, data.tokenizer, datasets[each.name], data.new, start)
+        return cast(dict[str, Any], proxy_round(described.target, list(each.overrides), *given))
+
+    (before,) = run_side_by_side(described, [base], store, partial(train, ""))
+    proxy_data.pin(opened, base.name, data)
+    unmoved = gates.losses(before["sets"], data.origin)
+    if missing := [name for name in SETS if name not in unmoved]:
+        reason = f"holds out no {missing[0]} text of at least one window, which proxies are evaluated on"
+        raise ProfileError("series", described.series or target.name, reason)
+    results = run_side_by_side(described, [each for each, _ in rounds], store, partial(train, base.name))
+    measured = [
+        Measured(each.name, value, gates.losses(result["sets"], data.origin))
+        for (each, _), value, result in zip(rounds, described.shares, results, strict=True)
+    ]
+    artifact = shares.write_proposal(opened, described, target, unmoved, measured)
+    document = json_artifacts.read(opened, artifact)
+    if not document["meets"]:
+        log.warning("no share up to %g keeps the old loss within its gate", max(described.shares))
+    log.info("proposed: continual.replay %g", document["share"])
+    result = {"experiment": described.name, "key": artifact.key, **document}
+    lines = shares.fitted_lines(document, POINTS)
+    page = share_page.write(opened.work_dir / "shares" / f"{described.name}.html", described, result, lines)
+    return {**result, "page": str(page)}
+
+
+def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> ProxyData:
+    """The data that proxies are trained on: that of earlier ones if it is similar, else the next round's."""
+    current = series.promoted_model(store, run.name)
+    if current is None:
+        raise ProfileError("series", run.name, "has no finished model to continue; train it first")
+    tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
+    runner = Runner(flow_context(run, store))
+    resolve_inputs(runner, None)
+    everything = runner.run(DatasetStep(tokenizer))
+    if everything is None:
+        raise RuntimeError("the dataset step was skipped")
+    old = old_sets(runner.context, current, tokenizer)
+    by_hash = held_out.held_out_by_hash(run.data)
+    new = new_data(store, current, everything, run.train.sequence_length, old, by_hash)
+    if new is None:
+        raise ProfileError("series", run.name, "has no new data, from which a share could be found")
+    known = history_of(runner, current, tokenizer, new)
+    if not known.streams:
+        raise ProfileError("series", run.name, "has no history to replay")
+    entries = zip(known.streams, known.shards, strict=True)
+    restore(runner.context, tokenizer, [(stream, shard) for stream, own in entries for shard in own])
+    history = proxy_data.history_dataset(store, new, known)
+    now = ProxyData.of(store, current, everything, new, history)
+    pinned = proxy_data.read_pinned(store, base.name)
+    reason = pinned.why_not(store, now) if pinned else "there are none yet"
+    if pinned and reason is None:
+        log.info("the proxies of %s are reused: the new data is of the same sources", pinned.origin)
+        return pinned
+    log.info("new proxies are trained: %s", reason)
+    return now
+
+
+def _rounds(
+    described: Share, target: PlannedRun, base: PlannedRun, run: Profile, data: ProxyData, store: Store
+) -> list[tuple[PlannedRun, str]]:
+    """The proxies of the round, each with the key of its dataset."""
+    new, history = (store.artifacts.expect(DatasetStep.kind, key) for key in (data.new, data.history))
+    length = run.train.sequence_length
+    known = replay.of_dataset(data.history, described.name, read_file(store, history), length)
+    found = []
+    for value in described.shares:
+        planned = round_of(described, target, base, with_shortened_schedule(run, new, value), value)
+        train = planned.profile.train
+        samples = (train.steps or 0) * train.global_batch_size
+        dataset = replay.with_replay(store, new, known, value, samples, lambda drawn: None)
+        found.append((planned, dataset.key))
+    return found
+
+
+@flow(name="proxy-round", flow_run_name=run_name, **OF_RUN)
+@final_states
+def proxy_round(
+    profile: ProfileName,
+    overrides: Sequence[str],
+    name: RunName,
+    store: str,
+    tokenizer: str,
+    dataset: str,
+    held_out: str,
+    start: str = "",
+) -> dict[str, Any]:
+    """Train a proxy on a dataset, and evaluate it on another one's held-out sets.
+
+    Args:
+        profile: A shipped profile's name, or the path of a YAML file.
+        overrides: Keys to override.
+        name: Name of the run.
+        store: Where artifacts and runs are kept.
+        tokenizer: Key of the tokenizer.
+        dataset: Key of the dataset to train on.
+        held_out: Key of the dataset with the held-out sets.
+        start: Run from whose latest checkpoint it starts; empty: from scratch.
+    """
+    run = resolve_auto(resolve.load(profile, overrides, name))
+    opened = open_store(store, run.cluster.work_dir or "store")
+    run = locate_runs(run, opened)
+    with (
+        activities.begin(opened, "run", name) as lock,
+        Runner(flow_context(run, opened), lock) as runner,
+        ExitStack() as stack,
+    ):
+        corpus, sets = (opened.artifacts.expect(DatasetStep.kind, key) for key in (dataset, held_out))
+        weights, origin = None, None
+        if start:
+            folder = opened.run_folder(start)
+            part = run_files.checkpoint(folder.checkpoint_steps()[-1])
+            weights = stack.enter_context(folder.local_checkpoint(part, keep_on_error=True))
+            origin = keys.digest([folder.stored_identity, weights.name])
+        resolve_inputs(runner, read_lockfile(opened, name))
+        identity = keys.run_identity(run, tokenizer, dataset, origin)
+        planned = check_plan(runner)
+        compiling = runner.start(GraphsStep())
+        for used in (corpus, sets):
+            runner.record_use(used)
+        inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": origin}
+        with open_run(runner, run, identity, inputs, planned, replace=True):
+            graphs = compiling.result() if compiling else None
+            settle_compilation(runner, graphs)
+            runner.run(
+                TrainingStep(corpus, identity, graphs, weights), with_training_progress(runner.context)
+            )
+            evaluated = runner.run(SetsEvaluationStep(sets, keys.digest([identity, held_out]), graphs))
+    if evaluated is None:
+        raise RuntimeError("the proxy was not evaluated")
+    steps = [{"step": each.step, "how": each.how} for each in runner.outcomes]
+    found = evaluated.summary
+    return {"steps": steps, "validation_loss": found["validation_loss"], "sets": found["sets"]}
