@@ -22,6 +22,7 @@ from tasks.step import Context, Step
 from tasks.steps.dataset import read_file
 from tasks.steps.jobs import cluster_job, run_job
 from tasks.store.artifacts import Artifact
+from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import TOKENS
 
 SHARD_ROWS = 4096
@@ -53,20 +54,29 @@ class GenerationStep(Step):
         contents = read_file(context.store, self.dataset)
         if not output.exists():  # left by a job that ended while no flow followed it
             run_job(context.profile, job, output)
-        rows = np.load(output, allow_pickle=False)
-        lengths = document_lengths(rows, contents["eos"])
-        summary = {"tokens": rows.size, "documents": len(lengths), "validation_tokens": 0}
-        dtype = token_dtype(contents["vocabulary_size"])
-        with (
-            context.store.artifacts.publish(self.kind, key, summary) as folder,
-            IndexedDatasetBuilder(folder / "train", dtype) as builder,
-        ):
-            builder.add_documents(rows.flatten(), lengths)
+        made = publish_rows(context.store, key, np.load(output, allow_pickle=False), contents)
         output.unlink()
-        return context.store.artifacts.expect(self.kind, key)
+        return made
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"{summary['tokens']:,} tokens sampled"
+
+
+def publish_rows(store: Store, key: str, rows: np.ndarray, contents: Mapping[str, Any]) -> Artifact:
+    """Publish sampled rows of tokens (rows, s) as a tokenized shard of documents.
+
+    Args:
+        contents: corpus.json of a dataset of the same tokenizer.
+    """
+    lengths = document_lengths(rows, contents["eos"])
+    summary = {"tokens": rows.size, "documents": len(lengths), "validation_tokens": 0}
+    dtype = token_dtype(contents["vocabulary_size"])
+    with (
+        store.artifacts.publish(TOKENS, key, summary) as folder,
+        IndexedDatasetBuilder(folder / "train", dtype) as builder,
+    ):
+        builder.add_documents(rows.flatten(), lengths)
+    return store.artifacts.expect(TOKENS, key)
 
 
 def row_count(needed: int, sequence_length: int, most: int | None) -> int:

@@ -1,0 +1,72 @@
+"""Measure rounds of continual pretraining on two invented languages: --part learning
+
+    learning  what one round learns and forgets: a sweep of shares of replay, the share that proxies propose, generated text and a
+              stand-in source in place of the history, and the Reptile step of meta-experience replay (arXiv 2508.01908)
+    ten       ten rounds in a row, compared with one run over everything
+    kills     series of three rounds that are killed at random moments, compared with an undisturbed one
+    refused   a round that learned nothing, and one that forgot
+
+The first two train in this process, the others run the product's flows. Each row is printed and appended to a JSON Lines file as
+soon as it exists. The exit code is 1 if a requirement is not met.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.timing import make_parser
+from benchmarks.rounds import flows, learning
+
+SHARE = 0.4  # of the ten rounds
+
+
+def main() -> int:
+    parts: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
+        "learning": learning.learning,
+        "ten": lambda folder: learning.ten_rounds(folder, SHARE),
+        "kills": flows.killed,
+        "refused": flows.refused,
+    }
+    parser = make_parser(__doc__)
+    parser.add_argument("--part", action="append", choices=[*parts], help="repeatable (default: all parts)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/benchmarks/rounds.jsonl"), help="file for the rows"
+    )
+    parser.add_argument("--series", type=Path, help="run the series in this folder, and nothing else")
+    options = parser.parse_args()
+    if options.series:
+        return flows.run_series(options.series)
+    chosen = options.part or [*parts]
+    if len(chosen) > 1:  # each in a process of its own, as Prefect is configured once per process
+        command = [sys.executable, "-m", "benchmarks.rounds", "--out", str(options.out)]
+        return max(subprocess.call([*command, "--part", part]) for part in chosen)
+    for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
+        os.environ.pop(key, None)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    missed, begun = 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for row in parts[chosen[0]](Path(folder)):
+            missed += row.get("met") is False
+            _keep(options.out, {"part": chosen[0], **row, "after": round(time.monotonic() - begun)})
+    return 1 if missed else 0
+
+
+def _keep(out: Path, row: dict[str, Any]) -> None:
+    """Print a row, and append it to the file."""
+    shown = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+             if name not in ("part", "row"))  # fmt: skip
+    print(f"{row['part']}: {row['row']}: {', '.join(shown)}", flush=True)
+    with out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Series that are killed, and rounds that are refused: the product's flows, jobs and store, with a micro model.
+
+A series of three rounds runs in a process of its own (`run_series`), which adds the text of each round once the round before is
+promoted. Killed at random moments and started again, it has to end with the same bits as a series that nothing disturbs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.harness.processes import training_ranks
+from benchmarks.rounds import languages
+from flows.cli.run import prefect_api
+from tasks.continual.rounds import read_series
+from tasks.keys import file_digest
+from tasks.store.store import Store
+from tests.flows.micro import PROFILE
+
+Row = dict[str, Any]
+NAME, ROUNDS, KILLS = "nightly", 3, 20
+KILLS_OF_A_SERIES = 5
+DOCUMENTS, ROUND_DOCUMENTS = 400, 150
+ROUND = ("train.steps=150", "train.warmup_steps=5", "evaluate.every=0", "checkpoint.every=20")
+ANY_RISE = "continual.gates=[{on: old, rise_at_most: 9}, {on: new, fall_at_least: 0}]"
+TIMEOUT = 300  # seconds for one start of a series
+
+
+def prepare(folder: Path) -> None:
+    """Write the profile and the text of the first run, and train it."""
+    from flows.pretrain import pretrain
+
+    texts = folder / "texts"
+    texts.mkdir(parents=True)
+    languages.write_texts(texts / "0.jsonl", languages.OLD, DOCUMENTS, 1)
+    data = {"sources": [{"kind": "files", "path": str(texts / "*.jsonl")}], "validation_fraction": 0.1}
+    (folder / f"{NAME}.yaml").write_text(yaml.safe_dump({**PROFILE, "data": data}))
+    pretrain(str(folder / f"{NAME}.yaml"), ["train.steps=60"], None, str(folder / "store"))
+
+
+def run_round(folder: Path, *overrides: str) -> Any:
+    """Run a round of the series in a folder; returns the final state of its flow."""
+    from flows.continual import continual
+
+    profile, store = str(folder / f"{NAME}.yaml"), str(folder / "store")
+    return continual(profile, [*ROUND, *overrides], None, store, return_state=True)
+
+
+def run_series(folder: Path) -> int:
+    """Run the rounds that are left of a series; returns the exit code of its process."""
+    with _server(folder.parent):
+        while (done := _promoted(folder)) < ROUNDS:
+            add_text(folder, done + 1)
+            state = run_round(folder, ANY_RISE)
+            if state.name not in ("Promoted", "NoNewData"):
+                print(state.name, state.message, file=sys.stderr)
+                return 1
+    return 0
+
+
+def add_text(folder: Path, number: int) -> None:
+    """Add the new text of a round, unless it is there."""
+    path = folder / "texts" / f"{number}.jsonl"
+    if not path.exists():
+        languages.write_texts(path, languages.NEW, ROUND_DOCUMENTS, 1 + number)
+
+
+def killed(folder: Path, seed: int = 0) -> Iterator[Row]:
+    """Kill series of three rounds, until there are twenty kills, and compare each with an undisturbed one."""
+    first = folder / "first"
+    with _server(folder):  # which all processes share
+        prepare(first)
+        reference = _copy(first, folder / "reference")
+        begun = time.monotonic()
+        if _start(reference).wait(TIMEOUT):
+            raise RuntimeError((reference / "out").read_text()[-3000:])
+        longest = time.monotonic() - begun
+        expected, kills, equal, number = _results(reference), 0, 0, 0
+        yield {"row": "undisturbed", "seconds": longest}
+        while kills < KILLS:
+            chance, series = random.Random(seed + number), _copy(first, folder / f"series-{number}")
+            faults: list[str] = []
+            while len(faults) < min(KILLS_OF_A_SERIES, KILLS - kills):
+                if not _kill(series, chance, longest, faults):
+                    break
+            if _start(series).wait(TIMEOUT):
+                raise RuntimeError((series / "out").read_text()[-3000:])
+            same, kills, number = _results(series) == expected, kills + len(faults), number + 1
+            equal += same
+            yield {"row": f"series {number}", "kills": "; ".join(faults), "met": same}
+        yield {"row": f"{kills} kills", "series": number, "equal": equal, "met": equal == number}
+
+
+def refused(folder: Path) -> Iterator[Row]:
+    """A round that learned nothing, and one that forgot."""
+    series = folder / "refused"
+    with _server(folder):
+        prepare(series)
+        add_text(series, 1)
+        nothing = ("train.learning_rate=1e-30", "train.minimum_learning_rate=0")
+        forgets = ("continual.replay=0", "train.steps=200", "train.learning_rate=1e-2")
+        for row, overrides, reason in (
+            ("learned nothing", nothing, "new did not change"),
+            ("forgot", forgets, "old rose"),
+        ):
+            state = run_round(series, *overrides)
+            said = state.message.partition("\n")[0]
+            met = state.name == "NotPromoted" and said.partition(": ")[2].startswith(reason)
+            yield {"row": row, "state": state.name, "says": said, "met": met}
+
+
+@contextmanager
+def _server(folder: Path) -> Iterator[None]:
+    """Use the Prefect server of a folder, which processes share."""
+    work_dir = folder / "server"
+    (work_dir / "logs").mkdir(parents=True, exist_ok=True)
+    with prefect_api(work_dir):
+        yield
+
+
+def _copy(first: Path, folder: Path) -> Path:
+    """A copy of the first run's series, whose profile names its own texts."""
+    shutil.copytree(first, folder)
+    profile = folder / f"{NAME}.yaml"
+    profile.write_text(profile.read_text().replace(str(first), str(folder)))
+    return folder
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "out").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.rounds", "--series", str(folder)],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _kill(folder: Path, chance: random.Random, longest: float, faults: list[str]) -> bool:
+    """Start a series and kill it, or a rank of its job, at a random moment; False if it ended before that."""
+    process, delay = _start(folder), chance.uniform(1, longest)
+    kill_rank = chance.random() < 0.3
+    try:
+        if process.wait(delay):
+            raise RuntimeError((folder / "out").read_text()[-3000:])
+        return False
+    except subprocess.TimeoutExpired:
+        pass
+    runs = sorted((folder / "store/runs").iterdir(), key=lambda run: run.stat().st_mtime)
+    ranks = [rank for run in runs for rank in training_ranks(run)]
+    if kill_rank and ranks:
+        chance.choice(ranks).kill()
+        faults.append(f"rank after {delay:.1f} s")
+        return process.wait(TIMEOUT) != 0  # it recovers by itself
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    faults.append(f"flow after {delay:.1f} s")
+    return True
+
+
+def _promoted(folder: Path) -> int:
+    """Number of the series' latest promoted round."""
+    standing = folder / "store/runs" / NAME / "standing.json"
+    return int(json.loads(standing.read_text())["round"]) if standing.exists() else 0
+
+
+def _results(folder: Path) -> dict[str, object]:
+    """Everything that must not depend on kills: rounds, outcomes, losses of every step, exports, ledger."""
+    store = Store(str(folder / "store"))
+    rounds = read_series(store, NAME).rounds
+    losses, exports = {}, {}
+    for each in rounds:
+        run = folder / "store/runs" / each.run
+        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        losses[each.run] = [[row["step"], row.get("loss")] for row in rows]
+        exports[each.run] = {path.name: file_digest(path) for path in sorted((run / "export").iterdir())}
+    outcomes = [[each.run, each.outcome, [row.to_json() for row in each.rows]] for each in rounds]
+    ledger = sorted(path.name for path in (folder / "store/ledger").iterdir())
+    return {"outcomes": outcomes, "losses": losses, "exports": exports, "ledger": ledger}

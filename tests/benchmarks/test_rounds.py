@@ -1,0 +1,33 @@
+"""Rounds on invented languages with few steps: what replay keeps, and rounds in a row."""
+
+from benchmarks.rounds import learning, series
+
+
+def test_replay_keeps_the_old_language_while_the_new_one_is_learned(tmp_path):
+    made = series.Series(tmp_path / "series")
+    promoted = made.train("first", made.begin(80), 80)
+    new = made.add(1, 80)
+    before = made.evaluate(promoted, new).losses("round-1")
+    changes = []
+    for share in (0.0, 0.3):
+        model = made.train("round", made.with_replay(new, share, 60), 60, promoted)
+        changes.append(learning._changes(before, model.losses("round-1")))
+    without, with_replay = changes
+    assert without["old rise"] > 1
+    assert with_replay["old rise"] < without["old rise"] / 2
+    assert with_replay["new fall"] > 0.8 * without["new fall"]
+
+
+def test_rounds_in_a_row_are_compared_with_one_run_on_every_held_out_set(monkeypatch, tmp_path):
+    for name, value in {
+        "FIRST_STEPS": 40,
+        "FIRST_DOCUMENTS": 80,
+        "SHORT_STEPS": 20,
+        "SHORT_DOCUMENTS": 80,
+    }.items():
+        monkeypatch.setattr(learning, name, value)
+    monkeypatch.setattr(learning, "ROUNDS", 2)
+    *rows, last = learning.ten_rounds(tmp_path / "rounds", 0.3)
+    sets = [row["row"] for row in rows if "once" in row]
+    assert sets == ["first/files", "round-1/files", "round-2/files"]
+    assert last["worst"] == max(row["difference"] for row in rows if "once" in row)
