@@ -269,7 +269,7 @@ def mixture(target: str, **fitted: Any) -> str:
 
 
 def share(target: str, **fitted: Any) -> str:
-    """Key of a proposed replay share: target settings, the proxies' shares and losses, limit and objective."""
+    """Key of a proposed replay share: target settings, proxies' shares and losses, limit and objective."""
     return digest({"step": "share", "recipe": 1, "target": target, **fitted})
 
 

@@ -1,4 +1,4 @@
-"""Series that are killed, and rounds that are refused: the product's flows, jobs and store, with a micro model.
+"""Series that are killed and rounds that are refused, with the product's flows and a micro model.
 
 A series of three rounds runs in a process of its own (`run_series`), which adds the text of each round once the round before is
 promoted. Killed at random moments and started again, it has to end with the same bits as a series that nothing disturbs.

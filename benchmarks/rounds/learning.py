@@ -1,4 +1,4 @@
-"""What rounds learn and forget: shares of replay, the proposed share, other replayed data, and ten rounds in a row.
+"""What rounds learn and forget, by share of replay and by replayed data; ten rounds in a row.
 
 The old language is that of the first run, the new one that of the rounds. A share is best if the mean of old and new loss is
 lowest among shares at which the old loss rises by at most LIMIT.

@@ -1,4 +1,4 @@
-"""A continual series in this process: the product's data, ledger, replay and trainer, without flows and jobs.
+"""A continual series in this process: data, ledger, replay and trainer, without flows and jobs.
 
 Each model is trained from the weights of another one with a new optimizer, as a round is, and evaluated on all held-out sets.
 """

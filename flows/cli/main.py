@@ -168,7 +168,12 @@ def _add_experiments(commands: Any) -> None:
 def _experiment(
     commands: Any, name: str, page: str, about: str, action: str, others: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
-    """Add a command that plans or runs a file, whose format is described on a page of docs/; `others`: actions."""
+    """Add a command that plans or runs a file.
+
+    Args:
+        page: of docs/, which describes the file's format.
+        others: further actions.
+    """
     example = f"trainshed {name} plan {name}.yaml"
     actions = ("plan", "run", *others)
     shown = "|".join(actions)

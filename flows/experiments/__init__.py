@@ -1,4 +1,4 @@
-"""Flows that train several runs to answer one question: which loss, which mixture, which length, which share of replay.
+"""Flows that train several runs to answer one question: which loss, mixture, length or replay share.
 
 `ladder.py` forecasts the loss of a large run from small ones, `mixture.py` proposes weights of data sources, `branches.py` decays
 one trunk at several lengths, `share.py` proposes the share of replay of a continual round. Start reading at `plans.py`, which

@@ -112,7 +112,10 @@ def propose_share(
 
 
 def _best(losses: np.ndarray, most: float, weights: tuple[float, float]) -> int:
-    """Number of the best of some shares' losses (m, 2): the lowest mean of those with an old loss up to `most`."""
+    """Number of the share with the lowest mean loss, of those with an old loss up to `most`.
+
+    Shapes: losses (m, 2).
+    """
     allowed = losses[:, 0] <= most
     if not allowed.any():
         return int(losses[:, 0].argmin())

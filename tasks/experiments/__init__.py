@@ -1,4 +1,4 @@
-"""Experiments in the store: a ladder's forecasts, proposed mixtures and replay shares, and the runs of a branches file.
+"""Experiments in the store: forecasts, proposed mixtures and replay shares, runs of a branches file.
 
 Start with `forecasts.py`. `json_artifacts.py` stores forecasts and proposals. The runs themselves are ordinary ones, which
 `flows/experiments` starts. Imports `modeling`, `profiles`, `tasks`, `tasks.evaluation`, `tasks.steps` and `tasks.store`.

@@ -68,7 +68,8 @@ def programs() -> set[str]:
     paths = (
         path for path in (ROOT / "benchmarks").rglob("*.py") if '__name__ == "__main__"' in path.read_text()
     )
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths)
+    return {name.removesuffix(".__main__") for name in names}  # `python -m` runs a package's __main__
 
 
 def test_benchmarks_page_lists_every_program_with_a_valid_command():

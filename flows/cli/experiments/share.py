@@ -1,4 +1,4 @@
-"""`trainshed mixture share FILE`: train proxies of a series' next round, and propose its share of replay."""
+"""`trainshed mixture share FILE`: train proxies of a series' next round; propose its replay share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from profiles.errors import ProfileError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Find a share; returns the exit code. Raises ProfileError for an invalid file or a series without new data."""
+    """Find a share; returns the exit code.
+
+    Raises ProfileError for an invalid file, or a series without new data.
+    """
     if options.check:
         raise ProfileError("--check", None, "has no effect with share; train a round with the proposed share")
     described, target, base = load_share(options.file)
