@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ from profiles.sections.base import NAME, Fraction, Rate
 
 class Share(SmallRuns):
     """A share file."""
+
+    page: ClassVar[str] = "docs/training/continual.md"
 
     series: Annotated[str, Field(pattern=f"^{NAME}$")] | None = Field(
         default=None, description="name of the series, that of its first run; null: the target's"
