@@ -53,7 +53,7 @@ from tasks.steps.dataset import DatasetStep, with_steps
 from tasks.steps.export import ExportStep
 from tasks.steps.graphs import GraphsStep
 from tasks.steps.reference import ReferenceStep
-from tasks.steps.tokenizer import TokenizerStep, check_fits
+from tasks.steps.tokenizer import TokenizerStep, check_fits, check_records
 from tasks.steps.training import TrainingStep
 from tasks.store import activities, ledger, runs
 from tasks.store.artifacts import Artifact
@@ -185,9 +185,12 @@ def _prepare(
     # A fork keeps the weights that its parent's checkpoint was trained from.
     resolve_inputs(runner, lockfile, keep_exports=parent is not None)
     write_lockfile(runner.context)
-    converting = runner.start(CheckpointStep())
     tokenizer = runner.run(TokenizerStep())
-    check_fits(run, tokenizer)
+    # A tokenizer is small: what it lacks is found before weights and data are fetched.
+    check_fits(run, tokenizer.summary)
+    if lockfile is None:
+        check_records(run, runner.context.store.artifacts.path(tokenizer))
+    converting = runner.start(CheckpointStep())
     return tokenizer, runner.run(DatasetStep(tokenizer)), converting
 
 

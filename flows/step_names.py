@@ -4,8 +4,8 @@ PREPARATION = (
     "plan",
     "graphs",
     "resolve",
-    "checkpoint",
     "tokenizer",
+    "checkpoint",
     "dataset",
 )  # before there is a run folder
 STEPS = (*PREPARATION, "reference", "train", "evaluate", "export")

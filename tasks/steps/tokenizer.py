@@ -95,17 +95,30 @@ class TokenizerStep(Step):
         return f"{summary['vocabulary_size']:,} tokens, {made}"
 
 
-def check_fits(profile: Profile, tokenizer: Artifact) -> None:
-    """Raise ProfileError for a model.vocab_size smaller than the tokenizer's vocabulary."""
-    _require_embeddings(profile, tokenizer.summary)
+def check_fits(profile: Profile, summary: Mapping[str, Any]) -> None:
+    """Raise ProfileError for a tokenizer without BOS or EOS that the data needs, or larger than the embedding."""
+    if (size := summary["vocabulary_size"]) > profile.model.vocab_size:
+        reason = f"the tokenizer has {size} tokens, and each needs an embedding"
+        raise ProfileError("model.vocab_size", profile.model.vocab_size, reason, (f"{size} or more",))
+    require_special_tokens(profile, summary)
+
+
+def check_records(profile: Profile, folder: Path) -> None:
+    """Raise ProfileError if the tokenizer lacks a chat template that the first records of local files need."""
+    if options := record_options(profile):
+        examples = Examples(folder, RecordOptions(**options), [], [])
+        for number, data in enumerate(profile.data.sources):
+            # Others may follow: what they lack is counted when they are read.
+            with suppress(UnusableRecord, TemplateFailed, SourceError, OSError):
+                if (record := records.first_local(data, f"data.sources.{number}")) is not None:
+                    examples.of(record)
 
 
 def check_folder(profile: Profile) -> None:
-    """Check a tokenizer in a folder of this machine before any step runs; others are checked when fetched.
+    """Check a tokenizer in a folder of this machine before any step runs; others are checked once they are fetched.
 
     Raises:
-        ProfileError: no tokenizer that can be read; one without a token or chat template that the data needs, or with more
-            tokens than the model has embeddings.
+        ProfileError: no tokenizer that can be read, or one that does not fit the model and the data.
     """
     source = profile.tokenizer.source
     if source == "train" or "://" in source or not Path(source).expanduser().is_dir():
@@ -114,22 +127,8 @@ def check_folder(profile: Profile) -> None:
         folder = Path(converted)
         fetch_folder(source, Path(raw))
         convert(source, Path(raw), folder, load=False)
-        summary = _summary(folder, source, None)
-        _require_embeddings(profile, summary)
-        require_special_tokens(profile, summary)
-        if options := record_options(profile):
-            examples = Examples(folder, RecordOptions(**options), [], [])
-            for number, data in enumerate(profile.data.sources):
-                # Others may follow: what they lack is counted when they are read.
-                with suppress(UnusableRecord, TemplateFailed, SourceError, OSError):
-                    if (record := records.first_local(data, f"data.sources.{number}")) is not None:
-                        examples.of(record)
-
-
-def _require_embeddings(profile: Profile, summary: Mapping[str, Any]) -> None:
-    if (size := summary["vocabulary_size"]) > profile.model.vocab_size:
-        reason = f"the tokenizer has {size} tokens, and each needs an embedding"
-        raise ProfileError("model.vocab_size", profile.model.vocab_size, reason, (f"{size} or more",))
+        check_fits(profile, _summary(folder, source, None))
+        check_records(profile, folder)
 
 
 def _summary(folder: Path, source: str, revision: str | None) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def finished(run, tmp_path_factory):
 
 def test_chain_trains_each_stage_from_the_previous_export_and_evaluates_before_and_after(finished):
     store, (_, sft, dpo), done = finished
-    assert done["sft"] == ["checkpoint", "tokenizer", "dataset", *DONE]
+    assert done["sft"] == ["tokenizer", "checkpoint", "dataset", *DONE]
     assert "reference" in done["dpo"]
     for run in ("sft", "dpo"):  # the tokenizer of the second is that of the first one's export
         assert (store / "runs" / run / "export/chat_template.jinja").read_text() == CHATML

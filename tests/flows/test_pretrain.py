@@ -492,9 +492,20 @@ def test_run_starts_from_pretrained_weights(pretrain, store, finished):
     assert not list((store / "work").glob("checkpoint-*"))
 
 
-def test_tokenizer_larger_than_the_model_is_rejected_after_its_step(pretrain, profile, finished, tmp_path):
+def test_tokenizer_that_does_not_fit_is_rejected_before_weights_and_data(pretrain, finished, tmp_path):
     (tokenizer,) = (finished[0] / "artifacts/tokenizer").iterdir()
-    source = (f"tokenizer.source={tokenizer}", "tokenizer.vocabulary_size=null", "model.vocab_size=280")
-    with pytest.raises(ProfileError, match=r"model.vocab_size = 280: the tokenizer has 300 tokens"):
-        pretrain(tmp_path / "store", *source)
-    assert not (tmp_path / "store/artifacts/tokens").exists()
+    chat, store = tmp_path / "chat.jsonl", tmp_path / "store"
+    chat.write_text(json.dumps({"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]}))
+    given = (
+        f"tokenizer.source={tokenizer}",
+        "tokenizer.vocabulary_size=null",
+        f"init.from={finished[1]['export']}",
+    )
+    sft = ("objective.kind=sft", f"data.sources=[{{kind: files, path: {chat}}}]", "data.deduplicate=false")
+    for overrides, reason in (
+        (["model.vocab_size=280"], r"model.vocab_size = 280: the tokenizer has 300 tokens"),
+        (sft, r"objective\.template: is missing: the data has messages"),
+    ):
+        with pytest.raises(ProfileError, match=reason):
+            pretrain(store, *given, *overrides)
+    assert {path.name for path in (store / "artifacts").iterdir()} == {"tokenizer"}

@@ -452,8 +452,8 @@ def test_tokenizer_larger_than_the_embedding_is_rejected(store, folder, gpt2_fil
     small = from_source(source, "model.vocab_size=599")
     artifact = run(small, store)
     with pytest.raises(ProfileError, match=r"model\.vocab_size = 599: the tokenizer has 600 tokens.*600"):
-        tokenizer.check_fits(small, artifact)
-    tokenizer.check_fits(from_source(source, "model.vocab_size=600"), artifact)
+        tokenizer.check_fits(small, artifact.summary)
+    tokenizer.check_fits(from_source(source, "model.vocab_size=600"), artifact.summary)
 
 
 @pytest.mark.s3
