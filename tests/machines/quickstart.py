@@ -1,6 +1,6 @@
 """Runs the quickstart in one machine and prints a row of the table.
 
-Run as `python -m tests.machines.quickstart NAME FOLDER`.
+Run as `python -m tests.machines.quickstart NAME FOLDER HOW`, with an empty HOW, `short` or `make test-fast`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ TESTS = (
     "PYTEST=.venv/bin/python -m pytest -p no:cacheprovider -m 'not slow' --maxfail=20 --durations=5 tests/test_makefile.py "
     "tests/profiles tests/tasks/sources tests/tasks/tokenization tests/tasks/store tests/modeling/data tests/flows/cli"
 )
+# All quick tests: as the Makefile's, but with one worker, so that a busy machine has memory and time for others.
+FAST = (
+    "nice",
+    "-n15",
+    "make",
+    "test-fast",
+    "PYTEST=OMP_NUM_THREADS=1 .venv/bin/python -m pytest -p no:cacheprovider -n 1",
+)
+COUNTS = re.compile(r"(\d+ (?:passed|failed).*?) in [\d.]+s")  # pytest's last line
 COMMANDS = {  # the short one trains 20 steps, to find quickly what fails
     False: ("make", "run"),
     True: (".venv/bin/trainshed", "run", "tiny", "--set", "train.steps=20", "--set", "train.warmup_steps=2"),
@@ -58,6 +67,7 @@ class Row:
     install: str = ""
     run: str = ""
     again: str = ""
+    passed: str = "passes"
 
 
 class Quickstart:
@@ -125,8 +135,9 @@ class Quickstart:
                 log.write(data)
 
 
-def quickstart(machine: Machine, folder: Path, short: bool) -> Row:
-    """Build a machine, run the quickstart in it, and return its row."""
+def quickstart(machine: Machine, folder: Path, how: str) -> Row:
+    """Build a machine, run the quickstart or only the quick tests in it, and return its row."""
+    short = how == "short"
     log = folder / f"{machine.name}.log"
     log.unlink(missing_ok=True)
     debian = Debian(machine, folder)
@@ -141,6 +152,11 @@ def quickstart(machine: Machine, folder: Path, short: bool) -> Row:
         return Row(**row, failure="" if fine else "make install: does not end with one line")
     if install.code:
         return Row(**row, failure="make install: fails")
+    if how == "make test-fast":
+        tests = user.run(*FAST)
+        counts = COUNTS.search(tests.output)
+        row["passed"] = f"{counts[1] if counts else 'no tests'}, {_times(tests)}"
+        return Row(**row, failure=f"{how}: {row['passed']}" if tests.code or not counts else "")
     if machine.tests and not short and user.run("make", "test", TESTS).code:
         return Row(**row, failure="make test: fails")
     if machine.read_only:
@@ -178,6 +194,6 @@ def _cpu() -> float:
 
 
 if __name__ == "__main__":
-    name, folder, short = sys.argv[1:]
+    name, folder, how = sys.argv[1:]
     machine = next(each for each in MACHINES if each.name == name)
-    print(json.dumps(asdict(quickstart(machine, Path(folder), short == "short"))))
+    print(json.dumps(asdict(quickstart(machine, Path(folder), how))))
