@@ -30,6 +30,7 @@ OPEN_SHARDS = 64  # local shards kept mapped; each has two file descriptors, and
 PREFETCH_SPANS = 2  # spans whose shards are prefetched: the current one and the next
 PREFETCH_BATCHES = 8  # the same in corpus order, which has no spans, in global batches
 FORMATS = (1, 2)  # of corpus.json; 2 has `replay`
+PROMPT_SAMPLES = 16  # in which the beginning of a document is searched for
 HISTORY = -1  # source number of replayed streams, which are not among a round's sources
 PARTIAL_SEED = 0  # of the order in which a part of a split is evaluated; the same for all runs
 
@@ -353,7 +354,16 @@ class Samples:
         return count * self.sequence_length
 
     def prompt(self, sample: int) -> np.ndarray:
-        """Token ids of the prompt for a generated text: the complete sample."""
+        """Token ids of the prompt for a generated text, which begins with a document.
+
+        The document begins in the first half of this sample or of one of the next; if none does, the prompt is this sample.
+        """
+        half = np.arange(self.sequence_length // 2)
+        for number in range(sample, sample + PROMPT_SAMPLES):
+            starts = self.document_starts(number, 1)[0, : len(half)]  # (s/2)
+            begins = np.flatnonzero(starts == half)[1:]  # where a sample begins, a document may not
+            if len(begins):
+                return self.batch(number, 1)[0, begins[0] :]
         return self.batch(sample, 1)[0]
 
     def document_starts(self, first: int, count: int) -> np.ndarray:

@@ -39,3 +39,14 @@ def test_document_starts_come_from_the_index(tmp_path):
     samples = Samples(corpus, 16, seed=1)
     for row, starts in zip(samples.batch(0, 6), samples.document_starts(0, 6), strict=True):
         assert [int(row[start]) in begins or start == 0 for start in starts] == [True] * 16
+
+
+def test_prompt_begins_with_a_document_unless_none_is_near(tmp_path):
+    from modeling.data.corpus import Corpus, Samples
+
+    for length, expected in ((7, [7, 21, 35, 49]), (36, [36, 36, 36, 36]), (100, [0, 16, 32, 48])):
+        corpus = Corpus.open(
+            write_dataset(tmp_path / str(length), range(100), [100], document=length), "train"
+        )
+        samples = Samples(corpus, 16, seed=None)
+        assert [int(samples.prompt(number)[0]) for number in range(4)] == expected
