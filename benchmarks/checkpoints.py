@@ -106,8 +106,8 @@ def make_optimizer(parameters: int, mesh: Mesh) -> ShardedAdamW:
         named.append((f"layers.{number}.weight", weight))
     optimizer = ShardedAdamW(named, mesh)
     for bucket in optimizer.buckets:
-        bucket.exp_avg.copy_(bucket.master)
-        bucket.exp_avg_sq.copy_(bucket.master)
+        for state in bucket.states.values():
+            state.copy_(bucket.master)
     return optimizer
 
 
@@ -131,7 +131,7 @@ def step() -> None:
 
 def states(optimizer: ShardedAdamW) -> dict[str, torch.Tensor]:
     return {
-        f"{PREFIX[state]}.{box.name}": view
+        f"{PREFIX.get(state, state)}.{box.name}": view
         for box, views in optimizer.state_boxes()
         for state, view in views.items()
     }
@@ -164,11 +164,11 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def load(path: Path, optimizer: ShardedAdamW, files: dict[str, FileDescription] | None) -> None:
-    Reader(path, files).load(boxed_tensors(optimizer.state_boxes(), PREFIX))
+    Reader(path, files).load(boxed_tensors(optimizer.state_boxes()))
 
 
 def load_dcp(path: Path, optimizer: ShardedAdamW) -> None:
-    state = boxed_tensors(optimizer.state_boxes(), PREFIX)
+    state = boxed_tensors(optimizer.state_boxes())
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), planner=LoadPlanner(), no_dist=True)
 
 

@@ -102,9 +102,8 @@ def measure(overrides: Iterable[str]) -> tuple[int, dict[str, int], int]:
             "parameters": sum(bucket.values.untyped_storage().nbytes() for bucket in buckets),
             "gradients": sum((bucket.gradients if bucket.resident else bucket.gradient_shard).nbytes for bucket in buckets),
             "optimizer": sum(
-                bucket.exp_avg.nbytes + bucket.exp_avg_sq.nbytes
-                + (0 if bucket.shares_master else bucket.master.nbytes)
-                for bucket in buckets
+                held.nbytes for bucket in buckets for state, held in bucket.states.items()
+                if not (state == "master" and bucket.shares_master)
             ),
         }  # fmt: skip
         train = profile.train

@@ -24,7 +24,7 @@ from modeling.models.build import (
 from modeling.planning.stage_costs import LayerCosts, counts_choices
 from parallel.layout import layout_of
 from parallel.optimizer.buckets import pack
-from parallel.optimizer.grouping import group_parameters
+from parallel.optimizer.grouping import Group, group_parameters
 from parallel.optimizer.sharded_adamw import IN_FLIGHT
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
@@ -39,12 +39,17 @@ class PlannedBucket(NamedTuple):
     shards: int  # ranks over which its states are sharded
     replicas: int  # ranks that hold the same shard
     experts: bool  # whether it holds experts that other ranks do not have
+    states: int  # float32 values per weight besides the master weight; 0 if frozen
     frozen: bool = False  # whether it has neither gradients nor states
     unit: int | None = None  # number of the unit that FSDP gathers it with; None if it is resident
 
     @classmethod
     def of(
-        cls, profile: Profile, members: Sequence[tuple[str, nn.Parameter]], unit: int | None = None
+        cls,
+        profile: Profile,
+        members: Sequence[tuple[str, nn.Parameter]],
+        states: Sequence[str] = (),
+        unit: int | None = None,
     ) -> PlannedBucket:
         holders, shards = profile.weight_replicas, profile.shard_degree
         experts = layout_of(members[0][1]).expert_ranks is not None
@@ -53,7 +58,8 @@ class PlannedBucket(NamedTuple):
         dtypes = members[0][1].dtype, DTYPES[profile.train.gradient_dtype]
         _, size = pack([parameter.numel() for _, parameter in members], shards, *dtypes)
         block, frozen = members[0][0].startswith("layers."), not members[0][1].requires_grad
-        return cls(size, unit is None, block, shards, holders // shards, experts, frozen, unit)
+        count = 0 if frozen else len(states)
+        return cls(size, unit is None, block, shards, holders // shards, experts, count, frozen, unit)
 
 
 def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedBucket]:
@@ -62,11 +68,13 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
     units = [unit for stage in stages for unit in stage.sharding_units()] if fsdp else []
     named = [item for stage in stages for item in stage.named_parameters()]
     groups = group_parameters(named, units, weight_decay_of(profile), optimizer_bucket_size(profile))
-    sharded = [(unit, group) for unit, (_, members) in enumerate(groups.sharded) for group in members]
-    members = [group.members for group in groups.resident] + ([groups.frozen] if groups.frozen else [])
+    units_of: list[tuple[int | None, Group]] = [
+        (unit, group) for unit, (_, members) in enumerate(groups.sharded) for group in members
+    ]
+    units_of += [(None, group) for group in groups.resident]
     return [
-        *(PlannedBucket.of(profile, group.members, unit) for unit, group in sharded),
-        *(PlannedBucket.of(profile, each) for each in members),
+        *(PlannedBucket.of(profile, group.members, group.rule.states, unit) for unit, group in units_of),
+        *(PlannedBucket.of(profile, members) for members in [groups.frozen] if members),
     ]
 
 
@@ -83,16 +91,19 @@ def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str,
     frozen_elements = sum(bucket.size // (1 if bucket.resident else bucket.shards) for bucket in frozen)
     buckets = [bucket for bucket in buckets if not bucket.frozen]
     resident = sum(bucket.size for bucket in buckets if bucket.resident)
-    states = sum(bucket.size // bucket.shards for bucket in buckets if bucket.resident)
     sharded = sum(bucket.size // bucket.shards for bucket in buckets if not bucket.resident)
     # float32 parameters that stay in memory are their own master weights.
-    master = 0 if settings.precision == "float32" else 4
+    shares_master = settings.precision == "float32"
+    states = sum(
+        bucket.size // bucket.shards * (bucket.states + (not (bucket.resident and shares_master)))
+        for bucket in buckets
+    )
     if profile.copies_reference:  # sharded like the model: matrices with FSDP, else nothing
         frozen_elements += resident + sharded
     return {
         "parameters": (resident + frozen_elements) * width,
         "gradients": (resident + sharded) * DTYPES[settings.gradient_dtype].itemsize,
-        "optimizer": states * (8 + master) + sharded * 12,
+        "optimizer": states * 4,
     }
 
 

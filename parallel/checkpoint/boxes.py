@@ -5,7 +5,7 @@ A box is a hyperrectangle of a global tensor, given by its offsets and sizes in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from parallel.optimizer.buckets import ShardBox
 
-PREFIX = {"master": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+PREFIX = {"master": "weights"}  # of names in checkpoints, by state; others are stored under the state's name
 
 
 class BoxedTensor:
@@ -66,18 +66,18 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def boxed_tensors(
-    boxes: Iterable[tuple[ShardBox, dict[str, Tensor]]], states: Iterable[str]
+    boxes: Iterable[tuple[ShardBox, dict[str, Tensor]]], states: Collection[str] | None = None
 ) -> dict[str, BoxedTensor]:
     """The optimizer's state dict for DCP, by checkpoint name.
 
     Args:
         boxes: of this rank, each with the views of its optimizer states.
-        states: keys of PREFIX to include.
+        states: those to include; None: all.
     """
     tensors: dict[str, BoxedTensor] = {}
     for box, views in boxes:
-        for state in states:
-            name = f"{PREFIX[state]}.{box.name}"
+        for state in views.keys() if states is None else states:
+            name = f"{PREFIX.get(state, state)}.{box.name}"
             if name not in tensors:
                 tensors[name] = BoxedTensor(name, box.shape)
             tensors[name].add(box.offsets, views[state], box.saved)

@@ -1,11 +1,11 @@
 """Save and load distributed checkpoints; any topology loads what any other saved.
 
-A checkpoint is a torch.distributed.checkpoint (DCP) folder. Each rank saves the boxes in its optimizer shard of three float32
-global tensors per parameter, and the states of its random number generators:
+A checkpoint is a torch.distributed.checkpoint (DCP) folder. Each rank saves the boxes in its optimizer shard of the float32
+global tensors of each parameter, and the states of its random number generators:
 
     weights.<name>        master weights (bf16 weights are these, rounded)
-    exp_avg.<name>        first moment
-    exp_avg_sq.<name>     second moment
+    exp_avg.<name>        first moment of AdamW
+    exp_avg_sq.<name>     second moment of AdamW
     random.<kind>.<rank>  a rank's random state, restored at the same topology only
 
 Each element is written by one rank and read by those that need it; no rank holds or moves more than its own shard.
@@ -154,7 +154,7 @@ def _fill(
 ) -> dict[str, Tensor]:
     """Read this rank's shards. Returns its random states, empty if the checkpoint is of another topology."""
     reader = Reader(checkpoint, about.get("files"))
-    targets = boxed_tensors(optimizer.state_boxes(), ["master"] if weights_only else PREFIX)
+    targets = boxed_tensors(optimizer.state_boxes(), ["master"] if weights_only else None)
     _require_tensors(checkpoint, reader, targets)
     random = {}
     if not weights_only and about.get("mesh") == optimizer.mesh.shape:

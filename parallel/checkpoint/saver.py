@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from parallel.checkpoint.boxes import PREFIX, BoxedTensor, SavePlanner, boxed_tensors
+from parallel.checkpoint.boxes import BoxedTensor, SavePlanner, boxed_tensors
 from parallel.checkpoint.locations import Location, discard, write_marker
 from parallel.checkpoint.object_stores import unexplained
 from parallel.checkpoint.writer import Writer, WrittenFiles
 from parallel.device import host_memory_for, random_states, set_current_device
-from parallel.optimizer.sharded_adamw import STATES, ShardedAdamW
+from parallel.optimizer.sharded_adamw import ShardedAdamW
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -224,13 +224,13 @@ class Saver:
         saved = []
         for bucket in self.optimizer.buckets:
             boxes = [box for box in bucket.boxes() if box.saved]
-            shards = {state: getattr(bucket, state) for state in STATES}
+            shards = bucket.states
             if (self.asynchronous or self._device.type != "cpu") and boxes:
                 copies = {state: host_memory_for(live) for state, live in shards.items()}
-                self._copies += [(shards[state], copies[state]) for state in STATES]
+                self._copies += [(live, copies[state]) for state, live in shards.items()]
                 shards = copies
-            saved += [(box, {state: box.view(shards[state]) for state in STATES}) for box in boxes]
-        tensors = boxed_tensors(saved, PREFIX)
+            saved += [(box, {state: box.view(held) for state, held in shards.items()}) for box in boxes]
+        tensors = boxed_tensors(saved)
         self._random = random_states(self._device)
         for kind, state in self._random.items():
             name = random_key(kind, self.rank)

@@ -11,8 +11,9 @@ to skip. One kernel, or one compiled graph, updates a full shard; graphs depend 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,22 +21,71 @@ from torch import Tensor
 from parallel.device import has_adamw_kernel
 from parallel.torch_internals import fused_adamw
 
+if TYPE_CHECKING:
+    from parallel.layout import Layout
+    from parallel.mesh import Mesh
+    from parallel.optimizer.arithmetic import Arithmetic
+    from parallel.optimizer.buckets import Bucket
+    from parallel.optimizer.rules import Step, Updater
+
 Scalars = tuple[Tensor, Tensor, Tensor, Tensor]
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, Scalars, Tensor], None]
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """Hyperparameters of AdamW, except the learning rate and weight decay, which vary."""
+    """The rule AdamW with its hyperparameters, except the learning rate and weight decay, which vary."""
 
-    betas: tuple[float, float]
-    epsilon: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    clipped: bool = True
 
     def constants(self, weight_decay: float, device: torch.device) -> Tensor:
         """The constants of `update`: 1-β1, β2, 1-β2, log β1, log β2, ε, λ; (7) float32."""
         beta1, beta2 = self.betas
         logs = (math.log(beta) if beta else -math.inf for beta in self.betas)
         return torch.tensor([1 - beta1, beta2, 1 - beta2, *logs, self.epsilon, weight_decay], device=device)
+
+    def rate(self, layout: Layout) -> float:
+        """Learning-rate multiplier of a parameter."""
+        return layout.rate
+
+    def updater(self, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> Updater:
+        """An updater of these buckets."""
+        return _Updater(self, buckets, arithmetic)
+
+
+class _Updater:
+    def __init__(self, rule: AdamW, buckets: Sequence[Bucket], arithmetic: Arithmetic) -> None:
+        self._rule, self._compiled = rule, arithmetic.update
+        decays = {bucket.weight_decay: bucket.master.device for bucket in buckets}
+        self._constants = {decay: rule.constants(decay, device) for decay, device in decays.items()}
+
+    def update(self, bucket: Bucket, step: Step) -> Iterable[Bucket]:
+        shared = bucket.shares_master or not bucket.resident
+        bucket.assigned = adamw(
+            bucket.master,
+            bucket.gradient_shard,
+            bucket.states["exp_avg"],
+            bucket.states["exp_avg_sq"],
+            settings=self._rule,
+            weight_decay=bucket.weight_decay,
+            constants=self._constants[bucket.weight_decay],
+            step=step.number,
+            learning_rate=step.rates[bucket.rate],
+            divisor=step.divisor,
+            skip=step.skip,
+            compiled=self._compiled,
+            values=None if shared else bucket.local_shard(bucket.values),
+        )
+        return (bucket,)
+
+    def finish(self) -> Iterable[Bucket]:
+        return ()
+
+    def rehearse(self, bucket: Bucket, step: Step) -> None:
+        self.update(bucket, step)
 
 
 def adamw(

@@ -3,7 +3,7 @@
 The parameters of a bucket have the same dtype, weight decay, learning-rate multiplier, update rule and partial axes, and either
 all belong to experts or none does. They become views of `values`, their summed gradients are views of `gradients`. With d ranks
 in `dp_shard` (for experts `expert_shard`), the flat memory is padded to d equal shards: rank r owns elements
-[r·n/d, (r+1)·n/d), and keeps float32 master weights and Adam's moments of these only. Shard boundaries may fall inside a
+[r·n/d, (r+1)·n/d), and keeps float32 master weights and the rule's states of these only. Shard boundaries may fall inside a
 parameter.
 
 Parameters and shards are aligned to 128 bytes for vector loads and collectives. Gaps and padding are zero.
@@ -29,7 +29,9 @@ from parallel.device import Device
 from parallel.initialization import initialize
 from parallel.layout import Box, GlobalBox, layout_of
 from parallel.mesh import Axis, Mesh
+from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.arithmetic import EAGER, Arithmetic
+from parallel.optimizer.rules import Rule, SignStep
 
 ALIGNMENT = 128  # bytes
 BUCKET_SIZE = 10_000_000  # elements
@@ -43,6 +45,7 @@ class ShardBox(GlobalBox):
     start: int  # of its first element in the shard, where it is contiguous
     replicas: int  # number of tensor ranks that hold this box
     saved: bool  # whether this rank, among those with a replica of the box, writes it to checkpoints
+    replica: int = 0  # index of this rank among those tensor ranks
 
     def view(self, shard: Tensor) -> Tensor:
         """The box in a flat shard."""
@@ -77,13 +80,15 @@ class Bucket:
         arithmetic: the functions that it computes with.
         seed: of deferred parameters (`layout.deferred_parameters`), of which a bucket that is not resident initializes its shard;
             None: parameters have values.
+        rule: that updates all of them.
+        rate: learning-rate multiplier of all of them.
 
     Attributes:
-        rate: learning-rate multiplier of all of them.
         values: all parameters, in their dtype.
         gradients: this rank's gradients of all parameters; None if not resident and there are none.
         gradient_shard: this rank's shard of the summed gradients.
-        master, exp_avg, exp_avg_sq: this rank's shard of the states, float32.
+        master: this rank's shard of the master weights, float32 unless frozen.
+        states: `master` and this rank's shards of the rule's states, float32, by name; empty if frozen.
         norm_weights: weights of the shard's equal blocks in squared norms: 1 / replicas, so that each element counts once over
             all ranks; 0 for padding.
     """
@@ -99,13 +104,15 @@ class Bucket:
         frozen: bool = False,
         arithmetic: Arithmetic = EAGER,
         seed: int | None = None,
+        rule: Rule = AdamW(),  # noqa: B008  # immutable
+        rate: float = 1.0,
     ) -> None:
         self.mesh, self.weight_decay, self.resident, self.frozen = mesh, weight_decay, resident, frozen
         self.arithmetic = arithmetic
         layout = layout_of(named_parameters[0][1])
-        self.sign_step, self.rate = layout.sign_step, layout.rate
+        self.rule, self.rate = rule, rate
         # A sign must not depend on rounding.
-        self.gradient_dtype = gradient_dtype if layout.sign_step is None else torch.float32
+        self.gradient_dtype = torch.float32 if isinstance(rule, SignStep) else gradient_dtype
         experts = layout.expert_ranks is not None
         self.axis = mesh.expert_shard if experts else mesh.dp_shard
         self.replicate = mesh.expert_replicate if experts else mesh.dp_replicate  # ranks with the same shard
@@ -156,11 +163,12 @@ class Bucket:
         kept = shard.dtype if self.frozen else torch.float32
         self.master = shard if self.shares_master else shard.to(kept, copy=True)
         self.gradients: Tensor | None = None
+        self.states: dict[str, Tensor] = {}
         if self.frozen:
             self.gradient_shard = torch.empty(0, dtype=self.gradient_dtype, device=shard.device)
             return
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
+        states = {state: torch.zeros_like(self.master) for state in self.rule.states}
+        self.states = {"master": self.master, **states}
         if self.resident:
             self.gradients = torch.zeros_like(self.values, dtype=self.gradient_dtype)
             self.gradient_shard = self.local_shard(self.gradients)
@@ -279,22 +287,30 @@ class Bucket:
         rows = (math.prod(slot.parameter.shape[1:]) for slot in self.slots)
         block = math.gcd(self.length, *rows, *(slot.start for slot in self.slots))
         weights = torch.zeros(self.length // block)
-        for start, box in self._local_boxes():
+        for start, box in self._local_boxes(self.axis.rank, self.mesh.tensor.rank):
             low, high = max(start, 0), min(start + math.prod(box.sizes), self.length)
             if low < high:
                 weights[low // block : high // block] = weight(box)
         return weights
 
-    def boxes(self) -> Iterator[ShardBox]:
-        """The boxes of global tensors in this rank's shard, without padding."""
+    def boxes(self, shard: int | None = None, tensor: int | None = None) -> Iterator[ShardBox]:
+        """The boxes of global tensors in a rank's shard, without padding.
+
+        Args:
+            shard: its rank over `axis`, by default this rank's.
+            tensor: its tensor rank, by default this rank's.
+        """
+        shard = self.axis.rank if shard is None else shard
+        tensor = self.mesh.tensor.rank if tensor is None else tensor
         first_copy = self.replicate.rank == 0
         first_stage = all(axis.rank == 0 for axis in self.partial if axis.name == "embedding")
-        for begin, box in self._local_boxes():
+        for begin, box in self._local_boxes(shard, tensor):
             saved = first_copy and first_stage and box.replica == 0
             low, high = max(0, -begin), min(math.prod(box.sizes), self.length - begin)
             for start, offsets, sizes in split_range(box.sizes, low, high):
                 offsets = tuple(a + b for a, b in zip(box.offsets, offsets, strict=True))
-                yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, box.replicas, saved)
+                replicas = box.replicas, saved, box.replica
+                yield ShardBox(box.name, box.shape, offsets, sizes, begin + start, *replicas)
 
     @torch.no_grad()
     def _initialize_shard(self, shard: Tensor, seed: int) -> None:
@@ -306,13 +322,13 @@ class Bucket:
         for box in self.boxes():
             initializers[box.name].fill(box.view(shard), box, seed)
 
-    def _local_boxes(self) -> Iterator[tuple[int, Box]]:
-        """Boxes of all parameters, each with its first element's position relative to this rank's shard."""
+    def _local_boxes(self, shard: int, tensor: int) -> Iterator[tuple[int, Box]]:
+        """Boxes of all parameters on a rank, each with its first element's position relative to its shard."""
         for slot in self.slots:
             row = slot.parameter.shape[1:]
-            for box in layout_of(slot.parameter).boxes(slot.name, self.mesh.tensor.rank):
+            for box in layout_of(slot.parameter).boxes(slot.name, tensor):
                 assert box.sizes[1:] == tuple(row), "only rows are padded, so a box is contiguous"
-                yield slot.start - self.first + box.local_offsets[0] * math.prod(row), box
+                yield slot.start - shard * self.length + box.local_offsets[0] * math.prod(row), box
 
 
 def pack(sizes: Sequence[int], shards: int, *dtypes: torch.dtype) -> tuple[list[int], int]:

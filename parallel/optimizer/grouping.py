@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from parallel.layout import layout_of
+from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.fsdp import Unit
+from parallel.optimizer.rules import Rule, SignStep
 
 Named = tuple[str, nn.Parameter]
+ChooseRule = Callable[[str, nn.Parameter], Rule]
+"""The rule of a parameter that its layout gives none."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,25 @@ class WeightDecay:
 MATRICES = WeightDecay(0.1)
 
 
+@dataclass(frozen=True)
+class EverywhereRule:
+    """The same rule for all parameters."""
+
+    rule: Rule
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> Rule:
+        return self.rule
+
+
+ADAMW = EverywhereRule(AdamW())
+
+
 class Group(NamedTuple):
     """The parameters of one bucket."""
 
-    weight_decay: float  # divided by the learning-rate multiplier, so that equal decays shrink weights equally in a step
+    rule: Rule
+    rate: float  # learning-rate multiplier
+    weight_decay: float  # divided by the multiplier, so that equal decays shrink weights equally in a step
     partial_axes: tuple[str, ...]  # over which their gradients are partial sums
     members: list[Named]
 
@@ -48,7 +67,11 @@ class Groups:
 
 
 def group_parameters(
-    named: Iterable[Named], units: Sequence[Unit], weight_decay: Callable[[nn.Parameter], float], size: int
+    named: Iterable[Named],
+    units: Sequence[Unit],
+    weight_decay: Callable[[nn.Parameter], float],
+    size: int,
+    rule: ChooseRule = ADAMW,
 ) -> Groups:
     """Group a rank's parameters.
 
@@ -66,30 +89,28 @@ def group_parameters(
         for item in remaining:
             (held if unit.holds(*item) else others).append(item)
         remaining = others
-        sharded.append((unit, _fill_buckets(held, weight_decay, sys.maxsize)))
-    resident = _fill_buckets(trained if frozen else remaining, weight_decay, size)
+        sharded.append((unit, _fill_buckets(held, weight_decay, sys.maxsize, rule)))
+    resident = _fill_buckets(trained if frozen else remaining, weight_decay, size, rule)
     return Groups(sharded, bool(frozen), resident, remaining if frozen else [])
 
 
 def _fill_buckets(
-    named: Iterable[Named], weight_decay: Callable[[nn.Parameter], float], size: int
+    named: Iterable[Named], weight_decay: Callable[[nn.Parameter], float], size: int, choose: ChooseRule
 ) -> list[Group]:
     """Group parameters by dtype, weight decay, learning rate, partial axes, update rule, matrix or vector.
 
     Experts' parameters have separate buckets.
     """
-    kinds: dict[tuple[Any, ...], list[list[Named]]] = {}
+    kinds: dict[tuple[Any, ...], list[Group]] = {}
     # Backward computes the last parameters' gradients first, so buckets are filled from the end.
     for name, parameter in reversed(list(named)):
         layout = layout_of(parameter)
-        rule = layout.expert_ranks, layout.sign_step, parameter.dim() > 1, layout.rate
-        kind = (parameter.dtype, weight_decay(parameter) / layout.rate, layout.partial_axes, rule)
-        buckets = kinds.setdefault(kind, [[]])
-        if sum(p.numel() for _, p in buckets[-1]) >= size:
-            buckets.append([])
-        buckets[-1].append((name, parameter))
-    return [
-        Group(decay, partial, bucket)
-        for (_, decay, partial, _), buckets in kinds.items()
-        for bucket in buckets
-    ]
+        rule = choose(name, parameter) if layout.sign_step is None else SignStep(layout.sign_step)
+        rate = rule.rate(layout)
+        decay, partial = weight_decay(parameter) / rate, layout.partial_axes
+        kind = (rule, rate, decay, partial, parameter.dtype, layout.expert_ranks, parameter.dim() > 1)
+        groups = kinds.setdefault(kind, [])
+        if not groups or sum(p.numel() for _, p in groups[-1].members) >= size:
+            groups.append(Group(rule, rate, decay, partial, []))
+        groups[-1].members.append((name, parameter))
+    return [group for groups in kinds.values() for group in groups]

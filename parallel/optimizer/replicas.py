@@ -8,7 +8,7 @@ equal ones.
     ReplicaCheck          a checksum for each bucket that has copies, compared by one all-reduce per axis of 16 bytes per bucket;
                           reads the buckets' master weights once; the host never waits
     differing_replicas    which weights differ, and by how much; the host waits
-    synchronize_replicas  copies the first rank's weights and moments; moves their bytes once for each axis
+    synchronize_replicas  copies the first rank's weights and states; moves their bytes once for each axis
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from parallel.layout import layout_of
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer.arithmetic import Arithmetic, differ, halves, join_halves
 from parallel.optimizer.buckets import Bucket, ShardBox
-from parallel.optimizer.sharded_adamw import STATES
 
 
 class ReplicaCheck:
@@ -85,14 +84,14 @@ def differing_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> dict[str, float
 
 @torch.no_grad()
 def synchronize_replicas(buckets: Sequence[Bucket], mesh: Mesh) -> None:
-    """Replace the weights and moments of each copy with those of the first rank that has one. Collective.
+    """Replace the weights and states of each copy with those of the first rank that has one. Collective.
 
     Parameters follow at the next update, or by `ShardedAdamW.gather_parameters`.
     """
     for axis in _axes(mesh):
         for bucket, box in _replicated(buckets, mesh, axis):
-            for state in STATES:
-                bits = box.view(getattr(bucket, state)).view(torch.int32)
+            for state in bucket.states.values():
+                bits = box.view(state).view(torch.int32)
                 parts = halves(bits.flatten())
                 lowest = torch.full_like(parts, -torch.inf)
                 first = collectives.all_reduce_max(lowest if axis.rank else parts, axis)

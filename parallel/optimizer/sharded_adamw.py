@@ -31,15 +31,15 @@ from parallel.device import upload
 from parallel.initialization import initialize
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
-from parallel.optimizer.adamw import AdamW, adamw
+from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.arithmetic import EAGER, Arithmetic
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox, Slot
 from parallel.optimizer.fsdp import Unit
-from parallel.optimizer.grouping import MATRICES, Group, group_parameters
+from parallel.optimizer.grouping import MATRICES, ChooseRule, EverywhereRule, Group, group_parameters
+from parallel.optimizer.rules import Rule, Step, Updater
 
 # Buckets in reductions at a time, if these need memory of their own or the sum over replicas follows.
 IN_FLIGHT = 2
-STATES = ("master", "exp_avg", "exp_avg_sq")
 Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
 
 
@@ -59,6 +59,7 @@ class ShardedAdamW:
         mesh: its `dp_shard` axis shards the states, `expert_shard` those of experts; over its other axes partial gradients and
             the norm are summed.
         betas, epsilon: of AdamW; `step` takes the learning rate.
+        rule: of each parameter whose layout gives none; None: AdamW.
         weight_decay: of each parameter.
         clip: maximum global gradient norm; None disables clipping.
         gradient_dtype: dtype in which gradients are accumulated and reduced.
@@ -78,6 +79,7 @@ class ShardedAdamW:
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         epsilon: float = 1e-8,
+        rule: ChooseRule | None = None,
         weight_decay: Callable[[nn.Parameter], float] = MATRICES,
         clip: float | None = 1.0,
         gradient_dtype: torch.dtype = torch.float32,
@@ -88,13 +90,14 @@ class ShardedAdamW:
         seed: int | None = None,
     ) -> None:
         self.arithmetic, self._seed = arithmetic, seed
-        self.mesh, self.clip, self.settings = mesh, clip, AdamW(betas, epsilon)
+        self.mesh, self.clip = mesh, clip
+        rule = rule or EverywhereRule(AdamW(betas, epsilon))
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
         self.buckets: list[Bucket] = []
         self.gradient_dtype, self.keep_gathered = gradient_dtype, keep_gathered
         named_parameters = list(named_parameters)
         order = {name: position for position, (name, _) in enumerate(named_parameters)}  # that of forward
-        groups = group_parameters(named_parameters, units, weight_decay, bucket_size)
+        groups = group_parameters(named_parameters, units, weight_decay, bucket_size, rule)
         self.frozen_buckets: list[Bucket] = []  # of units
         self.frozen = groups.frozen
         for unit, members in groups.sharded:
@@ -122,8 +125,12 @@ class ShardedAdamW:
         self._gathers_ahead = False  # whether `step` returns before the parameters are gathered
         device = named_parameters[0][1].device
         self.steps = torch.zeros((), device=device)  # updates applied, float32; bias correction counts them
-        decays_used = {bucket.weight_decay for bucket in self.buckets}
-        self._constants = {decay: self.settings.constants(decay, device) for decay in decays_used}
+        by_rule: dict[Rule, list[Bucket]] = {}
+        for bucket in self._updated:
+            by_rule.setdefault(bucket.rule, []).append(bucket)
+        self._updaters: dict[Rule, Updater] = {
+            each: each.updater(buckets, mesh, arithmetic) for each, buckets in by_rule.items()
+        }
         self.begin_step(1)
 
     def _frozen_bucket(self, group: Group) -> Bucket:
@@ -149,6 +156,8 @@ class ShardedAdamW:
             resident,
             arithmetic=self.arithmetic,
             seed=self._seed,
+            rule=group.rule,
+            rate=group.rate,
         )
         self.buckets.append(bucket)
         for slot in bucket.slots:
@@ -263,9 +272,9 @@ class ShardedAdamW:
             skip: 0-dim on the device; unless it is 0, no rank changes anything either.
         """
         self.reduce()
-        adamw_buckets = [bucket for bucket in self.buckets if bucket.sign_step is None]
+        clipped = [bucket for bucket in self.buckets if bucket.rule.clipped]
         self._wait_for(self._resident)
-        square = self._square_norm([(bucket, bucket.gradient_shard) for bucket in adamw_buckets])
+        square = self._square_norm([(bucket, bucket.gradient_shard) for bucket in clipped])
         self.wait_for_copy()
         norm, skipped, divisor = self.arithmetic.clip(square, skip, self.steps, self.clip)
         rates: dict[float, float | Tensor] = {
@@ -276,19 +285,26 @@ class ShardedAdamW:
                 factor: upload(torch.tensor(rate, dtype=torch.float32), norm.device)
                 for factor, rate in rates.items()
             }
+        step = Step(self.steps, divisor, skipped, rates)
         for bucket in self._updated:
-            self._update(bucket, rates[bucket.rate], divisor, skipped)
-            if bucket.resident:
-                self._to_gather.append(bucket)
-                self._start_gathers()
-            else:
-                bucket.release()  # values that an evaluation gathered are stale
+            self._publish(self._updaters[bucket.rule].update(bucket, step))
+        for updater in self._updaters.values():
+            self._publish(updater.finish())
         for bucket in self.frozen_buckets:
             bucket.release()
         if not self._gathers_ahead:
             self._wait_for(self._resident)
         self.begin_step(1)
         return StepResult(norm, skipped)
+
+    def _publish(self, updated: Iterable[Bucket]) -> None:
+        """Start to gather the parameters of updated buckets, or let their next use do so."""
+        for bucket in updated:
+            if bucket.resident:
+                self._to_gather.append(bucket)
+                self._start_gathers()
+            else:
+                bucket.release()  # values that an evaluation gathered are stale
 
     def gather_before_use(self, units: Sequence[Unit]) -> None:
         """Let `step` return before resident parameters are gathered; hooks wait before a unit's forward pass.
@@ -339,43 +355,24 @@ class ShardedAdamW:
         for bucket in self.frozen_buckets:
             if not bucket.in_graph:
                 self.arithmetic.assign(bucket.local_shard(bucket.values), bucket.master)
-        adamw_buckets = [bucket for bucket in self.buckets if bucket.sign_step is None]
-        weights = [bucket.norm_weights for bucket in adamw_buckets]
-        square = self.arithmetic.square_norm([bucket.gradient_shard for bucket in adamw_buckets], weights)
+        clipped = [bucket for bucket in self.buckets if bucket.rule.clipped]
+        weights = [bucket.norm_weights for bucket in clipped]
+        square = self.arithmetic.square_norm([bucket.gradient_shard for bucket in clipped], weights)
         weights = [bucket.norm_weights for bucket in self.buckets]
         self.arithmetic.root(self.arithmetic.square_norm([b.master for b in self.buckets], weights))
         _, skipped, divisor = self.arithmetic.clip(
             square, torch.zeros_like(square, dtype=torch.bool), self.steps, self.clip
         )
+        rates = dict.fromkeys({bucket.rate for bucket in self.buckets}, torch.zeros_like(square))
+        step = Step(self.steps, divisor, skipped, rates)
         for bucket in self.buckets:
-            self._update(bucket, torch.zeros_like(square), divisor, skipped)
+            self._updaters[bucket.rule].rehearse(bucket, step)
 
     def wait_for_copy(self) -> None:
         """Wait until an asynchronous checkpoint has copied the states, which are about to change."""
         if self.pending_copy is not None:
             self.pending_copy.result()
             self.pending_copy = None
-
-    def _update(self, bucket: Bucket, learning_rate: float | Tensor, divisor: Tensor, skip: Tensor) -> None:
-        if bucket.sign_step is not None:
-            self.arithmetic.sign_step(bucket.master, bucket.gradient_shard, skip, bucket.sign_step)
-            return
-        shared = bucket.shares_master or not bucket.resident
-        bucket.assigned = adamw(
-            bucket.master,
-            bucket.gradient_shard,
-            bucket.exp_avg,
-            bucket.exp_avg_sq,
-            settings=self.settings,
-            weight_decay=bucket.weight_decay,
-            constants=self._constants[bucket.weight_decay],
-            step=self.steps,
-            learning_rate=learning_rate,
-            divisor=divisor,
-            skip=skip,
-            compiled=self.arithmetic.update,
-            values=None if shared else bucket.local_shard(bucket.values),
-        )
 
     @torch.no_grad()
     def parameter_norm(self) -> Tensor:
@@ -389,10 +386,10 @@ class ShardedAdamW:
         return collectives.all_reduce(local, self.mesh.world)
 
     def state_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
-        """The boxes of global tensors in this rank's shards, each with its view of every state in STATES."""
+        """The boxes of global tensors in this rank's shards, each with its view of every state."""
         for bucket in self.buckets:
             for box in bucket.boxes():
-                yield box, {state: box.view(getattr(bucket, state)) for state in STATES}
+                yield box, {state: box.view(shard) for state, shard in bucket.states.items()}
 
     def frozen_boxes(self) -> Iterator[tuple[ShardBox, dict[str, Tensor]]]:
         """Boxes of global tensors in this rank's frozen weights, like `state_boxes`; no checkpoint saves them."""

@@ -10,7 +10,7 @@ import torch
 
 from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
 from parallel.checkpoint import checkpoint, saver
-from parallel.checkpoint.boxes import PREFIX, boxed_tensors
+from parallel.checkpoint.boxes import boxed_tensors
 from parallel.checkpoint.reader import Reader
 from tests import s3
 from tests.pool import Pool, mesh
@@ -45,7 +45,7 @@ def optimizer(on: Mesh, seed: int) -> ShardedAdamW:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(WIDTH, generator=generator)
     bucket = built.buckets[0]
-    for state in (bucket.master, bucket.exp_avg, bucket.exp_avg_sq):
+    for state in bucket.states.values():
         own = values[bucket.first : bucket.first + bucket.length]
         state[: len(own)] = own  # padding follows
     return built
@@ -77,8 +77,8 @@ def load(address: str) -> tuple[bool, int]:
             s3fs.S3FileSystem.clear_instance_cache()
             checkpoint.load(f"{address}/step_3", loaded)
         same = all(
-            torch.equal(getattr(loaded.buckets[0], state), getattr(exact.buckets[0], state))
-            for state in ("master", "exp_avg", "exp_avg_sq")
+            torch.equal(values, exact.buckets[0].states[state])
+            for state, values in loaded.buckets[0].states.items()
         )
         return same, sum(map(len, fetched))
 
@@ -100,7 +100,7 @@ def test_rank_fetches_only_its_shard(pool, address):
     files.pipe_file(first_rank, bytes(content))
     marker = checkpoint.read_marker(f"{address}/step_3")
     for rank, corrupted in ((3, True), (4, False)):  # the second half is in the other file
-        shards = boxed_tensors(optimizer(Mesh(data=8, rank=rank), seed=2).state_boxes(), PREFIX)
+        shards = boxed_tensors(optimizer(Mesh(data=8, rank=rank), seed=2).state_boxes())
         reader = Reader(f"{address}/step_3", marker["files"])
         with pytest.raises(checkpoint.CorruptCheckpoint) if corrupted else nullcontext():
             reader.load(shards)

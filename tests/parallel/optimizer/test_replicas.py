@@ -53,14 +53,18 @@ def counts_and_sizes(degrees: dict[str, int], rank: int, name: str) -> list:
         optimizer = build(m)
         check = ReplicaCheck(optimizer.buckets, m, EAGER)
         counts = [check.count().item()]
-        states = [state.clone() for bucket in optimizer.buckets for state in (bucket.master, bucket.exp_avg)]
+        states = [
+            state.clone()
+            for bucket in optimizer.buckets
+            for state in (bucket.master, bucket.states["exp_avg"])
+        ]
         change(optimizer, m, rank, name, bits=1 << 20)
         change(optimizer, m, rank, name, state="exp_avg")
         counts.append(check.count().item())
         largest = differing_replicas(optimizer.buckets, m)
         synchronize_replicas(optimizer.buckets, m)
         counts.append(check.count().item())
-        now = (state for bucket in optimizer.buckets for state in (bucket.master, bucket.exp_avg))
+        now = (state for bucket in optimizer.buckets for state in (bucket.master, bucket.states["exp_avg"]))
         return [counts, largest, all(map(torch.equal, now, states))]
 
 

@@ -274,7 +274,7 @@ def test_parameters_without_gradient_do_not_change():
 
 def states(optimizer: ShardedAdamW) -> list[Tensor]:
     """Copies of everything that a step changes."""
-    tensors = [(b.values, b.master, b.exp_avg, b.exp_avg_sq) for b in optimizer.buckets]
+    tensors = [(b.values, *b.states.values()) for b in optimizer.buckets]
     return [tensor.clone() for bucket in tensors for tensor in bucket]
 
 
