@@ -12,6 +12,8 @@ the tensor axis unfolds to (kv shard, kv replica): with m replicas, tensor rank 
     expert_shard, expert_replicate
                   of the ranks that hold the same experts, those over which the experts' states are sharded, and those that hold
                   the same shard; the same as dp_shard and dp_replicate if `expert` is 1
+    matrix, expert_matrix
+                  dp_shard × tensor and expert_shard × tensor: the ranks that hold parts of the same matrices
     embedding     the first and the last pipeline stage, which may share a weight
     world         all ranks
 
@@ -20,7 +22,8 @@ because a device's backend does not accept host tensors.
 
 Process groups are created in the same order on every rank and registered under the axis's name: a compiled graph refers to
 "tensor", never to the group of ranks 8 to 15, so ranks share compiled graphs. A group costs connections and device memory, so
-axes over which nothing is communicated have none: `data`, which only divides samples, and `embedding` without a shared weight.
+axes over which nothing is communicated have none: `data`, which only divides samples, `embedding` without a shared weight, and
+`matrix` unless the optimizer updates whole matrices.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ class Mesh:
         graph_kernel, masks_by_flex: see `Axis`; of the context axis.
         pipeline_lanes: number of process groups of each pipeline (pipeline/runtime.py).
         shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
+        whole_matrices: whether an optimizer communicates over `matrix` and `expert_matrix`, which otherwise do not exist.
 
     Raises:
         ValueError: a degree below 1, replicas that do not divide the tensor degree, a shard or expert degree that does not
@@ -105,6 +109,7 @@ class Mesh:
         shared_embedding: bool = True,
         graph_kernel: str | None = None,
         masks_by_flex: bool | None = None,
+        whole_matrices: bool = False,
     ) -> None:
         self.shape = dict(zip(AXES, (pipeline, data, context, tensor), strict=True))
         for name, size in self.shape.items():
@@ -131,7 +136,7 @@ class Mesh:
             )
         if not 0 <= self.rank < self.size:
             raise ValueError(f"mesh: rank {self.rank} is outside a world of size {self.size}")
-        self.shared_embedding = shared_embedding
+        self.shared_embedding, self.whole_matrices = shared_embedding, whole_matrices
         self.reduces_in_place = reduces_in_place
         self._registered: list[str] = []
         lanes = [f"pipeline_{lane}" for lane in range(1, pipeline_lanes)]
@@ -143,6 +148,8 @@ class Mesh:
         if expert == 1:
             self.expert = Axis("expert", ranks=(self.rank,))
             self.expert_shard, self.expert_replicate = self.dp_shard, self.dp_replicate
+            if whole_matrices:
+                self.expert_matrix = self.matrix
         self.host = None if planned or self.size == 1 else _host_group(timeout)
         if self.host is not None:
             # A barrier: a rank that closed the mesh before another has connected would break that rank's connection.
@@ -159,6 +166,8 @@ class Mesh:
     expert: Axis
     expert_shard: Axis
     expert_replicate: Axis
+    matrix: Axis
+    expert_matrix: Axis
     embedding: Axis
     world: Axis
     host: dist.ProcessGroup | None  # of all ranks, for host data; None if there is only one rank
@@ -176,6 +185,8 @@ class Mesh:
         shards = grid.view(grid.shape[0], -1, self.shard_degree, grid.shape[-1])
         groups["dp_shard"] = list(_lines(shards, [2]))
         groups["dp_replicate"] = list(_lines(shards, [1]))
+        if self.whole_matrices:
+            groups["matrix"] = list(_lines(shards, [2, 3]))
         if self.expert_degree > 1:
             groups |= self._expert_groups(grid)
         groups["world"] = [tuple(range(self.size))]
@@ -187,10 +198,12 @@ class Mesh:
         """Global ranks of every group of the expert axes."""
         shards = expert_shard_degree(self.shard_degree, self.expert_degree, self.weight_replicas)
         ranks = grid.view(grid.shape[0], -1, shards, self.expert_degree, grid.shape[-1])
+        whole = {"expert_matrix": list(_lines(ranks, [2, 4]))} if self.whole_matrices else {}
         return {
             "expert": list(_lines(ranks, [3])),
             "expert_shard": list(_lines(ranks, [2])),
             "expert_replicate": list(_lines(ranks, [1])),
+            **whole,
         }
 
     def _axis(

@@ -1,0 +1,158 @@
+"""Whole matrices out of the optimizer's shards: assembled on one rank each, and scattered back.
+
+A matrix is a section of a layout, a global tensor: Q, K and V of a fused projection are three, and each expert has its own gate,
+up and down projections. The ranks of `Mesh.matrix` (for experts `expert_matrix`) hold its parts: rows or columns of each
+tensor rank, cut again by the shards of buckets. One of them owns it. Owners are chosen by cost alone, so that every rank computes
+the same ones without communication, and each matrix is complete, in the same memory layout, at every topology.
+
+    collect    each part is sent to the owner in one packed all-to-all per bucket; of replicated rows (KV heads) only the first
+               replica's
+    scatter    the owner's result is sent back to all ranks that hold a part, replicas included
+
+Elements sent by a rank for n in its shard, over g ranks: n(g-1)/g each way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel import collectives
+from parallel.layout import global_name, layout_of
+from parallel.mesh import Axis, Mesh
+from parallel.optimizer.buckets import Bucket, ShardBox
+
+Shape = tuple[int, ...]
+
+
+class Owners:
+    """Chooses the owner of each matrix: of a bucket's matrices, the costliest first, each the least loaded rank.
+
+    Loads of earlier buckets count, so that ranks without a matrix in one bucket get those of the next.
+
+    Args:
+        ranks: number of ranks of the axis.
+        cost: of a matrix of a shape.
+    """
+
+    def __init__(self, ranks: int, cost: Callable[[Shape], int]) -> None:
+        self.loads, self._cost = [0] * ranks, cost
+
+    def choose(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
+        """The owner's rank along the axis of each matrix, by name."""
+        owners = {}
+        for name in sorted(shapes, key=lambda name: (-self._cost(shapes[name]), name)):
+            owners[name] = min(range(len(self.loads)), key=lambda rank: (self.loads[rank], rank))
+            self.loads[owners[name]] += self._cost(shapes[name])
+        return owners
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Parts that are on their way, one after the other."""
+
+    pending: Tensor
+    boxes: Sequence[ShardBox]  # in the order of their elements
+    ready: bool  # whether nothing is awaited
+
+    def parts(self) -> list[tuple[ShardBox, Tensor]]:
+        """Wait for the parts; each has the shape of its box."""
+        flat = self.pending if self.ready else collectives.wait(self.pending)
+        sizes = [math.prod(box.sizes) for box in self.boxes]
+        return [(box, part.view(box.sizes)) for box, part in zip(self.boxes, flat.split(sizes), strict=True)]
+
+
+class BucketMatrices:
+    """The matrices of a bucket, and which parts of them this rank exchanges with each other rank.
+
+    Args:
+        bucket: all of its parameters are matrices.
+        owners: chooses the owners; it has seen the same buckets before on every rank.
+
+    Attributes:
+        owned: shapes of the matrices that this rank owns, by name.
+    """
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, owners: Owners) -> None:
+        self.axis, self.length = matrix_axis(bucket, mesh), bucket.length
+        shapes = matrix_shapes(bucket)
+        chosen = owners.choose(shapes)
+        ranks = range(self.axis.size)
+        own = self.axis.rank
+        self.owned = {name: shape for name, shape in shapes.items() if chosen[name] == own}
+        held = [*bucket.boxes()]
+        # Parts of each rank's shard whose matrices this rank owns; the axis is (shard, tensor rank), the latter faster.
+        tensor = mesh.tensor.size
+        mine = [
+            [box for box in bucket.boxes(*divmod(rank, tensor)) if chosen[box.name] == own] for rank in ranks
+        ]
+        to_owners = [[box for box in held if chosen[box.name] == rank] for rank in ranks]
+        self._collects = _Exchange(self.axis, [*map(_first, to_owners)], [*map(_first, mine)])
+        self._scatters = _Exchange(self.axis, mine, to_owners)
+
+    def collect(self, shard: Tensor) -> Packed:
+        """Start to send this rank's parts, in a flat shard, to the owners."""
+        return self._collects.start([box.view(shard) for box in self._collects.sent], shard)
+
+    def assemble(self, packed: Packed) -> dict[str, Tensor]:
+        """The matrices that this rank owns."""
+        matrices = {name: packed.pending.new_empty(shape) for name, shape in self.owned.items()}
+        for box, part in packed.parts():
+            matrices[box.name][box.index()].copy_(part)
+        return matrices
+
+    def scatter(self, matrices: Mapping[str, Tensor], like: Tensor) -> Packed:
+        """Start to send the parts of this rank's matrices to the ranks that hold them; in the dtype of `like`."""
+        return self._scatters.start([matrices[box.name][box.index()] for box in self._scatters.sent], like)
+
+
+class _Exchange:
+    """A packed all-to-all of boxes.
+
+    Args:
+        sent: to each rank.
+        received: from each rank.
+    """
+
+    def __init__(
+        self, axis: Axis, sent: Sequence[Sequence[ShardBox]], received: Sequence[Sequence[ShardBox]]
+    ) -> None:
+        self._axis = axis
+        self.sent = [box for boxes in sent for box in boxes]
+        self._received = [box for boxes in received for box in boxes]
+        self._send, self._receive = [*map(_numel, sent)], [*map(_numel, received)]
+
+    def start(self, parts: Sequence[Tensor], like: Tensor) -> Packed:
+        """Send `parts`, those of `sent`; every rank takes part, even if it has none."""
+        flat = torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
+        ready = self._axis.size == 1
+        if not ready:
+            flat = collectives.start_uneven_all_to_all(flat, self._send, self._receive, self._axis)
+        return Packed(flat, self._received, ready)
+
+
+def matrix_axis(bucket: Bucket, mesh: Mesh) -> Axis:
+    """The ranks that hold parts of a bucket's matrices."""
+    return mesh.expert_matrix if bucket.axis is mesh.expert_shard is not mesh.dp_shard else mesh.matrix
+
+
+def matrix_shapes(bucket: Bucket) -> dict[str, Shape]:
+    """Global shape of each matrix of a bucket, by name."""
+    return {
+        global_name(slot.name, section.name): section.shape
+        for slot in bucket.slots
+        for section in layout_of(slot.parameter).sections
+    }
+
+
+def _first(boxes: Sequence[ShardBox]) -> list[ShardBox]:
+    """Without those of which an earlier tensor rank has a copy."""
+    return [box for box in boxes if box.replica == 0]
+
+
+def _numel(boxes: Sequence[ShardBox]) -> int:
+    return sum(math.prod(box.sizes) for box in boxes)

@@ -1,0 +1,163 @@
+"""Muon (Jordan, kellerjordan.github.io/posts/muon; arXiv 2502.16982): momentum, orthogonalized as a matrix.
+
+With g the gradient divided by the clipping divisor, m the momentum, of a matrix of r rows and c columns:
+
+    m = μ m + (1-μ) g;   u = μ m + (1-μ) g;   w = (1 - ηλ) w - η · 0.2 √max(r, c) · orthogonalize(u)
+
+The factor gives the update the root mean square of AdamW's, so that learning rate and weight decay carry over. A matrix is what a
+layout's section says: of fused projections, Q, K, V, gate and up are orthogonalized apart, Q, K and V each with all their heads,
+as in arXiv 2502.16982; so is each expert. Vectors, embeddings, heads and routers are left to AdamW.
+
+Momentum is sharded like all states, and computed elementwise. The matrix u is assembled on one rank, orthogonalized there once,
+and the result scattered back (matrices.py), while other buckets are on their way:
+
+    start              momentum, and u to the owners
+    IN_FLIGHT later    orthogonalize what this rank owns, and results back
+    IN_FLIGHT later    weights
+
+u and the results are sent in the dtype in which they are orthogonalized, so that no bits are lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from parallel.optimizer.arithmetic import Arithmetic
+from parallel.optimizer.buckets import Bucket
+from parallel.optimizer.matrices import BucketMatrices, Owners, Packed, Shape, matrix_axis
+from parallel.optimizer.newton_schulz import COEFFICIENTS, multiply_adds, orthogonalize
+from parallel.optimizer.rules import Step, Updater
+
+IN_FLIGHT = 2  # buckets on their way to the owners, and back
+RMS = 0.2  # root mean square of AdamW's updates (arXiv 2502.16982)
+# On GPUs, matrices of at most SMALL elements are orthogonalized BATCH at a time. Always as many, some of them zeros: the kernels,
+# and so the bits, must not depend on how many matrices a rank owns.
+SMALL, BATCH = 1 << 20, 8
+
+
+@dataclass(frozen=True)
+class Muon:
+    """The rule Muon with its hyperparameters, except the learning rate and weight decay, which vary.
+
+    Args:
+        momentum: μ.
+        coefficients: a key of COEFFICIENTS.
+        dtype: in which matrices are orthogonalized.
+    """
+
+    momentum: float = 0.95
+    coefficients: str = "published"
+    dtype: torch.dtype = torch.bfloat16
+    states: tuple[str, ...] = ("momentum",)
+    clipped: bool = True
+
+    def rate(self, layout: Layout) -> float:
+        """Learning-rate multiplier of a parameter."""
+        return layout.rate
+
+    def cost(self, shape: Shape) -> int:
+        """Multiply-adds that orthogonalize a matrix."""
+        return multiply_adds(shape, COEFFICIENTS[self.coefficients])
+
+    def updater(self, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> Updater:
+        """An updater of these buckets, in the order of their updates."""
+        return _Updater(self, buckets, mesh)
+
+
+@dataclass
+class _Pending:
+    """A bucket's update in progress."""
+
+    bucket: Bucket
+    step: Step
+    packed: Packed
+
+
+class _Updater:
+    def __init__(self, rule: Muon, buckets: Sequence[Bucket], mesh: Mesh) -> None:
+        self._rule = rule
+        self._matrices: dict[int, BucketMatrices] = {}
+        owners: dict[str, Owners] = {}
+        for bucket in buckets:
+            axis = matrix_axis(bucket, mesh)
+            chosen = owners.setdefault(axis.name, Owners(axis.size, rule.cost))
+            self._matrices[id(bucket)] = BucketMatrices(bucket, mesh, chosen)
+        self._sent: deque[_Pending] = deque()
+        self._returning: deque[_Pending] = deque()
+
+    def update(self, bucket: Bucket, step: Step) -> Iterable[Bucket]:
+        u = self._accelerate(bucket, step)
+        self._sent.append(_Pending(bucket, step, self._matrices[id(bucket)].collect(u)))
+        return self._advance(IN_FLIGHT)
+
+    def finish(self) -> Iterable[Bucket]:
+        return self._advance(0)
+
+    def rehearse(self, bucket: Bucket, step: Step) -> None:
+        update = self._accelerate(bucket, step).float()
+        owned = self._matrices[id(bucket)].owned
+        self._orthogonalize({name: update.new_zeros(shape) for name, shape in owned.items()})
+        apply(bucket.master, update, step, bucket.rate, bucket.weight_decay)
+
+    def _accelerate(self, bucket: Bucket, step: Step) -> Tensor:
+        momentum = bucket.states["momentum"]
+        u = accelerate(momentum, bucket.gradient_shard, step.divisor, step.skip, self._rule.momentum)
+        return u.to(self._rule.dtype)
+
+    def _advance(self, limit: int) -> list[Bucket]:
+        """Continue the oldest updates until at most `limit` buckets are on their way in each direction."""
+        ended = []
+        while len(self._sent) > limit:
+            entry = self._sent.popleft()
+            matrices = self._matrices[id(entry.bucket)]
+            found = self._orthogonalize(matrices.assemble(entry.packed))
+            entry.packed = matrices.scatter(found, entry.packed.pending)
+            self._returning.append(entry)
+        while len(self._returning) > limit:
+            entry = self._returning.popleft()
+            bucket = entry.bucket
+            update = torch.zeros_like(bucket.master)
+            for box, part in entry.packed.parts():
+                torch.mul(part.float(), RMS * math.sqrt(max(box.shape)), out=box.view(update))
+            apply(bucket.master, update, entry.step, bucket.rate, bucket.weight_decay)
+            ended.append(bucket)
+        return ended
+
+    def _orthogonalize(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        coefficients, found = COEFFICIENTS[self._rule.coefficients], {}
+        small: dict[Shape, list[str]] = {}
+        for name, matrix in matrices.items():
+            if matrix.is_cuda and matrix.numel() <= SMALL:
+                small.setdefault(tuple(matrix.shape), []).append(name)
+            else:
+                found[name] = orthogonalize(matrix, coefficients)
+        for shape, names in small.items():
+            for first in range(0, len(names), BATCH):
+                batch = names[first : first + BATCH]
+                stacked = matrices[batch[0]].new_zeros(BATCH, *shape)
+                torch.stack([matrices[name] for name in batch], out=stacked[: len(batch)])
+                found |= zip(batch, orthogonalize(stacked, coefficients).unbind(), strict=False)
+        return found
+
+
+def accelerate(momentum: Tensor, gradient: Tensor, divisor: Tensor, skip: Tensor, factor: float) -> Tensor:
+    """Update the momentum unless `skip` is 1. Returns Nesterov's: what it will be if the gradient stays."""
+    gradient = gradient.float() / divisor
+    average = momentum.lerp(gradient, 1 - factor)
+    momentum.copy_(momentum.where(skip > 0, average))
+    return gradient.lerp(average, factor)
+
+
+def apply(weights: Tensor, update: Tensor, step: Step, multiplier: float, decay: float) -> None:
+    """Decay the weights and subtract the update, times the learning rate, unless the step is skipped."""
+    rate = step.rates[multiplier]
+    updated = weights * (1 - rate * decay) - update * rate
+    weights.copy_(weights.where(step.skip > 0, updated))

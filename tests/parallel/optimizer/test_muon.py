@@ -1,0 +1,178 @@
+"""Muon: the same updates as torch's, of whole matrices, at every distribution."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallel import Mesh, ShardedAdamW, initialize
+from parallel.layers.gqa import GQAQKVColumnParallelLinear
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layout import layout_of
+from parallel.optimizer.adamw import AdamW
+from parallel.optimizer.matrices import Owners
+from parallel.optimizer.muon import Muon
+from parallel.optimizer.newton_schulz import COEFFICIENTS, multiply_adds, orthogonalize
+from parallel.optimizer.rules import Rule
+from tests.pool import mesh
+
+RATE, STEPS, HIDDEN = 3e-3, 50, 32
+
+
+class Layers(nn.Module):
+    """A fused projection, one split by rows, and one split by columns, with a bias."""
+
+    def __init__(self, on: Mesh) -> None:
+        super().__init__()
+        self.qkv = GQAQKVColumnParallelLinear(HIDDEN, 8, 2, 4, on)
+        self.gate_up = ColumnParallelLinear(HIDDEN, {"gate": 48, "up": 48}, on.tensor)
+        self.down = RowParallelLinear(48, HIDDEN, on.tensor, bias=True)
+
+
+def choose(name: str, parameter: nn.Parameter, **options) -> Rule:
+    return Muon(**options) if parameter.dim() > 1 else AdamW()
+
+
+def gradient(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
+    """The gradient of a global tensor in a step: of low rank with noise, as those of models are."""
+    generator = torch.Generator().manual_seed(1000 * step + sum(map(ord, name)))
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) == 1:
+        return noise
+    factors = (torch.randn(size, 2, generator=generator) for size in shape)
+    left, right = factors
+    return 3 * left @ right.T + noise
+
+
+def trained(
+    steps: int, dtype: torch.dtype = torch.float32, clip: float | None = 1.0, **degrees: int
+) -> dict[str, torch.Tensor]:
+    """This rank's boxes of the weights after each step, by global name, step and offsets."""
+    ranks = degrees.get("data", 1)
+    replicas = max(1, degrees.get("tensor", 1) // 2)
+    with mesh(**degrees, kv_replicas=replicas, whole_matrices=True) as on:
+        layers = Layers(on)
+        initialize(layers.named_parameters(), on.tensor, 1)
+        optimizer = ShardedAdamW(
+            layers.named_parameters(),
+            on,
+            rule=lambda *named: choose(*named, dtype=dtype),
+            bucket_size=3000,
+            clip=clip,
+        )
+        found = {}
+        for step in range(steps):
+            optimizer.begin_step(1)
+            loss = 0.0
+            for name, parameter in layers.named_parameters():
+                for box in layout_of(parameter).boxes(name, on.tensor.rank):
+                    part = gradient(box.name, box.shape, step)[box.index()]
+                    loss = loss + (box.view(parameter) * part).sum() / ranks
+            loss.backward()
+            optimizer.step(RATE)
+            for box, states in optimizer.state_boxes():
+                if box.saved:
+                    found[box.name, step, box.offsets] = states["master"].clone()
+        return found
+
+
+def whole(ranks: list[dict], name: str, step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """A global tensor after a step, from all ranks' boxes."""
+    result = torch.full(shape, torch.nan)
+    for found in ranks:
+        for (each, number, offsets), values in found.items():
+            if (each, number) == (name, step):
+                index = tuple(slice(o, o + s) for o, s in zip(offsets, values.shape, strict=True))
+                assert result[index].isnan().all()
+                result[index] = values
+    assert not result.isnan().any()
+    return result
+
+
+def matrices() -> dict[str, torch.Tensor]:
+    """Initial values of each matrix, by global name."""
+    layers = Layers(Mesh())
+    initialize(layers.named_parameters(), Mesh().tensor, 1)
+    return {
+        box.name: box.view(parameter).detach().clone()
+        for name, parameter in layers.named_parameters()
+        for box in layout_of(parameter).boxes(name, 0)
+        if parameter.dim() > 1
+    }
+
+
+def torch_steps() -> list[dict[str, torch.Tensor]]:
+    """Each matrix after each step of torch's Muon."""
+    weights = {name: nn.Parameter(value) for name, value in matrices().items()}
+    optimizer = torch.optim.Muon(weights.values(), lr=RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    results = []
+    for step in range(STEPS):
+        for name, weight in weights.items():
+            weight.grad = gradient(name, weight.shape, step)
+        optimizer.step()
+        results.append({name: weight.detach().clone() for name, weight in weights.items()})
+    return results
+
+
+def test_every_update_of_one_process_equals_torch_muon():
+    """Without clipping, where torch multiplies by a rounded reciprocal: bf16 would round a few elements differently."""
+    found = trained(STEPS, torch.bfloat16, clip=None)
+    before = matrices()
+    ours_before = dict(before)
+    for step, exact in enumerate(torch_steps()):
+        for name, weight in exact.items():
+            ours = whole([found], name, step, weight.shape)
+            difference = (ours - ours_before[name]) - (weight - before[name])
+            assert difference.abs().max() < 1e-6, (name, step)
+            before[name], ours_before[name] = weight, ours
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"data": 2}, {"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 4}, {"data": 4, "shard_degree": 2}],
+    ids=str,
+)
+def test_every_distribution_updates_whole_matrices(pool, degrees):
+    ranks = degrees.get("data", 1) * degrees.get("tensor", 1)
+    steps = 3
+    found = pool.run(trained, ranks, steps=steps, **degrees)
+    alone = trained(steps)
+    for name, value in matrices().items():
+        for step in range(steps):
+            exact = whole([alone], name, step, value.shape)
+            torch.testing.assert_close(whole(found, name, step, value.shape), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24), (40, 40)])
+def test_bf16_orthogonalization_is_near_that_in_float64(shape, coefficients):
+    """bf16 has 8 bits: each of five steps rounds products by 2⁻⁹, which polynomials with slopes up to 8 amplify."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    exact = orthogonalize(matrix.double(), COEFFICIENTS[coefficients])
+    low, high = torch.linalg.svdvals(exact)[[-1, 0]]
+    assert high < 1.3
+    assert low > 0 if shape == (40, 40) else low > 0.6
+    rounded = orthogonalize(matrix.bfloat16(), COEFFICIENTS[coefficients]).double()
+    assert (rounded - exact).norm() < 0.03 * exact.norm()
+    torch.testing.assert_close(
+        orthogonalize(matrix, COEFFICIENTS[coefficients]).double(), exact, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_bits_of_a_matrix_do_not_depend_on_others_in_its_batch():
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(32, 48, generator=generator).bfloat16()
+    others = torch.randn(3, 32, 48, generator=generator).bfloat16()
+    first = orthogonalize(torch.cat((matrix[None], others)), COEFFICIENTS["published"])
+    last = orthogonalize(torch.cat((others * 0, matrix[None])), COEFFICIENTS["published"])
+    assert torch.equal(first[0], last[3])
+
+
+def test_owners_share_the_cost():
+    owners = Owners(4, lambda shape: multiply_adds(shape, COEFFICIENTS["published"]))
+    block = {"q": (64, 64), "k": (16, 64), "v": (16, 64), "o": (64, 64)}
+    block |= {"gate": (128, 64), "up": (128, 64), "down": (64, 128)}
+    chosen = [
+        owners.choose({f"{layer}.{name}": shape for name, shape in block.items()}) for layer in range(8)
+    ]
+    assert all({*each.values()} <= {*range(4)} for each in chosen)
+    assert max(owners.loads) < 1.05 * sum(owners.loads) / 4
