@@ -28,6 +28,11 @@ class Constant:
     value: float
     rate: float = 1.0  # learning-rate multiplier
 
+    @property
+    def matrix_rate(self) -> float:
+        """Learning-rate multiplier of updates that are orthogonal matrices."""
+        return self.rate
+
     def fill(self, local: Tensor, box: GlobalBox, seed: int) -> None:
         local.fill_(self.value)
 
@@ -38,6 +43,16 @@ class Normal:
 
     std: float
     rate: float = 1.0  # learning-rate multiplier
+    width: float = 1.0  # by which `rate` was divided, relative to a base model
+
+    @property
+    def matrix_rate(self) -> float:
+        """Learning-rate multiplier of updates that are orthogonal matrices.
+
+        The spectral norm of AdamW's updates grows with the width, that of orthogonal ones of AdamW's root mean square with its
+        square root; it should stay the same (arXiv 2310.17813).
+        """
+        return self.rate * math.sqrt(self.width)
 
     def fill(self, local: Tensor, box: GlobalBox, seed: int) -> None:
         row_size = math.prod(box.shape[1:])

@@ -73,6 +73,10 @@ class Initializer(Protocol):
     def rate(self) -> float:
         """Learning-rate multiplier."""
 
+    @property
+    def matrix_rate(self) -> float:
+        """Learning-rate multiplier of updates that are orthogonal matrices."""
+
     def fill(self, local: Tensor, box: GlobalBox, seed: int) -> None:
         """Write the values of the shard `box` into `local`, a view of that shard."""
 
@@ -147,6 +151,11 @@ class Layout:
     def rate(self) -> float:
         """Multiplier of the optimizer's learning rate; weight decay per step does not depend on it."""
         return self.initializer.rate
+
+    @property
+    def matrix_rate(self) -> float:
+        """Multiplier of the learning rate of updates that are orthogonal matrices."""
+        return self.initializer.matrix_rate
 
     def replicas(self, section: Section) -> int:
         """Number of tensor ranks that hold the same shard of a section."""

@@ -104,6 +104,7 @@ TOPOLOGY = (
 INDEPENDENT = (
     cluster.check_trace,
     hyperparameters.check_precision,
+    hyperparameters.check_optimizer,
     hyperparameters.check_schedule,
     pretrained.check_vocabulary,
     compilation.check,

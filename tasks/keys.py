@@ -43,6 +43,8 @@ DEEPSEEK = {
     "topk_group",
     "routed_scaling_factor",
 }
+# Keys of `train` introduced with Muon.
+MUON = {"optimizer", "muon_momentum", "muon_coefficients", "muon_dtype"}
 # Keys of `train` that a position in the data depends on.
 POSITION = ("global_batch_size", "sequence_length")
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
@@ -382,8 +384,10 @@ def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
 
 
 def train_values(train: Train) -> dict[str, Any]:
-    """The train section, with the effective settings of expert balancing."""
-    values = train.model_dump(mode="json", exclude={"balance_bias_rate"})
+    """The train section, with the effective settings of expert balancing and of the optimizer."""
+    values = train.model_dump(mode="json", exclude={"balance_bias_rate", *MUON})
+    if train.optimizer == "muon":  # else the identities of runs made before these keys existed
+        values |= {name: getattr(train, name) for name in MUON} | {"muon_dtype": train.newton_schulz_dtype}
     values["balance_coefficient"] = train.expert_loss_coefficient
     step = train.expert_bias_step
     return {**values, "balance_bias_rate": step} if step else values

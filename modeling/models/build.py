@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import lru_cache
 
 import torch
+from torch import nn
 
 from modeling.models.families import model_class
 from modeling.models.flops import layer_multiply_adds
@@ -22,10 +23,13 @@ from parallel.experts.layer import ExpertOptions, MixtureOfExperts
 from parallel.layers.deferred import DeferrableLinear
 from parallel.layers.products import EXACT, Float8, Products
 from parallel.layout import is_deferred
+from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.arithmetic import Arithmetic, Compile
 from parallel.optimizer.buckets import bucket_size
 from parallel.optimizer.fsdp import gather_in_graph, gather_on_use
-from parallel.optimizer.grouping import WeightDecay
+from parallel.optimizer.grouping import ChooseRule, EverywhereRule, WeightDecay
+from parallel.optimizer.muon import Muon
+from parallel.optimizer.rules import Rule
 from parallel.pipeline.schedules import choose_extra_forwards, count_lanes
 from parallel.pipeline.stages import cut_layers
 from profiles import recompute
@@ -62,6 +66,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         chunks=parallel.overlap_chunks or (None if by_size else 1),
         pipeline_lanes=count_lanes(parallel.pipeline) if parallel.schedule == "interleaved" else 1,
         shared_embedding=profile.model.tie_word_embeddings,
+        whole_matrices=profile.train.optimizer == "muon",
         graph_kernel=kernel if device.compiles_operators else None,
         # as on the device also where its plan is made without one
         masks_by_flex=kernels.get_kernel(kernel).uses_flex,
@@ -176,7 +181,7 @@ def gathers_in_graph(profile: Profile) -> bool:
 def build_optimizer(
     profile: Profile, stages: Sequence[LanguageModel], mesh: Mesh, compile: Compile | None = None
 ) -> ShardedAdamW:
-    """AdamW over the parameters of a rank's stages, with the profile's settings and sharding.
+    """The optimizer of a rank's stages, with the profile's rules, settings and sharding.
 
     Args:
         stages: stages whose parameters have values, or none of which has memory, so that all are initialized here. Gets hooks
@@ -190,8 +195,7 @@ def build_optimizer(
     optimizer = ShardedAdamW(
         [named for stage in stages for named in stage.named_parameters()],
         mesh,
-        betas=train.betas,
-        epsilon=train.epsilon,
+        rule=rule_of(profile),
         weight_decay=weight_decay_of(profile),
         clip=train.clip,
         gradient_dtype=DTYPES[train.gradient_dtype],
@@ -205,6 +209,26 @@ def build_optimizer(
         gather_on_use(stage, keep_gathered)
     optimizer.gather_before_use([unit for stage in units for unit in stage])
     return optimizer
+
+
+def rule_of(profile: Profile) -> ChooseRule:
+    """The update rule of each parameter."""
+    train = profile.train
+    adamw = AdamW(train.betas, train.epsilon)
+    if train.optimizer == "adamw":
+        return EverywhereRule(adamw)
+    muon = Muon(train.muon_momentum, train.muon_coefficients, DTYPES[train.newton_schulz_dtype])
+
+    def choose(name: str, parameter: nn.Parameter) -> Rule:
+        return muon if is_block_matrix(name, parameter) else adamw
+
+    return choose
+
+
+def is_block_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix of a block, except routers, which classify, and LoRA's factors."""
+    parts = name.split(".")
+    return parts[0] == "layers" and parameter.dim() > 1 and not {"router", "lora"} & {*parts}
 
 
 def weight_decay_of(profile: Profile) -> WeightDecay:

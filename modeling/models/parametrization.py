@@ -16,6 +16,9 @@ its initial values and its rate by c. The output multiplier of a tied model is f
 multiplier, and exported models are ordinary ones. Weight decay per step, rate times decay, is that of the base model for every
 group, as in CompleteP. Adam's ε is not scaled: it is small compared with the gradients of models of practical size.
 
+Of matrices that Muon updates, the rates are η/√m and η/(√m·L) in the place of η/m and η/(m·L): an update's spectral norm should
+not depend on the width (arXiv 2310.17813), and that of Muon's, 0.2 √max(rows, columns), grows with √m only.
+
 The head size stays constant as the width grows (the number of heads increases), so 1/√d is right at every width.
 """
 
@@ -35,13 +38,13 @@ def embedding(model: Model) -> Normal:
 def hidden(model: Model) -> Normal:
     """Initializer of matrices that read the residual stream."""
     m = model.width_factor
-    return Normal(model.initializer_range / math.sqrt(m), 1 / m)
+    return Normal(model.initializer_range / math.sqrt(m), 1 / m, m)
 
 
 def residual(model: Model) -> Normal:
     """Initializer of matrices that write to the residual stream."""
     m, depth = model.width_factor, model.depth_factor
-    return Normal(model.residual_initializer_range / (math.sqrt(m) * depth), 1 / (m * depth))
+    return Normal(model.residual_initializer_range / (math.sqrt(m) * depth), 1 / (m * depth), m)
 
 
 def head(model: Model) -> Normal:

@@ -19,6 +19,7 @@ from modeling.models.build import (
     extra_warmup_forwards,
     optimizer_bucket_size,
     partition_layers,
+    rule_of,
     weight_decay_of,
 )
 from modeling.planning.stage_costs import LayerCosts, counts_choices
@@ -67,7 +68,9 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
     fsdp = profile.parallel.data_sharding == "fsdp"
     units = [unit for stage in stages for unit in stage.sharding_units()] if fsdp else []
     named = [item for stage in stages for item in stage.named_parameters()]
-    groups = group_parameters(named, units, weight_decay_of(profile), optimizer_bucket_size(profile))
+    groups = group_parameters(
+        named, units, weight_decay_of(profile), optimizer_bucket_size(profile), rule_of(profile)
+    )
     units_of: list[tuple[int | None, Group]] = [
         (unit, group) for unit, (_, members) in enumerate(groups.sharded) for group in members
     ]

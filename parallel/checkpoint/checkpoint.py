@@ -51,6 +51,7 @@ __all__ = [
     "CorruptCheckpoint",
     "LoadFailed",
     "Location",
+    "OtherOptimizer",
     "SaveFailed",
     "Saver",
     "StaleAttempt",
@@ -76,6 +77,10 @@ class LoadFailed(RuntimeError):
     """A checkpoint could not be read; it may still be intact."""
 
 
+class OtherOptimizer(ValueError):
+    """A checkpoint has the model's weights, but not the states of the optimizer's rules."""
+
+
 def save(
     checkpoint: Location,
     optimizer: ShardedAdamW,
@@ -99,6 +104,7 @@ def load(checkpoint: Location, optimizer: ShardedAdamW, *, weights_only: bool = 
 
     Raises:
         CorruptCheckpoint: on all ranks, if any rank finds the checkpoint corrupted. States may be partly overwritten.
+        OtherOptimizer: it has no states for the optimizer; its weights can be loaded.
         ValueError: the checkpoint is incomplete or of a different model; the message names the first difference.
         LoadFailed: a rank could not read it.
     """
@@ -139,6 +145,12 @@ def _require_tensors(checkpoint: Location, reader: Reader, targets: Mapping[str,
     """Raise ValueError for the first tensor that a checkpoint lacks, or has in another shape."""
     for name, target in targets.items():
         if name not in reader.tensors:
+            state, _, weight = name.partition(".")
+            if state != PREFIX["master"] and f"{PREFIX['master']}.{weight}" in reader.tensors:
+                raise OtherOptimizer(
+                    f"checkpoint {name_of(checkpoint)}: no {state} of {weight}; it was saved with another optimizer, so only "
+                    "its weights can be loaded"
+                )
             raise ValueError(
                 f"checkpoint {name_of(checkpoint)}: no tensor {name}; it is of a different model"
             )
@@ -170,7 +182,7 @@ def _fill(
 
 def _raise_on_all(error: Exception | None, mesh: Mesh) -> None:
     """Raise one rank's error on all: corruption, then a different model, then a failed read. Collective."""
-    kinds: tuple[type[Exception], ...] = (CorruptCheckpoint, ValueError, LoadFailed)
+    kinds: tuple[type[Exception], ...] = (CorruptCheckpoint, OtherOptimizer, ValueError, LoadFailed)
     found: tuple[int, str] | None = None
     if error is not None:
         own = next((kind for kind in kinds if isinstance(error, kind)), LoadFailed)

@@ -61,7 +61,7 @@ class Muon:
 
     def rate(self, layout: Layout) -> float:
         """Learning-rate multiplier of a parameter."""
-        return layout.rate
+        return layout.matrix_rate
 
     def cost(self, shape: Shape) -> int:
         """Multiply-adds that orthogonalize a matrix."""

@@ -1,4 +1,4 @@
-"""Rules for `train`: activation checkpointing, precision and schedule."""
+"""Rules for `train`: activation checkpointing, precision, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ def check_precision(profile: Profile) -> None:
         if size % of:
             reason = f"needs multiples of {of} with fp8_recipe {train.fp8_recipe}; {name} is {size}"
             raise ProfileError("train.precision", "fp8", reason, ["bf16"])
+
+
+def check_optimizer(profile: Profile) -> None:
+    """Raise ProfileError if the device cannot run the optimizer."""
+    if profile.train.optimizer == "muon" and profile.cluster.device == "neuron":
+        reason = "is not supported on neuron: its exchange of matrices is not compiled"
+        raise ProfileError("train.optimizer", "muon", reason, ["adamw"])
 
 
 def check_schedule(profile: Profile) -> None:

@@ -108,6 +108,7 @@ class Case:
     documents: bool = False  # whether attention is masked to documents
     # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair, or several with `documents`
     objective: str = "pretrain"
+    optimizer: str = "adamw"
     lora: tuple[
         str, ...
     ] = ()  # targets of updates of rank 4, which have dropout unless they belong to experts
@@ -146,7 +147,7 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same mathematics on one process."""
-        same = ("model", "documents", "precision", "balance", "capacity", "objective", "lora")
+        same = ("model", "documents", "precision", "balance", "capacity", "objective", "optimizer", "lora")
         return Case(**{name: getattr(self, name) for name in same})
 
     def profile(self) -> Profile:
@@ -172,7 +173,8 @@ class Case:
                 },
                 "train": {
                     "steps": STEPS, "global_batch_size": size, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
-                    "learning_rate": RATE, "precision": self.precision, "fp8_recipe": self.fp8_recipe,
+                    "learning_rate": RATE, "optimizer": self.optimizer,
+                    "precision": self.precision, "fp8_recipe": self.fp8_recipe,
                     "recompute": self.recompute, "document_masks": self.documents,
                     "balance": self.balance, "balance_coefficient": 0.1, "router_z_coefficient": 0.01,
                     "capacity_factor": self.capacity,

@@ -163,6 +163,19 @@ CASES = {
         balance="bias",
         native=True,
     ),
+    "muon, tensor 4, KV replicated, data 2": Case(tensor=4, data=2, optimizer="muon"),
+    "muon, hsdp 2 x 2, context 2, full activation checkpointing": Case(
+        data=2, context=2, sharding="fsdp", shard_degree=2, optimizer="muon", recompute="full"
+    ),
+    "muon, pipeline 2, interleaved, tied, no sharding": Case(
+        "gpt 4 layers", data=2, pipeline=2, schedule="interleaved", sharding="none", optimizer="muon"
+    ),
+    "muon, expert 2, tensor 2, fsdp 4, deepseek_v3, bias": Case(
+        "deepseek_v3", tensor=2, data=4, expert=2, sharding="fsdp", balance="bias", optimizer="muon"
+    ),
+    "muon, fsdp 2, pipeline 2, tensor 2, tied, gathered in the graph, completep": Case(
+        "llama completep", data=2, pipeline=2, tensor=2, sharding="fsdp", in_graph=True, optimizer="muon"
+    ),
     "dropout, tensor 2": Case("gpt dropout", tensor=2, recompute="selective"),
     "dropout, tensor 2, no sequence parallelism": Case("gpt dropout", tensor=2, sequence_parallel=False),
     "dropout, context 2": Case("gpt dropout", context=2),
@@ -179,6 +192,8 @@ LONGER = (
     "hsdp 2 x 4, sft",
     "tensor 4, KV replicated, lora",
     "tensor 2, data 2, orpo, packed",
+    "muon, tensor 4, KV replicated, data 2",
+    "muon, hsdp 2 x 2, context 2, full activation checkpointing",
 )
 
 

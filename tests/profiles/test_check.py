@@ -93,6 +93,10 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             [*H100, "parallel.tensor=1", "cluster.devices_per_node=1", "model.intermediate_size=504"],
             *("train.precision", "fp8", "needs multiples of 16 with fp8_recipe rowwise", ("bf16",)),
         ),
+        (
+            ["train.optimizer=muon", "cluster.device=neuron", "cluster.accelerator=trn2"],
+            *("train.optimizer", "muon", "is not supported on neuron", ("adamw",)),
+        ),
         (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "makes it 1", (1,)),
         (["parallel.zero1=false"], "parallel.zero1", False, "is now", ("parallel.data_sharding=none",)),
         (

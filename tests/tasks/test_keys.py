@@ -62,6 +62,7 @@ def identity(*overrides, name=None, inputs=("tokenizer", "dataset", None)) -> st
         "train.sequence_length=128",
         "train.precision=bf16",
         "train.weight_decay=0.2",
+        "train.optimizer=muon",
         "train.balance_coefficient=0.01",
         "train.clip=null",
         "model.num_hidden_layers=4",

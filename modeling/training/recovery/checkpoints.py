@@ -172,6 +172,11 @@ class Checkpoints:
             except checkpoint.CorruptCheckpoint as error:
                 reason = str(error)
                 call_on_leader(self.mesh, lambda: self._quarantine(step, reason))  # noqa: B023
+            except checkpoint.OtherOptimizer as error:
+                fresh = (
+                    "train with the same train.optimizer, or start fresh states with checkpoint.weights=true"
+                )
+                raise Rejected(f"{error}; {fresh}") from None
             except ValueError as error:
                 raise Rejected(error) from None
 

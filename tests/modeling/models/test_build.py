@@ -1,7 +1,11 @@
 """Models built from profiles."""
 
-from modeling.models.build import build_expert_options
+import torch
+
+from modeling.models.build import build_expert_options, build_mesh, build_model, rule_of
+from parallel.optimizer.muon import Muon
 from profiles import resolve
+from tests.parity.harness import Case
 
 
 def test_balance_losses_of_pairs_are_averaged_over_the_rows_of_a_step():
@@ -11,3 +15,27 @@ def test_balance_losses_of_pairs_are_averaged_over_the_rows_of_a_step():
     batch = pretraining.train.global_batch_size
     assert build_expert_options(pretraining).balance.samples == batch
     assert build_expert_options(pairs).balance.samples == 2 * batch
+
+
+def updated_by_muon(case: Case) -> set[str]:
+    """Names of the last layer's parameters, and of all outside of layers, that Muon updates."""
+    profile = case.profile()
+    last = profile.model.num_hidden_layers
+    model = build_model(profile, build_mesh(profile), range(last), torch.device("meta"))
+    rule, block = rule_of(profile), f"layers.{last - 1}."
+    found = {name for name, parameter in model.named_parameters() if isinstance(rule(name, parameter), Muon)}
+    return {name.removeprefix(block) for name in found if name.startswith(block) or "layers." not in name}
+
+
+def test_muon_updates_the_matrices_of_blocks_only():
+    attention = {
+        "attention.latents.weight",
+        "attention.q.weight",
+        "attention.kv.weight",
+        "attention.output.weight",
+    }
+    experts = {"mlp.gate_up.weight", "mlp.down.weight", "shared.gate_up.weight", "shared.down.weight"}
+    assert updated_by_muon(Case("deepseek_v3", optimizer="muon")) == attention | experts
+    block = {"attention.qkv.weight", "attention.output.weight", "mlp.up.weight", "mlp.down.weight"}
+    assert updated_by_muon(Case("gpt", optimizer="muon")) == block
+    assert updated_by_muon(Case("gpt")) == set()

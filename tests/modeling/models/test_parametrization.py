@@ -8,6 +8,7 @@ from modeling.data.prefetch import Batch
 from modeling.models.build import build_optimizer
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
+from profiles.check import with_value
 from profiles.schema import Profile
 from profiles.sections.model import Model
 
@@ -65,6 +66,26 @@ def test_scale_rate_and_decay_of_every_group():
         if std is not None:
             assert before[name].std().item() == pytest.approx(std, rel=0.03), name
     assert torch.equal(before["norm.weight"], torch.full((128,), 1 / m))
+
+
+def test_rates_of_muon_follow_the_root_of_the_width():
+    base = {"parametrization": "completep", "base_hidden_size": 32, "base_num_hidden_layers": 2}
+    m, depth, decay = 4, 3, 0.1
+    adamw = profile(128, 1e-3, layers=6, decay=decay, tie_word_embeddings=True, **base)
+    run = with_value(adamw, "train.optimizer", "muon")
+    with Trainer(run) as trainer:
+        optimizer = build_optimizer(run, [*trainer.stages.values()], trainer.mesh)
+        buckets = {slot.name: bucket for bucket in optimizer.buckets for slot in bucket.slots}
+    expected = {
+        "embedding.weight": 1,
+        "layers.5.attention.qkv.weight": 1 / m**0.5,
+        "layers.5.mlp.down.weight": 1 / m**0.5 / depth,
+        "norm.weight": 1 / m,
+    }
+    for name, rate in expected.items():
+        assert buckets[name].rate == pytest.approx(rate)
+        if name != "norm.weight":
+            assert buckets[name].rate * buckets[name].weight_decay == pytest.approx(decay)
 
 
 def test_base_sizes_are_required_with_a_parametrization_and_invalid_without():

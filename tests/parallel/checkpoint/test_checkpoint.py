@@ -18,6 +18,9 @@ from modeling.training.trainer import Trainer
 from parallel import Mesh, RMSNorm, ShardedAdamW, initialize
 from parallel.checkpoint import checkpoint, reader, writer
 from parallel.checkpoint.reader import Reader
+from parallel.layers.linear import ReplicatedLinear
+from parallel.optimizer.grouping import EverywhereRule
+from parallel.optimizer.muon import Muon
 from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
 from tests.pool import Pool
 
@@ -40,6 +43,9 @@ TOPOLOGIES = {
     "gpt, tensor 2, data 2": Case("gpt dropout", tensor=2, data=2),
     "gpt, pipeline 2, tensor 2": Case("gpt dropout", pipeline=2, tensor=2),  # embedding tied over stages
     "gpt, pipeline 2, context 2": Case("gpt dropout", pipeline=2, context=2),
+    "muon, one process": Case(optimizer="muon"),
+    "muon, fsdp 2, tensor 4": Case(optimizer="muon", data=2, tensor=4, sharding="fsdp"),
+    "muon, pipeline 2, data 2": Case(optimizer="muon", pipeline=2, data=2),
 }
 PAIRS = [
     ("one process", "tensor 4"),
@@ -59,6 +65,7 @@ PAIRS = [
     ("gpt, tensor 2, data 2", "gpt, pipeline 2, context 2"),
     ("gpt, pipeline 2, tensor 2", "gpt, tensor 2, data 2"),
     ("gpt, pipeline 2, context 2", "gpt, one process"),
+    ("muon, fsdp 2, tensor 4", "muon, pipeline 2, data 2"),
 ]
 
 
@@ -90,7 +97,8 @@ def saved_runs(tmp_path_factory, pool) -> Runs:
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=[" -> ".join(pair) for pair in PAIRS])
 def test_resume_at_another_topology_matches_one_process(saved_runs, source, target):
-    one = "gpt, one process" if source.startswith("gpt") else "one process"
+    kind = source.partition(", ")[0]
+    one = f"{kind}, one process" if kind in ("gpt", "muon") else "one process"
     _, exact = saved_runs(one)
     resumed = saved_runs.resume(source, target)
     assert resumed.losses == pytest.approx(exact.losses[SAVED:], rel=LOSS)
@@ -99,7 +107,14 @@ def test_resume_at_another_topology_matches_one_process(saved_runs, source, targ
 
 @pytest.mark.parametrize(
     "topology",
-    ["one process", "tensor 4", "fsdp 4", "tensor 2, context 2, data 2", "gpt, pipeline 2, tensor 2"],
+    [
+        "one process",
+        "tensor 4",
+        "fsdp 4",
+        "tensor 2, context 2, data 2",
+        "gpt, pipeline 2, tensor 2",
+        "muon, fsdp 2, tensor 4",
+    ],
 )
 def test_resume_at_the_same_topology_is_bit_identical(saved_runs, topology):
     _, run = saved_runs(topology)
@@ -201,6 +216,20 @@ def test_checkpoint_of_another_model_is_rejected_with_the_first_difference(tmp_p
     other = RMSNorm(4, Mesh().tensor)
     with pytest.raises(ValueError, match=r"no tensor weights.norm.weight; it is of a different model"):
         checkpoint.load(tmp_path / "step_1", ShardedAdamW([("norm.weight", other.weight)], Mesh()))
+
+
+def test_weights_of_another_optimizer_are_loaded_and_its_states_are_not(tmp_path):
+    layers, on = [ReplicatedLinear(4, 4, Mesh().tensor) for _ in range(2)], Mesh(whole_matrices=True)
+    for seed, layer in enumerate(layers):
+        initialize(layer.named_parameters(), on.tensor, seed)
+    checkpoint.save(tmp_path / "step_1", ShardedAdamW(layers[0].named_parameters(), on), {})
+    muon = ShardedAdamW(layers[1].named_parameters(), on, rule=EverywhereRule(Muon()))
+    with pytest.raises(
+        checkpoint.OtherOptimizer, match=r"no momentum of weight; it was saved with another optimizer"
+    ):
+        checkpoint.load(tmp_path / "step_1", muon)
+    checkpoint.load(tmp_path / "step_1", muon, weights_only=True)
+    assert torch.equal(layers[1].weight, layers[0].weight)
 
 
 def test_asynchronous_save_holds_the_state_at_begin(tmp_path, pool):
