@@ -20,7 +20,6 @@ import torch
 from modeling.compilation import compilers
 from modeling.models.build import DTYPES, build_mesh, build_stage
 from modeling.planning.calibration import Calibration
-from modeling.planning.optimizer_traffic import ADAMW_BYTES
 from modeling.planning.stage_costs import StageCosts
 from parallel import device as devices
 from parallel.attention.attention import attention
@@ -196,7 +195,7 @@ def _update_bandwidth(device: Device, local: torch.device, elements: int, compil
             learning_rate=one if program else 1e-3, divisor=one, skip=zero, compiled=program,
         )  # fmt: skip
 
-    return elements * (ADAMW_BYTES + gradient.itemsize) / fastest(device, call)
+    return elements * (settings.traffic + gradient.itemsize) / fastest(device, call)
 
 
 def _profile(device: Device, precision: str, hidden: int, tokens: int) -> Profile:

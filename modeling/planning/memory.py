@@ -26,6 +26,7 @@ from modeling.planning.stage_costs import LayerCosts, counts_choices
 from parallel.layout import layout_of
 from parallel.optimizer.buckets import pack
 from parallel.optimizer.grouping import Group, group_parameters
+from parallel.optimizer.rules import Rule
 from parallel.optimizer.sharded_adamw import IN_FLIGHT
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
@@ -40,16 +41,26 @@ class PlannedBucket(NamedTuple):
     shards: int  # ranks over which its states are sharded
     replicas: int  # ranks that hold the same shard
     experts: bool  # whether it holds experts that other ranks do not have
-    states: int  # float32 values per weight besides the master weight; 0 if frozen
-    frozen: bool = False  # whether it has neither gradients nor states
+    rule: Rule | None  # that updates it; None if frozen
+    multiply_adds: int = 0  # of matrix products in an update, all shards and tensor ranks together
     unit: int | None = None  # number of the unit that FSDP gathers it with; None if it is resident
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it has neither gradients nor states."""
+        return self.rule is None
+
+    @property
+    def states(self) -> int:
+        """Float32 values per weight besides the master weight."""
+        return 0 if self.rule is None else len(self.rule.states)
 
     @classmethod
     def of(
         cls,
         profile: Profile,
         members: Sequence[tuple[str, nn.Parameter]],
-        states: Sequence[str] = (),
+        rule: Rule | None = None,
         unit: int | None = None,
     ) -> PlannedBucket:
         holders, shards = profile.weight_replicas, profile.shard_degree
@@ -59,8 +70,9 @@ class PlannedBucket(NamedTuple):
         dtypes = members[0][1].dtype, DTYPES[profile.train.gradient_dtype]
         _, size = pack([parameter.numel() for _, parameter in members], shards, *dtypes)
         block, frozen = members[0][0].startswith("layers."), not members[0][1].requires_grad
-        count = 0 if frozen else len(states)
-        return cls(size, unit is None, block, shards, holders // shards, experts, count, frozen, unit)
+        rule = None if frozen else rule
+        products = sum(rule.multiply_adds(layout_of(each)) for _, each in members) if rule else 0
+        return cls(size, unit is None, block, shards, holders // shards, experts, rule, products, unit)
 
 
 def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedBucket]:
@@ -76,7 +88,7 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
     ]
     units_of += [(None, group) for group in groups.resident]
     return [
-        *(PlannedBucket.of(profile, group.members, group.rule.states, unit) for unit, group in units_of),
+        *(PlannedBucket.of(profile, group.members, group.rule, unit) for unit, group in units_of),
         *(PlannedBucket.of(profile, members) for members in [groups.frozen] if members),
     ]
 
@@ -114,7 +126,8 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
     """Bytes of gradients and weights that a rank sends per step: in its shard groups, to its replicas.
 
     Gradients are reduce-scattered and weights all-gathered over the shards; FSDP does so for blocks in every microbatch, with
-    weights in each of `weight_passes`. Each shard of the gradients is all-reduced over its replicas.
+    weights in each of `weight_passes`. Each shard of the gradients is all-reduced over its replicas. Matrices that are updated as
+    wholes are sent to their owners and back.
     """
     train, keeps = profile.train, profile.parallel.keep_gathered
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
@@ -136,6 +149,11 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
             gathered = passes * scattered if bucket.block else 1
         if profile.copies_reference and not bucket.resident:  # for the reference model's forward pass
             gathered += scattered if bucket.block else 1
+        if bucket.rule is not None and bucket.rule.exchanged:
+            owners = bucket.shards * profile.parallel.tensor
+            axis = shards if bucket.shards > 1 else "tensor"
+            moved = bucket.size // bucket.shards * bucket.rule.exchanged * (owners - 1) // owners
+            communication[axis] = communication.get(axis, 0) + moved
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
         communication[shards] += exchanged * (bucket.shards - 1) // bucket.shards
         communication[replicas] += (

@@ -15,24 +15,24 @@ from modeling.models.build import DTYPES
 from modeling.planning.memory import PlannedBucket, weight_passes
 from profiles.schema import Profile
 
-ADAMW_BYTES = 24  # per parameter besides its gradient: float32 weights and moments, read and written
 WIDE = 4  # bytes of a float32
 
 
 class OptimizerTraffic(NamedTuple):
-    """Bytes that a rank's optimizer reads and writes in a step."""
+    """Bytes that a rank's optimizer reads and writes in a step, and its matrix products."""
 
     accumulated: int  # during the microbatches, between forward and backward passes
     updated: int  # after the last one
+    flops: float  # of matrix products, after the last one
 
 
 def optimizer_traffic(profile: Profile, buckets: Sequence[PlannedBucket]) -> OptimizerTraffic:
     """Memory traffic of a step; `buckets`: result of `plan_buckets`."""
     train, keeps, microbatches = profile.train, profile.parallel.keep_gathered, profile.accumulation_steps
     weight, gradient = DTYPES[train.precision].itemsize, DTYPES[train.gradient_dtype].itemsize
-    accumulated = updated = 0
+    accumulated = updated = multiply_adds = 0
     for bucket in buckets:
-        if bucket.frozen:
+        if bucket.rule is None:
             continue
         shard = bucket.size // bucket.shards
         # The first gradient of a sum is written, later ones are added.
@@ -48,5 +48,8 @@ def optimizer_traffic(profile: Profile, buckets: Sequence[PlannedBucket]) -> Opt
             sums, gathers = (1, 1) if keeps else (microbatches, passes)
             accumulated += shard * (sums * 3 - 1) * gradient
             accumulated += shard * gathers * (WIDE + weight)
-        updated += shard * (gradient + WIDE + gradient + ADAMW_BYTES)  # norms of gradients and weights, AdamW
-    return OptimizerTraffic(accumulated, updated)
+        updated += shard * (
+            gradient + WIDE + gradient + bucket.rule.traffic
+        )  # norms of gradients and weights
+        multiply_adds += bucket.multiply_adds // (bucket.shards * profile.parallel.tensor)
+    return OptimizerTraffic(accumulated, updated, 2.0 * multiply_adds)

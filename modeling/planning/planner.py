@@ -57,6 +57,7 @@ class StagePlan:
     # bytes of memory that its optimizer reads and writes in a step: during the microbatches, and after the last one
     accumulated: int
     updated: int
+    update_flops: float = 0.0  # of its optimizer's matrix products
 
     @property
     def total(self) -> int:
@@ -257,6 +258,7 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
             communication=_communication_bytes(profile, costs, stages, buckets),
             accumulated=traffic.accumulated,
             updated=traffic.updated,
+            update_flops=traffic.flops,
         )
 
     return tuple(plan_rank(rank) for rank in range(ranks))
@@ -283,12 +285,13 @@ def _communication_bytes(
     # forward and backward, and the passes without gradients
     passes = 2 + profile.scores_pairs_in_step + counts_choices(profile)
     messages = passes * len(stages) * count * costs.hidden_bytes if parallel.pipeline > 1 else 0
+    weights = memory.communication_bytes(profile, buckets)
     return {
-        "tensor": count * (layers["tensor"] + layers["kv_replica"]),
+        "tensor": count * (layers["tensor"] + layers["kv_replica"]) + weights.pop("tensor", 0),
         "context": count * layers["context"],
         "expert": count * layers["expert"],
         "pipeline": messages,
-        **memory.communication_bytes(profile, buckets),
+        **weights,
     }
 
 

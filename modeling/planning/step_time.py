@@ -3,7 +3,7 @@
     work      of a rank: FLOPs / rate + bytes of tensor, context and expert communication / bandwidth + bytes that it accesses to
               accumulate gradients / memory bandwidth
     step      slowest rank's work · (1 + bubble) + exposed exchange of gradients and weights + bytes that its update accesses /
-              memory bandwidth
+              memory bandwidth + FLOPs of its update (Muon) / rate
 
 `rate` is measured by shape or 0.55 of the published peak (calibration.py), the bandwidth is that of a group's slowest links
 (levels.py), the memory bandwidth is measured or 0.8 of the published one. ZeRO-1 exchanges after the last microbatch; FSDP
@@ -39,6 +39,7 @@ class RankCosts(Protocol):
         flops, rate: FLOPs and the layers' FLOP/s; None: unknown.
         communication: bytes that it sends, by mesh axis.
         accumulated, updated: bytes of memory that the optimizer accesses during and after the microbatches.
+        update_flops: FLOPs of its matrix products, at the layers' rate.
     """
 
     flops: float
@@ -46,6 +47,7 @@ class RankCosts(Protocol):
     communication: Mapping[str, int]
     accumulated: int
     updated: int
+    update_flops: float
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
         + seconds(rank, "replica", "expert_replica")
         for rank, work in zip(ranks, works, strict=True)
     )
-    step = max(works) * (1 + idle) + exposed + max(rank.updated for rank in ranks) / memory
+    update = max(rank.updated / memory + rank.update_flops / rank.rate for rank in ranks)
+    step = max(works) * (1 + idle) + exposed + update
     tokens = profile.step_tokens
     total = step * train.steps if train.steps else None
     hours = total and total / 3600 * cluster.nodes

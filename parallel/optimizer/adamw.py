@@ -40,12 +40,18 @@ class AdamW:
     epsilon: float = 1e-8
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     clipped: bool = True
+    traffic: int = 24  # weights and moments, read and written
+    exchanged: int = 0
 
     def constants(self, weight_decay: float, device: torch.device) -> Tensor:
         """The constants of `update`: 1-β1, β2, 1-β2, log β1, log β2, ε, λ; (7) float32."""
         beta1, beta2 = self.betas
         logs = (math.log(beta) if beta else -math.inf for beta in self.betas)
         return torch.tensor([1 - beta1, beta2, 1 - beta2, *logs, self.epsilon, weight_decay], device=device)
+
+    def multiply_adds(self, layout: Layout) -> int:
+        """Of matrix products: none."""
+        return 0
 
     def rate(self, layout: Layout) -> float:
         """Learning-rate multiplier of a parameter."""

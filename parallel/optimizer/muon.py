@@ -63,6 +63,23 @@ class Muon:
         """Learning-rate multiplier of a parameter."""
         return layout.matrix_rate
 
+    @property
+    def traffic(self) -> int:
+        """Bytes of memory per weight of the operators around the matrix products, besides the gradient.
+
+        In float32, 48 for momentum, 16 for the scaled results and 52 for the weights; 9 elements in the products' dtype.
+        """
+        return 48 + 16 + 52 + 9 * self.dtype.itemsize
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes per weight that are sent to the owners and back."""
+        return 2 * self.dtype.itemsize
+
+    def multiply_adds(self, layout: Layout) -> int:
+        """Those that orthogonalize a parameter's matrices."""
+        return sum(self.cost(section.shape) for section in layout.sections)
+
     def cost(self, shape: Shape) -> int:
         """Multiply-adds that orthogonalize a matrix."""
         return multiply_adds(shape, COEFFICIENTS[self.coefficients])

@@ -60,6 +60,17 @@ class Rule(Protocol):
     def clipped(self) -> bool:
         """Whether the gradient norm includes its gradients, which clipping divides."""
 
+    @property
+    def traffic(self) -> int:
+        """Bytes of memory per weight that an update reads and writes, besides the gradient."""
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes per weight that the ranks of a matrix send each other in an update; 0: elementwise."""
+
+    def multiply_adds(self, layout: Layout) -> int:
+        """Those of matrix products in an update of a parameter's global tensors."""
+
     def rate(self, layout: Layout) -> float:
         """Learning-rate multiplier of a parameter."""
 
@@ -74,6 +85,11 @@ class SignStep:
     size: float
     states: tuple[str, ...] = ()
     clipped: bool = False
+    traffic: int = 8
+    exchanged: int = 0
+
+    def multiply_adds(self, layout: Layout) -> int:
+        return 0
 
     def rate(self, layout: Layout) -> float:
         return layout.rate

@@ -93,6 +93,25 @@ def test_planned_step_includes_the_memory_traffic_of_the_optimizer():
     assert traffic[1] == pytest.approx([16, 42], rel=1e-3)
 
 
+def test_muon_has_one_state_and_its_products_and_exchange_take_time():
+    changes = ["train.precision=bf16", "parallel.data_sharding=fsdp"]
+    adamw, muon = (
+        plan(resolve.load("llama3-8b-h200", [*changes, f"train.optimizer={name}"]))
+        for name in ("adamw", "muon")
+    )
+    model, ranks = resolve.load("llama3-8b-h200").model, 8
+    h, f, kv = model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim
+    weights = model.num_hidden_layers * (2 * h * h + 2 * h * kv + 3 * h * f)
+    freed = adamw.stages[0].bytes["optimizer"] - muon.stages[0].bytes["optimizer"]
+    assert freed == pytest.approx(4 * weights / ranks, rel=1e-3)
+    small, large = 2 * kv**2 * h + kv**3, 2 * h**2 * f + h**3
+    products = 5 * model.num_hidden_layers * (2 * 3 * h**3 + 2 * small + 3 * large)
+    assert muon.stages[0].update_flops == pytest.approx(2 * products / ranks, rel=1e-3)
+    sent = muon.communication["data"] - adamw.communication["data"]
+    assert sent == pytest.approx(2 * 2 * weights / ranks * (ranks - 1) / ranks, rel=1e-3)
+    assert muon.step_seconds > adamw.step_seconds
+
+
 def test_optimizer_traffic_is_divided_by_the_shards():
     traffic = {}
     for sharding in ("zero1", "fsdp"):
