@@ -1,6 +1,7 @@
-"""AdamW with sharded states (ZeRO-1), and with sharded parameters and gradients too (FSDP).
+"""AdamW and Muon with sharded states (ZeRO-1), and with sharded parameters and gradients too (FSDP).
 
 Start with `sharded_adamw.py` (the optimizer step), then `grouping.py` (which parameters share a bucket), `buckets.py` (flat
-memory behind parameters and gradients), `fsdp.py` (when parameters are gathered), `rules.py` (what an update rule is) and
-`adamw.py` (the first of them; on GPUs by `gpu_kernels.py`). Imports `parallel`.
+memory behind parameters and gradients), `fsdp.py` (when parameters are gathered), `rules.py` (what an update rule is),
+`adamw.py` (the first of them; on GPUs by `gpu_kernels.py`) and `muon.py` (the second, on matrices of `matrices.py`). Imports
+`parallel`.
 """
