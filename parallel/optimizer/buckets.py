@@ -167,8 +167,9 @@ class Bucket:
         if self.frozen:
             self.gradient_shard = torch.empty(0, dtype=self.gradient_dtype, device=shard.device)
             return
-        states = {state: torch.zeros_like(self.master) for state in self.rule.states}
-        self.states = {"master": self.master, **states}
+        self.states["master"] = self.master
+        for state in self.rule.states:
+            self.states[state] = torch.zeros_like(self.master)
         if self.resident:
             self.gradients = torch.zeros_like(self.values, dtype=self.gradient_dtype)
             self.gradient_shard = self.local_shard(self.gradients)

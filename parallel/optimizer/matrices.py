@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 class Owners:
-    """Chooses the owner of each matrix: of a bucket's matrices, the costliest first, each the least loaded rank.
+    """Chooses the owner of each matrix: of a bucket's, the costliest first, the least loaded rank.
 
     Loads of earlier buckets count, so that ranks without a matrix in one bucket get those of the next.
 

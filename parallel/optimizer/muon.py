@@ -1,4 +1,4 @@
-"""Muon (Jordan, kellerjordan.github.io/posts/muon; arXiv 2502.16982): momentum, orthogonalized as a matrix.
+"""Muon: momentum, orthogonalized as a matrix (kellerjordan.github.io/posts/muon; arXiv 2502.16982).
 
 With g the gradient divided by the clipping divisor, m the momentum, of a matrix of r rows and c columns:
 

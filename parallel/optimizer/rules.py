@@ -50,7 +50,7 @@ class Updater(Protocol):
 
 
 class Rule(Protocol):
-    """An update rule with its hyperparameters, except the learning rate and weight decay, which vary; hashable."""
+    """An update rule with its hyperparameters, except learning rate and weight decay; hashable."""
 
     @property
     def states(self) -> tuple[str, ...]:
