@@ -176,3 +176,19 @@ def test_owners_share_the_cost():
     ]
     assert all({*each.values()} <= {*range(4)} for each in chosen)
     assert max(owners.loads) < 1.05 * sum(owners.loads) / 4
+
+
+def test_skipped_step_changes_neither_weights_nor_momentum():
+    on = Mesh(kv_replicas=1, whole_matrices=True)
+    layers = Layers(on)
+    initialize(layers.named_parameters(), on.tensor, 1)
+    optimizer = ShardedAdamW(layers.named_parameters(), on, rule=choose)
+
+    def step(factor: float) -> list[torch.Tensor]:
+        sum((parameter * factor).sum() for parameter in layers.parameters()).backward()
+        optimizer.step(RATE)
+        return [state.clone() for bucket in optimizer.buckets for state in bucket.states.values()]
+
+    before = step(1.0)
+    assert all(map(torch.equal, step(float("nan")), before))
+    assert not any(map(torch.equal, step(1.0), before))
