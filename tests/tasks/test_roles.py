@@ -38,7 +38,7 @@ BASES = (
     (PAIR, *MIXED, LINEAR, "continual.stand_in=[{kind: files, path: c}]"),
     (PAIR, "cluster.device=cuda", "cluster.accelerator=h100", "train.steps=null", "train.epochs=1"),
     (PAIR, "cluster.device=neuron", "cluster.accelerator=trn2", YARN, *SCALED),
-    ("tiny-moe", "cluster.threads=1"),
+    ("tiny-moe", "cluster.threads=1", "train.optimizer=muon"),
     ("deepseek-v3", "train.recompute=none", *PAIRS),
     (PAIR, "objective.kind=sft", *STARTED, "lora.rank=4"),
     (PAIR, *PAIRS, LLAMA3, "train.precision=fp8"),
