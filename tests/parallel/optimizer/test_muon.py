@@ -114,7 +114,7 @@ def torch_steps() -> list[dict[str, torch.Tensor]]:
 
 
 def test_every_update_of_one_process_equals_torch_muon():
-    """Without clipping, where torch multiplies by a rounded reciprocal: bf16 would round a few elements differently."""
+    """Without clipping, whose divisor torch rounds; bf16 would then differ in a few elements."""
     found = trained(STEPS, torch.bfloat16, clip=None)
     before = matrices()
     ours_before = dict(before)
@@ -145,7 +145,7 @@ def test_every_distribution_updates_whole_matrices(pool, degrees):
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24), (40, 40)])
 def test_bf16_orthogonalization_is_near_that_in_float64(shape, coefficients):
-    """bf16 has 8 bits: each of five steps rounds products by 2⁻⁹, which polynomials with slopes up to 8 amplify."""
+    """bf16 has 8 bits: each step rounds products by 2⁻⁹, which slopes of up to 8 amplify."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     exact = orthogonalize(matrix.double(), COEFFICIENTS[coefficients])
     low, high = torch.linalg.svdvals(exact)[[-1, 0]]
