@@ -45,6 +45,16 @@ DEEPSEEK = {
 }
 # Keys of `train` introduced with Muon.
 MUON = {"optimizer", "muon_momentum", "muon_coefficients", "muon_dtype"}
+# Further keys of `model` that not every family has, introduced after those that its key always contains.
+OF_FAMILIES = {
+    "max_window_layers",
+    "no_rope_layer_interval",
+    "partial_rotary_factor",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+}
 # Keys of `train` that a position in the data depends on.
 POSITION = ("global_batch_size", "sequence_length")
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
@@ -377,6 +387,7 @@ def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
         values = _without(DEEPSEEK, values)
         scaling = values["rope_scaling"] or {}
         values["rope_scaling"] = {name: scaling[name] for name in scaling if "mscale" not in name} or None
+    values = _without(OF_FAMILIES - family.fields.keys(), values)
     if profile.model.architecture not in families.OWN:
         values["code"] = _function(family.model)
     scales = {name: values.pop(name) for name in PARAMETRIZATION}

@@ -14,6 +14,8 @@ STRUCTURE = (
 # Other settings that cannot be inferred from weights. A run may change them, for example for a longer context: a warning.
 NOT_IN_WEIGHTS = (
     *("hidden_act", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "full_attention_every"),
+    *("max_window_layers", "no_rope_layer_interval", "partial_rotary_factor", "embedding_multiplier"),
+    *("attention_multiplier", "residual_multiplier", "logits_scaling"),
     *("clip_qkv", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
 )
 

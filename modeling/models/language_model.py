@@ -12,6 +12,7 @@ from modeling.models import parametrization
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
+from parallel.layers.norms import CenteredNorm
 from parallel.layers.products import EXACT, Products
 from parallel.layers.tied import TiedWeight
 from parallel.layout import Initializer, Placement
@@ -19,6 +20,12 @@ from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
 from parallel.random import Keys, local_keys, token_keys
 from profiles.sections.model import Model
+
+NORMS: Mapping[str, type[RMSNorm]] = {
+    "rms": RMSNorm,
+    "layer": LayerNorm,
+    "centered": CenteredNorm,
+}  # by `Family.norm`
 
 
 class ModelOptions(Placement, total=False):
@@ -69,7 +76,6 @@ class LanguageModel(nn.Module):
     """
 
     block: type[nn.Module]
-    norm_layer: type[RMSNorm | LayerNorm]
     weights: Mapping[str, HuggingFaceTensor]
     loss_programs = LossPrograms()
     tied: TiedWeight | None = None
@@ -109,7 +115,7 @@ class LanguageModel(nn.Module):
         )
         if self.last:
             norm["initializer"] = parametrization.final_norm(model)
-            self.norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
+            self.norm = NORMS[model.family.norm](model.hidden_size, mesh.tensor, **norm)
             if not tied:
                 head = {**options, "initializer": parametrization.head(model)}
                 self.head = VocabParallelEmbedding(*vocabulary, **head)
@@ -139,19 +145,27 @@ class LanguageModel(nn.Module):
         if self.first:
             x = self.embed_tokens(x, positions, documents, keys)  # (b·s/c, h)
         uncounted = () if padding is None else (padding,)
-        for layer, own in zip(self.layers.values(), layer_keys, strict=True):
-            x = layer(x, *shared, documents, own, *uncounted)
-        return self.norm(x) if self.last else x
+        for (number, layer), own in zip(self.layers.items(), layer_keys, strict=True):
+            x = layer(x, *self.arguments_of(int(number), shared), documents, own, *uncounted)
+        if not self.last:
+            return x
+        x, divisor = self.norm(x), self.model.logits_scaling
+        return x if divisor is None else x / divisor
 
     def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
         """Arguments of all blocks between the hidden states and the documents."""
         return (positions,)
 
+    def arguments_of(self, layer: int, shared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Those of `block_arguments` that the block of this layer takes."""
+        return shared
+
     def embed_tokens(
         self, ids: Tensor, positions: Tensor, documents: Tensor | None, keys: Keys | None
     ) -> Tensor:
         """Hidden states (b·s/c, h) of token ids (b, s/c)."""
-        return self.embedding(ids)
+        x, factor = self.embedding(ids), self.model.embedding_multiplier
+        return x if factor is None else x * factor
 
     def dropout_keys(
         self, samples: Tensor | None, positions: Tensor

@@ -130,7 +130,7 @@ class StageCosts:
         """Costs of a layer with a mode of activation checkpointing; equal layers share one object."""
         train, model = self.profile.train, self.profile.model
         last = layer == model.num_hidden_layers - 1
-        kind = model.window(layer), model.has_experts(layer)
+        kind = model.window(layer), model.has_experts(layer), model.has_rope(layer)
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
         # the loss's chunk depends on the accelerator's memory and speed
         accelerator = self.profile.cluster.accelerator if last else None

@@ -1,10 +1,11 @@
-"""Model families: how the profiles and config.json files of the architectures differ.
+"""Model families: the table of features in which the architectures differ from Llama.
 
-A family has Llama's fields of `Model`, unless its entry says otherwise. A package adds a family, an instance of `Family`, as an
-entry point of the group `trainshed.models`, here as `qwen2`:
+One entry describes a family completely: its layers, the names of its weights, its profiles and its config.json. The model, the
+conversion both ways, the export and the planner read it, and what it does not list is rejected. A package adds a family, an
+instance of `Family`, as an entry point of the group `trainshed.models`, here as `arcee`:
 
     [project.entry-points."trainshed.models"]
-    qwen2 = "my_package.qwen2:FAMILY"
+    arcee = "my_package.arcee:FAMILY"
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from profiles import plugins
 from profiles.errors import ProfileError
@@ -25,7 +26,13 @@ NXD_SHARDS = ("llama", "mistral", "mixtral", "dbrx")  # architectures whose NxD 
 # Fields that only some families have, and the feature that each belongs to.
 OPTIONAL = {
     "sliding_window": "sliding window",
-    "full_attention_every": "layers of different windows",
+    **dict.fromkeys(("full_attention_every", "max_window_layers"), "layers of different windows"),
+    "no_rope_layer_interval": "layers without RoPE",
+    "partial_rotary_factor": "partly rotated heads",
+    **dict.fromkeys(
+        ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+        "multipliers",
+    ),
     "clip_qkv": "clipped heads",
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), "experts"),
     "n_shared_experts": "shared experts",
@@ -54,22 +61,32 @@ class Family:
     Args:
         model: the class, `module:name`, a `LanguageModel` that names its Hugging Face tensors.
         huggingface: the class in transformers.
+        source: the paper or the model card that describes it.
         model_type: in config.json; by default the family's own name.
-        fields: fields of `Model` in addition to Llama's, and their names in config.json.
+        fields: names in config.json of fields of `Model`: of those that Llama does not have, and of those with another name.
         values: supported values that differ from Llama's, the default first.
         defaults: transformers' defaults of fields that a config.json omits, by names of `Model`'s fields and `rms_norm_eps`.
         fixed: config.json fields with a single supported value.
         unused: further config.json keys that training does not need; other unknown keys are rejected.
         rotary: whether it has RoPE, and Llama's names in config.json.
+        norm: "rms", or LayerNorm with a bias ("layer") or without ("centered").
+        norm_position: of a layer's norms: before attention and MLP, after them, or around them.
+        qk_norm: RMSNorm of query and key heads before rotation, each ("heads") or all of a token's together ("projections").
+        free_head_dim: whether head_dim may differ from hidden_size / num_attention_heads.
+        output_bias: whether attention's biases include that of the output projection.
+        adjacent_pairs: whether RoPE rotates adjacent elements, instead of those of the two halves of a head.
+        local_rope: whether layers with a window have unscaled RoPE.
+        tensors: names in transformers of a layer's modules, where they differ from Llama's; parts of one tensor share a name.
         parametrized: whether the scales of μP and CompleteP are known.
         selection_bias: whether experts are chosen by logits plus a bias per expert.
         expert_bias: whether router and experts have biases.
         mlp_matrices: weights of an MLP: gate, up and down, or up and down.
-        further_parameters: elements that a layer has beyond Llama's projections, MLP and two norms.
+        further_parameters: elements that a layer has beyond those of the features above.
     """
 
     model: str
     huggingface: str
+    source: str = ""
     model_type: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -77,6 +94,14 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0})
     unused: tuple[str, ...] = ()
     rotary: bool = True
+    norm: Literal["rms", "layer", "centered"] = "rms"
+    norm_position: Literal["before", "after", "around"] = "before"
+    qk_norm: Literal["none", "heads", "projections"] = "none"
+    free_head_dim: bool = True
+    output_bias: bool = True
+    adjacent_pairs: bool = False
+    local_rope: bool = False
+    tensors: Mapping[str, str] = field(default_factory=dict)
     parametrized: bool = False
     selection_bias: bool = False
     expert_bias: bool = False
@@ -93,52 +118,194 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def _own(name: str, cls: str, **facts: Any) -> Family:
-    return Family(f"modeling.models.families.{name}:{cls}", f"{cls}ForCausalLM", **facts)
+def _own(model: str, huggingface: str, source: str, **facts: Any) -> Family:
+    """A family of this package, whose model class, `module:name`, is in modeling/models/families."""
+    return Family(f"modeling.models.families.{model}", f"{huggingface}ForCausalLM", source, **facts)
 
 
 _FIXED = {"attention_dropout": 0.0}
 _EXPERTS = _same("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 _FEW_EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 _NO_BIAS = {"attention_bias": (False,)}
+_POST_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+_FUSED_MLP = dict.fromkeys(("mlp.gate_up.gate", "mlp.gate_up.up"), "mlp.gate_up_proj")
+_FUSED_QKV = dict.fromkeys(("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), "self_attn.qkv_proj")
+_MULTIPLIERS = _same("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _NO_WINDOW = ("sliding_window", "max_window_layers")  # have no effect, because use_sliding_window is false
 
 OWN = {
     "llama": _own(
-        "llama",
+        "llama:Llama",
         "Llama",
+        "arXiv 2307.09288, 2407.21783",
         values={"mlp_bias": (False, True)},
         defaults={"rms_norm_eps": 1e-6},
         parametrized=True,
     ),
     "mistral": _own(
-        "mistral",
+        "llama:Llama",
         "Mistral",
+        "arXiv 2310.06825",
         fields=_same("sliding_window"),
         values=_NO_BIAS,
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
         parametrized=True,
     ),
     "qwen3": _own(
-        "qwen3",
+        "llama:Llama",
         "Qwen3",
+        "arXiv 2505.09388",
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "head_dim": 128},
         fixed={**_FIXED, "use_sliding_window": False},
         unused=_NO_WINDOW,
+        qk_norm="heads",
         parametrized=True,
-        further_parameters=lambda model: 2 * model.head_dim,
     ),
     "olmo2": _own(
-        "olmo2",
+        "llama:Llama",
         "Olmo2",
+        "arXiv 2501.00656",
         defaults={"rms_norm_eps": 1e-5},
-        further_parameters=lambda model: (
-            (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-        ),
+        norm_position="after",
+        qk_norm="projections",
+        tensors=_POST_NORMS,
+    ),
+    "qwen2": _own(
+        "llama:Llama",
+        "Qwen2",
+        "arXiv 2407.10671, 2412.15115",
+        fields=_same("sliding_window", "max_window_layers"),
+        values={"attention_bias": (True,)},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        output_bias=False,
+    ),
+    "olmo3": _own(
+        "llama:Llama",
+        "Olmo3",
+        "allenai.org/papers/olmo3",
+        fields=_same("sliding_window", "full_attention_every"),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+            "full_attention_every": 4,
+        },
+        norm_position="after",
+        qk_norm="projections",
+        local_rope=True,
+        tensors=_POST_NORMS,
+    ),
+    "smollm3": _own(
+        "llama:Llama",
+        "SmolLM3",
+        "huggingface.co/blog/smollm3",
+        fields=_same("no_rope_layer_interval"),
+        values={"mlp_bias": (False, True), "tie_word_embeddings": (True, False)},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+        fixed={**_FIXED, "use_sliding_window": False},
+        unused=_NO_WINDOW,
+    ),
+    "granite": _own(
+        "llama:Llama",
+        "Granite",
+        "huggingface.co/ibm-granite/granite-3.3-8b-base",
+        fields=_MULTIPLIERS,
+        values={"mlp_bias": (False, True)},
+        defaults={"rms_norm_eps": 1e-6, **dict.fromkeys(_MULTIPLIERS, 1.0)},
+    ),
+    "glm4": _own(
+        "llama:Llama",
+        "Glm4",
+        "huggingface.co/zai-org/GLM-4-9B-0414",
+        fields=_same("partial_rotary_factor"),
+        values={"attention_bias": (True, False)},
+        defaults={
+            "rms_norm_eps": 1.5625e-7,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+        },
+        norm_position="around",
+        output_bias=False,
+        adjacent_pairs=True,
+        tensors={
+            **_FUSED_MLP,
+            "attention_output_norm": "post_self_attn_layernorm",
+            "mlp_output_norm": "post_mlp_layernorm",
+        },
+    ),
+    "phi3": _own(
+        "llama:Llama",
+        "Phi3",
+        "arXiv 2404.14219, 2412.08905",
+        fields=_same("sliding_window", "partial_rotary_factor"),
+        values=_NO_BIAS,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
+        fixed={**_FIXED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        unused=("original_max_position_embeddings",),  # of LongRoPE, which is rejected
+        tensors={**_FUSED_QKV, **_FUSED_MLP},
+    ),
+    "ministral": _own(
+        "llama:Llama",
+        "Ministral",
+        "huggingface.co/mistralai/Ministral-8B-Instruct-2410",
+        fields=_same("sliding_window", "full_attention_every"),
+        values=_NO_BIAS,
+        defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "starcoder2": _own(
+        "llama:Llama",
+        "Starcoder2",
+        "arXiv 2402.19173",
+        fields={**_same("sliding_window"), "norm_eps": "norm_epsilon"},
+        values={
+            "hidden_act": ("gelu_pytorch_tanh",),
+            "attention_bias": (True,),
+            "mlp_bias": (True,),
+            "tie_word_embeddings": (True, False),
+        },
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 2,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.018042,
+        },
+        fixed={**_FIXED, "residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True},
+        norm="layer",
+        mlp_matrices=2,
+        tensors={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    ),
+    "stablelm": _own(
+        "llama:Llama",
+        "StableLm",
+        "arXiv 2402.17834",
+        fields={
+            **_same("partial_rotary_factor"),
+            "norm_eps": "layer_norm_eps",
+            "attention_bias": "use_qkv_bias",
+        },
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25},
+        fixed={**_FIXED, "hidden_dropout": 0.0, "qk_layernorm": False, "use_parallel_residual": False},
+        norm="layer",
+        free_head_dim=False,
+        output_bias=False,
     ),
     "mixtral": _own(
-        "mixtral",
+        "mixtral:Mixtral",
         "Mixtral",
+        "arXiv 2401.04088",
         fields={**_FEW_EXPERTS, **_same("sliding_window")},
         values=_NO_BIAS,
         defaults={
@@ -152,8 +319,9 @@ OWN = {
         fixed={**_FIXED, "router_jitter_noise": 0.0},
     ),
     "qwen3_moe": _own(
-        "qwen3_moe",
+        "mixtral:Qwen3Moe",
         "Qwen3Moe",
+        "arXiv 2505.09388",
         fields=_EXPERTS,
         defaults={
             "rms_norm_eps": 1e-6,
@@ -165,11 +333,12 @@ OWN = {
         },
         fixed={**_FIXED, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1},
         unused=_NO_WINDOW,
-        further_parameters=lambda model: 2 * model.head_dim,
+        qk_norm="heads",
     ),
     "dbrx": _own(
-        "dbrx",
+        "dbrx:Dbrx",
         "Dbrx",
+        "databricks.com/blog/introducing-dbrx-new-state-art-open-llm",
         fields=_same("num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"),
         values={
             **_NO_BIAS,
@@ -177,10 +346,12 @@ OWN = {
             "tie_word_embeddings": (False,),
         },
         fixed={},
+        norm="centered",
     ),
     "gpt_oss": _own(
-        "gpt_oss",
+        "gpt_oss:GptOss",
         "GptOss",
+        "arXiv 2508.10925",
         fields={**_FEW_EXPERTS, **_same("sliding_window", "full_attention_every")},
         values={"attention_bias": (True, False)},
         defaults={
@@ -189,6 +360,7 @@ OWN = {
             "num_key_value_heads": 8,
             "head_dim": 64,
             "sliding_window": 128,
+            "full_attention_every": 2,
             "num_experts": 128,
             "num_experts_per_tok": 4,
         },
@@ -198,8 +370,9 @@ OWN = {
         further_parameters=lambda model: model.num_attention_heads,  # sinks
     ),
     "deepseek_v3": _own(
-        "deepseek_v3",
+        "deepseek_v3:DeepseekV3",
         "DeepseekV3",
+        "arXiv 2412.19437",
         fields={
             **_EXPERTS,
             "num_experts": "n_routed_experts",
@@ -240,6 +413,7 @@ OWN = {
     "gpt": Family(
         "modeling.models.families.gpt:GPT",
         "GPT2LMHeadModel",
+        "arXiv 2005.14165",
         model_type="gpt2",
         values={
             "hidden_act": ("gelu", "gelu_new"),
@@ -256,8 +430,9 @@ OWN = {
         },
         unused=("reorder_and_upcast_attn",),  # the same numbers, more precisely
         rotary=False,
+        norm="layer",
+        free_head_dim=False,
         mlp_matrices=2,
-        further_parameters=lambda model: 2 * model.hidden_size,  # biases of two norms
     ),
 }
 

@@ -16,13 +16,14 @@ from profiles.sections import families, roles
 from profiles.sections.base import Count, Natural, Section, Size
 from profiles.sections.rope import RopeScaling, YarnRope
 
+Multiplier = Annotated[float, Field(gt=0)] | None
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 # Required keys of latent attention.
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class Model(Section):
-    """A Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 or GPT model."""
+    """A model of one of the families in `families.py`, or of a plugin."""
 
     default_role = roles.MODEL
 
@@ -72,24 +73,49 @@ class Model(Section):
     )
     sliding_window: Count | None = Field(
         default=None,
-        description="number of tokens that a token attends to, itself included; null: all (mistral, mixtral, "
-        "gpt_oss)",
+        description="number of tokens that a token attends to, itself included; null: all (mistral, qwen2, olmo3, phi3, "
+        "ministral, starcoder2, mixtral, gpt_oss)",
     )
     full_attention_every: Count | None = Field(
         default=None,
-        description="n: every n-th layer has full attention, the others the sliding window (gpt_oss)",
+        description="n: every n-th layer has full attention, the others the sliding window (olmo3, ministral, gpt_oss)",
     )
+    max_window_layers: Natural | None = Field(
+        default=None,
+        description="number of leading layers with full attention, before those with the sliding window; null: none (qwen2)",
+    )
+    no_rope_layer_interval: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="n: every n-th layer has no RoPE; null: all have it (smollm3)"
+    )
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm)",
+    )
+    embedding_multiplier: Multiplier = Field(
+        default=None, description="multiplies token embeddings; null: 1 (granite)"
+    )
+    attention_multiplier: Multiplier = Field(
+        default=None, description="multiplies attention scores; null: 1 / √head_dim (granite)"
+    )
+    residual_multiplier: Multiplier = Field(
+        default=None,
+        description="multiplies what attention and MLP add to the residual stream; null: 1 (granite)",
+    )
+    logits_scaling: Multiplier = Field(default=None, description="divides the logits; null: 1 (granite)")
     clip_qkv: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="bound that queries, keys and values are clipped to; null: none (dbrx)"
     )
     tie_word_embeddings: bool = Field(
-        description="share the embedding with the output projection (default: true for gpt)"
+        description="share the embedding with the output projection (default: true for gpt, smollm3 and starcoder2)"
     )
     attention_bias: bool = Field(
-        description="biases in the attention projections (default: true for gpt and gpt_oss)"
+        description="biases in the attention projections (default: true for qwen2, glm4, starcoder2, gpt and gpt_oss); not in "
+        "that of the output for qwen2, glm4 and stablelm"
     )
-    mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt)")
-    hidden_act: str = Field(description="MLP activation function (default: gelu for gpt, else silu)")
+    mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt and starcoder2)")
+    hidden_act: str = Field(
+        description="MLP activation function (default: gelu for gpt, gelu_pytorch_tanh for starcoder2, else silu)"
+    )
     initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
     parametrization: Annotated[Literal["standard", "mup", "completep"], roles.INITIALIZATION] = Field(
         default="standard",
@@ -182,7 +208,13 @@ class Model(Section):
     def window(self, layer: int) -> int | None:
         """Number of preceding tokens, itself included, that a token attends to in this layer; None: all."""
         every = self.full_attention_every
-        return None if every and (layer + 1) % every == 0 else self.sliding_window
+        full = layer < (self.max_window_layers or 0) or (every is not None and (layer + 1) % every == 0)
+        return None if full else self.sliding_window
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer rotates its query and key heads."""
+        every = self.no_rope_layer_interval
+        return self.family.rotary and (every is None or (layer + 1) % every != 0)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
@@ -196,7 +228,7 @@ class Model(Section):
     @property
     def rotary_dim(self) -> int:
         """Elements of a query or key head that RoPE rotates."""
-        return self.qk_rope_head_dim or self.head_dim
+        return self.qk_rope_head_dim or int(self.head_dim * (self.partial_rotary_factor or 1))
 
     @property
     def projection_weights(self) -> int:
@@ -248,16 +280,20 @@ class Model(Section):
         layers, dense = self.num_hidden_layers, self.num_hidden_layers - routed
         weights = dense * self.layer_weights(None) + routed * self.layer_weights(experts)
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        vectors = layers * (2 * h + self.attention_bias * (q + 2 * kv + h) + family.further_parameters(self))
+        norm = 2 * h if family.norm == "layer" else h
+        norms = norm * (4 if family.norm_position == "around" else 2)
+        norms += {"none": 0, "heads": 2 * self.head_dim, "projections": q + kv}[family.qk_norm]
+        biases = self.attention_bias * (q + 2 * kv + h * family.output_bias)
+        vectors = layers * (norms + biases + family.further_parameters(self))
         if family.expert_bias or self.mlp_bias:
             inner, used = family.mlp_matrices - 1, (experts or 0) + (self.n_shared_experts or 0)
             vectors += dense * (inner * self.intermediate_size + h)
             vectors += routed * used * (inner * self.expert_width + h)
         if family.expert_bias or family.selection_bias:
             vectors += routed * (self.num_experts or 0)
-        ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + h
-        if not family.rotary:  # learned positions, and the bias of the last norm
-            ends += (self.max_position_embeddings + 1) * h
+        ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + norm
+        if not family.rotary:  # learned positions
+            ends += self.max_position_embeddings * h
         return weights + vectors + ends
 
     @model_validator(mode="before")
@@ -301,9 +337,13 @@ class Model(Section):
                 reason = f"is not supported for {self.architecture}"
                 choices = ["null" if each is None else each for each in supported]
                 raise ProfileError(name, value, reason, choices)
-        if self.full_attention_every is not None and self.sliding_window is None:
-            reason = "is set, but sliding_window, which the other layers need, is not"
-            raise ProfileError("full_attention_every", self.full_attention_every, reason, ["null"])
+        for name in ("full_attention_every", "max_window_layers"):
+            if (value := getattr(self, name)) is not None and self.sliding_window is None:
+                reason = "is set, but sliding_window, which the other layers need, is not"
+                raise ProfileError(name, value, reason, ["null"])
+        if not family.free_head_dim and self.head_dim * heads != self.hidden_size:
+            reason = f"{self.architecture} needs {heads} heads · head_dim = hidden_size {self.hidden_size}"
+            raise ProfileError("head_dim", self.head_dim, reason, [self.hidden_size // heads])
         self._check_experts()
         self._check_latents()
         self._check_parametrization()
@@ -312,7 +352,11 @@ class Model(Section):
                 if rate := getattr(self, name):
                     raise ProfileError(name, rate, f"{self.architecture} has no dropout", [0.0])
             name = "head_dim" if self.qk_rope_head_dim is None else "qk_rope_head_dim"
-            if (size := self.rotary_dim) % 2:
+            size = self.rotary_dim
+            if self.partial_rotary_factor is not None and (size % 2 or not size):
+                reason = f"rotates {size} elements of a head; RoPE rotates pairs, so they must be even"
+                raise ProfileError("partial_rotary_factor", self.partial_rotary_factor, reason, ["null"])
+            if size % 2:
                 reason = "RoPE rotates pairs, so it must be even"
                 raise ProfileError(name, size, reason, [size - 1 or 2, size + 1])
             return self
@@ -320,9 +364,6 @@ class Model(Section):
             raise ProfileError(
                 "num_key_value_heads", kv_heads, "gpt has a KV head for each query head", [heads]
             )
-        if self.head_dim * heads != self.hidden_size:
-            reason = f"gpt needs {heads} heads · head_dim = hidden_size {self.hidden_size}"
-            raise ProfileError("head_dim", self.head_dim, reason, [self.hidden_size // heads])
         return self
 
     def _check_parametrization(self) -> None:

@@ -17,7 +17,6 @@ from modeling.models.families import llama, mixtral
 from modeling.models.language_model import LayerOptions
 from modeling.models.weight_names import HuggingFaceTensor, Index, rows_of
 from parallel import Mesh
-from parallel.layers.norms import CenteredNorm
 from parallel.random import Keys
 from profiles.sections.model import Model
 
@@ -33,7 +32,7 @@ class Attention(llama.Attention):
 
 
 class Block(mixtral.Block):
-    attention_layer, norm_layer = Attention, CenteredNorm
+    attention_layer = Attention
 
 
 def _expert_rows(model: Model, numbers: Sequence[int]) -> Index:
@@ -70,5 +69,5 @@ WEIGHTS = {
 class Dbrx(llama.Llama):
     """DBRX, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
-    block, norm_layer = Block, CenteredNorm
+    block = Block
     weights = WEIGHTS

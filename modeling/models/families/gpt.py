@@ -145,7 +145,7 @@ WEIGHTS = {
 class GPT(LanguageModel):
     """GPT, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
-    block, norm_layer = Block, LayerNorm
+    block = Block
     weights = WEIGHTS
 
     def add_position_embedding(self, **options: Unpack[LayerOptions]) -> None:

@@ -1,10 +1,12 @@
-"""Llama 2, 3 and 3.1 (arXiv 2307.09288, 2407.21783), and models built like them (deepseek-coder).
+"""Llama 2, 3 and 3.1 (arXiv 2307.09288, 2407.21783), and all dense models that the table of families derives from it.
 
     x = embed(tokens)
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
     logits = head(norm(x))
 
-with RMSNorm, rotary positions, grouped-query attention and mlp(x) = down(silu(gate(x)) · up(x)).
+with RMSNorm, rotary positions, grouped-query attention and mlp(x) = down(silu(gate(x)) · up(x)). `Family`
+(profiles/sections/families.py) lists in what another family differs: kind and position of its norms, norms of queries and keys,
+biases, which layers and elements of a head are rotated, windows, multipliers, and an MLP without gate, down(act(up(x))).
 
 Shapes: b batch, s sequence, h hidden, f MLP width, n query heads, k KV heads, d head size, v vocabulary, t tensor
 degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s/(c·t), h) with sequence parallelism.
@@ -12,32 +14,52 @@ degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.models import parametrization
-from modeling.models.language_model import LanguageModel, LayerOptions, ModelOptions, NormOptions
-from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate
-from modeling.models.weight_names import HuggingFaceTensor
-from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear
+from modeling.models.language_model import NORMS, LanguageModel, LayerOptions, ModelOptions, NormOptions
+from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate, split_pairs
+from modeling.models.weight_names import HuggingFaceTensor, Locate, rows_of
+from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
 from parallel.attention.attention import attention
+from parallel.layers.norms import HeadNorm, ProjectionNorm
 from parallel.random import Keys
 from profiles.sections.model import Model
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Attention(nn.Module):
     def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
+        family = model.family
         self.d, self.window = model.head_dim, model.window(layer)
-        self.context = mesh.context
+        self.context, self.scale = mesh.context, model.attention_multiplier
+        self.rotates, self.adjacent = model.has_rope(layer), family.adjacent_pairs
         h, n, k = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
         options["bias"] = model.attention_bias
         self.qkv = GQAQKVColumnParallelLinear(h, n, k, self.d, mesh, **options)
         self.register_parameter("sinks", None)  # only some families have them
         options["initializer"] = parametrization.residual(model)
+        options["bias"] = model.attention_bias and family.output_bias
         self.output = RowParallelLinear(n * self.d, h, mesh.tensor, **options)
+        self.norm_kind = family.qk_norm
+        norm: dict[str, Any] = {name: options[name] for name in ("dtype", "device")}
+        norm["epsilon"] = model.norm_eps
+        if self.norm_kind == "heads":
+            self.qk_norm = HeadNorm(self.d, mesh.tensor, **norm)
+        if self.norm_kind == "projections":
+            self.q_norm = ProjectionNorm(n, self.d, mesh, **norm)
+            self.k_norm = ProjectionNorm(k, self.d, mesh, mesh.kv_replicas, **norm)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None, keys: Keys | None = None
@@ -46,11 +68,11 @@ class Attention(nn.Module):
         qkv = self.project(x, keys)  # (b·s/c, (n + 2k)/t·d)
         qkv = qkv.view(-1, cos.shape[1], heads + 2 * kv_heads, self.d)  # (b, s/c, (n + 2k)/t, d)
         qk = self.normalize(qkv[:, :, : heads + kv_heads])
-        qk = rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
+        qk = self.rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
         q, k = qk[:, :heads], qk[:, heads:]  # (b, n/t, s/c, d), (b, k/t, s/c, d)
         v = qkv[:, :, heads + kv_heads :].transpose(1, 2)  # (b, k/t, s/c, d)
         masks = {"documents": documents, "window": self.window, "sinks": self.sinks}
-        y = attention(q, k, v, self.context, **masks)  # (b, n/t, s/c, d)
+        y = attention(q, k, v, self.context, scale=self.scale, **masks)  # (b, n/t, s/c, d)
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
     def project(self, x: Tensor, keys: Keys | None) -> Tensor:
@@ -58,8 +80,23 @@ class Attention(nn.Module):
         return self.qkv(x, keys)
 
     def normalize(self, qk: Tensor) -> Tensor:
-        """Query and key heads (b, s/c, (n + k)/t, d) before rotation; overridden by families with QK-norms."""
+        """Query and key heads (b, s/c, (n + k)/t, d) before rotation, normalized in families with QK-norms."""
+        heads = self.qkv.heads
+        if self.norm_kind == "heads":
+            return self.qk_norm(qk, heads)
+        if self.norm_kind == "projections":
+            return torch.cat((self.q_norm(qk[:, :, :heads]), self.k_norm(qk[:, :, heads:])), 2)
         return qk
+
+    def rotate(self, qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the first elements of query and key heads (b, s/c, (n + k)/t, d), as many as the tables have."""
+        if not self.rotates:
+            return qk
+        rotated, plain = qk.split((cos.shape[-1], self.d - cos.shape[-1]), -1)
+        if self.adjacent:  # the same order in queries and keys, so scores stay
+            rotated = split_pairs(rotated)
+        rotated = rotate(rotated, cos, sin)
+        return torch.cat((rotated, plain), -1) if plain.shape[-1] else rotated
 
 
 class MLP(nn.Module):
@@ -68,28 +105,38 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         h, f = model.hidden_size, width or model.intermediate_size
+        self.activation = ACTIVATIONS[model.hidden_act]
+        self.gated = model.family.mlp_matrices == 3
         options["bias"] = model.mlp_bias
-        self.gate_up = ColumnParallelLinear(h, {"gate": f, "up": f}, mesh.tensor, **options)
+        if self.gated:
+            self.gate_up = ColumnParallelLinear(h, {"gate": f, "up": f}, mesh.tensor, **options)
+        else:
+            self.up = ColumnParallelLinear(h, f, mesh.tensor, **options)
         options["initializer"] = parametrization.residual(model)
         self.down = RowParallelLinear(f, h, mesh.tensor, **options)
 
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
+        if not self.gated:
+            return self.down(self.activation(self.up(x, keys)), keys)  # (b·s/c, h)
         gate, up = self.gate_up(x, keys).chunk(2, -1)  # (b·s/c, f/t) each
-        return self.down(F.silu(gate) * up, keys)  # (b·s/c, h)
+        return self.down(self.activation(gate) * up, keys)  # (b·s/c, h)
 
 
 class Block(nn.Module):
     attention_layer: type[Attention] = Attention
-    norm_layer: type[RMSNorm] = RMSNorm
 
     def __init__(
         self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__()
-        self.attention_norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
+        self.norm_position, self.factor = model.family.norm_position, model.residual_multiplier
+        build_norm = partial(NORMS[model.family.norm], model.hidden_size, mesh.tensor, **norm)
+        self.attention_norm = build_norm()
         self.attention = self.attention_layer(model, mesh, layer, **options)
-        self.mlp_norm = self.norm_layer(model.hidden_size, mesh.tensor, **norm)
+        self.mlp_norm = build_norm()
         self.mlp = self.build_mlp(model, mesh, layer, **options)
+        if self.norm_position == "around":
+            self.attention_output_norm, self.mlp_output_norm = build_norm(), build_norm()
 
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         """The layer after attention; overridden by families with experts."""
@@ -98,29 +145,63 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents, keys)
-        return x + self.mlp(self.mlp_norm(x), keys)
+        x = self.sublayer("attention", x, cos, sin, documents, keys)
+        return self.sublayer("mlp", x, keys)
+
+    def sublayer(self, name: str, x: Tensor, *arguments: Any) -> Tensor:
+        """Hidden states plus what `attention` or `mlp` adds to them, with their norms where the family has them."""
+        norm, layer = getattr(self, f"{name}_norm"), getattr(self, name)
+        y = layer(x if self.norm_position == "after" else norm(x), *arguments)
+        if self.norm_position == "after":
+            y = norm(y)
+        if self.norm_position == "around":
+            y = getattr(self, f"{name}_output_norm")(y)
+        return x + (y if self.factor is None else y * self.factor)
+
+
+MODULES = {  # of a layer: ours, and Llama's in transformers
+    "attention_norm": "input_layernorm",
+    "attention.qkv.q": "self_attn.q_proj",
+    "attention.qkv.k": "self_attn.k_proj",
+    "attention.qkv.v": "self_attn.v_proj",
+    "attention.qk_norm.q": "self_attn.q_norm",
+    "attention.qk_norm.k": "self_attn.k_norm",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate_up.gate": "mlp.gate_proj",
+    "mlp.gate_up.up": "mlp.up_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+PARTS: Mapping[str, Locate] = {  # rows of modules in one that holds several
+    **{
+        f"attention.qkv.{letter}": lambda model, _, part=part: (rows_of(part, model),)
+        for part, letter in enumerate("qkv")
+    },
+    "mlp.gate_up.gate": lambda model, _: (slice(0, model.intermediate_size),),
+    "mlp.gate_up.up": lambda model, _: (slice(model.intermediate_size, 2 * model.intermediate_size),),
+}
+
+
+def layer_weights(modules: Mapping[str, str]) -> dict[str, HuggingFaceTensor]:
+    """Weights and biases of a layer's modules, by our names; modules of the same name in transformers are its parts."""
+    names = [*modules.values()]
+    return {
+        f"layers.{{}}.{ours}.{kind}": HuggingFaceTensor(
+            f"model.layers.{{}}.{theirs}.{kind}", locate=PARTS[ours] if names.count(theirs) > 1 else None
+        )
+        for ours, theirs in modules.items()
+        for kind in ("weight", "bias")
+    }
 
 
 WEIGHTS = {
     "embedding.weight": HuggingFaceTensor("model.embed_tokens.weight"),
-    "layers.{}.attention_norm.weight": HuggingFaceTensor("model.layers.{}.input_layernorm.weight"),
-    "layers.{}.attention.qkv.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_proj.weight"),
-    "layers.{}.attention.qkv.k.weight": HuggingFaceTensor("model.layers.{}.self_attn.k_proj.weight"),
-    "layers.{}.attention.qkv.v.weight": HuggingFaceTensor("model.layers.{}.self_attn.v_proj.weight"),
-    "layers.{}.attention.qkv.q.bias": HuggingFaceTensor("model.layers.{}.self_attn.q_proj.bias"),
-    "layers.{}.attention.qkv.k.bias": HuggingFaceTensor("model.layers.{}.self_attn.k_proj.bias"),
-    "layers.{}.attention.qkv.v.bias": HuggingFaceTensor("model.layers.{}.self_attn.v_proj.bias"),
-    "layers.{}.attention.output.weight": HuggingFaceTensor("model.layers.{}.self_attn.o_proj.weight"),
-    "layers.{}.attention.output.bias": HuggingFaceTensor("model.layers.{}.self_attn.o_proj.bias"),
-    "layers.{}.mlp_norm.weight": HuggingFaceTensor("model.layers.{}.post_attention_layernorm.weight"),
-    "layers.{}.mlp.gate_up.gate.weight": HuggingFaceTensor("model.layers.{}.mlp.gate_proj.weight"),
-    "layers.{}.mlp.gate_up.up.weight": HuggingFaceTensor("model.layers.{}.mlp.up_proj.weight"),
-    "layers.{}.mlp.gate_up.gate.bias": HuggingFaceTensor("model.layers.{}.mlp.gate_proj.bias"),
-    "layers.{}.mlp.gate_up.up.bias": HuggingFaceTensor("model.layers.{}.mlp.up_proj.bias"),
-    "layers.{}.mlp.down.weight": HuggingFaceTensor("model.layers.{}.mlp.down_proj.weight"),
-    "layers.{}.mlp.down.bias": HuggingFaceTensor("model.layers.{}.mlp.down_proj.bias"),
+    **{name: where for ours in MODULES for name, where in layer_weights({ours: MODULES[ours]}).items()},
     "norm.weight": HuggingFaceTensor("model.norm.weight"),
+    "norm.bias": HuggingFaceTensor("model.norm.bias"),
     "head.weight": HuggingFaceTensor("lm_head.weight"),
 }
 
@@ -128,20 +209,29 @@ WEIGHTS = {
 class Llama(LanguageModel):
     """Llama, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
-    block, norm_layer = Block, RMSNorm
+    block = Block
     weights = WEIGHTS
 
     def __init__(
         self, model: Model, mesh: Mesh, layers: range | None = None, **options: Unpack[ModelOptions]
     ) -> None:
         super().__init__(model, mesh, layers, **options)
-        theta = inverse_frequencies(model).to(options.get("device"))
-        self.register_buffer("theta", theta, persistent=False)
+        device = options.get("device")
+        self.register_buffer("theta", inverse_frequencies(model).to(device), persistent=False)
+        local = None  # of layers with a window, if it differs
+        if model.family.local_rope and model.rope_scaling is not None:
+            local = inverse_frequencies(model.model_copy(update={"rope_scaling": None})).to(device)
+        self.register_buffer("local_theta", local, persistent=False)
 
-    def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.rotations(positions, documents)
+    @classmethod
+    def huggingface_tensors(cls, model: Model) -> Mapping[str, HuggingFaceTensor]:
+        return {**cls.weights, **layer_weights(model.family.tensors)}
 
-    def rotations(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
         """The rotation tables (1 or b, s/c, 1, d) of tokens at these positions in their documents."""
         offsets = positions if documents is None else positions - documents
-        return cos_sin(offsets, self.theta, attention_factor(self.model))
+        tables = cos_sin(offsets, self.theta, attention_factor(self.model))
+        return tables if self.local_theta is None else (*tables, *cos_sin(offsets, self.local_theta))
+
+    def arguments_of(self, layer: int, shared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return shared[-2:] if self.model.window(layer) else shared[:2]

@@ -1,8 +1,9 @@
-"""Mixtral (arXiv 2401.04088): Llama with a mixture of experts in place of each MLP.
+"""Mixtral (arXiv 2401.04088) and Qwen3-MoE: Llama with a mixture of experts in place of each MLP.
 
     x = x + attention(norm(x));  x = x + Σ over the token's k experts of weight · expert(norm(x))
     weights = softmax of the k largest of the E router logits;   expert(x) = down(silu(gate(x)) · up(x))
 
+The weights of Qwen3-MoE (arXiv 2505.09388) are those of a softmax over all experts, optionally divided by their sum.
 Shapes as in `llama.py`, and e experts over the ranks of the expert axis.
 """
 
@@ -46,8 +47,8 @@ class Block(llama.Block):
         keys: Keys | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents, keys)
-        return x + self.mlp(self.mlp_norm(x), cos.shape[1], padding)  # s/c tokens of a sample
+        x = self.sublayer("attention", x, cos, sin, documents, keys)
+        return self.sublayer("mlp", x, cos.shape[1], padding)  # s/c tokens of a sample
 
 
 def expert_weights(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, HuggingFaceTensor]:
@@ -70,3 +71,9 @@ class Mixtral(llama.Llama):
 
     block = Block
     weights = expert_weights("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+
+
+class Qwen3Moe(Mixtral):
+    """Qwen3-MoE, or one pipeline stage of it; arguments as for `LanguageModel`."""
+
+    weights = expert_weights("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from modeling.models.families import huggingface_tensor
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.huggingface import config_keys
-from profiles.huggingface.config import from_config_json, read_config_json, to_config_json
+from profiles.huggingface.config import TOKEN_IDS, from_config_json, read_config_json, to_config_json
 from profiles.sections import families
 from profiles.sections.model import Model
 
@@ -58,6 +59,9 @@ DEEPSEEK = {
     "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22, "logits_scaling": 16.0,
+}  # fmt: skip
 MODELS = [
     LLAMA,
     {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -79,6 +83,32 @@ MODELS = [
     {**EXPERTS, "architecture": "gpt_oss", "sliding_window": 128, "rope_scaling": YARN},
     {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "norm_topk_prob": False},
+    {**LLAMA, "architecture": "qwen2", "sliding_window": 256, "max_window_layers": 1},
+    {**LLAMA, "architecture": "qwen2", "tie_word_embeddings": True},
+    {
+        **LLAMA,
+        "architecture": "olmo3",
+        "num_hidden_layers": 5,
+        "attention_bias": True,
+        "rope_scaling": YARN,
+        "sliding_window": 128,
+        "full_attention_every": 4,
+    },
+    {**LLAMA, "architecture": "olmo3"},
+    {
+        **LLAMA,
+        "architecture": "smollm3",
+        "num_hidden_layers": 3,
+        "no_rope_layer_interval": 2,
+        "mlp_bias": True,
+    },
+    {**LLAMA, "architecture": "smollm3", "tie_word_embeddings": False},
+    {**LLAMA, "architecture": "granite", "attention_bias": True, **MULTIPLIERS},
+    {**LLAMA, "architecture": "glm4", "partial_rotary_factor": 0.5},
+    {**LLAMA, "architecture": "phi3", "sliding_window": 128, "partial_rotary_factor": 0.75},
+    {**LLAMA, "architecture": "ministral", "sliding_window": 128, "full_attention_every": 2},
+    {**LLAMA, "architecture": "starcoder2", "sliding_window": 128},
+    {**LLAMA, "architecture": "stablelm", "partial_rotary_factor": 0.25, "attention_bias": True},
     GPT,
     {**GPT, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
 ]
@@ -172,7 +202,7 @@ def test_config_json_round_trip(values):
 @pytest.mark.parametrize("values", MODELS)
 def test_config_json_agrees_with_transformers(values, tmp_path):
     model = Model(**values)
-    (tmp_path / "config.json").write_text(json.dumps(to_config_json(model)))
+    (tmp_path / "config.json").write_text(json.dumps({**to_config_json(model), **dict.fromkeys(TOKEN_IDS)}))
     config = AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
@@ -189,18 +219,22 @@ def test_config_json_agrees_with_transformers(values, tmp_path):
     elif model.num_experts is not None:
         assert getattr(config, "sliding_window", None) == model.sliding_window
     elif model.architecture != "gpt":
-        assert shapes["model.layers.1.self_attn.k_proj.weight"] == (
-            model.num_key_value_heads * model.head_dim,
-            h,
-        )
-        assert shapes["model.layers.0.mlp.down_proj.weight"] == (h, f)
-        assert shapes["model.embed_tokens.weight"] == (v, h)
-        assert ("model.layers.0.mlp.up_proj.bias" in shapes) == model.mlp_bias
-        rope = config.rope_parameters
+        for name, shape in {
+            "layers.1.attention.output.weight": (h, model.num_attention_heads * model.head_dim),
+            "layers.0.mlp.down.weight": (h, f),
+            "embedding.weight": (v, h),
+        }.items():
+            assert shapes[huggingface_tensor(model, name).name] == shape
+        assert (huggingface_tensor(model, "layers.0.mlp.down.bias").name in shapes) == model.mlp_bias
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)
         assert rope["rope_theta"] == model.rope_theta
+        assert int(rope.get("partial_rotary_factor", 1) * model.head_dim) == model.rotary_dim
         scaling = model.rope_scaling.model_dump() if model.rope_scaling else {"rope_type": "default"}
         assert {key: value for key, value in scaling.items() if value is not None}.items() <= rope.items()
-        assert getattr(config, "sliding_window", None) == model.sliding_window
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+        window = getattr(config, "sliding_window", None)
+        windows = [None if kind == "full_attention" else window for kind in kinds]
+        assert windows == [model.window(layer) for layer in range(model.num_hidden_layers)]
     else:
         assert shapes["transformer.h.1.mlp.c_fc.weight"] == (h, f)
         assert shapes["transformer.wpe.weight"] == (model.max_position_embeddings, h)
@@ -226,6 +260,15 @@ def read(config):
         return None
 
 
+# Keys that have no effect beside others: those of a window that is not used, or of layers that are listed.
+DERIVED = {
+    "deepseek_v3": {"head_dim"},
+    "dbrx": {"num_key_value_heads"},
+    "qwen2": {"use_sliding_window", "sliding_window", "max_window_layers"},
+    "smollm3": {"no_rope_layer_interval"},
+}
+
+
 @pytest.mark.parametrize("name", families.OWN)
 def test_every_key_of_transformers_is_read_or_rejected_and_has_its_default(name):
     family = families.OWN[name]
@@ -236,12 +279,9 @@ def test_every_key_of_transformers_is_read_or_rejected_and_has_its_default(name)
     for key, value in config.items():
         without = read({other: value for other, value in config.items() if other != key})
         assert without == model or (without is None and key in sizes), key
-        derived = (
-            {"head_dim"} if name == "deepseek_v3" else {"num_key_value_heads"} if name == "dbrx" else set()
-        )
-        if key not in config_keys.UNUSED | {*family.unused} | derived:
+        if key not in config_keys.UNUSED | {*family.unused} | DERIVED.get(name, set()):
             assert read({**config, key: other(value)}) != model, key
-    for key in ("num_selects", "weight_bits", "quantization", "no_rope_layers"):
+    for key in ("num_selects", "weight_bits", "quantization", "attn_logit_softcapping"):
         with pytest.raises(
             ProfileError, match=f"{key} = .*: is not a key that Trainshed or transformers know"
         ):

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, DBRX, GPT-OSS, DeepSeek-V3 against transformers."""
+"""Llama, Mixtral, Qwen3-MoE, DBRX, GPT-OSS and DeepSeek-V3 against transformers, and all families' RoPE."""
 
 import importlib
 
@@ -14,14 +14,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -90,26 +84,6 @@ SIZES = {
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 def test_logits_loss_and_gradients_match_transformers(fields):
     assert_match(LlamaForCausalLM, LlamaConfig(**{**SIZES, **fields}))
-
-
-FAMILIES = {
-    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=7)),  # of 24 tokens
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=24)),
-    "qwen3, tied, biases": (
-        Qwen3ForCausalLM,
-        Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True),
-    ),
-    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES)),
-    "olmo2, biases": (
-        Olmo2ForCausalLM,
-        Olmo2Config(**{**SIZES, "num_key_value_heads": 4}, attention_bias=True),
-    ),
-}
-
-
-@pytest.mark.parametrize(("kind", "config"), FAMILIES.values(), ids=FAMILIES.keys())
-def test_families_match_transformers(kind, config):
-    assert_match(kind, config)
 
 
 DBRX = {
@@ -203,11 +177,16 @@ def test_rope_frequencies_have_the_bits_of_transformers(name):
             {**YARN, "original_max_position_embeddings": 4096},
             {**YARN, "original_max_position_embeddings": 4096, "truncate": True, "factor": 40.0},
         ):
-            config = AutoConfig.for_model(name, rope_parameters={**scaling, "rope_theta": theta})
+            parameters = {**scaling, "rope_theta": theta}
+            if families.OWN[name].local_rope:
+                local = {"rope_type": "default", "rope_theta": theta}
+                parameters = {"full_attention": parameters, "sliding_attention": local}
+            config = AutoConfig.for_model(name, rope_parameters=parameters)
             if name == "mixtral":
                 config.head_dim = 128  # its default, null, is not understood by transformers' YaRN
             package = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
             kind = type(config).__name__.replace("Config", "RotaryEmbedding")
-            expected = getattr(package, kind)(config).inv_freq
+            rope = getattr(package, kind)(config)
+            expected = rope.full_attention_inv_freq if families.OWN[name].local_rope else rope.inv_freq
             ours = inverse_frequencies(Model(**from_config_json(config.to_dict())))
             assert torch.equal(ours, expected), (theta, scaling)

@@ -1,0 +1,74 @@
+"""Every dense family of the table against transformers, at odd shapes: logits, loss, gradients, every stored tensor."""
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modeling.models.families import model_class
+from modeling.models.families.llama import Llama
+from profiles.huggingface.config import from_config_json
+from profiles.sections import families
+from tests.modeling.models.families.huggingface import assert_match
+
+# Layers and vocabulary are no multiples, and heads are not hidden_size / num_attention_heads where they need not be.
+SIZES = {
+    "hidden_size": 40,
+    "intermediate_size": 54,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 101,
+    "initializer_range": 0.1,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.07, "residual_multiplier": 0.22}
+# Of each family, configs in which all of its features are used, and those with others.
+CONFIGS = {
+    "llama": [{}],
+    "mistral": [{"sliding_window": 5}],
+    "qwen2": [
+        {},
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ],
+    "qwen3": [{}, {"tie_word_embeddings": True, "attention_bias": True}],
+    "olmo2": [{}, {"attention_bias": True}],
+    "olmo3": [
+        {"sliding_window": 5},  # of 3 layers, all
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ],
+    "smollm3": [
+        {"no_rope_layer_interval": 2},
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 5},
+    ],
+    "granite": [
+        {**MULTIPLIERS, "logits_scaling": 6.0, "tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.3},
+    ],
+    "glm4": [{}, {"attention_bias": False, "partial_rotary_factor": 1.0}],
+    "phi3": [{"sliding_window": 5}, {"partial_rotary_factor": 0.67}],
+    "ministral": [{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}],
+    "starcoder2": [{"sliding_window": 5}, {"tie_word_embeddings": False}],
+    "stablelm": [{"head_dim": 10, "partial_rotary_factor": 0.4, "use_qkv_bias": True}, {"head_dim": 10}],
+}  # fmt: skip
+CASES = [(name, fields) for name, configs in CONFIGS.items() for fields in configs]
+
+
+def test_every_dense_family_has_a_config_and_a_source():
+    dense = {name for name in families.OWN if model_class(name) is Llama}
+    assert CONFIGS.keys() == dense
+    assert all(family.source for family in families.OWN.values())
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES, ids=[name for name, _ in CASES])
+def test_logits_loss_and_gradients_match_transformers(name, fields):
+    config = AutoConfig.for_model(families.OWN[name].model_type or name, **{**SIZES, **fields})
+    assert from_config_json(config.to_dict())["architecture"] == name
+    assert_match(AutoModelForCausalLM.from_config, config, lengths=(24, 7, 1))
