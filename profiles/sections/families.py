@@ -250,7 +250,7 @@ OWN = {
         "Phi3",
         "arXiv 2404.14219, 2412.08905",
         fields=_same("sliding_window", "partial_rotary_factor"),
-        values=_NO_BIAS,
+        values={**_NO_BIAS, "rope_scaling": (None,)},
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
         fixed={**_FIXED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         unused=("original_max_position_embeddings",),  # of LongRoPE, which is rejected

@@ -389,6 +389,9 @@ class Model(Section):
 
     def _check_latents(self) -> None:
         kind, scaling = self.architecture, self.rope_scaling
+        if self.family.local_rope and isinstance(scaling, YarnRope) and not scaling.truncate:
+            reason = f"transformers always rounds the bounds for {kind}"
+            raise ProfileError("rope_scaling.truncate", False, reason, [True])
         if kind != "deepseek_v3":
             if isinstance(scaling, YarnRope):
                 for name in ("mscale", "mscale_all_dim"):

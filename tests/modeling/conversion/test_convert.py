@@ -24,14 +24,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -45,6 +39,7 @@ from profiles.errors import ProfileError
 from profiles.huggingface.config import GENERATION_CONFIG, TOKEN_IDS
 from tests.modeling.conversion.nxd import nxd_shards
 from tests.modeling.conversion.trained import save_trained
+from tests.modeling.models.families.test_families import CONFIGS, SIZES
 from tests.parity.harness import Case
 
 LLAMA = {
@@ -65,9 +60,13 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
     "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True)),
     "llama, biases": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=5)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, head_dim=16)),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**LLAMA)),
+    **{
+        name: lambda name=name, fields=configs[-1]: AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(name, **{**SIZES, "intermediate_size": 56, **fields})
+        )
+        for name, configs in CONFIGS.items()
+        if name != "llama"
+    },
     "dbrx": lambda: DbrxForCausalLM(
         DbrxConfig(
             d_model=32,

@@ -90,7 +90,7 @@ MODELS = [
         "architecture": "olmo3",
         "num_hidden_layers": 5,
         "attention_bias": True,
-        "rope_scaling": YARN,
+        "rope_scaling": {**YARN, "truncate": True},
         "sliding_window": 128,
         "full_attention_every": 4,
     },
@@ -165,6 +165,12 @@ def test_aliases_of_norm_eps_set_it(name):
         (DEEPSEEK, {"n_group": 4}, "n_group = 4: does not divide 4 experts into groups of two or more; nearest valid: 2"),
         (DEEPSEEK, {"topk_group": 3}, "topk_group = 3: is not between 1, which hold num_experts_per_tok 2, and n_group 2"),
         (DEEPSEEK, {"first_k_dense_replace": 2}, "leaves none of 2 layers with experts; nearest valid: 1"),
+        (LLAMA, {"residual_multiplier": 0.2}, "residual_multiplier = 0.2: llama has no multipliers; nearest valid: null"),
+        (LLAMA, {"architecture": "qwen2", "max_window_layers": 1}, "max_window_layers = 1: is set, but sliding_window"),
+        (LLAMA, {"architecture": "glm4", "partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4: rotates 3 elements"),
+        (LLAMA, {"architecture": "stablelm", "head_dim": 16}, "stablelm needs 8 heads · head_dim = hidden_size 64"),
+        (LLAMA, {"architecture": "phi3", "rope_scaling": YARN}, "rope_scaling = yarn: is not supported for phi3"),
+        (LLAMA, {"architecture": "olmo3", "rope_scaling": YARN}, "rope_scaling.truncate = false: transformers always rounds"),
         (LLAMA, {"clip_qkv": 8.0}, "clip_qkv = 8.0: llama has no clipped heads; nearest valid: null"),
         (EXPERTS, {"architecture": "gpt_oss", "full_attention_every": 2}, "is set, but sliding_window"),
         (EXPERTS, {"architecture": "dbrx"}, "norm_eps = 1e-06: is not supported for dbrx; nearest valid: 1e-05"),
@@ -349,6 +355,56 @@ def test_published_keys_that_training_does_not_need_are_accepted(keys):
                 "layer_types": ["full_attention", "sliding_attention"],
             },
             "layer_types = full_attention, sliding_attention: is not a repetition of sliding_attention",
+        ),
+        *(
+            ({"model_type": kind, "num_hidden_layers": 3, **keys}, message)
+            for kind, keys, message in (
+                (
+                    "qwen2",
+                    {"layer_types": ["sliding_attention", "full_attention"]},
+                    "is not full_attention followed by",
+                ),
+                (
+                    "smollm3",
+                    {"no_rope_layers": [1, 0, 0]},
+                    "no_rope_layers = 1, 0, 0: does not leave out RoPE in every",
+                ),
+                (
+                    "smollm3",
+                    {"use_sliding_window": True},
+                    "use_sliding_window = true: is not supported for smollm3",
+                ),
+                ("olmo3", {"layer_types": ["full_attention", "sliding_attention"]}, "over 3 layers"),
+                (
+                    "olmo3",
+                    {"rope_parameters": {"rope_type": "yarn"}},
+                    "rope_parameters.rope_type = yarn: is not a section",
+                ),
+                (
+                    "olmo3",
+                    {
+                        "rope_parameters": {
+                            "sliding_attention": {"rope_theta": 1e4},
+                            "full_attention": {"rope_theta": 5e5},
+                        }
+                    },
+                    "rope_parameters.sliding_attention.rope_theta = 10000.0: is not supported",
+                ),
+                (
+                    "stablelm",
+                    {"use_parallel_residual": True},
+                    "use_parallel_residual = true: is not supported",
+                ),
+                ("stablelm", {"qk_layernorm": True}, "qk_layernorm = true: is not supported"),
+                ("starcoder2", {"use_bias": False}, "use_bias = false: is not supported for starcoder2"),
+                (
+                    "phi3",
+                    {"rope_scaling": {"type": "longrope"}},
+                    "rope_scaling.rope_type = longrope: is not supported",
+                ),
+                ("gemma2", {}, "model_type = gemma2: is not a supported architecture"),
+                ("gpt_neox", {}, "model_type = gpt_neox: is not a supported architecture"),
+            )
         ),
         ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = dynamic"),

@@ -23,7 +23,7 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.07, "residual_multiplier": 0.22}
-# Of each family, configs in which all of its features are used, and those with others.
+# Configs of each family that together use all of its features; the last is also converted (test_convert.py).
 CONFIGS = {
     "llama": [{}],
     "mistral": [{"sliding_window": 5}],
@@ -52,11 +52,11 @@ CONFIGS = {
         {**MULTIPLIERS, "logits_scaling": 6.0, "tie_word_embeddings": True},
         {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.3},
     ],
-    "glm4": [{}, {"attention_bias": False, "partial_rotary_factor": 1.0}],
+    "glm4": [{"attention_bias": False, "partial_rotary_factor": 1.0}, {}],
     "phi3": [{"sliding_window": 5}, {"partial_rotary_factor": 0.67}],
     "ministral": [{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}],
     "starcoder2": [{"sliding_window": 5}, {"tie_word_embeddings": False}],
-    "stablelm": [{"head_dim": 10, "partial_rotary_factor": 0.4, "use_qkv_bias": True}, {"head_dim": 10}],
+    "stablelm": [{"head_dim": 10}, {"head_dim": 10, "partial_rotary_factor": 0.4, "use_qkv_bias": True}],
 }  # fmt: skip
 CASES = [(name, fields) for name, configs in CONFIGS.items() for fields in configs]
 
