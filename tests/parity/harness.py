@@ -55,7 +55,19 @@ MODELS = {
                         "base_num_hidden_layers": 1},
     "mistral": {**LLAMA, "architecture": "mistral", "sliding_window": 9},
     "qwen3": {**LLAMA, "architecture": "qwen3", "head_dim": 16},
-    "olmo2": {**LLAMA, "architecture": "olmo2"},
+    "olmo3": {
+        **LLAMA, "architecture": "olmo3", "num_hidden_layers": 3, "sliding_window": 9, "full_attention_every": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    "qwen2": {**LLAMA, "architecture": "qwen2", "sliding_window": 9, "max_window_layers": 1},
+    "smollm3": {**LLAMA, "architecture": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2},
+    "granite": {
+        **LLAMA, "architecture": "granite", "tie_word_embeddings": True, "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 2.0,
+    },
+    # without biases: the exact gradients of the key biases that are not rotated are zero
+    "glm4": {**LLAMA, "architecture": "glm4", "partial_rotary_factor": 0.5, "attention_bias": False, "vocab_size": 101},
+    "starcoder2": {**LLAMA, "architecture": "starcoder2"},
     "dbrx": {
         **LLAMA, "architecture": "dbrx", "intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 0.5,
     },

@@ -10,19 +10,20 @@ from tests.parity.harness import MANY_STEPS, STEPS, Case, batch, differences, on
 CASES = {
     "tensor 4, KV replicated": Case(tensor=4),
     "tensor 8, KV replicated, padded vocabulary": Case(tensor=8),
-    "tensor 4, no sequence parallelism": Case(tensor=4, sequence_parallel=False),
+    "tensor 4, no sequence parallelism, starcoder2": Case("starcoder2", tensor=4, sequence_parallel=False),
     "tensor 4, tied, biases": Case("llama tied", tensor=4),
     "tensor 2, tied, biases, no sequence parallelism": Case("llama tied", tensor=2, sequence_parallel=False),
     "tensor 2, gpt": Case("gpt", tensor=2),
     "tensor 4, gpt, no sequence parallelism": Case("gpt", tensor=4, sequence_parallel=False),
     "tensor 4, KV replicated, qwen3": Case("qwen3", tensor=4),
-    "tensor 4, KV replicated, data 2, fsdp, olmo2": Case("olmo2", tensor=4, data=2, sharding="fsdp"),
+    "tensor 4, KV replicated, data 2, fsdp, olmo3": Case("olmo3", tensor=4, data=2, sharding="fsdp"),
+    "tensor 2, glm4": Case("glm4", tensor=2),
     "data 2": Case(data=2),
     "data 4, shard degree 2": Case(data=4, shard_degree=2),
     "data 2, replicated optimizer": Case(data=2, sharding="none"),
     "data 4, replicated optimizer, gpt": Case("gpt", data=4, sharding="none"),
     "tensor 4, data 2": Case(tensor=4, data=2),
-    "tensor 2, data 2, tied": Case("llama tied", tensor=2, data=2),
+    "tensor 2, data 2, tied, granite": Case("granite", tensor=2, data=2),
     "context 2": Case(context=2),
     "context 4, sliding window": Case("mistral", context=4),
     "context 2, gpt": Case("gpt", context=2),
@@ -30,8 +31,10 @@ CASES = {
     "context 2, tensor 4, KV replicated, documents, sliding window": Case(
         "mistral", context=2, tensor=4, documents=True
     ),
-    "tensor 2, documents, sliding window": Case("mistral", tensor=2, documents=True),
-    "pipeline 2, tensor 2, sft": Case(pipeline=2, tensor=2, documents=True, objective="sft"),
+    "tensor 2, documents, sliding window, qwen2": Case("qwen2", tensor=2, documents=True),
+    "pipeline 2, tensor 2, sft, smollm3": Case(
+        "smollm3", pipeline=2, tensor=2, documents=True, objective="sft"
+    ),
     "context 2, documents, gpt": Case("gpt", context=2, documents=True),
     "pipeline 2": Case(pipeline=2),
     "pipeline 4": Case("llama 4 layers", pipeline=4),
@@ -39,6 +42,7 @@ CASES = {
     "pipeline 2, zero bubble": Case(pipeline=2, schedule="zero_bubble"),
     "pipeline 4, zero bubble": Case("llama 4 layers", pipeline=4, schedule="zero_bubble"),
     "pipeline 4, gpt": Case("gpt 4 layers", pipeline=4),
+    "context 2, pipeline 2, olmo3": Case("olmo3", context=2, pipeline=2),
     "pipeline 2, interleaved, tied": Case("gpt 4 layers", pipeline=2, schedule="interleaved"),
     "tensor 2, pipeline 2, data 2, gpt": Case("gpt", tensor=2, pipeline=2, data=2),
     "fsdp 2": Case(data=2, sharding="fsdp"),
@@ -185,7 +189,7 @@ CASES = {
 
 # One of each kind of parallelism, trained for many steps.
 LONGER = (
-    "tensor 2, data 2, tied",
+    "tensor 2, data 2, tied, granite",
     "context 2, gpt",
     "fsdp 2, pipeline 2, tied",
     "expert 2, as many data ranks",
