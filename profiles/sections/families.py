@@ -61,7 +61,6 @@ class Family:
     Args:
         model: the class, `module:name`, a `LanguageModel` that names its Hugging Face tensors.
         huggingface: the class in transformers.
-        source: the paper or the model card that describes it.
         model_type: in config.json; by default the family's own name.
         fields: names in config.json of fields of `Model`: of those that Llama does not have, and of those with another name.
         values: supported values that differ from Llama's, the default first.
@@ -82,11 +81,11 @@ class Family:
         expert_bias: whether router and experts have biases.
         mlp_matrices: weights of an MLP: gate, up and down, or up and down.
         further_parameters: elements that a layer has beyond those of the features above.
+        source: the paper or the model card that describes it.
     """
 
     model: str
     huggingface: str
-    source: str = ""
     model_type: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -107,6 +106,7 @@ class Family:
     expert_bias: bool = False
     mlp_matrices: int = 3
     further_parameters: Callable[[Model], int] = lambda model: 0
+    source: str = ""
 
     @property
     def supported(self) -> Mapping[str, tuple[Any, ...]]:
@@ -120,7 +120,7 @@ def _same(*names: str) -> dict[str, str]:
 
 def _own(model: str, huggingface: str, source: str, **facts: Any) -> Family:
     """A family of this package, whose model class, `module:name`, is in modeling/models/families."""
-    return Family(f"modeling.models.families.{model}", f"{huggingface}ForCausalLM", source, **facts)
+    return Family(f"modeling.models.families.{model}", f"{huggingface}ForCausalLM", source=source, **facts)
 
 
 _FIXED = {"attention_dropout": 0.0}
@@ -413,7 +413,7 @@ OWN = {
     "gpt": Family(
         "modeling.models.families.gpt:GPT",
         "GPT2LMHeadModel",
-        "arXiv 2005.14165",
+        source="arXiv 2005.14165",
         model_type="gpt2",
         values={
             "hidden_act": ("gelu", "gelu_new"),

@@ -128,7 +128,7 @@ def test_csv_reader_of_the_page_rejects_a_file_without_the_column(examples):
 
 
 def test_model_of_the_page_equals_transformers_trains_and_is_exported(examples, prefect_server):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import ArceeConfig, ArceeForCausalLM
 
     from flows.pretrain import pretrain
     from tests.flows.micro import exported, write_profile
@@ -136,19 +136,19 @@ def test_model_of_the_page_equals_transformers_trains_and_is_exported(examples, 
     from tests.modeling.models.families.huggingface import assert_match
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
-    assert_match(Qwen2ForCausalLM, Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    overrides = ["model.architecture=qwen2", "parallel.tensor=2", "cluster.devices_per_node=2"]
+    assert_match(ArceeForCausalLM, ArceeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    overrides = ["model.architecture=arcee", "parallel.tensor=2", "cluster.devices_per_node=2"]
     micro, store = str(write_profile(examples)), examples / "store"
     with forked_jobs():
         result = pretrain(micro, overrides, None, str(store))
     (dataset,) = (store / "artifacts/dataset").iterdir()
     assert json.loads((Path(result["export"]) / "config.json").read_text())["architectures"] == [
-        "Qwen2ForCausalLM"
+        "ArceeForCausalLM"
     ]
     loss, _ = exported(result["export"], dataset, 32)
     assert loss == pytest.approx(result["validation_loss"], abs=1e-3)
 
     profile = resolve.load(micro, overrides)
     key = keys.checkpoint(profile, "weights")
-    (examples / "qwen2.py").write_text("# edited\n")
+    (examples / "arcee.py").write_text("# edited\n")
     assert keys.checkpoint(profile, "weights") != key
