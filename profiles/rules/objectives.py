@@ -123,10 +123,12 @@ def _lora(profile: Profile) -> None:
         reason = f"names {latent[0]}, but model.architecture {model.architecture} has no q, k and v projections of hidden states"
         fitting = [target for target in lora.targets if target not in latent]
         raise ProfileError("lora.targets", lora.targets, reason, [fitting or [*LORA_PROJECTIONS][1:]])
-    together = []
-    if model.architecture in ("gpt", "dbrx"):
-        together += [*LORA_PROJECTIONS["qkv"], "gate_proj"]
-    if model.num_experts:
+    together: list[str] = []
+    if model.architecture in ("gpt", "dbrx") or model.family.is_fused("attention.qkv"):
+        together += LORA_PROJECTIONS["qkv"]
+    if model.family.mlp_matrices == 2:
+        together.append("gate_proj")
+    if model.num_experts or model.family.is_fused("mlp.gate_up"):
         together += LORA_PROJECTIONS["gate_up"]
     if apart := [target for target in lora.targets if target in together]:
         reason = f"names {apart[0]}, part of a weight that model.architecture {model.architecture} has as one"

@@ -113,6 +113,11 @@ class Family:
         """Supported values of fields, the default first."""
         return {**LLAMA_VALUES, **self.values}
 
+    def is_fused(self, layer: str) -> bool:
+        """Whether transformers has the parts of a layer, `attention.qkv` or `mlp.gate_up`, in one tensor."""
+        parts = [theirs for ours, theirs in self.tensors.items() if ours.startswith(f"{layer}.")]
+        return len(set(parts)) < len(parts)
+
 
 def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}

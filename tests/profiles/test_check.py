@@ -465,6 +465,11 @@ def test_a_schedule_of_the_mixture_needs_weights():
         ("tiny-moe", ["train.balance_bias_rate=0.01"], "has no effect with train.balance sequence; nearest valid: null"),
         ("deepseek-v3", ["parallel.tensor=256"], "tensor = 256: does not divide 128 query heads"),
         ("deepseek-v3", ["lora.rank=8"], "no q, k and v projections of hidden states; nearest valid: ['output', "),
+        (
+            "tiny",
+            ["model.architecture=phi3", "lora.rank=8", "lora.targets=[q_proj, down]"],
+            "part of a weight that model.architecture phi3 has as one; nearest valid: ['qkv', 'down']",
+        ),
         ("tiny-moe", ["lora.rank=8", "lora.targets=[o_proj, up_proj]"], "first factor; nearest valid: ['o_proj', 'gate_up']"),
         ("tiny-moe", ["lora.rank=8", "lora.dropout=0.1"], "lora.dropout = 0.1: is not supported with gate_up of experts"),
     ],
