@@ -1,6 +1,7 @@
-"""Model families, one file each: block and model as in the paper, and Hugging Face weight names.
+"""Model families: block and model as in the paper, and Hugging Face weight names.
 
-Start with `llama.py`, on which all other families but GPT are based; each has an entry in `profiles/sections/families.py`.
+Each family has an entry in the table of `profiles/sections/families.py`. Start with `llama.py`, which has the features of that
+table: most families need no more, and all others but GPT are based on it.
 Imports `modeling.models`, `parallel` and `profiles`.
 """
 
