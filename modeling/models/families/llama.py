@@ -92,11 +92,12 @@ class Attention(nn.Module):
         """Rotate the first elements of query and key heads (b, s/c, (n + k)/t, d), as many as the tables have."""
         if not self.rotates:
             return qk
-        rotated, plain = qk.split((cos.shape[-1], self.d - cos.shape[-1]), -1)
+        size = cos.shape[-1]
+        rotated = qk if size == self.d else qk[..., :size]
         if self.adjacent:  # the same order in queries and keys, so scores stay
             rotated = split_pairs(rotated)
         rotated = rotate(rotated, cos, sin)
-        return torch.cat((rotated, plain), -1) if plain.shape[-1] else rotated
+        return rotated if size == self.d else torch.cat((rotated, qk[..., size:]), -1)
 
 
 class MLP(nn.Module):
