@@ -49,7 +49,10 @@ STEP = "step"  # region of the functions between the others, and of the optimize
 # regions of a model's modules before and after its layers, by name
 ENDS = {"embedding": "embedding", "positions": "embedding", "norm": "norm"}
 # regions of a model's methods, by name
-METHODS = {"rotations": "rotations", "embed": "embedding", "offsets": STEP, "token_keys": STEP}
+METHODS = {
+    **{"rotations": "rotations", "embed": "embedding", "offsets": STEP, "token_keys": STEP},
+    **{"scale_embedding": "embedding", "scale_output": "norm"},
+}
 # regions of blocks, by mode of activation checkpointing
 BLOCKS = {"none": "block", "selective": "selective block", "full": "recomputed block"}
 REGIONS = ("embedding", "rotations", *BLOCKS.values(), "norm", "loss")

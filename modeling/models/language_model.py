@@ -149,8 +149,8 @@ class LanguageModel(nn.Module):
             x = layer(x, *self.arguments_of(int(number), shared), documents, own, *uncounted)
         if not self.last:
             return x
-        x, divisor = self.norm(x), self.model.logits_scaling
-        return x if divisor is None else x / divisor
+        x = self.norm(x)
+        return x if self.model.logits_scaling is None else self.scale_output(x)
 
     def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
         """Arguments of all blocks between the hidden states and the documents."""
@@ -164,8 +164,16 @@ class LanguageModel(nn.Module):
         self, ids: Tensor, positions: Tensor, documents: Tensor | None, keys: Keys | None
     ) -> Tensor:
         """Hidden states (b·s/c, h) of token ids (b, s/c)."""
-        x, factor = self.embedding(ids), self.model.embedding_multiplier
-        return x if factor is None else x * factor
+        x = self.embedding(ids)
+        return x if self.model.embedding_multiplier is None else self.scale_embedding(x)
+
+    def scale_embedding(self, x: Tensor) -> Tensor:
+        """The embeddings of tokens times their multiplier."""
+        return x * self.model.embedding_multiplier
+
+    def scale_output(self, x: Tensor) -> Tensor:
+        """The last hidden states divided by `logits_scaling`, which divides the logits."""
+        return x / self.model.logits_scaling
 
     def dropout_keys(
         self, samples: Tensor | None, positions: Tensor

@@ -229,6 +229,9 @@ class Llama(LanguageModel):
         return {**cls.weights, **layer_weights(model.family.tensors)}
 
     def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
+        return self.rotations(positions, documents)
+
+    def rotations(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
         """The rotation tables (1 or b, s/c, 1, d) of tokens at these positions in their documents."""
         offsets = positions if documents is None else positions - documents
         tables = cos_sin(offsets, self.theta, attention_factor(self.model))
