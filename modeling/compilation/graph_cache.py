@@ -50,8 +50,12 @@ STEP = "step"  # region of the functions between the others, and of the optimize
 ENDS = {"embedding": "embedding", "positions": "embedding", "norm": "norm"}
 # regions of a model's methods, by name
 METHODS = {
-    **{"rotations": "rotations", "embed": "embedding", "offsets": STEP, "token_keys": STEP},
-    **{"scale_embedding": "embedding", "scale_output": "norm"},
+    "rotations": "rotations",
+    "embed": "embedding",
+    "scale_embedding": "embedding",
+    "scale_output": "norm",
+    "offsets": STEP,
+    "token_keys": STEP,
 }
 # regions of blocks, by mode of activation checkpointing
 BLOCKS = {"none": "block", "selective": "selective block", "full": "recomputed block"}
