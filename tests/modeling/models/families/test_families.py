@@ -5,6 +5,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling.models.families import model_class
 from modeling.models.families.llama import Llama
+from parallel import LayerNorm
+from profiles.errors import ProfileError
 from profiles.huggingface.config import from_config_json
 from profiles.sections import families
 from tests.modeling.models.families.huggingface import assert_match
@@ -71,4 +73,31 @@ def test_every_dense_family_has_a_config_and_a_source():
 def test_logits_loss_and_gradients_match_transformers(name, fields):
     config = AutoConfig.for_model(families.OWN[name].model_type or name, **{**SIZES, **fields})
     assert from_config_json(config.to_dict())["architecture"] == name
-    assert_match(AutoModelForCausalLM.from_config, config, lengths=(24, 7, 1))
+    # windows are of 5 tokens
+    assert_match(AutoModelForCausalLM.from_config, config, lengths=(24, 7, 6, 5, 4, 1))
+
+
+def test_a_window_that_ends_within_the_sequence_matches_transformers():
+    """4,097 tokens, more than a window of a published model and no multiple of any block of attention."""
+    fields = {
+        "num_hidden_layers": 2,
+        "sliding_window": 4096,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    config = AutoConfig.for_model("olmo3", **{**SIZES, **fields})
+    assert_match(AutoModelForCausalLM.from_config, config, lengths=(4097,))
+
+
+class WithNormLayer(Llama):
+    """A model of a package, written for an earlier version."""
+
+    norm_layer = LayerNorm
+
+
+def test_norm_layer_of_a_package_is_rejected_by_name(monkeypatch):
+    family = families.Family(f"{__name__}:WithNormLayer", "")
+    monkeypatch.setattr(families, "find", lambda name: family)
+    with pytest.raises(
+        ProfileError, match=r"architecture = theirs: norm_layer of \S+:WithNormLayer is not read"
+    ):
+        model_class("theirs")
