@@ -55,6 +55,8 @@ OF_FAMILIES = {
     "residual_multiplier",
     "logits_scaling",
 }
+# Features of a package's `Family` that change its model without changing the shapes of weights, or its class.
+FEATURES = ("norm", "norm_position", "qk_norm", "output_bias", "adjacent_pairs", "local_rope")
 # Keys of `train` that a position in the data depends on.
 POSITION = ("global_batch_size", "sequence_length")
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
@@ -389,9 +391,18 @@ def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
         values["rope_scaling"] = {name: scaling[name] for name in scaling if "mscale" not in name} or None
     values = _without(OF_FAMILIES - family.fields.keys(), values)
     if profile.model.architecture not in families.OWN:
-        values["code"] = _function(family.model)
+        values |= _package(family)
     scales = {name: values.pop(name) for name in PARAMETRIZATION}
     return values | scales if trained and scales["parametrization"] != "standard" else values
+
+
+def _package(family: families.Family) -> dict[str, Any]:
+    """What the model of a package depends on besides its profile: the file of its class, and features of its entry."""
+    own = any(family.model == each.model for each in families.OWN.values())
+    usual = families.OWN["llama"]
+    features = {name: getattr(family, name) for name in FEATURES}
+    features = {name: value for name, value in features.items() if value != getattr(usual, name)}
+    return ({} if own else {"code": _function(family.model)}) | ({"features": features} if features else {})
 
 
 def train_values(train: Train) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Cache keys: which settings change them, and which do not."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from profiles import resolve
+from profiles.sections import families
 from tasks import keys
 from tests.profiles.pair import PAIR
 
@@ -82,6 +84,16 @@ def test_parametrization_changes_the_identity_but_not_the_graphs_key():
     identities = {keys.run_identity(run, "t", "d") for run in (one, other, resolve.load(PAIR))}
     assert len(identities) == 3
     assert keys.graphs(one) == keys.graphs(resolve.load(PAIR))
+
+
+def test_features_of_a_packages_family_change_the_identity(monkeypatch):
+    """Its model may be one of Trainshed's classes, whose file does not change with the package."""
+    found = []
+    for features in ({}, {"norm_position": "after"}, {"norm_position": "around"}, {"adjacent_pairs": True}):
+        family = dataclasses.replace(families.OWN["llama"], **features)
+        monkeypatch.setattr(families, "find", lambda _, family=family: family)
+        found.append(identity("model.architecture=theirs"))
+    assert len({*found}) == 4
 
 
 def test_other_data_or_weights_change_the_identity():
