@@ -397,7 +397,7 @@ def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
 
 
 def _package(family: families.Family) -> dict[str, Any]:
-    """What the model of a package depends on besides its profile: the file of its class, and features of its entry."""
+    """What a package's model depends on besides its profile: file of its class, features of its entry."""
     own = any(family.model == each.model for each in families.OWN.values())
     usual = families.OWN["llama"]
     features = {name: getattr(family, name) for name in FEATURES}

@@ -1,4 +1,4 @@
-"""What differs between layers in a config.json, from and to `Model`'s fields: windows, and which heads RoPE rotates how.
+"""What differs between layers in a config.json, from and to `Model`'s fields: windows and RoPE.
 
 `Model` describes patterns by numbers; a config.json lists the layers. A list that is no such pattern is rejected.
 """
@@ -111,7 +111,7 @@ def _no_rope_layer_interval(config: Mapping[str, Any]) -> int | None:
 
 
 def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """rope_theta, rope_scaling and partial_rotary_factor, from rope_parameters (transformers 5) or separate keys."""
+    """rope_theta, rope_scaling and partial_rotary_factor, from rope_parameters or separate keys."""
     section = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as in transformers 5
     given = config.get(section) or {}
     if family.local_rope and (parameters := config.get("rope_parameters")):
@@ -135,7 +135,11 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _of_full_attention(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters of layers with full attention; those of the others must be unscaled, with the same base."""
+    """The parameters of layers with full attention.
+
+    Raises:
+        ProfileError: those of the other layers are scaled, or have another base.
+    """
     section = "rope_parameters"
     if unknown := parameters.keys() - {FULL, SLIDING}:
         reason = f"is not a section for a kind of layers; give {FULL} and {SLIDING}"

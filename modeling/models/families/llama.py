@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1 (arXiv 2307.09288, 2407.21783), and all dense models that the table of families derives from it.
+"""Llama 2, 3 and 3.1 (arXiv 2307.09288, 2407.21783), and all dense models of the table of families.
 
     x = embed(tokens)
     for each layer:  x = x + attention(norm(x));  x = x + mlp(norm(x))
@@ -150,7 +150,7 @@ class Block(nn.Module):
         return self.sublayer("mlp", x, keys)
 
     def sublayer(self, name: str, x: Tensor, *arguments: Any) -> Tensor:
-        """Hidden states plus what `attention` or `mlp` adds to them, with their norms where the family has them."""
+        """Add the output of `attention` or `mlp` to the hidden states, with the norms of the family."""
         norm, layer = getattr(self, f"{name}_norm"), getattr(self, name)
         y = layer(x if self.norm_position == "after" else norm(x), *arguments)
         if self.norm_position == "after":
@@ -187,7 +187,10 @@ PARTS: Mapping[str, Locate] = {  # rows of modules in one that holds several
 
 
 def layer_weights(modules: Mapping[str, str]) -> dict[str, HuggingFaceTensor]:
-    """Weights and biases of a layer's modules, by our names; modules of the same name in transformers are its parts."""
+    """Weights and biases of a layer's modules, by our names.
+
+    Modules with the same name in transformers are parts of one tensor there.
+    """
     names = [*modules.values()]
     return {
         f"layers.{{}}.{ours}.{kind}": HuggingFaceTensor(

@@ -89,7 +89,7 @@ def assert_match(
     config: PretrainedConfig,
     lengths: Sequence[int] = (TOKENS,),
 ) -> None:
-    """Assert that our weights are all of theirs, and that logits, loss and the gradient of every weight agree."""
+    """Assert that we have all their weights, and that logits, loss and the gradient of each agree."""
     theirs, ours, description = build_pair(kind, config)
     stored = as_stored(description.architecture, dict(theirs.named_parameters()))
     mapped = {families.huggingface_tensor(description, box.name).name for _, box in boxes(ours)}

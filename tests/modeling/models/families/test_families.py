@@ -1,4 +1,4 @@
-"""Every dense family of the table against transformers, at odd shapes: logits, loss, gradients, every stored tensor."""
+"""Every dense family against transformers, at odd shapes: logits, loss, gradients, stored tensors."""
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Llama, Mixtral, Qwen3-MoE, DBRX, GPT-OSS and DeepSeek-V3 against transformers, and all families' RoPE."""
+"""Llama and families with experts against transformers, and the RoPE of all families."""
 
 import importlib
 
