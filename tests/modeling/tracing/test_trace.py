@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from modeling.compilation.compilers import Inductor
 from modeling.models.build import partition_layers
+from modeling.models.families import llama
 from modeling.models.flops import flops_per_token
 from modeling.planning.memory import activation_bytes, plan_buckets
 from modeling.planning.planner import plan
@@ -248,10 +249,10 @@ def test_compile_error_names_module_and_source_line(tmp_path, monkeypatch):
     with torch.library._scoped_library("trainshed_tests", "DEF") as library:
         library.define("unknown(Tensor x) -> Tensor")
         library.impl("unknown", lambda x: x.clone(), "CPU")  # which has no fake implementation
-        monkeypatch.setattr(torch.nn.functional, "silu", torch.ops.trainshed_tests.unknown)
+        monkeypatch.setitem(llama.ACTIVATIONS, "silu", torch.ops.trainshed_tests.unknown)
         result = compile.compile_program(profile(tmp_path), 0, "block, training", "", Inductor("cpu"))
     assert result["error"].startswith("MLP.forward (modeling/models/families/llama.py:")
-    assert "F.silu(gate) * up" in result["error"]
+    assert "self.activation(gate) * up" in result["error"]
     assert "trainshed_tests.unknown" in result["error"]
 
 
