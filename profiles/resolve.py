@@ -31,6 +31,7 @@ __all__ = ["check", "check_start", "dump", "load", "names"]
 
 SHIPPED = Path(__file__).parent / "shipped"
 KIND = "rope_type"
+REMOVED = (("evaluate", "tolerance"), ("parallel", "kv_replication"), ("train", "recompute_layers"))
 
 
 def load(
@@ -135,9 +136,14 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None =
 
 def _drop_defaults_of_earlier_versions(values: dict[str, Any]) -> None:
     """Drop keys that no longer exist from a resolved profile, which has all keys of its version."""
-    evaluate = values.get("evaluate")
-    if isinstance(evaluate, Mapping):
-        values["evaluate"] = {name: value for name, value in evaluate.items() if name != "tolerance"}
+    for section, key in REMOVED:
+        if isinstance(given := values.get(section), Mapping):
+            # A number of layers means something: the schema's error has the key that replaces it.
+            values[section] = {
+                name: value
+                for name, value in given.items()
+                if name != key or (key == "recompute_layers" and value is not None)
+            }
 
 
 def _read(path: Path) -> dict[str, Any]:

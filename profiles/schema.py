@@ -81,9 +81,6 @@ class Parallel(Section):
         default=1,
         description="expert-parallel degree: data and context ranks that a layer's experts are divided among",
     )
-    kv_replication: Annotated[Count | None, roles.NONE] = Field(
-        default=None, description="tensor ranks per KV head; derived, and checked if set"
-    )
     sequence_parallel: bool = Field(
         default=True, description="sequence parallelism: shard activations between layers over tensor ranks"
     )

@@ -24,7 +24,7 @@ from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
 
-DERIVED = ("parallel.kv_replication", "parallel.pipeline_cuts")
+DERIVED = ("parallel.pipeline_cuts",)
 
 
 @dataclass(frozen=True)

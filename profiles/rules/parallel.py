@@ -8,7 +8,7 @@ from profiles.schema import Profile
 
 
 def check_tensor(profile: Profile) -> None:
-    """Raise ProfileError if the tensor degree does not divide heads or widths, or KV replication differs."""
+    """Raise ProfileError if the tensor degree does not divide heads or widths."""
     model, tensor = profile.model, profile.parallel.tensor
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     valid = valid_tensor_degrees(heads, kv_heads)
@@ -21,10 +21,6 @@ def check_tensor(profile: Profile) -> None:
     for name, width in model.mlp_widths.items():
         if width % tensor:
             raise ProfileError("parallel.tensor", tensor, f"does not divide model.{name} {width}")
-    given, derived = profile.parallel.kv_replication, profile.kv_replication
-    if given not in (None, derived):
-        reason = f"tensor {tensor} over {kv_heads} KV heads makes it {derived}"
-        raise ProfileError("parallel.kv_replication", given, reason, [derived])
 
 
 def check_pipeline(profile: Profile) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -152,21 +152,6 @@ class Train(Section):
     rollbacks: Annotated[Natural, roles.SAFEGUARDS] = Field(
         default=2, description="rollbacks before the run stops"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _join_layers(cls, values: Any) -> Any:
-        """Merge `recompute_layers`, a key of earlier versions, into `recompute`."""
-        if not (isinstance(values, dict) and "recompute_layers" in values):
-            return values
-        values = dict(values)
-        layers, mode = values.pop("recompute_layers"), values.get("recompute", "none")
-        if layers is None:
-            return values
-        if mode not in recompute.MODES:
-            reason = f"is part of train.recompute now, which is {mode!r} here; set that instead"
-            raise ProfileError("recompute_layers", layers, reason, [f"recompute: full {layers}"])
-        return values | {"recompute": f"{mode} {layers}"}
 
     @model_validator(mode="after")
     def _check_recompute(self) -> Self:

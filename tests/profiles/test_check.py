@@ -97,7 +97,11 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ["train.optimizer=muon", "cluster.device=neuron", "cluster.accelerator=trn2"],
             *("train.optimizer", "muon", "is not supported on neuron", ("adamw",)),
         ),
-        (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "makes it 1", (1,)),
+        (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "follows from parallel.tensor", ()),
+        (
+            ["train.recompute_layers=3"],
+            *("train.recompute_layers", 3, "is now part of train.recompute", ("train.recompute=full 3",)),
+        ),
         (["parallel.zero1=false"], "parallel.zero1", False, "is now", ("parallel.data_sharding=none",)),
         (
             ["evaluate.tolerance=0.1"],

@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiles import resolve
 from profiles.recompute import MODES, describe, from_layer_modes, invalid, layer_modes
-from profiles.schema import Train
 
 STAGES = st.lists(st.lists(st.sampled_from(MODES), min_size=1, max_size=5), min_size=1, max_size=4)
 
@@ -37,15 +35,3 @@ def test_numbers_count_the_first_layers_of_each_stage(value, stages):
 
 def test_equal_stages_are_described_once():
     assert describe(["full 2", "none", "none"]) == "full 2, 2 × none"
-
-
-def test_recompute_layers_of_earlier_versions_are_merged_into_recompute():
-    values = resolve.load("tiny").train.model_dump()
-    joined = [
-        Train(**values | {"recompute": "full", "recompute_layers": layers}).recompute for layers in (3, None)
-    ]
-    assert joined == ["full 3", "full"]
-    with pytest.raises(
-        ValueError, match=r"is part of train.recompute now, which is 'full 3 \+ selective' here"
-    ):
-        Train(**values | {"recompute": "full 3 + selective", "recompute_layers": 2})

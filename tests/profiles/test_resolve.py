@@ -58,6 +58,23 @@ def test_minimal_file_gets_name_and_defaults(tmp_path):
     resolve.check(profile)
 
 
+def test_resolved_profiles_of_earlier_versions_lose_keys_that_no_longer_exist(tmp_path):
+    """Unless a key had a meaning of its own."""
+    stored = tmp_path / "profile.yaml"
+    values = resolve.load("tiny").model_dump(mode="json")
+    values["evaluate"]["tolerance"] = 0.01
+    values["parallel"]["kv_replication"] = 1
+    for layers in (None, 3):
+        values["train"]["recompute_layers"] = layers
+        write(stored, **values)
+        if layers is None:
+            assert resolve.load(str(stored)) == resolve.load("tiny")
+        else:
+            assert str(rejection(str(stored))).startswith(
+                "train.recompute_layers = 3: is now part of train.recompute"
+            )
+
+
 def test_extends_merges_keys_and_replaces_lists(tmp_path):
     write(
         tmp_path / "base.yaml",

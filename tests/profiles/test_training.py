@@ -64,7 +64,6 @@ def small(name: str) -> Profile:
         "parallel.pipeline_cuts": "null",
         "train.recompute": max(modes_of(full.train.recompute), key=MODES.index),
         "parallel.pipeline": pipeline,
-        "parallel.kv_replication": max(1, tensor // (heads if groups == 1 else kv_heads)),
         "train.steps": STEPS,
         "train.warmup_steps": 1,
         "train.constant_steps": min(1, full.train.constant_steps),
@@ -98,7 +97,7 @@ def small(name: str) -> Profile:
 
 def alone(profile: Profile) -> Profile:
     """The same mathematics in one process."""
-    one = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "kv_replication": None}
+    one = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
     return profile.model_copy(
         update={
             "parallel": profile.parallel.model_copy(update=one),

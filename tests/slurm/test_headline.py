@@ -35,7 +35,7 @@ MODEL = {
 }
 OVERRIDES = (
     *(f"model.{name}={value}" for name, value in MODEL.items()),
-    *("parallel.tensor=2", "parallel.kv_replication=2"),
+    "parallel.tensor=2",
     *(f"train.steps={STEPS}", "train.warmup_steps=6", "checkpoint.every=10"),
     *(f"train.sequence_length={LENGTH}", "train.global_batch_size=4"),
     *(

@@ -84,7 +84,7 @@ def test_search_without_speeds_ranks_by_communication_volume(capsys):
 MINE = """
 extends: llama3-8b-h200
 model: {num_hidden_layers: 4}
-parallel: {tensor: 4, pipeline: 2, kv_replication: 1, pipeline_cuts: [3]}
+parallel: {tensor: 4, pipeline: 2, pipeline_cuts: [3]}
 train: {recompute: full 1}
 """
 

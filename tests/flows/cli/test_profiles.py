@@ -34,10 +34,7 @@ SMALL = (
         "train.minimum_learning_rate=0.0",
         "compile.enabled=false",
     ),
-    *(
-        "cluster={launcher: local, devices_per_node: 2, device: cpu, threads: 1}",
-        "parallel.kv_replication=null",
-    ),
+    "cluster={launcher: local, devices_per_node: 2, device: cpu, threads: 1}",
 )
 FAMILIES = {
     "llama3-70b": ("parallel.tensor=2", "model.num_attention_heads=8", "model.num_key_value_heads=1"),
