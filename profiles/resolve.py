@@ -30,6 +30,7 @@ from profiles.validation_errors import profile_error
 __all__ = ["check", "check_start", "dump", "load", "names"]
 
 SHIPPED = Path(__file__).parent / "shipped"
+HARDWARE = SHIPPED / "hardware"  # overlays, which make profiles for other hardware
 KIND = "rope_type"
 REMOVED = (("evaluate", "tolerance"), ("parallel", "kv_replication"), ("train", "recompute_layers"))
 
@@ -77,8 +78,16 @@ def names() -> list[str]:
 
 @cache
 def _shipped() -> dict[str, Path]:
-    """The shipped profiles' files by name; folders are families and not part of the name."""
-    return {path.stem: path for path in SHIPPED.rglob("*.yaml")}
+    """The shipped profiles' files by name; folders are families and not part of the name.
+
+    Those made from an overlay (`_on_hardware`) have a path within it.
+    """
+    files = {path.stem: path for path in SHIPPED.rglob("*.yaml")}
+    for overlay in HARDWARE.glob("*.yml"):
+        for model in yaml_text.read(overlay)["models"]:
+            name = f"{model}-{overlay.stem}"
+            files[name] = overlay / f"{name}.yaml"
+    return files
 
 
 def _find(name_or_path: str, folder: Path, key: str) -> Path:
@@ -146,7 +155,19 @@ def _drop_defaults_of_earlier_versions(values: dict[str, Any]) -> None:
             }
 
 
+def _on_hardware(path: Path) -> dict[str, Any]:
+    """The values of a profile for other hardware, from an overlay's cluster and what it has for the model."""
+    overlay, hardware = yaml_text.read(path.parent), path.parent.stem
+    model, replaced = path.stem.removesuffix(f"-{hardware}"), overlay["in_place_of"]
+    base = f"{model}-{replaced}"
+    description = _read(_shipped()[base])["description"].replace(replaced.upper(), hardware.upper())
+    made = {"description": description, "extends": base, "cluster": overlay["cluster"]}
+    return _merged(made, overlay["models"][model])
+
+
 def _read(path: Path) -> dict[str, Any]:
+    if path.parent.is_file():
+        return _on_hardware(path)
     try:
         values = yaml_text.read(path)
     except (ValueError, OSError) as error:

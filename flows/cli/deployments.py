@@ -44,7 +44,7 @@ from profiles.rules.cluster import ACCELERATORS
 
 VARIABLE = "trainshed_deployments"
 # What deployments are made from: their definitions, and the flows and names of profiles, from which Prefect makes their forms.
-SOURCES = ("prefect.yaml", "flows/**/*.py", "profiles/**/*.py", "profiles/**/*.yaml")
+SOURCES = ("prefect.yaml", "flows/**/*.py", "profiles/**/*.py", "profiles/**/*.y*ml")
 # Those of a registered deployment that prefect.yaml or the flow decides; its limit of concurrent runs is nested, see `_digest`.
 # Schedules are left out on purpose: a user activates them in the UI, which must not register everything again.
 FIELDS = (

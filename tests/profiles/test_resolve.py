@@ -50,6 +50,20 @@ def test_shipped_profiles_resolve(name):
     assert profile.description
 
 
+def test_profiles_for_h100_are_those_for_h200_with_what_their_overlay_has():
+    for model, changes in (
+        ("llama3-8b", {}),
+        ("deepseek-v3", {"cluster.nodes": 64, "train.recompute": "full"}),
+    ):
+        expected = resolve.load(f"{model}-h200", [f"{key}={value}" for key, value in changes.items()])
+        resolve.load(f"{model}-h100", ["cluster.accelerator=b200"])  # changes no later one
+        h100 = resolve.load(f"{model}-h100", ["cluster.accelerator=h200"], name=expected.name)
+        assert h100.model_copy(update={"description": expected.description}) == expected
+    profile = resolve.load("llama3-8b-h100")
+    assert profile.cluster.accelerator == "h100"
+    assert profile.description == "Llama 3 8B from scratch on English Wikipedia, on one node of 8 H100"
+
+
 def test_minimal_file_gets_name_and_defaults(tmp_path):
     profile = resolve.load(str(write(tmp_path / "mine.yaml", **MINIMAL)))
     assert profile.name == "mine"
