@@ -20,7 +20,7 @@ from benchmarks.harness.processes import Script, largest_difference, measure_scr
 from benchmarks.harness.timing import alternate, make_parser, median_ratio
 from profiles.resolve import dump, load
 
-LARGE = ("llama3-70b", "llama3-70b-trn1", "llama3-70b-cp", "llama3.1-405b", "gpt3-175b")
+LARGE = ("llama3-70b", "llama3-70b-cp", "llama3.1-405b", "gpt3-175b")
 MAX_SECONDS, MAX_BYTES = 120, 4e9
 MIN_SPEEDUP = 4.0
 LOSS_TOLERANCE = 2e-2

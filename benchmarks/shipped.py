@@ -19,7 +19,6 @@ from modeling.planning.planner import Plan, plan
 from modeling.tracing.trace import trace
 from modeling.tracing.traced_plan import apply_trace
 from profiles import recompute, resolve
-from profiles.rules.cluster import PLANNED_ONLY
 from profiles.schema import Profile
 from tasks.reporting.format import format_step_time
 
@@ -65,13 +64,11 @@ def row(profile: Profile) -> tuple[tuple[str, ...], bool]:
     return cells, planned.fits and needs < MARGIN * planned.needs
 
 
-def startable() -> list[Profile]:
-    """The shipped profiles that supported hardware can start, by model, smallest first."""
-    profiles = map(resolve.load, resolve.names())
-    chosen = [profile for profile in profiles if profile.cluster.accelerator not in PLANNED_ONLY]
-    chosen.sort(key=lambda profile: profile.model.parameters)
-    models = list(dict.fromkeys(map(model_of, chosen)))
-    return sorted(chosen, key=lambda profile: models.index(model_of(profile)))
+def by_model() -> list[Profile]:
+    """The shipped profiles by model, smallest first."""
+    profiles = sorted(map(resolve.load, resolve.names()), key=lambda profile: profile.model.parameters)
+    models = list(dict.fromkeys(map(model_of, profiles)))
+    return sorted(profiles, key=lambda profile: models.index(model_of(profile)))
 
 
 def model_of(profile: Profile) -> str:
@@ -80,7 +77,7 @@ def model_of(profile: Profile) -> str:
 
 
 def main(names: list[str]) -> int:
-    profiles = [resolve.load(name) for name in names] or startable()
+    profiles = [resolve.load(name) for name in names] or by_model()
     fitting = True
     for model, group in groupby(profiles, model_of):
         print(f"\n## {model}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * 4}{'---:|' * 4}", flush=True)

@@ -7,13 +7,11 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from profiles import resolve
-from profiles.rules.cluster import PLANNED_ONLY
 
-# Without plan-only profiles, which are recognised by name because loading all profiles would slow each start.
-STARTABLE = tuple(name for name in resolve.names() if name.rpartition("-")[2] not in PLANNED_ONLY)
+SHIPPED = tuple(resolve.names())
 
 ProfileName = Annotated[
-    Annotated[Literal[STARTABLE], Field(title="shipped profile")]  # type: ignore[valid-type]
+    Annotated[Literal[SHIPPED], Field(title="shipped profile")]  # type: ignore[valid-type]
     | Annotated[str, Field(title="path of a YAML file")],
     Field(description="A shipped profile's name, or the path of a YAML file."),
 ]

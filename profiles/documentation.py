@@ -47,7 +47,7 @@ with a warning that names it.
 the profile extends; keys of `model` beside it take precedence: `trainshed plan llama3-8b --set model.config=Qwen/Qwen3-8B`.
 
 Every model has a profile for trn2 under its plain name, and profiles that end in `-h200` and `-h100`: the same run with a
-topology for that hardware. `--all` adds the runs that were published for trn1, ending in `-trn1`, to plan, convert and compare.
+topology for that hardware.
 
 Unknown keys, wrong types and impossible combinations are errors that name the key, its value, the reason and the nearest choices
 with which the profile is valid, one line for each error:

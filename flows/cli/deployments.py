@@ -1,6 +1,6 @@
 """Deployments on a Prefect server: what it lacks, and their registration.
 
-They are those of prefect.yaml, and one for each shipped profile that can be trained.
+They are those of prefect.yaml, and one for each shipped profile.
 
 Those whose profiles can start from this machine are registered, or with --all all, in about 20 s. The server keeps a digest
 of what they were made from, and of the result, in a variable, so that they are registered again only after a change, or if they
@@ -30,7 +30,6 @@ from uuid import uuid4
 import yaml
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.parameters import STARTABLE
 from flows.server.outages import await_start
 from flows.server.prefect_settings import PASSWORD, POOL, SETTINGS, authorization
 from flows.server.secrets import without_tokens
@@ -167,12 +166,12 @@ def _read(home: Path) -> dict[str, Any]:
 
 
 def _of_profiles(flows: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A deployment for each shipped profile that can be trained.
+    """A deployment for each shipped profile.
 
     Args:
         flows: the definitions of prefect.yaml for profiles that pretrain, and for those that fine-tune.
     """
-    for name in STARTABLE:
+    for name in resolve.names():
         profile = resolve.load(name)
         yield {
             **flows["finetune" if profile.fine_tunes else "pretrain"],

@@ -275,9 +275,6 @@ def _add_tools(commands: Any) -> None:
     command = _command(commands, "profiles", "[WORD]", about, "trainshed profiles llama3")
     about = "list only profiles with WORD in their name"
     command.add_argument("word", metavar="WORD", nargs="?", default="", help=about)
-    command.add_argument(
-        "--all", action="store_true", help="also list profiles that can be planned but not trained"
-    )
     _json(command)
 
     about = "compare runs: metrics, profile differences and loss curves"

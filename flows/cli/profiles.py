@@ -15,33 +15,25 @@ from flows.ui.console import TrimmedConsole, print_json
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.rules.cluster import PLANNED_ONLY
 from profiles.schema import Profile
 from tasks.reporting.format import format_count
 
-STARTS, SUBMITS, ELSEWHERE, PLAN_ONLY = "runs here", "submits to Slurm", "on its cluster", "plan only"
+STARTS, SUBMITS, ELSEWHERE = "runs here", "submits to Slurm", "on its cluster"
 MEANINGS = {
     STARTS: "`trainshed run {name}` trains on this machine",
     SUBMITS: "`trainshed run {name}` submits a job with sbatch",
     ELSEWHERE: "`trainshed run {name}` starts on the cluster that the profile names, and is rejected here",
-    PLAN_ONLY: "`trainshed plan {name}` works, `trainshed run {name}` is rejected everywhere",
 }
 EXAMPLE = "llama3-8b"  # in the legend, if it has the status
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the profiles, smallest model first; plan-only ones with `--all`, or if no other one matches."""
+    """Print the profiles, smallest model first."""
     profiles = sorted(map(resolve.load, _names(options.word)), key=lambda profile: profile.model.parameters)
-    hidden = [] if options.all else [profile for profile in profiles if _plan_only(profile)]
-    if len(hidden) == len(profiles):
-        hidden = []
-    profiles = [profile for profile in profiles if profile not in hidden]
     if options.json:
         print_json({profile.name: _describe(profile) for profile in profiles})
     else:
         _print(profiles)
-        if hidden:
-            print(f"{len(hidden)} more with --all: published runs for hardware that is no longer supported")
     return DONE
 
 
@@ -112,15 +104,11 @@ def _describe(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _plan_only(profile: Profile) -> bool:
-    return profile.cluster.accelerator in PLANNED_ONLY
-
-
 def _status(profile: Profile) -> tuple[str, str]:
     """Where the profile starts, and why not here."""
     try:
         resolve.check(profile)
         resolve.check_start(profile)
     except ProfileError as error:
-        return (PLAN_ONLY if _plan_only(profile) else ELSEWHERE), str(error.with_choices(()))
+        return ELSEWHERE, str(error.with_choices(()))
     return (SUBMITS if profile.cluster.launcher == "slurm" else STARTS), ""

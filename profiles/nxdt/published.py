@@ -14,7 +14,7 @@ from typing import Any
 from profiles import resolve
 from profiles.sections.model import Model
 
-HARDWARE = ("-trn1", "-h100", "-h200", "-b200")  # suffixes of profiles of the same model
+HARDWARE = ("-h100", "-h200", "-b200")  # suffixes of profiles of the same model
 OVERRIDES = ("num_hidden_layers", "max_position_embeddings")
 
 

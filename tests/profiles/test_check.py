@@ -11,6 +11,7 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.rules.cluster import time_limit_seconds
 from tests.profiles.pair import PAIR
+from tests.profiles.published import published
 
 
 def rejection(*overrides) -> ProfileError:
@@ -307,9 +308,9 @@ PIPELINED = ("parallel.tensor=32", "parallel.pipeline=4", "parallel.data_shardin
             [*PIPELINED, "train.global_batch_size=1001", "train.micro_batch_size=2"],
             (1000, 1008),
         ),
-        ("deepseek-coder-1.3b-trn1", ["parallel.pipeline=3"], None),
-        ("llama2-7b-trn1", ["train.sequence_length=4095"], None),
-        ("gpt3-175b-trn1", ["parallel.schedule=interleaved", "train.global_batch_size=60"], None),
+        (published("deepseek-coder-1.3b-trn1"), ["parallel.pipeline=3"], None),
+        (published("llama2-7b-trn1"), ["train.sequence_length=4095"], None),
+        (published("gpt3-175b-trn1"), ["parallel.schedule=interleaved", "train.global_batch_size=60"], None),
         (PAIR, ["parallel.context=2", "parallel.tensor=1", "train.sequence_length=250"], None),
         (PAIR, [*EIGHT_LAYERS, "parallel.schedule=interleaved", "train.global_batch_size=20"], None),
         (PAIR, ["cluster.devices_per_node=15"], None),

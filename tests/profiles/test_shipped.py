@@ -24,6 +24,7 @@ from profiles.rules.cluster import ACCELERATORS, PLANNED_ONLY
 from profiles.schema import Cluster, Profile
 from profiles.sections.model import Model
 from tests.benchmarks.test_shipped import DOCUMENTED, PAGE
+from tests.profiles.published import NAMES, published
 
 # Exact numbers of parameters; GPT-3's with a vocabulary of 50257, tied.
 PARAMETERS = {
@@ -180,11 +181,12 @@ NODES = {"trn1": 32, "trn2": 64, "h200": 8, "h100": 8}  # devices of a node
 # On current hardware these differ from the published run: the 32k run's length, and the steps that trn2 runs had.
 LONG = {"llama3-70b-cp": (32768, 256)}
 STEPS = {"llama3-70b": 10000, "llama3-70b-cp": 10000, "llama3.1-70b": 10000}
-RUNS = [
+SHIPPED = [
     name
     for name in resolve.names()
     if not name.startswith("tiny") and not re.search("-(sft|lora|dpo|orpo)$", name)
 ]
+RUNS = [*SHIPPED, *NAMES]
 CACHE: dict = {}  # of plans
 
 
@@ -201,7 +203,7 @@ def parameters_of(name: str) -> int:
 
 @cache
 def load(name: str) -> Profile:
-    profile = resolve.load(name)
+    profile = resolve.load(published(name) if name in NAMES else name)
     resolve.check(profile)
     return profile
 
@@ -218,8 +220,8 @@ def degrees_of(profile: Profile) -> tuple[int, ...]:
 
 
 def test_every_model_has_a_profile_for_each_hardware():
-    expected = {model + suffix for model in PLAIN for suffix in ("", "-h200", "-h100")}
-    assert {*RUNS} == expected | {f"{model}-trn1" for model in PUBLISHED}
+    assert {*SHIPPED} == {model + suffix for model in PLAIN for suffix in ("", "-h200", "-h100")}
+    assert {*NAMES} == {f"{model}-trn1" for model in PUBLISHED}
 
 
 def test_schema_accelerators_are_those_with_specifications():
@@ -251,25 +253,25 @@ def test_published_runs_are_as_in_the_table(model):
     assert (profile.train.steps, profile.train.micro_batch_size, profile.train.seed) == (steps, 1, 1234)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if not name.endswith("-trn1")])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_other_hardware_changes_only_the_topology(name):
     model = model_of(name)
-    profile, published = load(name), load(model if model in MODERN else f"{model}-trn1")
+    profile, original = load(name), load(model if model in MODERN else f"{model}-trn1")
     changed = ("recompute",)
     if profile.model.num_experts is not None:
         changed += ("capacity_factor",)  # a device that needs static shapes drops tokens
     if name.startswith("llama3-70b-cp"):
         changed += ("sequence_length", "global_batch_size")
-    assert profile.train.model_dump(exclude={*changed, "steps"}) == published.train.model_dump(
+    assert profile.train.model_dump(exclude={*changed, "steps"}) == original.train.model_dump(
         exclude={*changed, "steps"}
     )
-    batch = LONG.get(model, (published.train.sequence_length, published.train.global_batch_size))
+    batch = LONG.get(model, (original.train.sequence_length, original.train.global_batch_size))
     assert (profile.train.sequence_length, profile.train.global_batch_size) == batch
-    assert profile.train.steps == STEPS.get(model, published.train.steps)
+    assert profile.train.steps == STEPS.get(model, original.train.steps)
     assert (profile.data, profile.tokenizer, profile.init) == (
-        published.data,
-        published.tokenizer,
-        published.init,
+        original.data,
+        original.tokenizer,
+        original.init,
     )
     assert profile.cluster.devices_per_node == NODES[profile.cluster.accelerator]
     resolve.check(profile)
@@ -291,7 +293,7 @@ def test_parameters_match_the_table_and_the_plan_fits_with_its_reserve(name):
 
 def test_documented_topologies_are_those_of_the_profiles():
     """Plans are compared too, except on a CPU, whose memory is that of this machine."""
-    profiles = shipped.startable()
+    profiles = shipped.by_model()
     headings = [line.removeprefix("## ") for line in PAGE.read_text().splitlines() if line.startswith("## ")]
     assert headings == list(dict.fromkeys(map(shipped.model_of, profiles)))
     assert [tuple(row[:4]) for row in DOCUMENTED.values()] == list(map(shipped.describe, profiles))

@@ -15,6 +15,7 @@ from modeling.training.trainer import Trainer
 from profiles import resolve
 from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
+from tests.profiles.published import NAMES, published
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ SHARDED = (
     "qwen3-30b-a3b",
     "gpt-oss-20b",
 )
-PROFILES = [name for name in resolve.names() if name.endswith("-trn1") or name in SHARDED]
+PROFILES = {name: name for name in SHARDED} | {name: published(name) for name in NAMES}
 
 
 def small(name: str) -> Profile:
@@ -141,7 +142,7 @@ def losses(profile: Profile) -> list[float]:
         trainer.mesh.close()
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", PROFILES.values(), ids=PROFILES)
 def test_profile_trains_like_one_process(pool, name):
     profile = small(name)
     assert profile.model.architecture == resolve.load(name).model.architecture

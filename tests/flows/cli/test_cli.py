@@ -16,6 +16,7 @@ from flows.cli.main import main, parser
 from profiles import resolve
 from tests.flows.experiments.test_ladder import write_ladder
 from tests.flows.micro import settings, write_shadowing_modules
+from tests.profiles.published import published
 from tests.tasks.reporting.run_folders import write_run
 from tests.tasks.source_files import write_pair
 
@@ -153,20 +154,18 @@ def test_dry_run_prints_what_training_would_submit(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plan_only_profiles_are_marked_in_plan_and_list(capsys, monkeypatch, tmp_path):
+def test_profiles_are_listed_by_where_they_start_and_fit_the_terminal(capsys, monkeypatch, tmp_path):
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["profiles", "--all", "--json"]) == 0
+    assert main(["profiles", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     for name, entry in listed.items():
-        trn1 = entry["cluster"]["device"] == "trn1"
-        expected = "runs here" if name.startswith("tiny") else "plan only" if trn1 else "submits to Slurm"
-        assert entry["status"] == expected, name
-        assert trn1 == ("native PyTorch does not train" in entry["reason"])
+        assert entry["status"] == ("runs here" if name.startswith("tiny") else "submits to Slurm"), name
+        assert entry["reason"] == ""
     for columns in (80, 120, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["profiles", "--all"]) == 0
+        assert main(["profiles"]) == 0
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= columns
         assert [line for line in out.splitlines() if line.endswith(" ")] == []
@@ -174,13 +173,7 @@ def test_plan_only_profiles_are_marked_in_plan_and_list(capsys, monkeypatch, tmp
         assert all(entry["description"] in text for entry in listed.values())
         assert "runs here `trainshed run tiny` trains on this machine" in text
         assert "submits to Slurm `trainshed run llama3-8b` submits a job with sbatch" in text
-        assert re.search("plan only `trainshed plan .*` works, .*: cluster.accelerator = trn1: native", text)
-        assert main(["profiles"]) == 0
-        startable = capsys.readouterr().out
-        assert "trn1 " not in startable
-        planned = sum(entry["status"] == "plan only" for entry in listed.values())
-        assert f"{planned} more with --all" in startable
-    assert main(["plan", "llama2-7b-trn1"]) == 0
+    assert main(["plan", published("llama2-7b-trn1")]) == 0
     assert "cannot start it here: cluster.accelerator = trn1" in capsys.readouterr().out
     assert main(["plan", "llama3-8b"]) == 0
     planned = capsys.readouterr().out
@@ -201,8 +194,6 @@ def test_profiles_are_listed_with_their_descriptions(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("runs here")  # the legend
     assert "llama" not in lines
-    assert main(["profiles", "gpt3-175b-trn1"]) == 0  # plan only
-    assert "gpt3-175b-trn1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words))
@@ -261,7 +252,10 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
             "store = filecache::s3://bucket/store: ",
         ),
         (["run", "tiny", "--store", "/dev/null"], "store = /dev/null: cannot be written"),
-        (["run", "llama2-7b-trn1"], "cluster.accelerator = trn1: native PyTorch does not train on it"),
+        (
+            ["run", published("llama2-7b-trn1")],
+            "cluster.accelerator = trn1: native PyTorch does not train on it",
+        ),
         (["plan", "tiny", "--set", "model.vocab_size=99999999999999999999999"], "is above 16777216"),
         (["plan", "tiny", "--set", "train.steps=99999999999999999999999"], "is above 2147483647"),
         (

@@ -10,6 +10,7 @@ import pytest
 from flows.cli.main import main
 from tests.flows.micro import settings
 from tests.profiles.pair import PAIR
+from tests.profiles.published import published
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +61,7 @@ def test_cpu_plan_includes_process_memory(capsys):
 def test_plan_figures_are_complete_on_a_narrow_terminal(capsys, monkeypatch, cuts):
     monkeypatch.setenv("COLUMNS", "80")
     interleaved = ("parallel.schedule=interleaved", f"parallel.pipeline_cuts={cuts}")
-    assert main(["plan", "llama3-70b-trn1", *settings("parallel.pipeline=4", *interleaved)]) == 0
+    assert main(["plan", published("llama3-70b-trn1"), *settings("parallel.pipeline=4", *interleaved)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert not any("…" in line for line in lines)
     assert max(map(len, lines)) <= 80
@@ -120,7 +121,7 @@ def test_printed_search_command_plans_the_first_topology(capsys, monkeypatch, tm
 def test_search_prints_each_reason_once_and_device_memory(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     small = ("model.num_hidden_layers=8", "train.global_batch_size=8", "cluster.nodes=1")
-    assert main(["plan", "gpt3-175b-trn1", "--search", *settings(*small)]) == 0
+    assert main(["plan", published("gpt3-175b-trn1"), "--search", *settings(*small)]) == 0
     out = capsys.readouterr().out
     text = " ".join(out.split())
     for reason in ("does not divide it", "ranks does not support", "is more than the model's"):

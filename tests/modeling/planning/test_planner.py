@@ -24,6 +24,7 @@ from profiles.check import with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES
 from tests.profiles.pair import PAIR
+from tests.profiles.published import published
 
 pytestmark = pytest.mark.slow
 
@@ -58,22 +59,22 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_planned_throughput_is_near_the_published_one(name):
-    nodes, tensor, pipeline, published = PUBLISHED[name]
+    nodes, tensor, pipeline, speed = PUBLISHED[name]
     degrees = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"cluster.nodes={nodes}")
-    planned = plan(resolve.load(name, [*degrees, "train.global_batch_size=1024"]))
-    assert planned.tokens_per_second == pytest.approx(published, rel=0.2)
+    planned = plan(resolve.load(published(name), [*degrees, "train.global_batch_size=1024"]))
+    assert planned.tokens_per_second == pytest.approx(speed, rel=0.2)
     assert planned.mfu == pytest.approx(
         planned.tokens_per_second * planned.flops_per_token / (nodes * 32 * 95e12)
     )
 
 
 def test_times_and_price_are_consistent():
-    planned = plan(resolve.load("llama3-70b-trn1", ["cluster.node_price=40"]))
+    planned = plan(resolve.load(published("llama3-70b-trn1"), ["cluster.node_price=40"]))
     assert planned.days == pytest.approx(planned.step_seconds * 30000 / 86400)
     assert planned.node_hours == pytest.approx(planned.days * 24 * 16)
     assert planned.price == pytest.approx(planned.node_hours * 40)
     assert planned.bubble == pytest.approx(7 / 512)
-    assert plan(resolve.load("llama3-70b-trn1")).price is None
+    assert plan(resolve.load(published("llama3-70b-trn1"))).price is None
 
 
 def test_planned_step_includes_the_memory_traffic_of_the_optimizer():
@@ -125,7 +126,7 @@ def test_optimizer_traffic_is_divided_by_the_shards():
 
 
 def test_communication_volume_follows_from_the_degrees():
-    communication = plan(resolve.load("llama3-70b-cp-trn1")).communication
+    communication = plan(resolve.load(published("llama3-70b-cp-trn1"))).communication
     assert all(communication[axis] > 0 for axis in ("tensor", "context", "pipeline", "data"))
     communication = plan(
         resolve.load(PAIR, ["parallel.tensor=1", "cluster.devices_per_node=1"])
@@ -218,7 +219,7 @@ def test_both_rows_of_a_preference_pair_count_as_tokens():
 
 def test_recomputation_trades_memory_for_time():
     plans = [
-        plan(resolve.load("llama3-70b-trn1", [f"train.recompute={mode}"]))
+        plan(resolve.load(published("llama3-70b-trn1"), [f"train.recompute={mode}"]))
         for mode in ("none", "selective", "full")
     ]
     memory = [planned.stages[0].bytes["activations"] for planned in plans]
@@ -271,7 +272,7 @@ def test_auto_recomputation_of_layers_of_two_kinds_mixes_the_modes():
 
 
 def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
-    profile = resolve.load("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"])
+    profile = resolve.load(published("llama3-70b-trn1"), ["parallel.pipeline=1", "cluster.nodes=2"])
     planned = plan(profile)
     assert not planned.fits
     with pytest.raises(ProfileError, match=r"stage 0 needs \d+\.\d GiB per device .*, which has 16\.0 GiB"):
@@ -295,7 +296,12 @@ def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
             None,
         ),
         ("llama3-8b-h200", LONGER, "parallel.context=2", None),
-        ("llama3-70b-trn1", ["parallel.pipeline=1", "cluster.nodes=2"], None, "train.recompute=full"),
+        (
+            published("llama3-70b-trn1"),
+            ["parallel.pipeline=1", "cluster.nodes=2"],
+            None,
+            "train.recompute=full",
+        ),
     ],
 )
 def test_rejection_suggests_single_changes_that_fit(name, overrides, among, not_among):
@@ -340,7 +346,7 @@ def test_gpu_of_unknown_memory_needs_an_accelerator_name():
 
 
 def test_search_ranks_topologies_that_fit_and_explains_the_others():
-    profile = resolve.load("deepseek-coder-6.7b-trn1", ["cluster.devices_per_node=8"])
+    profile = resolve.load(published("deepseek-coder-6.7b-trn1"), ["cluster.devices_per_node=8"])
     found, rejected = search(profile)
     speeds = [topology.plan.tokens_per_second for topology in found]
     assert speeds == sorted(speeds, reverse=True)
@@ -357,7 +363,7 @@ def test_search_ranks_topologies_that_fit_and_explains_the_others():
 
 
 def test_search_explains_invalid_tensor_degrees():
-    _, rejected = search(resolve.load("deepseek-coder-33b-trn1", ["cluster.nodes=1"]))
+    _, rejected = search(resolve.load(published("deepseek-coder-33b-trn1"), ["cluster.nodes=1"]))
     reasons = {each.degrees["tensor"]: each.reason for each in rejected if len(each.degrees) == 1}
     assert "does not divide 56 query heads" in reasons[16]
 
