@@ -1,13 +1,15 @@
 """Register with the Prefect server of PREFECT_API_URL, idempotently: `python -m flows.registration`.
 
-Creates the work pool with its concurrency limit, the alert automations (flows/alerts), and an automation that marks flow runs
-without a heartbeat as crashed; otherwise a run whose worker was killed would stay in state Running.
+Creates the work pool with its concurrency limit, the alert automations (flows/alerts), an automation that marks flow runs
+without a heartbeat as crashed, since a run whose worker was killed would stay in state Running, and deployments.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
@@ -19,6 +21,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
 from flows.alerts.automations import register_alerts
+from flows.server import deployments
 from flows.server.prefect_settings import AUTOMATION, GATE_MISSED, POOL, REJECTED, SILENCE_SECONDS, STOPPED
 from profiles.arguments import Parser
 from profiles.errors import ProfileError
@@ -77,11 +80,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="flows.registration")
     about = "notification block that alerts are sent to, such as slack-webhook/team"
     parser.add_argument("--alerts", metavar="TYPE/NAME", help=about)
+    about = "register the deployments of this file, in the format of prefect.yaml"
+    parser.add_argument("--deployments", metavar="FILE", type=Path, help=about)
     options = parser.parse_args(arguments)
     register_pool()
     register_automation()
     try:
         register_alerts(options.alerts)
+        if options.deployments:
+            asyncio.run(deployments.register(options.deployments))
     except ProfileError as error:
         print(f"trainshed: {error}", file=sys.stderr)
         return 2

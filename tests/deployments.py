@@ -16,9 +16,8 @@ HOME = Path(__file__).parents[1]
 
 def register(api: str, entries: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Register the automations and these of the deployments that `flows.cli.deployments.listed` returns."""
-    write_file(folder / "deployments.yaml", HOME, entries)
+    file = folder / "deployments.yaml"
+    write_file(file, HOME, entries)
     environment = {**os.environ, "PREFECT_API_URL": api, "TRAINSHED_FOLDER": "/"}
-    deploy = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(folder / "deployments.yaml")]
-    for module in (["flows.registration"], deploy):
-        command = [sys.executable, "-m", *module]
-        subprocess.run(command, cwd=HOME, env=environment, check=True, capture_output=True)
+    command = [sys.executable, "-m", "flows.registration", "--deployments", str(file)]
+    subprocess.run(command, cwd=HOME, env=environment, check=True, capture_output=True)

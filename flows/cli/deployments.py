@@ -2,9 +2,10 @@
 
 They are those of prefect.yaml, and one for each shipped profile.
 
-Those whose profiles can start from this machine are registered, or with --all all, in about 20 s. The server keeps a digest
-of what they were made from, and of the result, in a variable, so that they are registered again only after a change, or if they
-were changed or removed there. A digest that the server does not return or store in time only costs another registration.
+Those whose profiles can start from this machine are registered, or with --all all, in about 10 s, most of it to import the flows.
+The server keeps a digest of what they were made from, and of the result, in a variable, so that they are registered again only
+after a change, or if they were changed or removed there. A digest that the server does not return or store in time only costs
+another registration.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ FIELDS = (
     "job_variables",
 )
 RECORD = "flows.working_folder.record"  # the pull step
+# Keys of a deployment of the user's own that only `prefect deploy` understands.
+FOR_PREFECT = {"build", "push", "schedule", "sla", "triggers", "version_type"}
 DEVICES = {"cuda": "nvidia[0-9]*", "neuron": "neuron[0-9]*"}  # of device types, in /dev
 # What Slurm says about the nodes: their devices, such as gpu:h100:8, and features, such as the name of a cloud's instance type.
 NODES = ("sinfo", "--noheader", "--format=%G %f")
@@ -69,16 +72,56 @@ CSRF_TOKEN = "Prefect-Csrf-Token"
 def register(
     options: argparse.Namespace, home: Path, api: str, log_file: Path, settings: Mapping[str, Any]
 ) -> int:
-    """Register work pool, automations and deployments; returns the exit code."""
-    register = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
-    if code := _run(register, home, log_file, settings):
+    """Register work pool, automations and deployments; returns the exit code.
+
+    Deployments that the server has unchanged are left out.
+    """
+    wanted = listed(home, every=options.all)
+    folder = settings.get("env", {}).get("TRAINSHED_FOLDER", str(Path.cwd()))
+    command = ["flows.registration", *(["--alerts", options.alerts] if options.alerts else [])]
+    if _is_registered(api, home, wanted, folder):
+        if code := _run(command, home, log_file, settings):
+            return code
+    elif code := _deploy(command, home, wanted, log_file, settings):
         return code
-    if code := deploy(home, api, log_file, settings, every=options.all):
-        return code
+    else:
+        with contextlib.suppress(OSError, ValueError):
+            _write_digest(api, _digest(home, api, wanted, folder))
     if options.evaluate is None:
         return DONE
     tasks = [part for task in options.evaluate for part in ("--task", task)]
     return _run(["flows.alerts.evaluation", *tasks], home, log_file, settings)
+
+
+def _is_registered(api: str, home: Path, wanted: Sequence[Mapping[str, Any]], folder: str) -> bool:
+    """Whether the server has these deployments unchanged; False if it does not answer in time."""
+    with contextlib.suppress(OSError, ValueError):
+        variables = query(f"{api}/variables/filter", {"variables": named(VARIABLE)})
+        return bool(variables) and variables[0]["value"] == _digest(home, api, wanted, folder)
+    return False
+
+
+def _deploy(
+    registration: Sequence[str],
+    home: Path,
+    wanted: Sequence[Mapping[str, Any]],
+    log_file: Path,
+    settings: Mapping[str, Any],
+) -> int:
+    """Register these deployments with the rest; returns the exit code."""
+    ours = [entry for entry in wanted if not entry.keys() & FOR_PREFECT]
+    file = log_file.absolute().with_name("deployments.yaml")  # written by each `up`, with the same contents
+    write_file(file, home, ours)
+    if code := _run([*registration, "--deployments", str(file)], home, log_file, settings, len(ours)):
+        return code
+    others = [entry for entry in wanted if entry.keys() & FOR_PREFECT]
+    if not others:
+        return DONE
+    file = file.with_name("deployments-of-prefect.yaml")
+    write_file(file, home, others)
+    return _run(
+        ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)], home, log_file, settings
+    )
 
 
 def register_elsewhere(options: argparse.Namespace, home: Path) -> int:
@@ -114,30 +157,8 @@ def summary(home: Path, *, every: bool) -> str:
     return f"the {count} of {total} deployments that can start from here; --all registers all"
 
 
-def deploy(home: Path, api: str, log_file: Path, settings: Mapping[str, Any], *, every: bool = False) -> int:
-    """Register the deployments, unless the server has them unchanged; returns the exit code.
-
-    Args:
-        every: also those that cannot start on this machine.
-    """
-    wanted = listed(home, every=every)
-    folder = settings.get("env", {}).get("TRAINSHED_FOLDER", str(Path.cwd()))
-    with contextlib.suppress(OSError, ValueError):
-        variables = query(f"{api}/variables/filter", {"variables": named(VARIABLE)})
-        if variables and variables[0]["value"] == _digest(home, api, wanted, folder):
-            return DONE
-    file = log_file.absolute().with_name("deployments.yaml")  # written by each `up`, with the same contents
-    write_file(file, home, wanted)
-    command = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-    if code := _run(command, home, log_file, settings, len(wanted)):
-        return code
-    with contextlib.suppress(OSError, ValueError):
-        _write_digest(api, _digest(home, api, wanted, folder))
-    return DONE
-
-
 def write_file(file: Path, home: Path, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write a file for `prefect deploy` with some of the deployments that `listed` returns."""
+    """Write a file like prefect.yaml with some of the deployments that `listed` returns."""
     state_files.write(file, yaml.safe_dump({**_read(home), "deployments": [*entries]}, sort_keys=False))
 
 
@@ -290,12 +311,12 @@ def _run(module: list[str], home: Path, log_file: Path, settings: Mapping[str, A
 
 
 def _progress(log_file: Path, total: int) -> Callable[[], str]:
-    """A description of the progress of `prefect deploy --all`, read from its log."""
+    """A description of the progress of a registration, read from its log."""
     before = log_file.stat().st_size if log_file.exists() else 0
 
     def describe() -> str:
         log = log_file.read_bytes()[before:] if log_file.exists() else b""
-        done = log.count(b"' successfully ")
+        done = sum(line.startswith(b"registered ") for line in log.splitlines())
         what = f"{total} deployments" if total else "automations"
         return f"registering {what}" + (f": {done} done" if done else "")
 

@@ -1,6 +1,7 @@
 """Registration of deployments on a server that may have them already."""
 
-import os
+import argparse
+import asyncio
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prefect.automations import Automation
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows import registration
 from flows.cli import deployments
-from flows.cli.deployments import count_unregistered, deploy, listed, named, query
+from flows.cli.deployments import count_unregistered, listed, named, query
 from flows.cli.main import main
-from flows.registration import register_pool
+from flows.server.deployments import register
+from flows.server.prefect_settings import AUTOMATION
 
 CHECKOUT = Path(__file__).parents[3]
 
@@ -25,54 +29,118 @@ def home(tmp_path):
     deployment = {
         "name": "only",
         "entrypoint": "flows.fleet.fleet",
-        "work_pool": {"name": "trainshed"},
+        "work_pool": {"name": "trainshed", "job_variables": {"env": {"TZ": "{{ $TIMEZONE }}"}}},
         "tags": ["first"],
         "concurrency_limit": {"limit": 1, "collision_strategy": "ENQUEUE"},
+        "schedules": [
+            {"interval": 300, "active": False},
+            {"cron": "30 2 * * *", "timezone": "Europe/Berlin"},
+        ],
     }
     file = tmp_path / "prefect.yaml"
-    file.write_text(yaml.safe_dump({"deployments": [deployment]}))
+    pull = [{"flows.working_folder.record": {"directory": "{{ $TRAINSHED_FOLDER }}"}}]
+    file.write_text(yaml.safe_dump({"deployments": [deployment], "pull": pull}))
     return tmp_path
+
+
+@pytest.fixture
+def registrations(prefect_server, monkeypatch):
+    """The modules that were started, which are run in this process, to import nothing again."""
+    monkeypatch.setenv("TRAINSHED_FOLDER", "/fsx")
+    monkeypatch.setenv("TIMEZONE", "UTC")
+    found = []
+
+    def run(module, home, log_file, settings, total=0):
+        found.append(module)
+        assert module[0] == "flows.registration"
+        return registration.main(module[1:])
+
+    monkeypatch.setattr(deployments, "_run", run)
+    yield found
+    Automation.read(name=AUTOMATION).delete()
+    for each in query(f"{prefect_server}/deployments/filter", {"deployments": named("only")}):
+        query(f"{prefect_server}/deployments/{each['id']}", {}, "DELETE")
+
+
+def deploy(home: Path, api: str) -> int:
+    options = argparse.Namespace(alerts=None, all=False, evaluate=None)
+    return deployments.register(options, home, api, home / "deploy.log", {})
 
 
 @pytest.mark.slow
 def test_deployments_are_registered_again_only_if_they_or_the_servers_have_changed(
-    prefect_server, home, monkeypatch
+    prefect_server, home, registrations
 ):
-    register_pool()
-    log, settings = home / "deploy.log", {"env": {**os.environ, "PREFECT_API_URL": prefect_server}}
-
     def registers() -> bool:
-        log.write_text("")
-        assert deploy(home, prefect_server, log, settings) == 0
+        assert deploy(home, prefect_server) == 0
         assert count_unregistered(prefect_server, home) == 0
-        return "' successfully " in log.read_text()
+        return "--deployments" in registrations[-1]
 
-    with ThreadPoolExecutor() as pool:  # two `trainshed up` on one port
-        codes = pool.map(lambda name: deploy(home, prefect_server, home / name, settings), ("one", "other"))
-        assert list(codes) == [0, 0]
+    def registered() -> dict:
+        (found,) = query(f"{prefect_server}/deployments/filter", {"deployments": named("only")})
+        return found
+
+    assert registers()
     assert not registers()
-    (registered,) = query(f"{prefect_server}/deployments/filter", {"deployments": named("only")})
-    address = f"{prefect_server}/deployments/{registered['id']}"
+    first = registered()
+    assert first["job_variables"] == {"env": {"TZ": "UTC"}}
+    assert first["pull_steps"] == [{"flows.working_folder.record": {"directory": "/fsx"}}]
+    assert first["parameter_openapi_schema"]["properties"].keys() == {"store", "work_dir"}
+    assert first["enforce_parameter_schema"]
+    assert "all runs" in first["description"]
+
+    # What a user changes in the UI and prefect.yaml does not mention is kept; the rest is restored.
+    address = f"{prefect_server}/deployments/{first['id']}"
+    every_five_minutes, nightly = sorted(first["schedules"], key=lambda each: "cron" in each["schedule"])
+    query(f"{address}/schedules/{every_five_minutes['id']}", {"active": True}, "PATCH")
+    query(address, {"paused": True}, "PATCH")
+    assert not registers()
     file = home / "prefect.yaml"
-    changes = (
+    for change in (
         lambda: query(address, {"concurrency_limit": 2}, "PATCH"),
         lambda: query(address, {"concurrency_options": {"collision_strategy": "CANCEL_NEW"}}, "PATCH"),
         lambda: file.write_text(file.read_text().replace("first", "second")),
-    )
-    with monkeypatch.context() as patch:  # registering takes seconds; here only whether it is started matters
-        started = []
-        patch.setattr(deployments, "_run", lambda *arguments: started.append(arguments) or 0)
-        for number, change in enumerate(changes, 1):
-            change()
-            assert deploy(home, prefect_server, log, settings) == 0
-            assert len(started) == number
-        assert deploy(home, prefect_server, log, settings) == 0
-        assert len(started) == len(changes)
+    ):
+        change()
+        assert registers()
+    now = registered()
+    assert now["global_concurrency_limit"]["limit"] == 1
+    assert now["concurrency_options"] == first["concurrency_options"]
+    assert now["tags"] == ["second"]
+    assert now["paused"]
+    assert {each["id"]: each["active"] for each in now["schedules"]} == {
+        every_five_minutes["id"]: True,
+        nightly["id"]: True,
+    }
     query(address, {}, "DELETE")
+    with ThreadPoolExecutor() as pool:  # two `trainshed up` on one port
+        [*pool.map(lambda _: asyncio.run(register(home / "deployments.yaml")), range(2))]
+    assert registered()["tags"] == ["second"]
+    file.write_text(file.read_text().replace("30 2", "45 3"))
     assert registers()
-    (registered,) = query(f"{prefect_server}/deployments/filter", {"deployments": named("only")})
-    assert registered["tags"] == ["second"]
-    assert not registers()
+    times = [each["schedule"].get("cron") for each in registered()["schedules"]]
+    assert sorted(times, key=str) == ["45 3 * * *", None]
+
+
+@pytest.mark.slow
+def test_deployments_that_the_server_or_python_rejects_are_named(prefect_server, home, registrations, capsys):
+    file = home / "prefect.yaml"
+    described = yaml.safe_load(file.read_text())
+    (only,) = described["deployments"]
+    for change, says in (
+        ({"entrypoint": "flows.fleet.flee"}, "only.entrypoint = flows.fleet.flee: names no flow that can be"),
+        ({"entrypoint": "flows.flee.fleet"}, "only.entrypoint = flows.flee.fleet: names no flow that can be"),
+        ({"entrypoint": "flows.fleet.PAGE"}, "only.entrypoint = flows.fleet.PAGE: names no flow that can be"),
+        (
+            {"work_pool": {"name": "missing"}},
+            "only: was rejected by the Prefect server; change it in prefect.yaml: Work",
+        ),
+        ({"schedules": [{"interval": "often"}]}, "only: is invalid; change it in prefect.yaml: "),
+        ({"schedules": [{"interval": 60, "until": 3}]}, "only: is invalid; change it in prefect.yaml: "),
+    ):
+        file.write_text(yaml.safe_dump({**described, "deployments": [only | change]}))
+        assert deploy(home, prefect_server) == 2
+        assert f"deployments.{says}" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.fixture
@@ -89,14 +157,24 @@ def started(monkeypatch):
 
 
 def test_a_server_too_busy_for_the_digest_has_the_deployments_registered(home, monkeypatch, started):
+    """A user's deployment that only Prefect understands is left to it."""
+
     def time_out(*_):
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(deployments, "query", time_out)
-    assert deploy(home, "http://127.0.0.1:4200/api", home / "deploy.log", {}) == 0
-    ((command, _),) = started
-    assert command[:4] == ["prefect", "--no-prompt", "deploy", "--all"]
-    assert yaml.safe_load(Path(command[-1]).read_text())["deployments"][0]["name"] == "only"
+    described = yaml.safe_load((home / "prefect.yaml").read_text())
+    (only,) = described["deployments"]
+    described["deployments"].append({**only, "name": "triggered", "triggers": [{"enabled": True}]})
+    (home / "prefect.yaml").write_text(yaml.safe_dump(described))
+    assert deploy(home, "http://127.0.0.1:4200/api") == 0
+    (ours, _), (prefects, _) = started
+    assert ours[:2] == ["flows.registration", "--deployments"]
+    assert prefects[:4] == ["prefect", "--no-prompt", "deploy", "--all"]
+    for command, name in ((ours, "only"), (prefects, "triggered")):
+        assert [each["name"] for each in yaml.safe_load(Path(command[-1]).read_text())["deployments"]] == [
+            name
+        ]
 
 
 def test_up_register_registers_with_the_configured_server_and_prints_one_line(monkeypatch, capsys, started):
@@ -111,7 +189,6 @@ def test_up_register_registers_with_the_configured_server_and_prints_one_line(mo
         assert capsys.readouterr().err.startswith(says.format(count=count))
     assert [module[0] for module, _ in started] == [
         "flows.registration",
-        "prefect",
         "flows.alerts.evaluation",
     ]
     assert not any(log.parent.exists() for _, log in started)
