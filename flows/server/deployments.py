@@ -162,13 +162,14 @@ def _schedule(wanted: Mapping[str, Any]) -> DeploymentScheduleCreate:
     return DeploymentScheduleCreate(schedule=times, **options)
 
 
-def _satisfies(existing: Mapping[str, Any], wanted: DeploymentScheduleCreate) -> bool:
+def _satisfies(existing: dict[str, Any], wanted: DeploymentScheduleCreate) -> bool:
     """Whether an existing schedule is as wanted, or has only been activated since."""
     expected = wanted.model_dump(mode="json", exclude_unset=True, exclude={"replaces"})
     if not expected.get("active", True):
         del expected["active"]
     times = expected.pop("schedule")
-    return existing | expected == existing and existing["schedule"] | times == existing["schedule"]
+    kept: dict[str, Any] = existing["schedule"]
+    return existing | expected == existing and kept | times == kept
 
 
 def _reason(problem: str, details: object) -> str:
