@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-NOWRAP_LENGTH = 12  # characters of a table cell that is not wrapped
+NOWRAP_LENGTH = 12  # characters of a table cell that is not wrapped, and of a word that is not broken
 
 
 def page(title: str, description: str, sections: Iterable[str], *, wide: bool = False) -> str:
@@ -51,7 +51,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return f"<td{' class=short' if len(text) <= NOWRAP_LENGTH else ''}>{escape(text)}</td>"
+    longest = max(map(len, text.split()), default=0)
+    name = "short" if len(text) <= NOWRAP_LENGTH else "long" if longest > NOWRAP_LENGTH else ""
+    return f"<td{name and f' class={name}'}>{escape(text)}</td>"
 
 
 def paragraph(text: str, *, muted: bool = False) -> str:

@@ -1,0 +1,10 @@
+"""Building blocks of pages: which cells of a table may be broken on a narrow page."""
+
+from tasks.reporting import html
+
+
+def test_on_a_phone_words_are_broken_but_numbers_are_not():
+    page = html.table(("cell",), [("5.0239",), ("4.3294 – 5.0239",), ("tiny-ladder-h32-l3-t0.5",)])
+    assert "<td class=short>5.0239</td>" in page
+    assert "<td>4.3294 – 5.0239</td>" in page
+    assert "<td class=long>tiny-ladder-h32-l3-t0.5</td>" in page
