@@ -20,6 +20,7 @@ from profiles.rules import (
     experts,
     hyperparameters,
     launchers,
+    multi_token,
     objectives,
     parallel,
     pretrained,
@@ -112,6 +113,7 @@ INDEPENDENT = (
     data_sources.check_schedule,
     continual.check,
     objectives.check,
+    multi_token.check,
     trackers.check,
     launchers.check,
 )

@@ -190,6 +190,11 @@ class Evaluate(Section):
         default=False,
         description="also evaluate each data source separately, on as many batches: metrics.jsonl has validation_loss/<source>",
     )
+    mtp: Annotated[bool, roles.MULTI_TOKEN_EVALUATION] = Field(
+        default=False,
+        description="also evaluate the modules for multi-token prediction: metrics.jsonl has their losses as mtp_loss_1 (the "
+        "token after the next) and so on",
+    )
     gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(
         default=[],
         description="conditions on the final evaluation for a chain to continue, such as validation_loss <= 2.5 or accuracy >= "
@@ -200,6 +205,11 @@ class Evaluate(Section):
         description="user metrics, module:function, called like train.loss; metrics.jsonl has their means per token under the "
         "function names",
     )
+
+    @property
+    def further(self) -> dict[str, bool]:
+        """What an evaluation measures besides its loss and the user's metrics, as arguments of its key."""
+        return {"by_source": self.by_source, "mtp": self.mtp}
 
 
 class Profile(Section):

@@ -98,7 +98,7 @@ def _find_all(context: Context, identity: str) -> Artifact | None:
     settings = profile.evaluate
     evaluated = store.artifacts.find(
         "evaluation",
-        keys.evaluation(name, identity, profile.train, settings.metrics, by_source=settings.by_source),
+        keys.evaluation(name, identity, profile.train, settings.metrics, **settings.further),
     )
     pointers = {
         "training": keys.training(name, identity, profile.train),

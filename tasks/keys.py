@@ -57,6 +57,8 @@ OF_FAMILIES = {
 }
 # Features of a package's `Family` that change its model without changing the shapes of weights, or its class.
 FEATURES = ("norm", "norm_position", "qk_norm", "output_bias", "adjacent_pairs", "local_rope")
+# Keys of `train` that only have an effect on a model with multi-token prediction.
+MULTI_TOKEN = ("mtp_weight", "mtp_steps", "mtp_later_weight")
 # Keys of `train` that a position in the data depends on.
 POSITION = ("global_batch_size", "sequence_length")
 COMPILERS = ("torch", "triton", "torch-neuronx", "neuronx-cc")  # packages
@@ -196,6 +198,7 @@ def graphs(profile: Profile) -> str:
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json") if profile.lora.rank else None,
             "rates": profile.scores_pairs_in_step,
+            **({"mtp": True} if profile.evaluate.mtp else {}),
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }
@@ -292,19 +295,28 @@ def training(run: str, identity: str, train: Train) -> str:
     return _of_run("training", run, identity, train)
 
 
-def average(members: str, dataset: str, metrics: Sequence[str] = (), *, by_source: bool = False) -> str:
-    """Key of an average: its checkpoints' digest, and the data and metric functions of its evaluation."""
+def average(
+    members: str, dataset: str, metrics: Sequence[str] = (), *, by_source: bool = False, mtp: bool = False
+) -> str:
+    """Key of an average: its checkpoints' digest, and the data and metrics of its evaluation."""
     functions: dict[str, Any] = {
         "metrics": [_function(name, helpers=True) for name in metrics],
         "by_source": by_source,
+        **({"mtp": True} if mtp else {}),
     }
     return digest({"step": "average", "members": members, "dataset": dataset, **functions})
 
 
 def evaluation(
-    run: str, identity: str, train: Train | None, metrics: Sequence[str] = (), *, by_source: bool = False
+    run: str,
+    identity: str,
+    train: Train | None,
+    metrics: Sequence[str] = (),
+    *,
+    by_source: bool = False,
+    mtp: bool = False,
 ) -> str:
-    """Key of a run's evaluation, with user metric functions and, if `by_source`, each data source's loss.
+    """Key of a run's evaluation, with user metric functions and what it measures besides.
 
     Args:
         train: None if `identity` includes a checkpoint's digest: the rest of the schedule does not change its weights.
@@ -312,7 +324,7 @@ def evaluation(
     functions: dict[str, Any] = (
         {"metrics": [_function(name, helpers=True) for name in metrics]} if metrics else {}
     )
-    functions |= {"by_source": True} if by_source else {}
+    functions |= {name: True for name, given in {"by_source": by_source, "mtp": mtp}.items() if given}
     return _of_run("evaluation", run, identity, train, **functions)
 
 
@@ -390,6 +402,9 @@ def _model(profile: Profile, *, trained: bool = False) -> dict[str, Any]:
         scaling = values["rope_scaling"] or {}
         values["rope_scaling"] = {name: scaling[name] for name in scaling if "mscale" not in name} or None
     values = _without(OF_FAMILIES - family.fields.keys(), values)
+    if depth := values.pop("num_nextn_predict_layers"):  # likewise
+        weights = [getattr(profile.train, name) for name in MULTI_TOKEN] if trained else []
+        values["multi_token"] = [depth, *weights]
     if profile.model.architecture not in families.OWN:
         values |= _package(family)
     scales = {name: values.pop(name) for name in PARAMETRIZATION}
@@ -406,8 +421,8 @@ def _package(family: families.Family) -> dict[str, Any]:
 
 
 def train_values(train: Train) -> dict[str, Any]:
-    """The train section, with the effective settings of expert balancing and of the optimizer."""
-    values = train.model_dump(mode="json", exclude={"balance_bias_rate", *MUON})
+    """The train section, with the effective settings of expert balancing and optimizer; without those in `_model`."""
+    values = train.model_dump(mode="json", exclude={"balance_bias_rate", *MUON, *MULTI_TOKEN})
     if train.optimizer == "muon":  # else the identities of runs made before these keys existed
         values |= {name: getattr(train, name) for name in MUON} | {"muon_dtype": train.newton_schulz_dtype}
     values["balance_coefficient"] = train.expert_loss_coefficient

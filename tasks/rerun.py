@@ -225,7 +225,7 @@ class _Comparison:
                 self._follows(later, TrainingStep.name)
             return
         settings = self.profile.evaluate
-        key = keys.evaluation(name, identity, train, settings.metrics, by_source=settings.by_source)
+        key = keys.evaluation(name, identity, train, settings.metrics, **settings.further)
         evaluated = self.store.artifacts.find(EvaluationStep.kind, key)
         reasons = [] if evaluated else self._reasons("evaluate") or ["the store lacks its result"]
         self.steps.append(StepOutcome(EvaluationStep.name, REUSED if evaluated else RUNS, reasons))

@@ -362,6 +362,8 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nxd-layout", choices=NXD_LAYOUTS, help=about)
     about = f"Q, K, V in NxD shards: {', '.join(QKV_FORM_NAMES)}"
     command.add_argument("--nxd-qkv", choices=QKV_FORM_NAMES, metavar="FORM", help=about)
+    about = "leave out modules for multi-token prediction"
+    command.add_argument("--without-mtp", action="store_true", help=about)
     _with_default(command, "--budget", 512, "memory for tensor buffers in MB", type=integer(1), metavar="MB")
     _json(command)
 

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from profiles.arguments import Parser
 from profiles.errors import ProfileError
 from profiles.sections.model import neighbours
 
-RECIPE = 4  # changed when the same inputs are converted differently
+RECIPE = 5  # changed when the same inputs are converted differently
 BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written
@@ -70,6 +69,7 @@ class Options:
     average: tuple[Path, ...] = ()  # further checkpoints, whose weights are averaged with the source's
     # number of checkpoints to average: a run's latest, or those up to the source; None: only one
     last: int | None = None
+    modules: bool = True  # whether to write modules for multi-token prediction
 
     @property
     def slice_bytes(self) -> int:
@@ -134,8 +134,12 @@ def convert(
         given = options.last or ", ".join(map(str, options.average))
         raise ProfileError("--average", given, "cannot be combined with --adapters; merge the adapters first")
     source = members[0]
-    read = partial(formats.read, config=options.config, layout=options.nxd_layout)
     training_dtype = options.to != "trainshed"
+
+    def read(path: Path, **how: bool) -> Weights:
+        found = formats.read(path, options.config, options.nxd_layout, **how)
+        return found if options.modules else found.without_modules()
+
     weights = read(source, training_dtype=training_dtype, adapters=options.adapters is not None)
     if len(members) > 1:  # float32 master weights are averaged if the checkpoints contain them
         weights = AveragedWeights([read(member, training_dtype=False) for member in members], weights.dtype)
@@ -253,6 +257,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         adapters=Path(arguments.adapters).expanduser() if arguments.adapters else None,
         average=tuple(Path(path).expanduser() for path in arguments.average if not NUMBER.fullmatch(path)),
         last=max(numbers, default=None),
+        modules=not arguments.without_mtp,
     )
 
 
@@ -270,6 +275,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--adapters", help="LoRA adapters to merge into the weights")
     about = "checkpoint to average the weights with, or number of the run's latest checkpoints to average"
     parser.add_argument("--average", action="append", default=[], help=about)
+    parser.add_argument(
+        "--without-mtp", action="store_true", help="leave out modules for multi-token prediction"
+    )
     parser.add_argument("--budget", type=int, default=BUDGET, help="MB of memory for slices of tensors")
     parsed = parser.parse_args(argv)
     job_log.configure(sys.stdout)

@@ -56,12 +56,13 @@ def read(
             raise ProfileError("--config", None, reason)
         return nxd_files.read(shards, model, layout, adapters)
     if files := huggingface.weight_files(source):
+        described = model is None
         if model is None:
             folder = source if source.is_dir() else source.parent
             if not (folder / "config.json").exists():
                 raise ProfileError("--config", None, f"is required: {folder} has no config.json")
             model = read_config(folder, "SOURCE")
-        return huggingface.read(files, model)
+        return huggingface.read(files, model, described=described)
     reason = "is not a checkpoint: no safetensors or .bin, no NxD shards, no complete Trainshed checkpoint"
     raise ProfileError("SOURCE", str(source), reason if source.exists() else "does not exist")
 

@@ -1,7 +1,8 @@
 """Weights in Hugging Face folders: reads safetensors and .bin lazily, writes safetensors.
 
 The published weights of GPT-OSS, with experts in MXFP4 (mxfp4.py), and of DeepSeek-V3, in float8 with scales (block_scales.py),
-are read as bfloat16. DeepSeek-V3's modules for multi-token prediction, stored as layers beyond the last, are left out.
+are read as bfloat16. Modules for multi-token prediction are stored as layers beyond the last, with copies of the embedding and
+the head, which are compared with these and written again.
 
 A safetensors file is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors end to end.
 """
@@ -34,6 +35,7 @@ from modeling.conversion.weights import (
     read_mapped,
     slices,
     summarize,
+    without_modules,
 )
 from modeling.models import families
 from modeling.models.weight_names import HuggingFaceTensor
@@ -137,9 +139,20 @@ def _read_all(files: list[Path]) -> dict[str, LazyTensor]:
     return found
 
 
-def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> Weights:
-    """The files' weights. Raises ValueError if a file is rejected or the tensors do not fit the model."""
+def read(
+    files: list[Path], model: Model, dtype: torch.dtype | None = None, *, described: bool = False
+) -> Weights:
+    """The files' weights. Raises ValueError if a file is rejected or the tensors do not fit the model.
+
+    Args:
+        described: whether the model is that of the config.json beside the files. transformers saves no modules for multi-token
+            prediction, but their number, so the model has none if the files have none.
+    """
     found = _read_all(files)
+    modules = {name for name in found if _layer(name) in model.prediction_layers}
+    if described and model.prediction_layers and not modules:
+        log.info("the files have no modules for multi-token prediction, unlike their config.json")
+        model = without_modules(model)
     parts: dict[str, list[Part]] = {}
     used: set[str] = set()
     quantized: Counter[str] = Counter()
@@ -175,25 +188,42 @@ def read(files: list[Path], model: Model, dtype: torch.dtype | None = None) -> W
         offsets, opened = (0,) * len(tensor.shape), partial(read_mapped, tensor.open)
         parts[HEAD] = [Part(offsets, tensor.shape, tensor.dtype, opened, LM_HEAD)]
         rest -= {LM_HEAD}
-    left_out = {name for name in rest if name.endswith(BUFFERS) or _is_beyond_last_layer(name, model)}
-    if left_out:
-        log.info(
-            "%d tensors are not weights of this model, and not read: %s",
-            len(left_out),
-            summarize(sorted(left_out)),
-        )
-    for name in rest - left_out:
+    rest -= _compare_copies(found, model)
+    buffers = {name for name in rest if name.endswith(BUFFERS)}
+    modules = {name for name in rest - buffers if _is_beyond_last_layer(name, model)}
+    depth = (
+        f"modules for multi-token prediction beyond num_nextn_predict_layers {len(model.prediction_layers)}"
+    )
+    for names, reason in ((buffers, "not weights of this model"), (modules, depth)):
+        if names:
+            log.info("%d tensors are not read, as %s: %s", len(names), reason, summarize(sorted(names)))
+    for name in rest - buffers - modules:
         # unknown tensors, which `Weights` rejects by name
         parts[name] = [Part((), (), found[name].dtype, partial(read_mapped, found[name].open))]
     return Weights(model, parts, dtype, lambda name: families.huggingface_tensor(model, name).name)
 
 
+def _compare_copies(found: Mapping[str, LazyTensor], model: Model) -> set[str]:
+    """Names of the copies of weights that the files have. Raises ValueError if one differs from the weight."""
+    copies = {name: ours for name, ours in families.huggingface_copies(model).items() if name in found}
+    for name, ours in copies.items():
+        theirs = families.huggingface_tensor(model, ours).name
+        if not _same(found[name], found.get(theirs)):
+            reason = f"differs from {theirs}, which modules for multi-token prediction share"
+            raise ValueError(f"{name}: {reason}; to leave them out, set num_nextn_predict_layers to 0")
+    return {*copies}
+
+
 def _is_beyond_last_layer(name: str, model: Model) -> bool:
-    """Whether a tensor belongs to DeepSeek-V3's multi-token prediction."""
-    if model.architecture != "deepseek_v3":
-        return False
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return layer is not None and int(layer[1]) >= model.num_hidden_layers
+    """Whether a tensor belongs to a module for multi-token prediction that the model does not have."""
+    has_modules, layer = "num_nextn_predict_layers" in model.family.fields, _layer(name)
+    return has_modules and layer is not None and layer >= model.num_layers
+
+
+def _layer(name: str) -> int | None:
+    """Number of a tensor's layer."""
+    found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 def _sources(model: Model, names: Iterable[str]) -> dict[str, Sources]:
@@ -244,12 +274,15 @@ def _tensor(path: Path, name: str) -> Tensor:
 
 
 def entries(weights: Weights) -> Iterator[TensorEntry]:
-    """The Hugging Face tensors of a model, each assembled from ours when it is written."""
+    """The Hugging Face tensors of a model, each assembled from ours when it is written, and copies of them."""
     for key, sources in _sources(weights.model, weights.shapes).items():
         shape = _stored_shape(sources, weights.shapes)
         yield TensorEntry(
             key, shape, weights.dtype_of(sources[0][0]), partial(_rows, weights, sources, shape)
         )
+    for name, ours in families.huggingface_copies(weights.model).items():
+        shape, rows = weights.shapes[ours], partial(_rows, weights, [(ours, HuggingFaceTensor(name))])
+        yield TensorEntry(name, shape, weights.dtype_of(ours), partial(rows, shape))
 
 
 def _rows(

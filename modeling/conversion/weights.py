@@ -88,6 +88,8 @@ class Weights:
                 remedy = (
                     "set tie_word_embeddings to true in the config if the model uses its embedding instead"
                 )
+            if missing == [name for name in missing if name not in global_shapes(without_modules(model))]:
+                remedy = "without multi-token prediction, set num_nextn_predict_layers to 0"
             names = [*dict.fromkeys(map(stored_name, missing))]
             raise ValueError(f"tensors of the model are missing: {summarize(names)}; {remedy}")
         for name, shape in self.shapes.items():
@@ -110,6 +112,12 @@ class Weights:
                         f"{name}: {reason}; set it to false in the config, or use that model's weights"
                     )
         del self.parts[HEAD]
+
+    def without_modules(self) -> Weights:
+        """The weights without modules for multi-token prediction."""
+        model = without_modules(self.model)
+        kept = {name: self.parts[name] for name in global_shapes(model)}
+        return Weights(model, kept, self.dtype)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype in which `read` returns a tensor."""
@@ -214,6 +222,11 @@ def global_shapes(model: Model) -> Mapping[str, tuple[int, ...]]:
         for name, parameter in built.named_parameters()
         for box in layout_of(parameter).boxes(name, 0)
     }
+
+
+def without_modules(model: Model) -> Model:
+    """The model without modules for multi-token prediction."""
+    return model.model_copy(update={"num_nextn_predict_layers": None})
 
 
 def slices(

@@ -65,7 +65,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         expert=parallel.expert,
         chunks=parallel.overlap_chunks or (None if by_size else 1),
         pipeline_lanes=count_lanes(parallel.pipeline) if parallel.schedule == "interleaved" else 1,
-        shared_embedding=profile.model.tie_word_embeddings,
+        shared_embedding=profile.model.shares_embedding,
         whole_matrices=profile.train.optimizer == "muon",
         graph_kernel=kernel if device.compiles_operators else None,
         # as on the device also where its plan is made without one
@@ -81,8 +81,9 @@ def partition_layers(profile: Profile) -> list[range]:
 
 
 def layer_modes(profile: Profile) -> list[str]:
-    """The mode of activation checkpointing of each layer of the model."""
-    return recompute.layer_modes(profile.train.recompute, [*map(len, partition_layers(profile))])
+    """The mode of activation checkpointing of each layer; that of the last for multi-token prediction."""
+    modes = recompute.layer_modes(profile.train.recompute, [*map(len, partition_layers(profile))])
+    return [*modes, *modes[-1:] * len(profile.model.prediction_layers)]
 
 
 @lru_cache(maxsize=1024)
@@ -154,7 +155,7 @@ def build_stage(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
     """The pipeline stage that holds `layers`, uninitialized, with the profile's activation checkpointing."""
     model = build_model(profile, mesh, layers, device)
     modes = layer_modes(profile)
-    apply_activation_checkpointing(model.layers.values(), [modes[layer] for layer in layers])
+    apply_activation_checkpointing(model.layers.values(), [modes[int(layer)] for layer in model.layers])
     if gathers_in_graph(profile):
         for block in model.layers.values():
             gather_in_graph(block)

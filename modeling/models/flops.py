@@ -13,15 +13,17 @@ from profiles.schema import Profile
 
 
 def layer_multiply_adds(profile: Profile) -> list[int]:
-    """Forward multiply-adds per token of each layer; the last includes the language-model head.
+    """Forward multiply-adds per token of each layer; the last includes head and multi-token prediction.
 
     Per layer: h·d·(2n + 2k) of the attention projections (of latent attention, including those from and to the latents), 3·h·f
     (gated) or 2·h·f (gpt) of the MLP, and 2·n·d for each key that a token sees on average: s/2 in causal attention, w - w²/2s in
     a sliding window of w. Of experts, the router and the MLPs of a token's routed and shared experts count. LoRA's updates are
-    not included.
+    not included. A module for multi-token prediction is a layer with a projection of 2·h² and the head.
     """
-    layers = [weights + scores for weights, scores in _weights_and_scores(profile)]
-    layers[-1] += _head(profile)
+    costs = [weights + scores for weights, scores in _weights_and_scores(profile)]
+    layers, modules = costs[: profile.model.num_hidden_layers], costs[profile.model.num_hidden_layers :]
+    layers[-1] += _head(profile) + sum(modules)
+    layers[-1] += len(modules) * (_head(profile) + profile.model.projection_of_module)
     return layers
 
 
@@ -35,7 +37,7 @@ def _weights_and_scores(profile: Profile) -> list[tuple[int, int]]:
         weights = model.layer_weights(model.num_experts_per_tok if has_experts else None)
         return weights, int(visible_keys(s, window) * both)
 
-    return [of_kind(model.has_experts(i), model.window(i)) for i in range(model.num_hidden_layers)]
+    return [of_kind(model.has_experts(i), model.window(i)) for i in range(model.num_layers)]
 
 
 def _head(profile: Profile) -> int:

@@ -1,8 +1,19 @@
-"""Decoder-only language model: what all architectures share, such as embedding, pipeline split, loss."""
+"""Decoder-only language model: what all architectures share, such as embedding, pipeline split, loss.
+
+With multi-token prediction (arXiv 2412.19437, section 2.2), the last stage has modules that each predict one token further
+ahead. With h⁰ the hidden states that the head reads, module k predicts token i + k + 1 from position i, with the embedding E and
+the head of the model:
+
+    hᵏ = norm(block(M [norm(E t), norm(hᵏ⁻¹)])), where t is token i + k;   logits = head(hᵏ)
+
+A module is the layer after the model's last, and after the modules before it. The published order of M's columns differs from
+the paper's: the embedding is first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Unpack
 
 import torch
@@ -12,6 +23,7 @@ from modeling.models import parametrization
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
+from parallel.layers.linear import ReplicatedLinear
 from parallel.layers.norms import CenteredNorm
 from parallel.layers.products import EXACT, Products
 from parallel.layers.tied import TiedWeight
@@ -50,11 +62,35 @@ class NormOptions(Placement, total=False):
     sequence_parallel: bool
 
 
+@cache
+def prediction_module(block: type[nn.Module]) -> type[nn.Module]:
+    """The module for multi-token prediction with this block: the block's class with a projection and norms."""
+
+    class PredictionModule(block):  # type: ignore[misc, valid-type]
+        def __init__(
+            self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
+        ) -> None:
+            super().__init__(model, mesh, layer, norm, **options)
+            h, kind = model.hidden_size, NORMS[model.family.norm]
+            self.embedding_norm, self.hidden_norm, self.output_norm = (
+                kind(h, mesh.tensor, **norm) for _ in range(3)
+            )
+            exact = {name: option for name, option in options.items() if name != "products"}
+            self.projection = ReplicatedLinear(2 * h, h, mesh.tensor, **exact)
+
+        def forward(self, x: Tensor, embedded: Tensor, *arguments: Any) -> Tensor:
+            x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
+            return self.output_norm(super().forward(self.projection(x), *arguments))
+
+    return PredictionModule
+
+
 class LanguageModel(nn.Module):
     """A model, or the pipeline stage of it that holds `layers`.
 
-    The first stage has the embedding, the last the final norm and the head. A tied model has no head: its last stage has a
-    copy of the embedding, whose gradient is summed over the embedding group.
+    The first stage has the embedding, the last the final norm, the head and the modules for multi-token prediction. A tied model
+    has no head: its last stage has a copy of the embedding, as it does for those modules, whose gradient is summed over the
+    embedding group.
 
     Args:
         model: architecture hyperparameters.
@@ -67,16 +103,21 @@ class LanguageModel(nn.Module):
         axis: tensor axis, over which the vocabulary is sharded.
         sequence_parallel: whether hidden states are actually sharded; False on a tensor axis of one rank.
         first, last: whether this stage has the embedding, and the head.
+        layers: this stage's blocks by number, those of multi-token prediction included.
+        ahead: numbers of the layers for multi-token prediction; empty before the last stage.
         loss_programs: the functions of the loss; compiled in compiled runs.
         tied: sums the gradients of a tied embedding; None: autograd does.
         token_keys: `random.token_keys`, or a compiled version of it.
         device: the run's device, which determines the loss's chunk size.
         weights: Hugging Face's tensor for each of our names, with `{}` for the numbers of layers and experts.
+        copies: the model's weights that Hugging Face's files repeat in the layer of each module for multi-token prediction: the
+            name there, and ours.
         update_dropout: dropout rate in LoRA's updates.
     """
 
     block: type[nn.Module]
     weights: Mapping[str, HuggingFaceTensor]
+    copies: Mapping[str, str] = {}
     loss_programs = LossPrograms()
     tied: TiedWeight | None = None
     token_keys = staticmethod(token_keys)
@@ -97,22 +138,27 @@ class LanguageModel(nn.Module):
         super().__init__()
         layers = range(model.num_hidden_layers) if layers is None else layers
         self.model, self.axis = model, mesh.tensor
+        self.numbers = layers  # without those for multi-token prediction
         self.register_buffer("layer_numbers", torch.tensor([*layers], device=device), persistent=False)
         self.sequence_parallel = sequence_parallel and mesh.tensor.size > 1
         self.first, self.last = 0 in layers, model.num_hidden_layers - 1 in layers
+        self.ahead = model.prediction_layers if self.last else range(0)
         options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
         norm = {"epsilon": model.norm_eps, **options}
         embedding = {**options, "initializer": parametrization.embedding(model)}
         options["initializer"] = parametrization.hidden(model)
         tied, vocabulary = model.tie_word_embeddings, (model.vocab_size, model.hidden_size, mesh.tensor)
-        if self.first or (self.last and tied):
-            shared = ("embedding",) if tied and mesh.pipeline.size > 1 else ()
+        if self.first or (self.last and model.shares_embedding):
+            shared = ("embedding",) if model.shares_embedding and mesh.pipeline.size > 1 else ()
             self.embedding = VocabParallelEmbedding(*vocabulary, partial_axes=shared, **embedding)
         if self.first:
             self.add_position_embedding(**embedding)
         self.layers = nn.ModuleDict(
             {str(i): self.block(model, mesh, i, norm, products=products, **options) for i in layers}
         )
+        for i in self.ahead:
+            module = prediction_module(self.block)(model, mesh, i, norm, products=products, **options)
+            self.layers[str(i)] = module
         if self.last:
             norm["initializer"] = parametrization.final_norm(model)
             self.norm = NORMS[model.family.norm](model.hidden_size, mesh.tensor, **norm)
@@ -130,8 +176,12 @@ class LanguageModel(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
         padding: Tensor | None = None,
+        following: Tensor | None = None,
     ) -> Tensor:
         """Token ids (b, s/c), or the previous stage's hidden states, to hidden states.
+
+        With `following`, the last stage's are followed by those of each of the D modules for multi-token prediction:
+        ((1 + D)·b·s/c, h).
 
         Args:
             positions: (s/c) positions of this context rank's tokens.
@@ -139,17 +189,26 @@ class LanguageModel(nn.Module):
                 positions restart with it. None: attention crosses documents.
             samples: (b), dropout keys of the samples (`sample_keys`); None disables dropout, of LoRA's updates too.
             padding: (b, s/c), true for padding, which experts do not count; only for architectures with experts.
+            following: (b, D, s/c), the tokens at distances 1 to D from each token; None: their modules do not run.
         """
         keys, layer_keys = self.dropout_keys(samples, positions)
         shared = self.block_arguments(positions, documents)
         if self.first:
             x = self.embed_tokens(x, positions, documents, keys)  # (b·s/c, h)
         uncounted = () if padding is None else (padding,)
-        for (number, layer), own in zip(self.layers.items(), layer_keys, strict=True):
-            x = layer(x, *self.arguments_of(int(number), shared), documents, own, *uncounted)
+        for number, own in zip(self.numbers, layer_keys, strict=True):
+            arguments = *self.arguments_of(number, shared), documents, own, *uncounted
+            x = self.layers[str(number)](x, *arguments)
         if not self.last:
             return x
         x = self.norm(x)
+        if following is not None:
+            states = [x]
+            for number, ids in zip(self.ahead, following.unbind(1), strict=True):
+                embedded = self.embed_tokens(ids, positions, documents, None)
+                arguments = *self.arguments_of(number, shared), documents, None, *uncounted
+                states.append(self.layers[str(number)](states[-1], embedded, *arguments))
+            x = torch.cat(states)
         return x if self.model.logits_scaling is None else self.scale_output(x)
 
     def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
@@ -180,7 +239,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Keys | None, Sequence[Keys | None]]:
         """Dropout keys of tokens, overall and by layer, from the samples' keys (b); None without dropout."""
         if samples is None or not (self.model.has_dropout or self.update_dropout):
-            return None, [None] * len(self.layers)
+            return None, [None] * len(self.numbers)
         tokens, layers = self.token_keys(samples, positions, self.layer_numbers)
         shard = self.axis, self.sequence_parallel
         return local_keys(tokens, *shard), [local_keys(layer, *shard) for layer in layers]
@@ -194,7 +253,10 @@ class LanguageModel(nn.Module):
         tied = self.model.tie_word_embeddings
         units = [Unit((layer,), (f"layers.{i}.",), True, in_graph) for i, layer in self.layers.items()]
         if self.last:
-            units.append(Unit((self.norm,), ("norm.", "embedding." if tied else "head.")))
+            ends = [Unit((self.norm,), ("norm.", "embedding." if tied else "head."))]
+            if not (self.first or tied) and self.ahead:
+                ends.append(Unit((self.embedding,), ("embedding.",)))
+            units[len(self.numbers) : len(self.numbers)] = ends
         if self.first:
             units.insert(0, Unit((self.embedding,), ("embedding.", "positions.")))
         return units
@@ -207,6 +269,16 @@ class LanguageModel(nn.Module):
         """
         weights = None if weights is None else weights.flatten()
         return linear_cross_entropy(**self._loss_arguments(x, targets), weights=weights)
+
+    def losses_ahead(self, x: Tensor, targets: Tensor) -> Iterator[Tensor]:
+        """`loss` of the model and of each module for multi-token prediction, at increasing distances.
+
+        Args:
+            x: ((1 + D)·b·s/c, h), or (1 + D)·b·s/(c·t) rows with sequence parallelism.
+            targets: (b, (1 + D)·s/c), side by side.
+        """
+        parts = 1 + len(self.ahead)
+        return map(self.loss, x.chunk(parts), targets.chunk(parts, 1))
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy (b, s/c) of each token, without gradient; arguments as for `loss`."""

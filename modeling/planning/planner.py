@@ -266,8 +266,8 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
 
 def _parameters(profile: Profile, modules: Sequence[nn.Module], rank: int) -> int:
     model, ranks = profile.model, profile.parallel.pipeline
-    # A tied embedding is on the first and the last rank; the first counts it.
-    shared = model.tie_word_embeddings and ranks > 1 and rank == ranks - 1
+    # A shared embedding is on the first and the last rank; the first counts it.
+    shared = model.shares_embedding and ranks > 1 and rank == ranks - 1
     return sum(map(parameter_count, modules)) - (model.vocab_size * model.hidden_size if shared else 0)
 
 

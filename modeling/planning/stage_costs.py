@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of one microbatch in one layer, embedding or loss included."""
+    """Costs of one microbatch in one layer, embedding or loss and multi-token prediction included."""
 
     saved: int  # bytes of activations alive between forward and backward, excluding the layer's input
     # maximum bytes alive during forward and backward, excluding the layer's input
@@ -153,7 +153,8 @@ class StageCosts:
         x = tokens if stage.first else self._hidden_states()
         documents = torch.empty_like(tokens) if self.profile.document_masks else None
         padding = torch.empty_like(tokens, dtype=torch.bool) if self.profile.padding_masks else None
-        existing = [*stage.parameters(), *stage.buffers(), tokens, x]
+        following, targets = following_like(tokens, len(stage.ahead))
+        existing = [*stage.parameters(), *stage.buffers(), tokens, x, targets]
         name = kernels.load(device_of(self.profile).attention_kernel)
         kernel = kernels.get_kernel(self.mesh.context.graph_kernel or name)
         with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
@@ -164,10 +165,10 @@ class StageCosts:
                         stage.loss(y, tokens)
             if counts_choices(self.profile):
                 with torch.no_grad(), counting_choices(expert_layers(stage)):
-                    stage(x, positions, documents, padding=padding)
-            y = stage(x, positions, documents, keys, padding)
+                    stage(x, positions, documents, padding=padding, following=following)
+            y = stage(x, positions, documents, keys, padding, following)
             if stage.last:
-                y = self._loss(stage, y, tokens)
+                y = self._loss(stage, y, targets)
             saved, forward_peak, meter.peak = meter.live, meter.peak, meter.live
             y.backward(torch.empty_like(y))
         return LayerCosts(
@@ -190,13 +191,19 @@ class StageCosts:
         The user's function cannot run here: it may read values, which tensors on the meta device do not have.
         """
         if self.profile.train.loss is None:
-            return stage.loss(x, targets)
+            return reduce(torch.add, stage.losses_ahead(x, targets))
         return F.cross_entropy(full_logits(**stage.logits_arguments(x)), targets.flatten(), reduction="sum")
 
     def _hidden_states(self) -> Tensor:
         width, dtype = self.profile.model.hidden_size, DTYPES[self.profile.train.precision]
         rows = self.hidden_bytes // (width * dtype.itemsize)
         return torch.empty(rows, width, dtype=dtype, device=META, requires_grad=True)
+
+
+def following_like(tokens: Tensor, depth: int) -> tuple[Tensor | None, Tensor]:
+    """Empty inputs of multi-token prediction for tokens (b, s/c): the following tokens, and targets side by side."""
+    following = tokens.new_empty(len(tokens), depth, tokens.shape[1]) if depth else None
+    return following, tokens.new_empty(len(tokens), (1 + depth) * tokens.shape[1])
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:

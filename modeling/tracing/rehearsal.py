@@ -115,7 +115,7 @@ def _rehearse_statistics(
 
     functions.multiply(functions.add(number(), number()), number())
     model, found = profile.model, experts_by_layer(stages)
-    layers = model.num_hidden_layers
+    layers = model.num_layers
     load = torch.zeros(expert_load.value_count(model), device=device)
     if found:
         tally = torch.zeros(model.num_experts + EXTRA, device=device)
@@ -124,7 +124,9 @@ def _rehearse_statistics(
             [experts.tally.detach() for experts in found.values()], tuple(found), layers
         )
     counts = torch.zeros(2 + 3 * len(PROGRAMS) + mesh.size, device=device)
-    statistics = functions.pack(number(), mesh.tensor.size, counts, load, torch.zeros(1, device=device))
+    modules = torch.zeros(len(model.prediction_layers), device=device)
+    numbers = counts, load, modules, torch.zeros(1, device=device)
+    statistics = functions.pack(number(), mesh.tensor.size, *numbers)
     functions.join(statistics, number(), number(), number())
     factor, window = profile.train.spike_factor, torch.zeros(WINDOW, device=device)
     functions.decide(statistics[0], window, number(), factor)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ from modeling.models.build import (
 )
 from modeling.models.language_model import LanguageModel
 from modeling.planning.operator_costs import axis_sizes
+from modeling.planning.stage_costs import following_like
 from modeling.tracing import graph_stats
 from modeling.tracing.graph_stats import GraphStats, StageStats
 from modeling.tracing.rehearsal import rehearse
@@ -128,7 +130,8 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
             distinct.setdefault((name, program.digest), program)
             size = sum(consumed.values())
             freed[name] = min(freed.get(name, size), size)
-        blocks = [BLOCKS[modes[layer]] for layer in layers]
+        held = [*layers, *(profile.model.prediction_layers if last else ())]
+        blocks = [BLOCKS[modes[layer]] for layer in held]
         peak = _stage_peak(distinct.values(), blocks, last, freed)
         stages.append(StageStats((layers.start, layers.stop), saved, peak))
     torch.compiler.reset()
@@ -208,12 +211,17 @@ def run_stage(
         if profile.parallel.data_sharding == "fsdp":
             build_optimizer(profile, [model], mesh)
         batch = _batch(profile, number, mesh, device)
-        y = model(batch.x, batch.positions, batch.documents, batch.samples, batch.padding)
+        following, targets = following_like(batch.tokens, len(model.ahead))
+        y = model(batch.x, batch.positions, batch.documents, batch.samples, batch.padding, following)
         compiles_loss = model.last and settings.loss is None  # a user-defined loss runs in eager mode
         # For preference pairs, a step computes the losses of tokens, then their weighted sum.
         pairs = profile.rows_per_sample > 1
         weights = torch.zeros(batch.tokens.shape, device=device) if pairs else None
-        output = model.loss(y, batch.tokens, weights) if compiles_loss else y
+        output = y
+        if compiles_loss and pairs:
+            output = model.loss(y, targets, weights)
+        elif compiles_loss:
+            output = reduce(torch.add, model.losses_ahead(y, targets))
         saved = graph_stats.saved_bytes(output, [*model.parameters(), *model.buffers()])
         with torch.no_grad():
             y = _run_without_gradients(profile, model, batch, compiles_loss)
@@ -256,16 +264,20 @@ def _run_without_gradients(
     profile: Profile, model: LanguageModel, batch: _Batch, compiles_loss: bool
 ) -> Tensor:
     """Run all passes of a stage without gradients; returns the hidden states of evaluation."""
+    modules, _ = following_like(batch.tokens, len(model.ahead))
 
-    def forward() -> Tensor:
-        return model(batch.x.detach(), batch.positions, batch.documents, padding=batch.padding)
+    def forward(following: Tensor | None = None) -> Tensor:
+        inputs = batch.x.detach(), batch.positions, batch.documents
+        return model(*inputs, padding=batch.padding, following=following)
 
     y = forward()
+    if profile.evaluate.mtp:
+        forward(modules)
     if compiles_loss:
         (model.token_losses if profile.rows_per_sample > 1 else model.loss)(y, batch.tokens)
     if profile.train.balance == "global":
         with counting_choices(expert_layers(model)):
-            forward()
+            forward(modules)
     if profile.scores_pairs_in_step:
         with without_updates(model):
             forward()

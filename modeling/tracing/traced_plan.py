@@ -56,7 +56,7 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
             buckets = [bucket for bucket in buckets if bucket.resident or not bucket.block]
         activations = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         calls = [
-            _calls(profile, module, modes[held.start : held.stop])
+            _calls(profile, module, [modes[layer] for layer in (*held, *module.ahead)])
             for module, held in zip(modules, layers, strict=True)
         ]
         if ambiguous.isdisjoint(region for stage in calls for region in stage):
@@ -113,5 +113,5 @@ def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> P
 def _calls(profile: Profile, stage: LanguageModel, modes: Sequence[str]) -> dict[str, int]:
     """Calls of each region per microbatch on a stage; `modes`: its layers' activation checkpointing."""
     tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
-    chunks = math.ceil(tokens / stage.loss_chunk(tokens)) if stage.last else 0
+    chunks = (1 + len(stage.ahead)) * math.ceil(tokens / stage.loss_chunk(tokens)) if stage.last else 0
     return {**Counter(BLOCKS[mode] for mode in modes), "loss": chunks}

@@ -45,7 +45,7 @@ class ExpertLoad:
 
 def value_count(model: Model) -> int:
     """Number of values that `take` returns: 0 for a model without experts."""
-    return 0 if model.num_experts is None else model.num_hidden_layers * (model.num_experts + EXTRA)
+    return 0 if model.num_experts is None else model.num_layers * (model.num_experts + EXTRA)
 
 
 def take(trainer: Trainer) -> Tensor:
@@ -59,7 +59,7 @@ def take(trainer: Trainer) -> Tensor:
             counts[layer], experts.statistics = experts.statistics, None
     if not counts:
         return upload(torch.zeros(value_count(model)), trainer.torch_device)
-    return trainer.functions.to_table([*counts.values()], tuple(counts), model.num_hidden_layers)
+    return trainer.functions.to_table([*counts.values()], tuple(counts), model.num_layers)
 
 
 def read(sums: Sequence[float], layers: int) -> ExpertLoad | None:

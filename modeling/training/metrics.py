@@ -20,10 +20,11 @@ from profiles import state_files
 log = logging.getLogger(__name__)
 
 OF_TASKS = "lm_eval/"  # prefix of metrics of language-model tasks, whose names are tags already
-BY_LAYER = "_by_layer"  # suffix of metrics with a number for each layer
+# Suffixes of metrics with a number for each layer, or each distance of multi-token prediction, and the number of the first.
+LISTS = {"_by_layer": 0, "_by_depth": 1}
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
 GROUPS = {
-    "loss": ("loss", "validation_loss", "validation_tokens"),
+    "loss": ("loss", "validation_loss", "validation_tokens", "mtp_loss"),
     "optimizer": ("learning_rate", "gradient_norm", "parameter_norm", "skipped"),
     "speed": ("tokens_per_second", "mfu"),
     "time": (
@@ -209,9 +210,10 @@ def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in row.items():
         if name not in ("step", "time") and isinstance(value, int | float):
             yield tag(name), value
-        elif name.endswith(BY_LAYER):
-            for layer, number in enumerate(value):
-                yield f"{tag(name.removesuffix(BY_LAYER))}/layer_{layer}", number
+        for suffix, first in LISTS.items():
+            if name.endswith(suffix):
+                for place, number in enumerate(value, first):
+                    yield f"{tag(name.removesuffix(suffix))}/{suffix.removeprefix('_by_')}_{place}", number
 
 
 def tag(name: str) -> str:

@@ -130,6 +130,7 @@ class Reporter:
             **self._telemetry.readings(),
             **trainer.compile_statistics.metrics(statistics.graph_counts),
             **(statistics.experts.metrics() if statistics.experts else {}),
+            **({"mtp_loss_by_depth": modules} if (modules := [*statistics.module_losses]) else {}),
         }
 
     def evaluation(self, step: int, result: Evaluation) -> None:

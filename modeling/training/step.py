@@ -1,13 +1,14 @@
 """One training step: statistics reduced over ranks, read by the host one step later, and timings.
 
 All numbers that ranks exchange after backward are in one all-reduce of 4 + (graph counts) + (world size) float32 numbers,
-plus 3 + (experts) for each layer of a model with experts. They stay on the device, where the anomaly guard and the optimizer use
-them; the host reads them, and the norms, in one copy once the next step's forward and backward are queued, so that it never waits
-for a device with nothing left to do.
+plus 3 + (experts) for each layer of a model with experts, and 1 for each module for multi-token prediction. They stay on the
+device, where the anomaly guard and the optimizer use them; the host reads them, and the norms, in one copy once the next step's
+forward and backward are queued, so that it never waits for a device with nothing left to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +36,13 @@ class StepStatistics:
     parameter_norm: float
     skipped: bool
     experts: ExpertLoad | None = None  # None: the model has none
+    module_losses: Sequence[float] = ()  # of multi-token prediction, like `loss`
 
 
 def reduce_statistics(
     trainer: Trainer, loss: Tensor, stop: bool, writing: bool, seconds: float, differing: Tensor
 ) -> Tensor:
-    """Sum the fields of StepStatistics up to `differing`, and the experts' load, over all ranks.
+    """Sum the fields of StepStatistics up to `differing`, load of experts and losses of modules over all ranks.
 
     Args:
         differing: `ReplicaCheck.count`.
@@ -53,7 +55,7 @@ def reduce_statistics(
     # `pack` divides by the tensor degree, because most numbers are equal on all tensor ranks; this one is not.
     rank_seconds = one_hot(mesh.rank, mesh.size, seconds * mesh.tensor.size)
     on_host = torch.cat((torch.tensor([float(stop), float(writing)]), counts.float(), rank_seconds))
-    numbers = upload(on_host, loss.device), expert_load.take(trainer), differing
+    numbers = upload(on_host, loss.device), expert_load.take(trainer), trainer.module_losses, differing
     return all_reduce(trainer.functions.pack(loss, mesh.tensor.size, *numbers), mesh.world)
 
 
@@ -106,10 +108,12 @@ class QueuedStep:
         loss, stops, writers, *rest, differing, gradient_norm, parameter_norm, skipped = (
             self._numbers.wait().tolist()
         )
+        rest, modules = rest[: len(rest) - trainer.depth], rest[len(rest) - trainer.depth :]
         end = len(rest) - expert_load.value_count(trainer.profile.model)
-        experts = expert_load.read(rest[end:], trainer.profile.model.num_hidden_layers)
+        experts = expert_load.read(rest[end:], trainer.profile.model.num_layers)
         rest, results = rest[:end], (differing, gradient_norm, parameter_norm, bool(skipped))
-        statistics = StepStatistics(loss, stops, writers, rest[:-ranks], rest[-ranks:], *results, experts)
+        counts = rest[:-ranks], rest[-ranks:]
+        statistics = StepStatistics(loss, stops, writers, *counts, *results, experts, modules)
         marks, (forward_waits, waits) = self._marks, self._waits
         forward_backward = device.seconds(marks.ready, marks.backward)
         timings = StepTimings(

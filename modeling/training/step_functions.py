@@ -73,11 +73,16 @@ def shard(
     tokens, targets = samples[:, positions], samples[:, positions + 1]
     if kind == "pretrain":
         return tokens, targets, documents
-    tokens = tokens.where(tokens >= 0, ~tokens).where(tokens != PADDING, 0)
+    tokens = input_ids(tokens)
     if kind == "records":
         return tokens, targets.where(targets >= 0, IGNORE_INDEX), documents
     rows = torch.arange(len(samples), device=samples.device)[:, None]
     return tokens, torch.cat((targets, *(() if answers is None else (answers,)), rows), 1), documents
+
+
+def input_ids(tokens: Tensor) -> Tensor:
+    """The ids of records' tokens, of which negative ones are complements, or padding, for which 0 stands."""
+    return tokens.where(tokens >= 0, ~tokens).where(tokens != PADDING, 0)
 
 
 def find_padding(samples: Tensor, positions: Tensor) -> Tensor:
@@ -85,13 +90,19 @@ def find_padding(samples: Tensor, positions: Tensor) -> Tensor:
     return samples[:, positions] == PADDING
 
 
-def count_targets(targets: Tensor, rows: Tensor, kind: str = "pretrain") -> tuple[Tensor, Tensor | None]:
-    """`shard`'s targets (m·b, ...), masked beyond the first `rows`; their number, float32, None for pairs."""
+def count_targets(
+    targets: Tensor, rows: Tensor, kind: str = "pretrain", width: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`shard`'s targets (m·b, ...), masked beyond the first `rows`; their number, float32, None for pairs.
+
+    Args:
+        width: number of leading columns to count; None: all.
+    """
     kept = (torch.arange(len(targets), device=targets.device) < rows)[:, None]
     if kind == "pairs":
         return torch.cat((targets[:, :-1].where(kept, PADDING), targets[:, -1:]), 1), None
     targets = targets.where(kept, IGNORE_INDEX)
-    return targets, (targets != IGNORE_INDEX).sum().float()
+    return targets, (targets[:, :width] != IGNORE_INDEX).sum().float()
 
 
 def pack_evaluation(count: Tensor, sums: Tensor) -> Tensor:

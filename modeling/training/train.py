@@ -226,7 +226,7 @@ class TrainingRun:
         pairs_per_token = self.data.pairs_per_token(self.step)
         first_sample = self.data.first_sample(self.step)
         loss = self.trainer.forward_backward(
-            batch, token_weight, first_sample, pairs_per_token=pairs_per_token
+            batch, token_weight, first_sample, step=self.step, pairs_per_token=pairs_per_token
         )
         forward_waits = collectives.wait_time.seconds - waited_before
         marks.backward = device.mark()

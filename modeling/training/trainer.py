@@ -40,7 +40,8 @@ from modeling.models.build import (
 )
 from modeling.models.language_model import LanguageModel
 from modeling.supervision.timeouts import Timeouts
-from modeling.training import user_functions
+from modeling.training import multi_token, user_functions
+from modeling.training.multi_token import MultiTokenLoss
 from modeling.training.outputs import (
     HiddenStates,
     LogProbabilities,
@@ -100,6 +101,7 @@ class Trainer:
         positions: (s/c) positions of this context rank in a sample.
         reference_model: the frozen reference model for DPO; None unless the profile needs one.
         user_loss: the user's `train.loss`; None for cross-entropy.
+        module_losses: (D) losses of multi-token prediction in the last step's `forward_backward`, scaled like its result.
     """
 
     def __init__(self, profile: Profile, graphs: Path | None = None, *, precompiled: bool = False) -> None:
@@ -128,8 +130,9 @@ class Trainer:
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.functions = StepFunctions(self.compile)
-        # the last step's factor of losses, and the same on the device
-        self._last_scale: tuple[float, Tensor] | None = None
+        self._uploaded: dict[str, tuple[float, Tensor]] = {}  # factors by name, and the same on the device
+        self.depth = len(profile.model.prediction_layers)
+        self.module_losses = torch.zeros(self.depth, device=self.torch_device)
         self._zero = torch.zeros((), device=self.torch_device)
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self._pairs = Pairs(
@@ -182,8 +185,11 @@ class Trainer:
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that `evaluate` sums: the user's, or those of preference pairs."""
-        return list(preference.METRICS) if self.profile.rows_per_sample > 1 else list(self._metrics)
+        """Names of the metrics that `evaluate` sums: the user's and modules', or those of preference pairs."""
+        if self.profile.rows_per_sample > 1:
+            return list(preference.METRICS)
+        modules = range(1, self.depth + 1) if self.profile.evaluate.mtp else ()
+        return [*self._metrics, *(f"mtp_loss_{distance}" for distance in modules)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by global name."""
@@ -214,8 +220,12 @@ class Trainer:
             return Batch()
         return read_batch(samples, first, count, self.torch_device, documents=self.profile.document_masks)
 
-    def _shard(self, batch: Batch) -> Local:
-        """This context rank's tokens and targets (`step_functions.shard`) of m·b rows, and its masks."""
+    def _shard(self, batch: Batch, *, modules: bool = False) -> Local:
+        """This context rank's tokens and targets (`step_functions.shard`) of m·b rows, and its masks.
+
+        Args:
+            modules: whether the last stage runs the modules for multi-token prediction, with their tokens and targets.
+        """
         if batch.tokens is None:
             return None, None, {}
         samples, documents, answers = (
@@ -223,28 +233,37 @@ class Trainer:
             for each in (batch.tokens, batch.documents, batch.answers)
         )
         kind = kind_of_samples(self.profile)
-        tokens, targets, documents = self.functions.shard(samples, self.positions, documents, answers, kind)
-        masks = {} if documents is None else {"documents": documents}
+        tokens, targets, local = self.functions.shard(samples, self.positions, documents, answers, kind)
+        masks = {} if local is None else {"documents": local}
+        if modules and self.depth and self.last:
+            inputs = samples, self.positions, documents, targets, self.depth
+            masks["following"], targets = multi_token.shard(*inputs)
         if self.profile.padding_masks:
             masks["padding"] = self.functions.find_padding(samples, self.positions)
         return tokens, targets, masks
 
     def forward_backward(
-        self, batch: Batch, scale: float, first: int = 0, *, pairs_per_token: float = 0.0
+        self, batch: Batch, scale: float, first: int = 0, *, step: int = 1, pairs_per_token: float = 0.0
     ) -> Tensor:
         """Forward and backward over a step's m microbatches; gradients are those of `scale` · summed loss.
+
+        With multi-token prediction, gradients include its weighted loss, the result does not.
 
         Args:
             batch: m·b rows; a pipeline needs exactly those of one step.
             first: number of the first sample in the run, which seeds dropout.
+            step: number of the step, from 1, which determines the weight of multi-token prediction.
             pairs_per_token: for orpo, of the global batch (`RecordSamples.pairs_per_token`).
 
         Returns:
             scale · summed loss of this rank's tokens, 0-dim float32 on the device; 0 without the last stage.
         """
         settings = self.profile.train
-        tokens, targets, masks = self._shard(batch)
+        tokens, targets, masks = self._shard(batch, modules=True)
         output = self._losses(batch, (tokens, targets, masks), pairs_per_token, training=True)
+        if self.depth:
+            weight = self._upload("weight", multi_token.weight(settings, step))
+            output = MultiTokenLoss(output, weight)
         if settings.balance == "global" and self.profile.model.num_experts is not None:
             self._count_choices(tokens, targets, masks)
         extra = masks
@@ -254,21 +273,24 @@ class Trainer:
             rows = first * self.profile.rows_per_sample
             keys = sample_keys(settings.seed, torch.arange(rows, rows + count))
             extra = {"samples": devices.upload(keys, self.torch_device), **masks}
-        factor, total = self._scale(scale), None
+        factor, total = self._upload("scale", scale), None
         self._output = output
         if self.pipeline:
-            return self.functions.multiply(self.pipeline.train(tokens, targets, factor, **extra), factor)
-        for x, y, inputs in self._microbatches(tokens, targets, extra):
-            loss = self._last_stage(self.stages[0](x, self.positions, **inputs), y)
-            loss.backward(factor.to(loss.dtype))
-            total = loss.detach() if total is None else self.functions.add(total, loss.detach())
+            total = self.pipeline.train(tokens, targets, factor, **extra)
+        else:
+            for x, y, inputs in self._microbatches(tokens, targets, extra):
+                loss = self._last_stage(self.stages[0](x, self.positions, **inputs), y)
+                loss.backward(factor.to(loss.dtype))
+                total = loss.detach() if total is None else self.functions.add(total, loss.detach())
+        if isinstance(output, MultiTokenLoss) and output.sums is not None:
+            self.module_losses = output.sums * factor
         return self.functions.multiply(total, factor)
 
-    def _scale(self, scale: float) -> Tensor:
-        """The factor of losses as a tensor on the device, uploaded when it changes."""
-        if self._last_scale is None or self._last_scale[0] != scale:
-            self._last_scale = scale, devices.upload(torch.tensor(scale), self.torch_device)
-        return self._last_scale[1]
+    def _upload(self, name: str, factor: float) -> Tensor:
+        """A factor of losses as a tensor on the device, uploaded when it changes."""
+        if name not in self._uploaded or self._uploaded[name][0] != factor:
+            self._uploaded[name] = factor, devices.upload(torch.tensor(factor), self.torch_device)
+        return self._uploaded[name][1]
 
     @torch.no_grad()
     def _count_choices(self, tokens: Tensor | None, targets: Tensor | None, masks: dict[str, Tensor]) -> None:
@@ -283,9 +305,9 @@ class Trainer:
         with counting_choices(self.experts.values()):
             self._run(nothing(self._zero), tokens, targets, masks)
         if loads:
-            counts = self.functions.to_table(loads, numbers, model.num_hidden_layers, self.mesh.tensor.size)
+            counts = self.functions.to_table(loads, numbers, model.num_layers, self.mesh.tensor.size)
         else:
-            zeros = torch.zeros(model.num_hidden_layers * model.num_experts)
+            zeros = torch.zeros(model.num_layers * model.num_experts)
             counts = devices.upload(zeros, self.torch_device)
         counts = all_reduce(counts, self.mesh.world)
         if loads:
@@ -355,11 +377,14 @@ class Trainer:
         Returns:
             [tokens or pairs, loss, *metrics] of this rank, float32 on the device; zeros without the last stage.
         """
-        tokens, targets, masks = self._shard(batch)
+        modules = self.profile.evaluate.mtp and self.depth > 0
+        tokens, targets, masks = self._shard(batch, modules=modules)
         output, count = self._losses(batch, (tokens, targets, masks), pairs_per_token, training=False), None
+        output = MultiTokenLoss(output, None) if modules else output
         if targets is not None:
             rows = devices.upload(torch.tensor(counted, dtype=torch.int32), self.torch_device)
-            targets, count = self.functions.count_targets(targets, rows, kind_of_samples(self.profile))
+            width = len(self.positions) if modules else None
+            targets, count = self.functions.count_targets(targets, rows, kind_of_samples(self.profile), width)
         sums = reduce(self.functions.add, self._run(output, tokens, targets, masks))
         if not self.last:
             return devices.upload(torch.zeros(2 + len(self.metrics)), self.torch_device)

@@ -1,8 +1,7 @@
 """Conversion of Hugging Face config.json files from and to `Model`'s fields.
 
 Supports the classes in the table of families (profiles/sections/families.py); DBRX's names are in dbrx_config.py, and which
-layers have which attention and RoPE in layer_kinds.py. DeepSeek-V3's multi-token prediction modules are left out:
-num_nextn_predict_layers is not read, and written as 0.
+layers have which attention and RoPE in layer_kinds.py.
 """
 
 from __future__ import annotations
@@ -155,6 +154,7 @@ def to_config_json(model: Model) -> dict[str, Any]:
     if family.rotary:
         names = {**dict(zip(LLAMA_FIELDS, LLAMA_FIELDS, strict=True)), "norm_eps": NORM_EPS, **family.fields}
         neutral = {"attention_multiplier": model.head_dim**-0.5, **dict.fromkeys(MULTIPLIERS, 1.0)}
+        neutral["num_nextn_predict_layers"] = 0  # if omitted, transformers' default of 1 would apply
         fields = {}
         for ours, theirs in names.items():
             if ours not in layer_kinds.FIELDS:
@@ -163,7 +163,6 @@ def to_config_json(model: Model) -> dict[str, Any]:
         fields |= layer_kinds.write(model)
         if kind == "deepseek_v3":
             del fields["head_dim"]
-            fields["num_nextn_predict_layers"] = 0
         if kind == "dbrx":
             fields = dbrx_config.from_llama_names(fields)
     else:

@@ -39,6 +39,7 @@ OPTIONAL = {
     **dict.fromkeys(("n_group", "topk_group"), "groups of experts"),
     "first_k_dense_replace": "leading layers of another kind",
     "routed_scaling_factor": "factor of its experts' weights",
+    "num_nextn_predict_layers": "modules for multi-token prediction",
     **dict.fromkeys(
         ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         "latent attention",
@@ -383,7 +384,7 @@ OWN = {
             "num_experts": "n_routed_experts",
             **_same("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
             **_same("routed_scaling_factor", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
-            **_same("qk_rope_head_dim", "v_head_dim"),
+            **_same("qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers"),
         },
         values=_NO_BIAS,
         defaults={
@@ -402,6 +403,7 @@ OWN = {
             "n_group": 8,
             "topk_group": 4,
             "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1,
         },
         fixed={
             **_FIXED,
@@ -411,7 +413,7 @@ OWN = {
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
         },
-        unused=("qk_head_dim", "num_nextn_predict_layers"),
+        unused=("qk_head_dim",),
         selection_bias=True,
         further_parameters=lambda model: (model.q_lora_rank or 0) + (model.kv_lora_rank or 0),  # norms
     ),

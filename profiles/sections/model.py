@@ -163,6 +163,11 @@ class Model(Section):
     routed_scaling_factor: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="multiplies the weights of a token's experts; null: 1 (deepseek_v3)"
     )
+    num_nextn_predict_layers: Annotated[int, Field(ge=1, le=16)] | None = Field(
+        default=None,
+        description="depth of multi-token prediction: number of modules, each of which predicts one token further ahead; null or "
+        "0: none (deepseek_v3)",
+    )
     dropout: float = Field(
         default=0.0,
         ge=0,
@@ -221,9 +226,25 @@ class Model(Section):
         return self.num_experts is not None and layer >= (self.first_k_dense_replace or 0)
 
     @property
+    def prediction_layers(self) -> range:
+        """Numbers of the layers in modules for multi-token prediction, which follow those of the model."""
+        first = self.num_hidden_layers
+        return range(first, first + (self.num_nextn_predict_layers or 0))
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last layers need the embedding too: as the head, or for multi-token prediction."""
+        return self.tie_word_embeddings or len(self.prediction_layers) > 0
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers with those for multi-token prediction."""
+        return self.num_hidden_layers + len(self.prediction_layers)
+
+    @property
     def num_expert_layers(self) -> int:
-        """Number of layers that have experts."""
-        return sum(map(self.has_experts, range(self.num_hidden_layers)))
+        """Number of layers that have experts, with those for multi-token prediction."""
+        return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def rotary_dim(self) -> int:
@@ -250,6 +271,11 @@ class Model(Section):
         return self.projection_weights + used * mlp * self.expert_width + h * (self.num_experts or 0)
 
     @property
+    def projection_of_module(self) -> int:
+        """Elements of the projection in a module for multi-token prediction."""
+        return 2 * self.hidden_size**2
+
+    @property
     def expert_width(self) -> int:
         """Width of an expert, or of the MLP of a model without experts."""
         return self.moe_intermediate_size or self.intermediate_size
@@ -258,7 +284,7 @@ class Model(Section):
     def mlp_widths(self) -> dict[str, int]:
         """Widths of the model's MLPs and experts, by profile key."""
         widths = {}
-        if self.num_expert_layers < self.num_hidden_layers or self.moe_intermediate_size is None:
+        if self.num_expert_layers < self.num_layers or self.moe_intermediate_size is None:
             widths["intermediate_size"] = self.intermediate_size
         if self.moe_intermediate_size is not None:
             widths["moe_intermediate_size"] = self.moe_intermediate_size
@@ -277,7 +303,7 @@ class Model(Section):
     def _parameters(self, experts: int | None) -> int:
         """Parameters of a model with this many experts per layer."""
         h, family, routed = self.hidden_size, self.family, self.num_expert_layers
-        layers, dense = self.num_hidden_layers, self.num_hidden_layers - routed
+        layers, dense, modules = self.num_layers, self.num_layers - routed, len(self.prediction_layers)
         weights = dense * self.layer_weights(None) + routed * self.layer_weights(experts)
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm = 2 * h if family.norm == "layer" else h
@@ -292,6 +318,7 @@ class Model(Section):
         if family.expert_bias or family.selection_bias:
             vectors += routed * (self.num_experts or 0)
         ends = self.vocab_size * h * (1 if self.tie_word_embeddings else 2) + norm
+        ends += modules * (self.projection_of_module + 3 * norm)
         if not family.rotary:  # learned positions
             ends += self.max_position_embeddings * h
         return weights + vectors + ends
@@ -318,6 +345,8 @@ class Model(Section):
                     reason = f"does not split into {heads} {sizes}, and head_dim is not given"
                     raise ProfileError("hidden_size", hidden, reason, [n for n in (below, below + unit) if n])
                 values["head_dim"] = hidden // heads
+        if values.get("num_nextn_predict_layers") == 0:
+            del values["num_nextn_predict_layers"]
         return {name: valid[0] for name, valid in family.supported.items()} | values
 
     @model_validator(mode="after")

@@ -46,6 +46,9 @@ ALWAYS: tuple[Condition, ...] = ()
 ON_CUDA = Condition("on `cuda`", lambda profile: profile.cluster.device == "cuda")
 ON_NEURON = Condition("on `neuron`", lambda profile: profile.cluster.device == "neuron")
 WITH_EXPERTS = Condition("with experts", lambda profile: profile.model.num_experts is not None)
+WITH_MULTI_TOKEN = Condition(
+    "with multi-token prediction", lambda profile: len(profile.model.prediction_layers) > 0
+)
 WITH_RECORDS = Condition("for records", lambda profile: profile.objective.kind != "pretrain")
 WITH_REFERENCE = Condition("for `dpo`", lambda profile: profile.objective.kind == "dpo")
 WITH_WEIGHTS = Condition("with `init.from`", lambda profile: profile.init.from_ is not None)
@@ -135,6 +138,7 @@ EAGER_MATHEMATICS = Role.of("identity")  # rejected on Neuron
 COMPILED_MATHEMATICS = Role.of("identity", "graphs")
 PRECISION = Role.of("identity", "graphs", reference=WITH_REFERENCE)
 EXPERTS = Role.of("identity", graphs=(WITH_EXPERTS, ON_NEURON))
+MULTI_TOKEN = Role.of(identity=WITH_MULTI_TOKEN)
 CAPACITY = Role.of("identity", graphs=(WITH_EXPERTS, ON_NEURON), reference=WITH_REFERENCE)
 LENGTH = Role.of("identity", "dataset", "graphs", tokens=WITH_RECORDS)
 GRAPHS = Role.of("graphs")  # topology, and what compiles
@@ -143,4 +147,5 @@ KERNELS = Role.of(graphs=(ON_CUDA, ON_NEURON))
 SAFEGUARDS = Role.of(graphs=ON_NEURON)  # how training is checked, logged and guarded
 SHARDING = SAFEGUARDS
 EVALUATION = Role.of("evaluate")
+MULTI_TOKEN_EVALUATION = Role.of(evaluate=WITH_MULTI_TOKEN, graphs=WITH_MULTI_TOKEN)
 METRICS = Role.of("evaluate", graphs=ON_NEURON)

@@ -132,6 +132,18 @@ class Train(Section):
         description="user loss, module:function: (logits (tokens, vocabulary) float32, targets (tokens), where -100 is ignored) "
         "-> sum over tokens, a 0-dim tensor; null: cross-entropy",
     )
+    mtp_weight: Annotated[Rate, roles.MULTI_TOKEN] = Field(
+        default=0.3,
+        description="weight of the mean loss of the model.num_nextn_predict_layers modules for multi-token prediction, which is "
+        "added to the loss; metrics.jsonl has their losses as mtp_loss_by_depth",
+    )
+    mtp_steps: Annotated[Count | None, roles.MULTI_TOKEN] = Field(
+        default=None,
+        description="steps after which the weight is train.mtp_later_weight; null: all have the same",
+    )
+    mtp_later_weight: Annotated[Rate | None, roles.MULTI_TOKEN] = Field(
+        default=None, description="weight after train.mtp_steps; null: 0"
+    )
     replicas_every: Annotated[Natural, roles.SAFEGUARDS] = Field(
         default=100,
         description="steps between checks that replicas of a weight are equal on all ranks; differences are logged and repaired. "

@@ -63,7 +63,7 @@ class AverageStep(EvaluationStep):
 
     def key(self, context: Context) -> str:
         evaluate = context.profile.evaluate
-        return keys.average(self.identity, self.dataset.key, evaluate.metrics, by_source=evaluate.by_source)
+        return keys.average(self.identity, self.dataset.key, evaluate.metrics, **evaluate.further)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Raises as EvaluationStep, and ValueError: the checkpoints are not of one model, or corrupted."""

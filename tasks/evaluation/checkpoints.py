@@ -66,7 +66,7 @@ class CheckpointEvaluationStep(EvaluationStep):
 
     def key(self, context: Context) -> str:
         run, evaluate = context.run_folder.name, context.profile.evaluate
-        return keys.evaluation(run, self.identity, None, evaluate.metrics, by_source=evaluate.by_source)
+        return keys.evaluation(run, self.identity, None, evaluate.metrics, **evaluate.further)
 
     def adapt_job(self, job: Job, context: Context, key: str) -> Job:
         job = replace(job, name="evaluate-checkpoint").with_arguments("--step", str(self.step))

@@ -54,7 +54,7 @@ class EvaluationStep(Step):
             self.identity,
             profile.train,
             profile.evaluate.metrics,
-            by_source=profile.evaluate.by_source,
+            **profile.evaluate.further,
         )
 
     def make(self, context: Context, key: str) -> Artifact:

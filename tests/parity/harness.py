@@ -87,6 +87,11 @@ MODELS = {
         "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 4,
         "topk_group": 2, "routed_scaling_factor": 2.5,
     },
+    "multi-token": {
+        **LLAMA, "architecture": "deepseek_v3", "num_key_value_heads": 8, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "num_nextn_predict_layers": 2, "vocab_size": 101,
+    },
     "gpt": GPT,
     "gpt 4 layers": {**GPT, "num_hidden_layers": 4},
     "gpt dropout": {**GPT, "dropout": 0.1, "mlp_dropout": 0.1},
@@ -204,6 +209,7 @@ class Results:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     router: list[float] = field(default_factory=list)  # expert_load.take, summed over ranks
+    modules: list[float] = field(default_factory=list)  # losses of multi-token prediction
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
     boxes: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)  # of this rank
@@ -299,9 +305,11 @@ def _train(
                 Batch(local, starts, numbers, reference),
                 1 / counted,
                 (step * BATCH + first) // case.rows,
+                step=step + 1,
                 pairs_per_token=1 / SEQUENCE,
             )
             results.router += trainer.sum(expert_load.take(trainer)).tolist()
+            results.modules += trainer.sum(trainer.module_losses).tolist()
             if step == steps[0]:
                 optimizer.reduce()
                 results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))
@@ -378,7 +386,7 @@ def run(case: Case, pool: Pool, fault: Callable | None = None, steps: int = STEP
 def differences(results: Results, reference: Results) -> list[str]:
     """Every violated tolerance: the kind, the step or tensor, and the distance."""
     found = []
-    for kind, tolerance in (("losses", LOSS), ("norms", NORM), ("router", ROUTER)):
+    for kind, tolerance in (("losses", LOSS), ("norms", NORM), ("router", ROUTER), ("modules", LOSS)):
         pairs = zip(getattr(results, kind), getattr(reference, kind), strict=True)
         for number, (found_value, exact) in enumerate(pairs):
             if not math.isclose(found_value, exact, rel_tol=tolerance):

@@ -180,6 +180,28 @@ CASES = {
     "muon, fsdp 2, pipeline 2, tensor 2, tied, gathered in the graph, completep": Case(
         "llama completep", data=2, pipeline=2, tensor=2, sharding="fsdp", in_graph=True, optimizer="muon"
     ),
+    "tensor 2, pipeline 2, fsdp 2, balance over the step, sft, multi-token": Case(
+        "multi-token",
+        tensor=2,
+        pipeline=2,
+        data=2,
+        sharding="fsdp",
+        balance="global",
+        objective="sft",
+        documents=True,
+    ),
+    "tensor 2, context 2, expert 2, no sequence parallelism, multi-token": Case(
+        "multi-token",
+        tensor=2,
+        context=2,
+        expert=2,
+        sequence_parallel=False,
+        sharding="fsdp",
+        recompute="selective",
+    ),
+    "pipeline 2, context 2, data 2, full activation checkpointing, documents, multi-token": Case(
+        "multi-token", pipeline=2, context=2, data=2, recompute="full", documents=True, balance="bias"
+    ),
     "dropout, tensor 2": Case("gpt dropout", tensor=2, recompute="selective"),
     "dropout, tensor 2, no sequence parallelism": Case("gpt dropout", tensor=2, sequence_parallel=False),
     "dropout, context 2": Case("gpt dropout", context=2),

@@ -39,6 +39,16 @@ def model_class(architecture: str) -> type[LanguageModel]:
     return found
 
 
+def huggingface_copies(model: Model) -> dict[str, str]:
+    """Hugging Face's names of the copies that modules for multi-token prediction have, and our names of the weights."""
+    head = "embedding" if model.tie_word_embeddings else "head"
+    return {
+        f"model.layers.{number}.{theirs}.weight": f"{head if ours == 'head' else ours}.weight"
+        for number in model.prediction_layers
+        for theirs, ours in model_class(model.architecture).copies.items()
+    }
+
+
 def huggingface_tensor(model: Model, name: str) -> HuggingFaceTensor:
     """The Hugging Face tensor that holds our `name`. Raises ValueError if the architecture has none."""
     entry = model_class(model.architecture).huggingface_tensors(model).get(_NUMBER.sub("{}", name))

@@ -7,9 +7,9 @@
     experts    the k largest sigmoids of the router's logits plus the selection bias, among the experts of the best groups; their
                weights are the sigmoids, divided by their sum, times a factor (parallel/experts/router.py)
 
-The first layers have an MLP instead of experts. Without `q_lora_rank`, Q is applied to x. The published model's modules for
-multi-token prediction are left out. Shapes as in `llama.py`, with query and key heads of d = p + r elements, of which r are
-rotated, and value heads of u; heads are sharded over tensor ranks, and each rank has the complete latents.
+The first layers have an MLP instead of experts. Without `q_lora_rank`, Q is applied to x. Modules for multi-token prediction are
+described in `language_model.py`. Shapes as in `llama.py`, with query and key heads of d = p + r elements, of which r are rotated,
+and value heads of u; heads are sharded over tensor ranks, and each rank has the complete latents.
 """
 
 from __future__ import annotations
@@ -134,6 +134,13 @@ _LATENTS = {  # our layer: theirs
     "q_norm": "q_a_layernorm",
     "latents.q": "q_a_proj",
 }
+_MODULE = {  # for multi-token prediction
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "output_norm": "shared_head.norm",
+}
+COPIES = {"embed_tokens": "embedding", "shared_head.head": "head"}
 _SHARED = "model.layers.{}.mlp.shared_experts"
 WEIGHTS = {
     **{
@@ -154,6 +161,10 @@ WEIGHTS = {
         )
         for ours, theirs in _LATENTS.items()
     },
+    **{
+        f"layers.{{}}.{ours}.weight": HuggingFaceTensor(f"model.layers.{{}}.{theirs}.weight")
+        for ours, theirs in _MODULE.items()
+    },
     "layers.{}.attention.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_b_proj.weight"),
     "layers.{}.mlp.router.selection_bias": HuggingFaceTensor(
         "model.layers.{}.mlp.gate.e_score_correction_bias"
@@ -169,6 +180,7 @@ class DeepseekV3(llama.Llama):
 
     block = Block
     weights = WEIGHTS
+    copies = COPIES
 
     @classmethod
     def huggingface_tensors(cls, model: Model) -> Mapping[str, HuggingFaceTensor]:

@@ -137,7 +137,7 @@ def test_hugging_face_round_trips_through_a_topology(make, tmp_path, monkeypatch
 def test_float8_weights_with_block_scales_are_read_as_bf16(tmp_path):
     """As published for DeepSeek-V3: blocks of 128, some smaller, multi-token prediction as an extra layer."""
     config = copy.deepcopy(DEEPSEEK)
-    config.update({"hidden_size": 136, "q_lora_rank": 130})
+    config.update({"hidden_size": 136, "q_lora_rank": 130, "num_nextn_predict_layers": 0})
     torch.manual_seed(0)
     source = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
     source.save_pretrained(tmp_path / "bf16")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from modeling.models import families
 from modeling.models.families import model_class
@@ -59,12 +60,30 @@ def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, 
     return stored
 
 
+def module_tensors(tensors: dict[str, torch.Tensor], first: int) -> dict[str, torch.Tensor]:
+    """Tensors of transformers' `MtpModel`, named as in files, where they follow layer `first` - 1."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if name.startswith("layers."):
+            _, number, rest = name.split(".", 2)
+            rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            stored[f"model.layers.{first + int(number)}.{rest}"] = tensor
+    return stored
+
+
 def build_pair(
     kind: Callable[[PretrainedConfig], PreTrainedModel], config: PretrainedConfig
 ) -> tuple[PreTrainedModel, torch.nn.Module, Model]:
-    """transformers' model with random weights, biases and norms, ours with the same, and its `Model`."""
+    """transformers' model with random weights, biases and norms, ours with the same, and its `Model`.
+
+    With multi-token prediction, its modules are an attribute of transformers' model, `mtp`.
+    """
     torch.manual_seed(0)
     theirs = kind(config)
+    if getattr(config, "num_mtp_layers", 0):
+        theirs.mtp = MtpModel(theirs, config.num_mtp_layers)
+        for parameter in theirs.mtp.layers.parameters():  # which it leaves uninitialized
+            torch.nn.init.normal_(parameter, std=config.initializer_range)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if name.endswith("bias"):
@@ -77,7 +96,10 @@ def build_pair(
     description = Model(**from_config_json(config.to_dict()))
     ours = model_class(description.architecture)(description, Mesh())
     names = [box.name for _, box in boxes(ours)]
-    weights = to_our_names(description, names, theirs.state_dict())
+    tensors = theirs.state_dict()
+    if description.prediction_layers:
+        tensors |= module_tensors(theirs.mtp.state_dict(), config.num_hidden_layers)
+    weights = to_our_names(description, names, tensors)
     with torch.no_grad():
         for parameter, box in boxes(ours):
             box.view(parameter).copy_(weights[box.name])

@@ -113,6 +113,7 @@ DEEPSEEK = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
 }
 MAGNITUDES = {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}
 EXPERTS = {

@@ -1,0 +1,77 @@
+"""Multi-token prediction: losses and gradients as with transformers' modules, also of packed documents."""
+
+import torch
+from torch.nn.functional import cross_entropy, pad
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from modeling.models.families import model_class
+from modeling.training import multi_token
+from modeling.training.multi_token import MultiTokenLoss
+from modeling.training.outputs import TokenLoss
+from modeling.training.step_functions import StepFunctions
+from parallel import Mesh, initialize
+from parallel.layout import layout_of
+from tests.modeling.models.families.huggingface import (
+    TOLERANCE,
+    boxes,
+    build_pair,
+    module_tensors,
+    to_our_names,
+)
+from tests.modeling.models.families.test_llama import DEEPSEEK
+from tests.parity.harness import Case
+
+DEPTH, WEIGHT, LENGTH = 2, 0.3, 24
+
+
+def run(model: torch.nn.Module, samples: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+    """Forward and backward of samples (b, s + 1); returns the modules' summed losses (D)."""
+    positions, targets = torch.arange(samples.shape[1] - 1), samples[:, 1:]
+    following, wanted = multi_token.shard(samples, positions, documents, targets, DEPTH)
+    hidden = model(samples[:, :-1], positions, documents, following=following)
+    output = MultiTokenLoss(TokenLoss(StepFunctions()), torch.tensor(WEIGHT, dtype=hidden.dtype))
+    (output(model, hidden, wanted) / targets.numel()).backward()
+    return output.sums
+
+
+def test_losses_and_gradients_match_transformers():
+    config = DeepseekV3Config(**{**DEEPSEEK, "num_nextn_predict_layers": DEPTH})
+    theirs, ours, description = build_pair(DeepseekV3ForCausalLM, config)
+    samples = torch.randint(0, config.vocab_size, (2, LENGTH + 1))
+    sums = run(ours, samples)
+
+    hidden, losses = theirs.model(samples[:, :-1]).last_hidden_state, []
+    for distance in range(DEPTH + 1):
+        if distance:
+            inputs = {"input_ids": pad(samples[:, distance:], (0, distance - 1))}
+            hidden = theirs.mtp.forward_layer(
+                distance - 1, hidden, torch.arange(LENGTH)[None], None, **inputs
+            )
+        logits = theirs.lm_head(hidden[:, : LENGTH - distance])
+        losses.append(
+            cross_entropy(logits.flatten(0, 1), samples[:, distance + 1 :].flatten(), reduction="sum")
+        )
+    torch.testing.assert_close(sums, torch.stack(losses[1:]), rtol=TOLERANCE, atol=0)
+    ((losses[0] + WEIGHT * sum(losses[1:]) / DEPTH) / (2 * LENGTH)).backward()
+
+    gradients = {name: each.grad for name, each in theirs.named_parameters()}
+    own = {name: each.grad for name, each in theirs.mtp.named_parameters()}
+    gradients |= module_tensors(own, config.num_hidden_layers)
+    trained = [(parameter, box) for parameter, box in boxes(ours) if layout_of(parameter).sign_step is None]
+    expected = to_our_names(description, [box.name for _, box in trained], gradients)
+    for parameter, box in trained:
+        difference = (box.view(parameter.grad) - expected[box.name]).norm()
+        assert difference <= TOLERANCE * expected[box.name].norm(), f"{box.name}: {difference:.1e}"
+
+
+def test_modules_predict_within_documents_as_if_these_were_alone():
+    description = Case("multi-token").profile().model
+    model = model_class(description.architecture)(description, Mesh(), dtype=torch.float64)
+    initialize(model.named_parameters(), Mesh().tensor, 7)
+    tokens = torch.randint(0, 100, (1, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    cuts = [0, 5, 6, 8, 19]
+    starts = torch.tensor([[max(cut for cut in cuts if cut <= i) for i in range(LENGTH)]])
+    packed = run(model, tokens, starts)
+    documents = [tokens[:, start:end] for start, end in zip(cuts, [*cuts[1:], LENGTH + 1], strict=True)]
+    alone = sum(run(model, document) for document in documents if document.shape[1] > 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-12, atol=0)
