@@ -55,6 +55,7 @@ def test_time_limit_is_parsed_like_slurm(time, minutes):
 
 
 DATA_8 = ("parallel.tensor=1", "cluster.devices_per_node=8", "train.global_batch_size=32")
+MODULE = "model.num_nextn_predict_layers=1"
 EIGHT_LAYERS = ("parallel.pipeline=2", "parallel.tensor=1", "model.num_hidden_layers=8")
 ZERO_BUBBLE = (*EIGHT_LAYERS, "parallel.schedule=zero_bubble")
 FP8 = ("train.precision=fp8", "model.head_dim=32")
@@ -469,6 +470,10 @@ def test_a_schedule_of_the_mixture_needs_weights():
         ("tiny-moe", ["train.balance=bias"], "exports of qwen3_moe have no tensor for; nearest valid: sequence, global, none"),
         ("tiny-moe", ["train.balance_bias_rate=0.01"], "has no effect with train.balance sequence; nearest valid: null"),
         ("deepseek-v3", ["parallel.tensor=256"], "tensor = 256: does not divide 128 query heads"),
+        ("deepseek-v3", ["train.mtp_weight=0.1"], "mtp_weight = 0.1: has no effect: model.num_nextn_predict_layers is null"),
+        ("deepseek-v3", [MODULE], "is not supported with cluster.device neuron; without modules, those of init.from are left"),
+        ("deepseek-v3-h200", [MODULE, "train.mtp_later_weight=0.1"], "has no effect: train.mtp_steps, after which it applies"),
+        ("deepseek-v3-h200", [MODULE, "train.loss=a:b"], "is not supported with train.loss, as modules have cross-entropy"),
         ("deepseek-v3", ["lora.rank=8"], "no q, k and v projections of hidden states; nearest valid: ['output', "),
         (
             "tiny",

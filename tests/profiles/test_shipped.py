@@ -233,7 +233,11 @@ def test_schema_accelerators_are_those_with_specifications():
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_models_are_those_of_the_published_configs(model):
-    assert load(model).model == Model(**from_config_json(CONFIGS[model]))
+    published = Model(**from_config_json(CONFIGS[model]))
+    if modules := len(published.prediction_layers):  # which the profiles leave out
+        published = Model(**from_config_json({**CONFIGS[model], "num_nextn_predict_layers": 0}))
+        assert modules == 1
+    assert load(model).model == published
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

@@ -4,6 +4,7 @@ import torch
 from torch.nn.functional import cross_entropy, pad
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from modeling.conversion.weights import without_modules
 from modeling.models.families import model_class
 from modeling.training import multi_token
 from modeling.training.multi_token import MultiTokenLoss
@@ -11,6 +12,7 @@ from modeling.training.outputs import TokenLoss
 from modeling.training.step_functions import StepFunctions
 from parallel import Mesh, initialize
 from parallel.layout import layout_of
+from profiles.sections.model import Model
 from tests.modeling.models.families.huggingface import (
     TOLERANCE,
     boxes,
@@ -64,10 +66,24 @@ def test_losses_and_gradients_match_transformers():
         assert difference <= TOLERANCE * expected[box.name].norm(), f"{box.name}: {difference:.1e}"
 
 
-def test_modules_predict_within_documents_as_if_these_were_alone():
-    description = Case("multi-token").profile().model
+def build(description: Model) -> torch.nn.Module:
     model = model_class(description.architecture)(description, Mesh(), dtype=torch.float64)
     initialize(model.named_parameters(), Mesh().tensor, 7)
+    return model
+
+
+def test_model_predicts_the_next_token_as_without_modules():
+    description = Case("multi-token").profile().model
+    with_modules, without = build(description), build(without_modules(description))
+    tokens = torch.randint(0, 100, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    hidden = [model(tokens, torch.arange(LENGTH)) for model in (with_modules, without)]
+    assert torch.equal(*hidden)
+    following = torch.zeros(2, DEPTH, LENGTH, dtype=torch.int64)
+    assert torch.equal(with_modules(tokens, torch.arange(LENGTH), following=following).chunk(3)[0], hidden[0])
+
+
+def test_modules_predict_within_documents_as_if_these_were_alone():
+    model = build(Case("multi-token").profile().model)
     tokens = torch.randint(0, 100, (1, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     cuts = [0, 5, 6, 8, 19]
     starts = torch.tensor([[max(cut for cut in cuts if cut <= i) for i in range(LENGTH)]])
