@@ -54,6 +54,7 @@ OF_FAMILIES = {
     "attention_multiplier",
     "residual_multiplier",
     "logits_scaling",
+    "use_qk_norm",
 }
 # Features of a package's `Family` that change its model without changing the shapes of weights, or its class.
 FEATURES = ("norm", "norm_position", "qk_norm", "output_bias", "adjacent_pairs", "local_rope")

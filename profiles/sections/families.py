@@ -34,6 +34,7 @@ OPTIONAL = {
         "multipliers",
     ),
     "clip_qkv": "clipped heads",
+    "use_qk_norm": "choice of norms of heads",
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), "experts"),
     "n_shared_experts": "shared experts",
     **dict.fromkeys(("n_group", "topk_group"), "groups of experts"),
@@ -416,6 +417,38 @@ OWN = {
         unused=("qk_head_dim",),
         selection_bias=True,
         further_parameters=lambda model: (model.q_lora_rank or 0) + (model.kv_lora_rank or 0),  # norms
+    ),
+    "glm4_moe": _own(
+        "deepseek_v3:Glm4Moe",
+        "Glm4Moe",
+        "arXiv 2508.06471",
+        fields={
+            **_EXPERTS,
+            "num_experts": "n_routed_experts",
+            **_same("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+            **_same(
+                "routed_scaling_factor", "partial_rotary_factor", "use_qk_norm", "num_nextn_predict_layers"
+            ),
+        },
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+            "num_nextn_predict_layers": 1,
+        },
+        qk_norm="heads",
+        output_bias=False,
+        selection_bias=True,
     ),
     "gpt": Family(
         "modeling.models.families.gpt:GPT",

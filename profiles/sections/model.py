@@ -12,14 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from profiles.errors import ProfileError
-from profiles.sections import families, roles
+from profiles.sections import families, model_rules, roles
 from profiles.sections.base import Count, Natural, Section, Size
-from profiles.sections.rope import RopeScaling, YarnRope
+from profiles.sections.rope import RopeScaling
 
 Multiplier = Annotated[float, Field(gt=0)] | None
 NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-# Required keys of latent attention.
-LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class Model(Section):
@@ -89,7 +87,7 @@ class Model(Section):
     )
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm)",
+        description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm, glm4_moe)",
     )
     embedding_multiplier: Multiplier = Field(
         default=None, description="multiplies token embeddings; null: 1 (granite)"
@@ -102,6 +100,9 @@ class Model(Section):
         description="multiplies what attention and MLP add to the residual stream; null: 1 (granite)",
     )
     logits_scaling: Multiplier = Field(default=None, description="divides the logits; null: 1 (granite)")
+    use_qk_norm: bool | None = Field(
+        default=None, description="RMSNorm of query and key heads before rotation; null: no (glm4_moe)"
+    )
     clip_qkv: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="bound that queries, keys and values are clipped to; null: none (dbrx)"
     )
@@ -110,7 +111,7 @@ class Model(Section):
     )
     attention_bias: bool = Field(
         description="biases in the attention projections (default: true for qwen2, glm4, starcoder2, gpt and gpt_oss); not in "
-        "that of the output for qwen2, glm4 and stablelm"
+        "that of the output for qwen2, glm4, stablelm and glm4_moe"
     )
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt and starcoder2)")
     hidden_act: str = Field(
@@ -133,12 +134,12 @@ class Model(Section):
     )
     num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None,
-        description="experts per layer (mixtral, qwen3_moe, dbrx, gpt_oss, deepseek_v3); aliases: num_local_experts, "
+        description="experts per layer (mixtral, qwen3_moe, dbrx, gpt_oss, deepseek_v3, glm4_moe); aliases: num_local_experts, "
         "n_routed_experts",
     )
     num_experts_per_tok: Count | None = Field(default=None, description="experts per token")
     moe_intermediate_size: Size | None = Field(
-        default=None, description="width of an expert (qwen3_moe, deepseek_v3)"
+        default=None, description="width of an expert (qwen3_moe, deepseek_v3, glm4_moe)"
     )
     norm_topk_prob: bool = Field(
         default=True,
@@ -146,27 +147,28 @@ class Model(Section):
     )
     n_shared_experts: Count | None = Field(
         default=None,
-        description="shared experts, used by every token in addition to its routed ones (deepseek_v3)",
+        description="shared experts, used by every token in addition to its routed ones (deepseek_v3, glm4_moe)",
     )
     first_k_dense_replace: Natural | None = Field(
         default=None,
-        description="number of leading layers with an MLP instead of experts; null: none (deepseek_v3)",
+        description="number of leading layers with an MLP instead of experts; null: none (deepseek_v3, glm4_moe)",
     )
     n_group: Count | None = Field(
         default=None,
-        description="number of groups that the experts are divided into; null: one (deepseek_v3)",
+        description="number of groups that the experts are divided into; null: one (deepseek_v3, glm4_moe)",
     )
     topk_group: Count | None = Field(
         default=None,
-        description="number of groups that a token's experts are chosen from; null: one (deepseek_v3)",
+        description="number of groups that a token's experts are chosen from; null: one (deepseek_v3, glm4_moe)",
     )
     routed_scaling_factor: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="multiplies the weights of a token's experts; null: 1 (deepseek_v3)"
+        default=None,
+        description="multiplies the weights of a token's experts; null: 1 (deepseek_v3, glm4_moe)",
     )
     num_nextn_predict_layers: Annotated[int, Field(ge=1, le=16)] | None = Field(
         default=None,
         description="depth of multi-token prediction: number of modules, each of which predicts one token further ahead; null or "
-        "0: none (deepseek_v3)",
+        "0: none (deepseek_v3, glm4_moe)",
     )
     dropout: float = Field(
         default=0.0,
@@ -247,6 +249,12 @@ class Model(Section):
         return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
+    def qk_norm(self) -> Literal["none", "heads", "projections"]:
+        """The kind of norm of query and key heads, `Family.qk_norm` unless the model does without."""
+        optional = "use_qk_norm" in self.family.fields
+        return "none" if optional and not self.use_qk_norm else self.family.qk_norm
+
+    @property
     def rotary_dim(self) -> int:
         """Elements of a query or key head that RoPE rotates."""
         return self.qk_rope_head_dim or int(self.head_dim * (self.partial_rotary_factor or 1))
@@ -257,7 +265,7 @@ class Model(Section):
         h, n = self.hidden_size, self.num_attention_heads
         if self.kv_lora_rank is None:
             return h * self.head_dim * (2 * n + 2 * self.num_key_value_heads)
-        widths: list[int] = [getattr(self, name) for name in LATENT]
+        widths: list[int] = [getattr(self, name) for name in model_rules.LATENT]
         latent, plain, rotated, value = widths
         queries = (h + n * self.head_dim) * self.q_lora_rank if self.q_lora_rank else h * n * self.head_dim
         return queries + h * (latent + rotated) + latent * n * (plain + value) + n * value * h
@@ -308,7 +316,7 @@ class Model(Section):
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm = 2 * h if family.norm == "layer" else h
         norms = norm * (4 if family.norm_position == "around" else 2)
-        norms += {"none": 0, "heads": 2 * self.head_dim, "projections": q + kv}[family.qk_norm]
+        norms += {"none": 0, "heads": 2 * self.head_dim, "projections": q + kv}[self.qk_norm]
         biases = self.attention_bias * (q + 2 * kv + h * family.output_bias)
         vectors = layers * (norms + biases + family.further_parameters(self))
         if family.expert_bias or self.mlp_bias:
@@ -354,7 +362,7 @@ class Model(Section):
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             valid = [n for n in range(1, heads + 1) if heads % n == 0]
-            reason, nearest = f"does not divide {heads} query heads", neighbours(kv_heads, valid)
+            reason, nearest = f"does not divide {heads} query heads", model_rules.neighbours(kv_heads, valid)
             raise ProfileError("num_key_value_heads", kv_heads, reason, nearest)
         family = self.family
         for name, meaning in families.OPTIONAL.items():
@@ -373,9 +381,7 @@ class Model(Section):
         if not family.free_head_dim and self.head_dim * heads != self.hidden_size:
             reason = f"{self.architecture} needs {heads} heads · head_dim = hidden_size {self.hidden_size}"
             raise ProfileError("head_dim", self.head_dim, reason, [self.hidden_size // heads])
-        self._check_experts()
-        self._check_latents()
-        self._check_parametrization()
+        model_rules.check(self)
         if family.rotary:
             for name in ("dropout", "mlp_dropout"):
                 if rate := getattr(self, name):
@@ -394,83 +400,6 @@ class Model(Section):
                 "num_key_value_heads", kv_heads, "gpt has a KV head for each query head", [heads]
             )
         return self
-
-    def _check_parametrization(self) -> None:
-        kind = self.parametrization
-        bases = {"base_hidden_size": kind != "standard", "base_num_hidden_layers": kind == "completep"}
-        for name, needed in bases.items():
-            given = getattr(self, name)
-            if needed and given is None:
-                size = getattr(self, name.removeprefix("base_"))
-                reason = f"is missing; parametrization {kind} is relative to a base model"
-                raise ProfileError(name, None, reason, [size])
-            if given is not None and not needed:
-                raise ProfileError(name, given, f"has no effect with parametrization {kind}", ["null"])
-        if kind == "standard":
-            return
-        if not self.family.parametrized:
-            known = [name for name, family in families.OWN.items() if family.parametrized]
-            reason = f"is not supported for {self.architecture}; its scales are known for {', '.join(known)}"
-            raise ProfileError("parametrization", kind, reason, ["standard"])
-        for name in ("attention_bias", "mlp_bias"):
-            if getattr(self, name):
-                raise ProfileError(name, True, f"is not supported with parametrization {kind}", [False])
-
-    def _check_latents(self) -> None:
-        kind, scaling = self.architecture, self.rope_scaling
-        if self.family.local_rope and isinstance(scaling, YarnRope) and not scaling.truncate:
-            reason = f"transformers always rounds the bounds for {kind}"
-            raise ProfileError("rope_scaling.truncate", False, reason, [True])
-        if kind != "deepseek_v3":
-            if isinstance(scaling, YarnRope):
-                for name in ("mscale", "mscale_all_dim"):
-                    if (value := getattr(scaling, name)) is not None:
-                        raise ProfileError(f"rope_scaling.{name}", value, f"{kind} has none", ["null"])
-            return
-        for name in (*LATENT, "n_shared_experts"):
-            if getattr(self, name) is None:
-                raise ProfileError(name, None, f"is missing; {kind} needs it", [])
-        heads = self.num_attention_heads
-        _, plain, rotated, width = (getattr(self, name) for name in LATENT)
-        size = plain + rotated
-        if self.num_key_value_heads != heads:
-            reason = f"{kind} has keys and values for each query head"
-            raise ProfileError("num_key_value_heads", self.num_key_value_heads, reason, [heads])
-        if self.head_dim != size:
-            reason = "is not qk_nope_head_dim + qk_rope_head_dim"
-            raise ProfileError("head_dim", self.head_dim, reason, [size])
-        if width > size:
-            reason = f"is more than the {size} elements of a query; not supported"
-            raise ProfileError("v_head_dim", width, reason, [size])
-        if (dense := self.first_k_dense_replace or 0) >= (layers := self.num_hidden_layers):
-            reason = f"leaves none of {layers} layers with experts"
-            raise ProfileError("first_k_dense_replace", dense, reason, [layers - 1])
-        experts, groups, chosen = self.num_experts or 1, self.n_group or 1, self.topk_group or 1
-        valid = [n for n in range(1, experts // 2 + 1) if experts % n == 0]
-        if groups not in valid:
-            reason = f"does not divide {experts} experts into groups of two or more"
-            raise ProfileError("n_group", groups, reason, neighbours(groups, valid))
-        fewest = -(-(self.num_experts_per_tok or 1) * groups // experts)  # groups that hold a token's experts
-        if not fewest <= chosen <= groups:
-            reason = f"is not between {fewest}, which hold num_experts_per_tok {self.num_experts_per_tok}, and n_group {groups}"
-            raise ProfileError("topk_group", chosen, reason, [fewest if chosen < fewest else groups])
-
-    def _check_experts(self) -> None:
-        kind, experts, chosen = self.architecture, self.num_experts, self.num_experts_per_tok
-        fields = self.family.fields
-        if "num_experts" not in fields:
-            return
-        if experts is None or chosen is None:
-            name = "num_experts" if experts is None else "num_experts_per_tok"
-            raise ProfileError(name, None, f"is missing; {kind} has experts", [8 if experts is None else 2])
-        if chosen > experts:
-            reason = f"is more than num_experts {experts}"
-            raise ProfileError("num_experts_per_tok", chosen, reason, [experts])
-        if "norm_topk_prob" not in fields and not self.norm_topk_prob:
-            raise ProfileError("norm_topk_prob", False, f"{kind}'s weights sum to 1", [True])
-        if "moe_intermediate_size" in fields and self.moe_intermediate_size is None:
-            reason = f"is missing; it is the width of {kind}'s experts"
-            raise ProfileError("moe_intermediate_size", None, reason, [self.intermediate_size])
 
 
 # Keys that only affect initial weights and learning rates.
@@ -498,8 +427,3 @@ def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts"),
     }
     return {aliases.get(name, name): value for name, value in values.items()}
-
-
-def neighbours(value: int, valid: list[int]) -> list[int]:
-    """The nearest valid values below and above an invalid one, if there are any."""
-    return [n for n in valid if 0 < n < value][-1:] + [n for n in valid if n > value][:1]

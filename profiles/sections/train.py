@@ -102,7 +102,7 @@ class Train(Section):
         default="sequence",
         description="experts: tokens that the balance loss is computed over. sequence: a sample; global: a step, counted in an "
         "additional forward pass; batch: a rank's microbatch, as in Hugging Face, so it depends on its size and the topology. "
-        "bias: no loss; each step adjusts a bias in the selection of each expert against its excess load (deepseek_v3)",
+        "bias: no loss; each step adjusts a bias in the selection of each expert against its excess load (deepseek_v3, glm4_moe)",
     )
     balance_coefficient: Annotated[Rate | None, roles.EXPERTS] = Field(
         default=None,

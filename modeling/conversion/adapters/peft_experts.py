@@ -35,7 +35,9 @@ def missing_format(model: Model, targets: Sequence[str]) -> str | None:
         return None
     if model.architecture == "dbrx":
         return "PEFT has one update for all experts of dbrx, whose weights are one matrix"
-    return "PEFT treats every gate_proj, up_proj and down_proj of deepseek_v3 as a projection of experts"
+    return (
+        "PEFT treats every gate_proj, up_proj and down_proj as a projection of experts, shared ones included"
+    )
 
 
 def stacked(model: Model, factors: Sequence[Factors]) -> tuple[dict[str, Tensor], list[str]]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, shared experts, and bias-balanced routed experts.
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, shared experts, and bias-balanced routed experts; GLM-4 MoE.
 
     x = x + attention(norm(x));  x = x + shared(norm(x)) + Σ over the token's k experts of weight · expert(norm(x))
 
@@ -7,9 +7,11 @@
     experts    the k largest sigmoids of the router's logits plus the selection bias, among the experts of the best groups; their
                weights are the sigmoids, divided by their sum, times a factor (parallel/experts/router.py)
 
-The first layers have an MLP instead of experts. Without `q_lora_rank`, Q is applied to x. Modules for multi-token prediction are
-described in `language_model.py`. Shapes as in `llama.py`, with query and key heads of d = p + r elements, of which r are rotated,
-and value heads of u; heads are sharded over tensor ranks, and each rank has the complete latents.
+The first layers have an MLP instead of experts. Without `q_lora_rank`, Q is applied to x. GLM-4 MoE (arXiv 2508.06471) has
+Llama's attention. Modules for multi-token prediction are described in `language_model.py`.
+
+Shapes as in `llama.py`, with query and key heads of d = p + r elements, of which r are rotated, and value heads of u; heads are
+sharded over tensor ranks, and each rank has the complete latents.
 """
 
 from __future__ import annotations
@@ -127,6 +129,10 @@ class Block(mixtral.Block):
         return x + self.shared(y, keys) + self.mlp(y, cos.shape[1], padding)  # s/c tokens of a sample
 
 
+class GlmBlock(Block):
+    attention_layer = llama.Attention
+
+
 _LATENTS = {  # our layer: theirs
     "kv_norm": "kv_a_layernorm",
     "kv": "kv_b_proj",
@@ -143,11 +149,7 @@ _MODULE = {  # for multi-token prediction
 COPIES = {"embed_tokens": "embedding", "shared_head.head": "head"}
 _SHARED = "model.layers.{}.mlp.shared_experts"
 WEIGHTS = {
-    **{
-        name: entry
-        for name, entry in llama.WEIGHTS.items()
-        if ".qkv." not in name and not name.endswith(".bias")
-    },
+    **llama.WEIGHTS,
     **{
         name: entry
         for name, entry in mixtral.expert_weights(
@@ -156,16 +158,9 @@ WEIGHTS = {
         if ".mlp." in name
     },
     **{
-        f"layers.{{}}.attention.{ours}.weight": HuggingFaceTensor(
-            f"model.layers.{{}}.self_attn.{theirs}.weight"
-        )
-        for ours, theirs in _LATENTS.items()
-    },
-    **{
         f"layers.{{}}.{ours}.weight": HuggingFaceTensor(f"model.layers.{{}}.{theirs}.weight")
         for ours, theirs in _MODULE.items()
     },
-    "layers.{}.attention.q.weight": HuggingFaceTensor("model.layers.{}.self_attn.q_b_proj.weight"),
     "layers.{}.mlp.router.selection_bias": HuggingFaceTensor(
         "model.layers.{}.mlp.gate.e_score_correction_bias"
     ),
@@ -173,18 +168,29 @@ WEIGHTS = {
     "layers.{}.shared.gate_up.up.weight": HuggingFaceTensor(f"{_SHARED}.up_proj.weight"),
     "layers.{}.shared.down.weight": HuggingFaceTensor(f"{_SHARED}.down_proj.weight"),
 }
+LATENT_WEIGHTS = WEIGHTS | {
+    f"layers.{{}}.attention.{ours}.weight": HuggingFaceTensor(f"model.layers.{{}}.self_attn.{theirs}.weight")
+    for ours, theirs in _LATENTS.items()
+}
 
 
 class DeepseekV3(llama.Llama):
     """DeepSeek-V3, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = Block
-    weights = WEIGHTS
+    weights = LATENT_WEIGHTS
     copies = COPIES
 
     @classmethod
     def huggingface_tensors(cls, model: Model) -> Mapping[str, HuggingFaceTensor]:
-        if model.q_lora_rank:
-            return cls.weights
-        queries = HuggingFaceTensor("model.layers.{}.self_attn.q_proj.weight")  # without a latent
-        return {**cls.weights, "layers.{}.attention.q.weight": queries}
+        queries = "q_b_proj" if model.q_lora_rank else "q_proj"  # from a latent, or without one
+        where = HuggingFaceTensor(f"model.layers.{{}}.self_attn.{queries}.weight")
+        return {**cls.weights, "layers.{}.attention.q.weight": where}
+
+
+class Glm4Moe(llama.Llama):
+    """GLM-4 MoE, or one pipeline stage of it; arguments as for `LanguageModel`."""
+
+    block = GlmBlock
+    weights = WEIGHTS
+    copies = COPIES

@@ -52,7 +52,7 @@ class Attention(nn.Module):
         options["initializer"] = parametrization.residual(model)
         options["bias"] = model.attention_bias and family.output_bias
         self.output = RowParallelLinear(n * self.d, h, mesh.tensor, **options)
-        self.norm_kind = family.qk_norm
+        self.norm_kind = model.qk_norm
         norm: dict[str, Any] = {name: options[name] for name in ("dtype", "device")}
         norm["epsilon"] = model.norm_eps
         if self.norm_kind == "heads":

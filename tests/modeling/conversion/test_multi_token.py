@@ -5,29 +5,42 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+)
 from transformers.modeling_layers import MtpModel
 
 from modeling.conversion import formats
 from modeling.conversion.convert import Options, convert
 from tests.modeling.models.families.huggingface import as_stored, build_pair, module_tensors
-from tests.modeling.models.families.test_llama import DEEPSEEK
+from tests.modeling.models.families.test_llama import DEEPSEEK, GLM
 
 DEPTH, LAYERS = 2, DEEPSEEK["num_hidden_layers"]
 COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """A folder as published for DeepSeek-V3: transformers' model and modules, and copies of embedding and head."""
-    folder = tmp_path_factory.mktemp("published")
-    config = DeepseekV3Config(**{**DEEPSEEK, "num_nextn_predict_layers": DEPTH})
-    theirs, *_ = build_pair(DeepseekV3ForCausalLM, config)
+@pytest.fixture(
+    scope="module",
+    params=[
+        (DeepseekV3ForCausalLM, DeepseekV3Config(**DEEPSEEK)),
+        (Glm4MoeForCausalLM, Glm4MoeConfig(**GLM, use_qk_norm=True)),
+    ],
+    ids=["deepseek_v3", "glm4_moe"],
+)
+def published(request, tmp_path_factory):
+    """A folder as published: transformers' model and modules, and copies of embedding and head."""
+    folder, (kind, config) = tmp_path_factory.mktemp("published"), request.param
+    config.num_nextn_predict_layers = DEPTH
+    theirs, *_ = build_pair(kind, config)
     modules = theirs.mtp.state_dict()
     del theirs.mtp
     theirs.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    tensors |= as_stored("deepseek_v3", module_tensors(modules, LAYERS))
+    tensors |= as_stored(config.model_type, module_tensors(modules, LAYERS))
     for number in range(LAYERS, LAYERS + DEPTH):
         for name, original in COPIES.items():
             tensors[f"model.layers.{number}.{name}.weight"] = tensors[f"{original}.weight"].clone()
@@ -37,14 +50,15 @@ def published(tmp_path_factory):
 
 def test_modules_round_trip_through_a_topology_with_every_tensor(published, tmp_path, monkeypatch):
     expected = load_file(published / "model.safetensors")
-    convert(published, tmp_path / "split", Options("trainshed", tensor=4, pipeline=2))
+    convert(published, tmp_path / "split", Options("trainshed", tensor=2, pipeline=2))
     convert(tmp_path / "split", tmp_path / "back", Options("hf"))
     found = load_file(tmp_path / "back/model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # transformers' own loader, whose pattern has the number of the published model's layers
     pattern = [rf"model\.layers\.{LAYERS}.*", rf"model\.layers\.{LAYERS + 1}.*"]
-    monkeypatch.setattr(DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", pattern)
+    kind = type(AutoModelForCausalLM.from_pretrained(published))
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", pattern)
     loaded = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "back"))
     loaded = module_tensors(loaded.state_dict(), LAYERS)
     same = {name for name in loaded.keys() & expected.keys() if torch.equal(loaded[name], expected[name])}

@@ -37,7 +37,9 @@ def to_our_names(model: Model, names: list[str], tensors: dict[str, torch.Tensor
 
 def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A model's tensors as stored in files: one per expert, where transformers fuses experts in memory."""
-    layer = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp", "deepseek_v3": "mlp"}.get(architecture)
+    layer = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp", "deepseek_v3": "mlp", "glm4_moe": "mlp"}.get(
+        architecture
+    )
     if layer is None:
         return tensors
     gate, up, down = (

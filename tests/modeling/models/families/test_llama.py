@@ -10,6 +10,8 @@ from transformers import (
     DbrxForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -115,6 +117,18 @@ DEEPSEEK = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0,
 }
+GLM = {
+    **SIZES,
+    "head_dim": 20,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
 MAGNITUDES = {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}
 EXPERTS = {
     "deepseek_v3": (
@@ -129,6 +143,11 @@ EXPERTS = {
             **{**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
         ),
     ),
+    "glm4_moe, norms of heads": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(**GLM, use_qk_norm=True, partial_rotary_factor=1.0, n_group=2, topk_group=1),
+    ),
+    "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig(**GLM, attention_bias=True)),
     "dbrx": (DbrxForCausalLM, DbrxConfig(**DBRX)),
     "gpt_oss": (
         GptOssForCausalLM,
@@ -186,8 +205,8 @@ def test_rope_frequencies_have_the_bits_of_transformers(name):
                 local = {"rope_type": "default", "rope_theta": theta}
                 parameters = {"full_attention": parameters, "sliding_attention": local}
             config = AutoConfig.for_model(name, rope_parameters=parameters)
-            if name in ("mixtral", "ministral"):
-                config.head_dim = 128  # its default, null, is not understood by transformers' YaRN
+            if name in ("mixtral", "ministral", "glm4_moe"):
+                config.head_dim = 128  # its default is none, or not understood by YaRN of transformers
             package = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
             kind = type(config).__name__.replace("Config", "RotaryEmbedding")
             rope = getattr(package, kind)(config)

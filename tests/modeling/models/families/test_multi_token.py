@@ -1,8 +1,9 @@
 """Multi-token prediction: losses and gradients as with transformers' modules, also of packed documents."""
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy, pad
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from modeling.conversion.weights import without_modules
 from modeling.models.families import model_class
@@ -20,10 +21,14 @@ from tests.modeling.models.families.huggingface import (
     module_tensors,
     to_our_names,
 )
-from tests.modeling.models.families.test_llama import DEEPSEEK
+from tests.modeling.models.families.test_llama import DEEPSEEK, GLM
 from tests.parity.harness import Case
 
 DEPTH, WEIGHT, LENGTH = 2, 0.3, 24
+KINDS = [
+    (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
+    (Glm4MoeForCausalLM, Glm4MoeConfig, {**GLM, "use_qk_norm": True, "attention_bias": True}),
+]
 
 
 def run(model: torch.nn.Module, samples: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,9 +41,10 @@ def run(model: torch.nn.Module, samples: torch.Tensor, documents: torch.Tensor |
     return output.sums
 
 
-def test_losses_and_gradients_match_transformers():
-    config = DeepseekV3Config(**{**DEEPSEEK, "num_nextn_predict_layers": DEPTH})
-    theirs, ours, description = build_pair(DeepseekV3ForCausalLM, config)
+@pytest.mark.parametrize(("kind", "config", "sizes"), KINDS, ids=["deepseek_v3", "glm4_moe"])
+def test_losses_and_gradients_match_transformers(kind, config, sizes):
+    config = config(**{**sizes, "num_nextn_predict_layers": DEPTH})
+    theirs, ours, description = build_pair(kind, config)
     samples = torch.randint(0, config.vocab_size, (2, LENGTH + 1))
     sums = run(ours, samples)
 
