@@ -8,7 +8,9 @@ is none beyond the end of a sample. With document masks, a module predicts only 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +74,11 @@ class MultiTokenLoss:
         self.sums = modules.detach() if self.sums is None else self.sums + modules.detach()
         added = self.weight * modules.mean()
         return loss + (added - added.detach())
+
+
+def metrics(losses: Sequence[float]) -> dict[str, Any]:
+    """Metrics of a step, from the modules' losses; none without modules."""
+    return {"mtp_loss": sum(losses) / len(losses), "mtp_loss_by_depth": [*losses]} if losses else {}
 
 
 def weight(settings: Train, step: int) -> float:

@@ -15,6 +15,7 @@ from modeling.models.flops import flops_per_token
 from modeling.supervision.stragglers import Stragglers
 from modeling.supervision.telemetry import Telemetry
 from modeling.supervision.time_account import TimeAccount, job_begin, record_attempt, usual_step
+from modeling.training import multi_token
 from modeling.training.evaluate import Evaluation
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import MetricsWriter, record_event
@@ -130,7 +131,7 @@ class Reporter:
             **self._telemetry.readings(),
             **trainer.compile_statistics.metrics(statistics.graph_counts),
             **(statistics.experts.metrics() if statistics.experts else {}),
-            **({"mtp_loss_by_depth": modules} if (modules := [*statistics.module_losses]) else {}),
+            **multi_token.metrics(statistics.module_losses),
         }
 
     def evaluation(self, step: int, result: Evaluation) -> None:

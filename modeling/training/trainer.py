@@ -132,7 +132,7 @@ class Trainer:
         self.functions = StepFunctions(self.compile)
         self._uploaded: dict[str, tuple[float, Tensor]] = {}  # factors by name, and the same on the device
         self.depth = len(profile.model.prediction_layers)
-        self.module_losses = torch.zeros(self.depth, device=self.torch_device)
+        self.module_losses = devices.upload(torch.zeros(self.depth), self.torch_device)
         self._zero = torch.zeros((), device=self.torch_device)
         self.positions = zigzag_positions(s, context.size, context.rank).to(self.torch_device)  # (s/c)
         self._pairs = Pairs(

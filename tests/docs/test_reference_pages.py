@@ -9,6 +9,7 @@ from pathlib import Path
 from modeling import run_files
 from modeling.supervision import profiling
 from modeling.supervision.telemetry import neuron_readings
+from modeling.training import multi_token
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import GROUPS, tag
 from parallel.checkpoint import locations
@@ -22,19 +23,21 @@ from tests.docs.test_docs import LINK, PAGES, check_words, deployments
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 EXPERTS = ExpertLoad(loads=[[1.0]], dropped=[0.0], balance_losses=[0.0], z_losses=[0.0]).metrics()
+MODULES = multi_token.metrics([0.0])
 NEURON = {"neuroncores_in_use": {"0": {"neuroncore_utilization": 50.0}}}
 READINGS = neuron_readings({"neuron_runtime_data": [{"report": {"neuroncore_counters": NEURON}}]})
 
 
 def test_metrics_page_lists_every_column_that_the_code_names():
-    columns = {*itertools.chain.from_iterable(GROUPS.values()), *EXPERTS, *PAIR_METRICS, *READINGS}
+    columns = {*itertools.chain.from_iterable(GROUPS.values()), *EXPERTS, *MODULES, *PAIR_METRICS, *READINGS}
     assert columns - documented_columns().keys() == set()
 
 
 def test_tensorboard_names_on_the_metrics_page_are_those_of_the_code():
-    layers = {f"{name}_by_layer": f"{tag(name)}/layer_0" for name in EXPERTS}
+    lists = {f"{name}_by_layer": f"{tag(name)}/layer_0" for name in EXPERTS}
+    lists |= {f"{name}_by_depth": f"{tag(name)}/depth_1" for name in MODULES}
     for column, shown in documented_columns().items():
-        expected = layers.get(column, tag(column))
+        expected = lists.get(column, tag(column))
         assert shown == ("" if column in ("step", "time", "rank_seconds") else expected)
 
 
