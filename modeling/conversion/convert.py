@@ -38,7 +38,7 @@ from parallel.pipeline.stages import cut_layers
 from profiles import state_files
 from profiles.arguments import Parser
 from profiles.errors import ProfileError
-from profiles.sections.model_rules import neighbours
+from profiles.sections.model_checks import neighbours
 
 RECIPE = 5  # changed when the same inputs are converted differently
 BUDGET = 512  # MB

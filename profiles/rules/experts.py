@@ -5,7 +5,7 @@ from __future__ import annotations
 from parallel.constraints import valid_expert_degrees
 from profiles.errors import ProfileError
 from profiles.schema import Profile
-from profiles.sections.model_rules import neighbours
+from profiles.sections.model_checks import neighbours
 
 
 def check(profile: Profile) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from profiles.errors import ProfileError
-from profiles.sections import families, model_rules, roles
+from profiles.sections import families, model_checks, roles
 from profiles.sections.base import Count, Natural, Section, Size
 from profiles.sections.rope import RopeScaling
 
@@ -265,7 +265,7 @@ class Model(Section):
         h, n = self.hidden_size, self.num_attention_heads
         if self.kv_lora_rank is None:
             return h * self.head_dim * (2 * n + 2 * self.num_key_value_heads)
-        widths: list[int] = [getattr(self, name) for name in model_rules.LATENT]
+        widths: list[int] = [getattr(self, name) for name in model_checks.LATENT]
         latent, plain, rotated, value = widths
         queries = (h + n * self.head_dim) * self.q_lora_rank if self.q_lora_rank else h * n * self.head_dim
         return queries + h * (latent + rotated) + latent * n * (plain + value) + n * value * h
@@ -359,46 +359,7 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Model:
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads % kv_heads:
-            valid = [n for n in range(1, heads + 1) if heads % n == 0]
-            reason, nearest = f"does not divide {heads} query heads", model_rules.neighbours(kv_heads, valid)
-            raise ProfileError("num_key_value_heads", kv_heads, reason, nearest)
-        family = self.family
-        for name, meaning in families.OPTIONAL.items():
-            if (value := getattr(self, name)) is not None and name not in family.fields:
-                raise ProfileError(name, value, f"{self.architecture} has no {meaning}", ["null"])
-        for name, supported in family.supported.items():
-            if (value := getattr(self, name)) not in supported:
-                value = getattr(value, "rope_type", value)
-                reason = f"is not supported for {self.architecture}"
-                choices = ["null" if each is None else each for each in supported]
-                raise ProfileError(name, value, reason, choices)
-        for name in ("full_attention_every", "max_window_layers"):
-            if (value := getattr(self, name)) is not None and self.sliding_window is None:
-                reason = "is set, but sliding_window, which the other layers need, is not"
-                raise ProfileError(name, value, reason, ["null"])
-        if not family.free_head_dim and self.head_dim * heads != self.hidden_size:
-            reason = f"{self.architecture} needs {heads} heads · head_dim = hidden_size {self.hidden_size}"
-            raise ProfileError("head_dim", self.head_dim, reason, [self.hidden_size // heads])
-        model_rules.check(self)
-        if family.rotary:
-            for name in ("dropout", "mlp_dropout"):
-                if rate := getattr(self, name):
-                    raise ProfileError(name, rate, f"{self.architecture} has no dropout", [0.0])
-            name = "head_dim" if self.qk_rope_head_dim is None else "qk_rope_head_dim"
-            size = self.rotary_dim
-            if self.partial_rotary_factor is not None and (size % 2 or not size):
-                reason = f"rotates {size} elements of a head; RoPE rotates pairs, so they must be even"
-                raise ProfileError("partial_rotary_factor", self.partial_rotary_factor, reason, ["null"])
-            if size % 2:
-                reason = "RoPE rotates pairs, so it must be even"
-                raise ProfileError(name, size, reason, [size - 1 or 2, size + 1])
-            return self
-        if kv_heads != heads:
-            raise ProfileError(
-                "num_key_value_heads", kv_heads, "gpt has a KV head for each query head", [heads]
-            )
+        model_checks.check(self)
         return self
 
 

@@ -1,4 +1,4 @@
-"""Rules within the section `model` for experts, latent attention and parametrizations."""
+"""Rules between the keys of the section `model`, by feature of its family."""
 
 from __future__ import annotations
 
@@ -16,12 +16,52 @@ LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def check(model: Model) -> None:
-    """Raise ProfileError for the first broken rule."""
-    for rule in (_experts, _groups, _latents, _parametrization):
-        rule(model)
+    """Raise ProfileError for the first key that does not fit the others."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if heads % kv_heads:
+        valid = [n for n in range(1, heads + 1) if heads % n == 0]
+        reason, nearest = f"does not divide {heads} query heads", neighbours(kv_heads, valid)
+        raise ProfileError("num_key_value_heads", kv_heads, reason, nearest)
+    family = model.family
+    for name, meaning in families.OPTIONAL.items():
+        if (value := getattr(model, name)) is not None and name not in family.fields:
+            raise ProfileError(name, value, f"{model.architecture} has no {meaning}", ["null"])
+    for name, supported in family.supported.items():
+        if (value := getattr(model, name)) not in supported:
+            value = getattr(value, "rope_type", value)
+            reason = f"is not supported for {model.architecture}"
+            choices = ["null" if each is None else each for each in supported]
+            raise ProfileError(name, value, reason, choices)
+    for name in ("full_attention_every", "max_window_layers"):
+        if (value := getattr(model, name)) is not None and model.sliding_window is None:
+            reason = "is set, but sliding_window, which the other layers need, is not"
+            raise ProfileError(name, value, reason, ["null"])
+    if not family.free_head_dim and model.head_dim * heads != model.hidden_size:
+        reason = f"{model.architecture} needs {heads} heads · head_dim = hidden_size {model.hidden_size}"
+        raise ProfileError("head_dim", model.head_dim, reason, [model.hidden_size // heads])
+    _check_experts(model)
+    _check_groups(model)
+    _check_latents(model)
+    _check_parametrization(model)
+    if not family.rotary:
+        if kv_heads != heads:
+            reason = "gpt has a KV head for each query head"
+            raise ProfileError("num_key_value_heads", kv_heads, reason, [heads])
+        return
+    for name in ("dropout", "mlp_dropout"):
+        if rate := getattr(model, name):
+            raise ProfileError(name, rate, f"{model.architecture} has no dropout", [0.0])
+    name = "head_dim" if model.qk_rope_head_dim is None else "qk_rope_head_dim"
+    size = model.rotary_dim
+    if model.partial_rotary_factor is not None and (size % 2 or not size):
+        reason = f"rotates {size} elements of a head; RoPE rotates pairs, so they must be even"
+        raise ProfileError("partial_rotary_factor", model.partial_rotary_factor, reason, ["null"])
+    if size % 2:
+        reason = "RoPE rotates pairs, so it must be even"
+        raise ProfileError(name, size, reason, [size - 1 or 2, size + 1])
 
 
-def _parametrization(model: Model) -> None:
+def _check_parametrization(model: Model) -> None:
     kind = model.parametrization
     bases = {"base_hidden_size": kind != "standard", "base_num_hidden_layers": kind == "completep"}
     for name, needed in bases.items():
@@ -43,7 +83,7 @@ def _parametrization(model: Model) -> None:
             raise ProfileError(name, True, f"is not supported with parametrization {kind}", [False])
 
 
-def _latents(model: Model) -> None:
+def _check_latents(model: Model) -> None:
     kind, scaling = model.architecture, model.rope_scaling
     if model.family.local_rope and isinstance(scaling, YarnRope) and not scaling.truncate:
         reason = f"transformers always rounds the bounds for {kind}"
@@ -71,7 +111,7 @@ def _latents(model: Model) -> None:
         raise ProfileError("v_head_dim", width, reason, [size])
 
 
-def _groups(model: Model) -> None:
+def _check_groups(model: Model) -> None:
     if "n_group" not in model.family.fields:
         return
     if model.n_shared_experts is None:
@@ -91,7 +131,7 @@ def _groups(model: Model) -> None:
         raise ProfileError("topk_group", chosen, reason, [fewest if chosen < fewest else groups])
 
 
-def _experts(model: Model) -> None:
+def _check_experts(model: Model) -> None:
     kind, experts, chosen = model.architecture, model.num_experts, model.num_experts_per_tok
     fields = model.family.fields
     if "num_experts" not in fields:
