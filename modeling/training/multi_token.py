@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modeling.models.language_model import LanguageModel
-from modeling.training.outputs import TokenLoss
+from modeling.training.outputs import Output
 from modeling.training.step_functions import input_ids
 from parallel.loss import IGNORE_INDEX
 from profiles.schema import Train
@@ -60,7 +60,7 @@ class MultiTokenLoss:
         sums: (D) losses of the modules, summed over the microbatches of a step; None before the first.
     """
 
-    own: TokenLoss
+    own: Output
     weight: Tensor | None
     sums: Tensor | None = None
 
