@@ -199,7 +199,7 @@ def graphs(profile: Profile) -> str:
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json") if profile.lora.rank else None,
             "rates": profile.scores_pairs_in_step,
-            **({"mtp": True} if profile.evaluate.mtp else {}),
+            **({"mtp": True} if profile.evaluate.mtp and profile.model.prediction_layers else {}),
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }

@@ -147,5 +147,5 @@ KERNELS = Role.of(graphs=(ON_CUDA, ON_NEURON))
 SAFEGUARDS = Role.of(graphs=ON_NEURON)  # how training is checked, logged and guarded
 SHARDING = SAFEGUARDS
 EVALUATION = Role.of("evaluate")
-MULTI_TOKEN_EVALUATION = Role.of(evaluate=WITH_MULTI_TOKEN, graphs=WITH_MULTI_TOKEN)
+MULTI_TOKEN_EVALUATION = Role.of("evaluate", graphs=WITH_MULTI_TOKEN)
 METRICS = Role.of("evaluate", graphs=ON_NEURON)

@@ -3,6 +3,7 @@
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from profiles import resolve
 from profiles.schema import Profile
+from profiles.sections import families
 from profiles.sections.base import Section, sections_in
 from profiles.sections.roles import Role, closure, own_role, roles
 from tasks import inputs, keys
@@ -40,6 +42,7 @@ BASES = (
     (PAIR, "cluster.device=neuron", "cluster.accelerator=trn2", YARN, *SCALED),
     ("tiny-moe", "cluster.threads=1", "train.optimizer=muon"),
     ("deepseek-v3", "train.recompute=none", *PAIRS),
+    ("deepseek-v3-h200", "train.recompute=none", "model.num_nextn_predict_layers=1"),
     (PAIR, "objective.kind=sft", *STARTED, "lora.rank=4"),
     (PAIR, *PAIRS, LLAMA3, "train.precision=fp8"),
 )
@@ -148,6 +151,12 @@ def cache_keys(tmp_path, monkeypatch):
         digest = keys.digest([source.model_dump(mode="json", exclude={"weight", "use"}), text])
         return [Shard(key, "jsonl", digest, (key,), ("",))]
 
+    # One family with the keys of all.
+    everything, find = (
+        replace(families.OWN["llama"], fields={name: name for name in keys.OF_FAMILIES}),
+        families.find,
+    )
+    monkeypatch.setattr(families, "find", lambda name: everything if name == "llama" else find(name))
     monkeypatch.setattr(inputs.corpus, "shards_of_source", shards)
     monkeypatch.setattr(inputs.weights, "pin", lambda *a: {"digest": keys.digest(a[:2]), "commit": None})
     monkeypatch.setattr(inputs, "resolve_commit", lambda *a: keys.digest(a[:2]))
@@ -176,7 +185,7 @@ def cache_keys(tmp_path, monkeypatch):
             "schedule": keys.training("run", "identity", profile.train),
             "name": keys.training(profile.name, "identity", None),
             "evaluate": keys.evaluation(
-                "run", "i", None, profile.evaluate.metrics, by_source=profile.evaluate.by_source
+                "run", "i", None, profile.evaluate.metrics, **profile.evaluate.further
             ),
         }
         if profile.precomputes_reference:
