@@ -18,7 +18,7 @@ from tasks.continual.replay import Entry, tokens_of
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.dataset import ShardJob, without_duplicates
-from tasks.store import runs
+from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
 
@@ -34,17 +34,43 @@ def restore(context: Context, tokenizer: Artifact, drawn: Iterable[tuple[History
     for stream, entry in drawn:
         wanted[stream.run, stream.identity] |= tokens_of([entry])
         _require_pair(stream, entry)
-    store = context.store.artifacts
     for (run, identity), keys in wanted.items():
-        ordered = sorted(keys)
-        found = store.find_many(TOKENS, ordered, hash_limit=0)
-        if missing := {key for key, artifact in zip(ordered, found, strict=True) if artifact is None}:
-            _tokenize_again(context, tokenizer, run, identity, missing)
+        if (missing := _missing(context, keys)) and (
+            lost := missing - _tokenize_again(context, tokenizer, run, identity, missing)
+        ):
+            raise _lost(run, lost, "its sources make other shards in this version")
+
+
+def restore_held_out(context: Context, tokenizer: Artifact, identity: str, entries: Iterable[Entry]) -> None:
+    """Make the shards of held-out text that the store lacks.
+
+    Args:
+        identity: of the promoted model, of which a run in the lineage has read each shard.
+
+    Raises ProfileError as `restore`; shards that no run of the lineage has read, such as stand-in sources', are left out.
+    """
+    missing, failure = _missing(context, tokens_of(entries)), None
+    for entry in ledger.lineage(context.store, identity) if missing else ():
+        try:
+            missing -= _tokenize_again(context, tokenizer, entry.run, entry.identity, missing)
+        except ProfileError as error:  # an ancestor may have read the same shard
+            failure = error
+        if not missing:
+            return
+    if failure is not None:
+        raise failure
+
+
+def _missing(context: Context, keys: Set[str]) -> set[str]:
+    ordered = sorted(keys)
+    found = context.store.artifacts.find_many(TOKENS, ordered, hash_limit=0)
+    return {key for key, artifact in zip(ordered, found, strict=True) if artifact is None}
 
 
 def _tokenize_again(
     context: Context, tokenizer: Artifact, run: str, identity: str, missing: Set[str]
-) -> None:
+) -> set[str]:
+    """Make those of the missing shards that a run's sources have; returns their keys."""
     store = context.store
     recorded, folder = series.recorded_inputs(store, run), store.run_folder(run)
     pins = folder.read(run_files.LOCKFILE)
@@ -54,21 +80,22 @@ def _tokenize_again(
     lockfile = inputs.Lockfile.from_bytes(pins, folder.location(run_files.LOCKFILE))
     pinned = inputs.resolve(profile, store, context.token, lockfile)
     origin = replace(context, profile=profile, resolved=pinned)
-    log.info(
-        "%d tokenized shards that %s read are not in the store; tokenizing them again", len(missing), run
-    )
     name = f"of run {run}"
     try:
         plan = DatasetPlan.of(profile, tokenizer, list(pinned.shards), store)
         plan = without_duplicates(origin, plan)
         numbers = {plan.key(k): k for k in range(len(plan.shards))}
-        if lost := missing - numbers.keys():
-            raise _lost(run, lost, "its sources make other shards in this version")
-        wanted = sorted(numbers[key] for key in missing)
+        wanted = sorted(numbers[key] for key in missing & numbers.keys())
+        if not wanted:
+            return set()
         name = ", ".join(plan.shards[k].name for k in wanted)
+        log.info(
+            "%d tokenized shards that %s read are not in the store; tokenizing them again", len(wanted), run
+        )
         ShardJob.tokenize(plan).run(origin, wanted)
     except (SourceError, OSError) as error:
         raise _lost(run, missing, f"{name}: {error}") from error
+    return {plan.key(k) for k in wanted}
 
 
 def _require_pair(stream: HistoryStream, entry: Entry) -> None:
@@ -81,7 +108,7 @@ def _require_pair(stream: HistoryStream, entry: Entry) -> None:
 def _lost(run: str, shards: Set[str], reason: str) -> ProfileError:
     named = ", ".join(sorted(shards)[:3]) + (f" and {len(shards) - 3} more" if len(shards) > 3 else "")
     text = (
-        f"the round replays shards that {run} read, which are neither in the store nor can be made again ({named}): {reason}; "
-        "restore the source, or set continual.replay to 0 for a round without replay"
+        f"the round needs shards that {run} read, which are neither in the store nor can be made again ({named}): {reason}; "
+        "restore the source, or, if they are only replayed, set continual.replay to 0"
     )
     return ProfileError("continual.replay", None, text)

@@ -18,7 +18,7 @@ from tasks.continual import generated, replay, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.held_out import HeldOut
 from tasks.continual.proxy_data import ProxyData
-from tasks.continual.restore import restore
+from tasks.continual.restore import restore, restore_held_out
 from tasks.continual.schedule import with_shortened_schedule
 from tasks.continual.series import Promoted, latest_step
 from tasks.step import Context
@@ -137,6 +137,11 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
         caplog.set_level(logging.INFO)
         mixed(0.2, 400)
         assert expected in caplog.text
+        assert shard.exists()
+        shutil.rmtree(shard)  # held-out text is in the same shards
+        entries = json.loads((store.artifacts.path(new) / "corpus.json").read_text())["validation"]
+        entries += [{"path": f"tokens/{shard.name}/validation", "tokens": 9}]
+        restore_held_out(now, tokenizer, "2" * 32, entries)
         assert shard.exists()
 
 
