@@ -49,7 +49,7 @@ from tasks import keys
 from tasks.continual import generated, held_out, replay, rounds, series, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.gates import Verdict
-from tasks.continual.restore import restore
+from tasks.continual.restore import restore, restore_held_out
 from tasks.continual.schedule import with_shortened_schedule
 from tasks.inputs import EXPORT, locate_runs
 from tasks.report import ReportStep
@@ -137,10 +137,11 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
         everything = runner.run(DatasetStep(tokenizer))
+        old = old_sets(runner.context, current, tokenizer)
+        restore_held_out(runner.context, tokenizer, current.identity, old.entries)
         begun = store.artifacts.find(DatasetStep.kind, recorded["dataset"]) if recorded and not over else None
         # Weights of sources that were changed since are those of the next round.
         by_hash = held_out.held_out_by_hash(profile.data)
-        old = old_sets(runner.context, current, tokenizer)
         new = begun or new_data(store, current, everything, profile.train.sequence_length, old, by_hash)
         if new is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")

@@ -13,7 +13,7 @@ from modeling.data.replay import HistoryStream
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks import inputs
-from tasks.continual import series
+from tasks.continual import series, stand_in
 from tasks.continual.replay import Entry, tokens_of
 from tasks.sources.shard import SourceError
 from tasks.step import Context
@@ -45,11 +45,13 @@ def restore_held_out(context: Context, tokenizer: Artifact, identity: str, entri
     """Make the shards of held-out text that the store lacks.
 
     Args:
-        identity: of the promoted model, of which a run in the lineage has read each shard.
+        identity: of the promoted model, of which a run in the lineage has read each shard, or else a stand-in source has it.
 
-    Raises ProfileError as `restore`; shards that no run of the lineage has read, such as stand-in sources', are left out.
+    Raises ProfileError as `restore`.
     """
-    missing, failure = _missing(context, tokens_of(entries)), None
+    wanted = tokens_of(entries)
+    missing = _missing(context, wanted)
+    failure: ProfileError | None = None
     for entry in ledger.lineage(context.store, identity) if missing else ():
         try:
             missing -= _tokenize_again(context, tokenizer, entry.run, entry.identity, missing)
@@ -57,8 +59,10 @@ def restore_held_out(context: Context, tokenizer: Artifact, identity: str, entri
             failure = error
         if not missing:
             return
-    if failure is not None:
-        raise failure
+    if missing and stand_in.make(context, tokenizer) is not None:
+        missing = _missing(context, wanted)
+    if missing:
+        raise failure or _lost(context.profile.name, missing, "its sources make other shards in this version")
 
 
 def _missing(context: Context, keys: Set[str]) -> set[str]:

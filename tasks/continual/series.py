@@ -111,15 +111,18 @@ def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManage
 
 
 def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
-    """The sets that the promoted model and its ancestors held out."""
+    """The sets that the promoted model and its ancestors held out; their shards may not be in the store.
+
+    Raises ProfileError if the list of them is not in the store any more.
+    """
+    key = promoted.held_out or promoted.dataset
+    try:
+        contents = read_file(store, Artifact(DatasetStep.kind, key, "", {}))
+    except FileNotFoundError as error:
+        reason = f"the dataset {key}, which lists what the series holds out, is not in the store any more"
+        raise ProfileError("name", name, f"{reason}; restore artifacts/dataset from a backup") from error
     if promoted.held_out:
-        return HeldOut.of(read_file(store, store.artifacts.expect(DatasetStep.kind, promoted.held_out)))
-    if promoted.round:
-        message = (
-            "series %s: of rounds of an earlier version, the documents that they held out are not evaluated"
-        )
-        log.info(message, name)
-    contents = read_file(store, store.artifacts.expect(DatasetStep.kind, promoted.dataset))
+        return HeldOut.of(contents)
     return HeldOut.from_sources(FIRST, contents, by_hash_of_run(store, name))
 
 

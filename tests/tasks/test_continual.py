@@ -143,6 +143,8 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
         entries += [{"path": f"tokens/{shard.name}/validation", "tokens": 9}]
         restore_held_out(now, tokenizer, "2" * 32, entries)
         assert shard.exists()
+        with pytest.raises(ProfileError, match=r"shards that tiny-round-1 read.*\(nowhere\)"):
+            restore_held_out(now, tokenizer, "2" * 32, [{"path": "tokens/nowhere/validation", "tokens": 9}])
 
 
 def test_proxies_are_reused_only_for_similar_data_of_the_same_series(store):
