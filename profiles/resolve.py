@@ -24,6 +24,7 @@ from profiles.errors import OVERRIDE_SYNTAX, ProfileError
 from profiles.huggingface.config import read_config_json
 from profiles.huggingface.hub import REPOSITORY, config_json
 from profiles.schema import Profile
+from profiles.sections.base import Section, sections_in
 from profiles.sections.model import canonical
 from profiles.validation_errors import profile_error
 
@@ -229,7 +230,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     target: Any = values
     for depth, part in enumerate(parts[:-1]):
         if isinstance(target, dict) and target.get(part) is None:
-            target[part] = {}
+            target[part] = _default_entries(parts[: depth + 1]) if parts[depth + 1].isdigit() else {}
         target = _entry(target, parts[: depth + 1], override)
     if isinstance(target, list):
         _entry(target, parts, override)
@@ -240,6 +241,20 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ProfileError(path, value, f"{'.'.join(parts[:-1])} is a value and has no keys")
 
 
+def _default_entries(path: Sequence[str]) -> Any:
+    """The list that a key has by default, for an override of one entry; an empty section if it is not a list."""
+    sections: list[type[Section]] = [Profile]
+    field = None
+    for part in path:
+        fields = [each.model_fields[part] for each in sections if part in each.model_fields]
+        field = fields[0] if fields else None
+        sections = sections_in(field.annotation) if field else []
+    default = field.get_default(call_default_factory=True) if field else None
+    if not isinstance(default, list | tuple):
+        return {}
+    return [each.model_dump(exclude_unset=True) if isinstance(each, Section) else each for each in default]
+
+
 def _entry(target: Any, path: Sequence[str], override: str) -> Any:
     if isinstance(target, dict):
         return target[path[-1]]
@@ -247,6 +262,9 @@ def _entry(target: Any, path: Sequence[str], override: str) -> Any:
     if not isinstance(target, list):
         raise ProfileError(f"--set {override}", None, f"{parent} is a value and has no keys")
     if not path[-1].isdigit() or int(path[-1]) >= len(target):
+        if not target:
+            reason = f"{parent} is an empty list; set all of it, {parent}=[...]"
+            raise ProfileError(f"--set {override}", None, reason)
         reason = f"{parent} is a list of {len(target)}; address its entries by number"
         raise ProfileError(f"--set {override}", None, reason, [f"{parent}.{i}" for i in range(len(target))])
     return target[int(path[-1])]

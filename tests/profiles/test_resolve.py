@@ -190,6 +190,7 @@ def test_overrides_are_yaml_and_the_last_one_wins():
         "train.betas=[0.8, 0.9]",
         "train.clip=null",
         "data.sources.0={kind: files, path: 'a=b.txt'}",
+        "continual.gates.0.rise_at_most=0.05",  # of a list that no file sets
     ]
     profile = resolve.load("tiny", overrides)
     assert (profile.train.steps, profile.train.learning_rate) == (8, 3e-4)
@@ -199,6 +200,10 @@ def test_overrides_are_yaml_and_the_last_one_wins():
         "org/weights",
     )
     assert (profile.train.betas, profile.train.clip) == ((0.8, 0.9), None)
+    assert [(gate.on, gate.rise_at_most) for gate in profile.continual.gates] == [
+        ("old", 0.05),
+        ("new", None),
+    ]
     assert profile.data.sources[0].path == "a=b.txt"
 
 
@@ -312,6 +317,8 @@ def test_missing_key_is_named(tmp_path):
         ("train.steps.more=3", "no keys"),
         ("data.sources.first.kind=files", "by number"),
         ("data.sources.7.kind=files", "a list of 1; address its entries by number"),
+        ("continual.gates.2.on=old", "a list of 2; address its entries by number"),
+        ("continual.stand_in.0.path=a", "an empty list; set all of it, continual.stand_in=[...]"),
         ("extends=tiny", "file"),
     ],
 )
