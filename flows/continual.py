@@ -160,6 +160,8 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         identity, verdict = _train(judge, lock, start_over=over)
         lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
         if verdict.promotes:
+            read = replay.samples_read(store.run_folder(name), run.train)
+            ledger.record_samples(store, identity, read)
             series.promote(store, profile.name, current, name, identity, dataset)
             state, message = "Promoted", f"{name} replaces {current.run}"
         else:

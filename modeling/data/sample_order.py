@@ -176,6 +176,17 @@ class WindowOrder:
         return spans, np.cumsum(self._size + (spans < self._longer))
 
 
+def sample_number(position: int, excluded: Sequence[tuple[int, int]]) -> int:
+    """Sample at a position of the stream without the ranges [start, end), which may overlap."""
+    covered = 0  # end of the ranges so far
+    for start, end in sorted(excluded):
+        start = max(start, covered)
+        if start < end and position >= start:
+            position += end - start
+        covered = max(covered, end)
+    return position
+
+
 def stream_seed(seed: int, stream: int) -> int:
     """The shuffle seed of one stream of a blend."""
     return (seed + stream * GOLDEN) % 2**64

@@ -129,14 +129,3 @@ def _median(values: Tensor, count: Tensor) -> Tensor:
         return values.where((smaller <= k) & (k < smaller + equal), -math.inf).amax()
 
     return (order_statistic(((count - 1) / 2).floor()) + order_statistic((count / 2).floor())) / 2
-
-
-def sample_number(position: int, excluded: Ranges) -> int:
-    """Sample at a position of the stream without the ranges [start, end), which may overlap."""
-    covered = 0  # end of the ranges so far
-    for start, end in sorted(excluded):
-        start = max(start, covered)
-        if start < end and position >= start:
-            position += end - start
-        covered = max(covered, end)
-    return position

@@ -24,12 +24,13 @@ from modeling.data import shard_cache
 from modeling.data.corpus import Samples
 from modeling.data.prefetch import Batch, Prefetcher
 from modeling.data.records import RecordSamples, open_samples
+from modeling.data.sample_order import sample_number
 from modeling.models.build import build_optimizer
 from modeling.supervision.profiling import StepTrace
 from modeling.supervision.stragglers import node_names
 from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
-from modeling.training.anomalies import AnomalyGuard, Ranges, sample_number
+from modeling.training.anomalies import AnomalyGuard, Ranges
 from modeling.training.evaluate import evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import evaluated

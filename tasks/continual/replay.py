@@ -10,15 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from modeling import run_files
 from modeling.data.replay import HistoryStream, Replay, plan
-from modeling.data.sample_order import WindowOrder
+from modeling.data.sample_order import WindowOrder, sample_number
+from parallel.checkpoint.locations import MARKER
+from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.schema import Train
 from tasks import keys
 from tasks.continual.series import Promoted
 from tasks.steps.dataset import CORPUS, DatasetStep, read_file
 from tasks.store import ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.ledger import SHARDS, LedgerEntry
+from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import TOKENS
 
@@ -169,6 +174,16 @@ def publish(
     return store.artifacts.expect(DatasetStep.kind, key)
 
 
+def samples_read(run: RunFolder, train: Train) -> int:
+    """Number of samples that a finished run has read, those of steps that were rolled back included.
+
+    It differs from the number for which replay was planned if steps were rolled back, or if `train.steps` was changed.
+    """
+    marker = state_files.parse(run.read(f"{run_files.checkpoint(train.steps)}/{MARKER}") or b"") or {}
+    left_out = [(int(start), int(end)) for start, end in marker.get("left_out", ())]
+    return sample_number(train.steps * train.global_batch_size, left_out)
+
+
 def share_of(store: Store, dataset: Artifact) -> float:
     """The share of a round's samples that are replayed."""
     return float(read_file(store, dataset).get("replay", {}).get("share", 0.0))
@@ -203,7 +218,7 @@ def _recorded(
     own = {**contents, "train": contents["train"][:first]}
     ends = (first + np.cumsum(sizes)).tolist()
     shards = [tuple(contents["train"][end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    known = History(replay.after(replay.samples), tuple(shards))
+    known = History(replay.after(entry.samples or replay.samples), tuple(shards))
     return of_dataset(entry.identity, entry.run, own, sequence_length), known
 
 

@@ -1,6 +1,6 @@
 """Data ledger: the shards each run was trained on, from which continual pretraining finds new data.
 
-    <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...]}
+    <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...], samples}
 
 A run is identified by its identity hash; its parent is the run whose weights it started from. Every run is recorded before it
 trains, whether or not it ends or is promoted. Data is new to a run's successor if it is in no entry of the run or its ancestors.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from profiles.state_files import CorruptedState, retried
 from tasks.store.artifacts import Artifact
@@ -28,6 +28,9 @@ class LedgerEntry:
     parent: str | None  # identity of the run whose weights it started from; None for a run from scratch
     dataset: str  # its key
     shards: tuple[str, ...]  # their keys
+    samples: int | None = (
+        None  # that it read, if it is a round that was promoted; earlier versions recorded none
+    )
 
 
 def record(
@@ -39,6 +42,12 @@ def record(
     entry = LedgerEntry(run, identity, parent, dataset.key, tuple(shards))
     store.backend.write(_name(identity), json.dumps(asdict(entry)).encode())
     return entry
+
+
+def record_samples(store: Store, identity: str, samples: int) -> None:
+    """Record how many samples a recorded run has read."""
+    entry = _require(store, identity)
+    store.backend.write(_name(identity), json.dumps(asdict(replace(entry, samples=samples))).encode())
 
 
 def find(store: Store, identity: str) -> LedgerEntry | None:
@@ -58,9 +67,7 @@ def lineage(store: Store, identity: str | None) -> Iterator[LedgerEntry]:
     """A run's entry, then its ancestors'. Raises CorruptedState at a cycle or missing entry."""
     visited: set[str] = set()
     while identity is not None:
-        entry = find(store, identity)
-        if entry is None:
-            raise CorruptedState(f"{store.uri}: the ledger has no entry for run {identity}")
+        entry = _require(store, identity)
         if identity in visited:
             raise CorruptedState(f"{store.uri}: the ledger's parents form a cycle at run {identity}")
         visited.add(identity)
@@ -71,6 +78,12 @@ def lineage(store: Store, identity: str | None) -> Iterator[LedgerEntry]:
 def trained_on(store: Store, identity: str | None) -> frozenset[str]:
     """Keys of all shards that a run and its ancestors were trained on."""
     return frozenset(key for entry in lineage(store, identity) for key in entry.shards)
+
+
+def _require(store: Store, identity: str) -> LedgerEntry:
+    if (entry := find(store, identity)) is None:
+        raise CorruptedState(f"{store.uri}: the ledger has no entry for run {identity}")
+    return entry
 
 
 def _name(identity: str) -> str:

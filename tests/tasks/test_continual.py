@@ -120,6 +120,16 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
     ledger.record(store, "tiny-round-1", "2" * 32, round_one, parent=base.identity)
     after = replay.history(store, replace(base, run="tiny-round-1", identity="2" * 32), new, 16)
     assert [(stream.run, stream.begin) for stream in after.streams] == [("tiny-round-1", 0), ("tiny", 100)]
+    # Of a round that ended early, or skipped samples of steps that were rolled back, what it has read counts.
+    run = store.run_folder("tiny-round-1")
+    for left_out, read in (([], 200), ([[0, 40], [196, 200]], 244)):
+        marker = json.dumps({"step": 50, "left_out": left_out})
+        run.write("checkpoints/step_50/complete.json", marker.encode())
+        train = wanted.train.model_copy(update={"steps": 50, "global_batch_size": 4})
+        assert replay.samples_read(run, train) == read
+        ledger.record_samples(store, "2" * 32, read)
+        shorter = replay.history(store, replace(base, run=run.name, identity="2" * 32), new, 16)
+        assert [stream.begin for stream in shorter.streams] == [0, read // 4]
     third = Samples(Corpus.open(store.artifacts.path(mixed(0.5, 2 * windows, after)), "train"), 16, seed=7)
     again = [start for start in third.window_starts(np.arange(windows)).tolist() if start >= boundary]
     assert len(set(again)) == len(again)
