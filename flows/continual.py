@@ -101,6 +101,8 @@ def continual(
 def _attempts(context: Context, current: series.Promoted) -> State[Any]:
     """A round, trained again with more replay while it is rejected for forgetting."""
     stand_in.warn_if_unknown(context)
+    if message := series.whats_new(context.profile.name, current, context.profile.continual):
+        log.info("%s", message)
     check_gates(context.store, context.profile, current)
     state, tried = _round(context, current), 0.0
     while state.name == "NotPromoted" and rounds.forgot(context.store, _name(context, current)):
@@ -165,11 +167,17 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
             series.promote(store, profile.name, current, name, identity, dataset)
             state, message = "Promoted", f"{name} replaces {current.run}"
         else:
-            series.record_not_promoted(store, name)
             state, message = "NotPromoted", f"{current.run} remains promoted: {verdict.reason}"
         show_series(store, profile.name)
-        message = f"{message}\n\n{verdict.text}"
-        emit("promoted" if verdict.promotes else "not-promoted", name, message)
+        new_in_series = series.whats_new(profile.name, current, profile.continual)
+        message = "\n\n".join(filter(None, (message, verdict.text, new_in_series)))
+        alert = keys.digest([identity, message])
+        if verdict.promotes or alert != series.last_alert(
+            store, name
+        ):  # an earlier flow run judged this model
+            emit("promoted" if verdict.promotes else "not-promoted", name, message)
+        if not verdict.promotes:
+            series.record_not_promoted(store, name, alert)
         return Completed(name=state, message=message)
 
 

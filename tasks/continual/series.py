@@ -16,6 +16,7 @@ from pathlib import Path
 from modeling import run_files
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
+from profiles.schema import Continual
 from tasks.continual.held_out import FIRST, HeldOut, by_hash_of_run
 from tasks.inputs import EXPORT
 from tasks.steps.dataset import DatasetStep, read_file
@@ -45,6 +46,11 @@ class Promoted:
     dataset: str
     held_out: str = ""
     latest: int = 0
+
+    @property
+    def is_of_earlier_version(self) -> bool:
+        """Whether a version without held-out sets by round promoted it."""
+        return bool(self.round) and not self.held_out
 
     @property
     def latest_round(self) -> int:
@@ -78,9 +84,15 @@ def _is_finished(store: Store, name: str) -> bool:
     return steps in store.run_folder(name).checkpoint_steps()
 
 
-def record_not_promoted(store: Store, name: str) -> None:
-    """Record that a round's model was evaluated and not promoted."""
-    store.run_folder(name).write(run_files.NOT_PROMOTED, b"{}")
+def record_not_promoted(store: Store, name: str, alert: str = "") -> None:
+    """Record that a round's model was evaluated and not promoted, and the digest of its alert."""
+    store.run_folder(name).write(run_files.NOT_PROMOTED, json.dumps({"alert": alert}).encode())
+
+
+def last_alert(store: Store, name: str) -> str:
+    """Digest of the alert that was sent about a round that was not promoted; empty without one."""
+    recorded = state_files.parse(store.run_folder(name).read(run_files.NOT_PROMOTED) or b"") or {}
+    return str(recorded.get("alert", ""))
 
 
 def was_not_promoted(store: Store, name: str) -> bool:
@@ -124,6 +136,17 @@ def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
     if promoted.held_out:
         return HeldOut.of(contents)
     return HeldOut.from_sources(FIRST, contents, by_hash_of_run(store, name))
+
+
+def whats_new(name: str, promoted: Promoted, settings: Continual) -> str:
+    """What changes in a series whose latest round an earlier version promoted; empty for other series."""
+    if not promoted.is_of_earlier_version:
+        return ""
+    return (
+        f"{promoted.run} was promoted by an earlier version. New in the series {name}: {settings.shares[0]:.3g} of a round's "
+        "samples are replayed from earlier data (continual.replay=0: none); a round holds out a share of its new documents; it is "
+        "promoted by continual.gates, on old and new text. The documents that earlier rounds held out are not evaluated."
+    )
 
 
 def promote(

@@ -81,8 +81,10 @@ def corpus_of(store, run: str) -> dict:
     return json.loads((store / "artifacts/dataset" / inputs["dataset"] / "corpus.json").read_text())
 
 
-def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
+def test_series_promotes_rounds_on_new_data_that_are_no_worse(series, monkeypatch):
     texts, store, night = series
+    alerts = []
+    monkeypatch.setattr("flows.continual.emit", lambda kind, *facts: alerts.append(kind))
     assert night().name == "NoNewData"
 
     write_texts(texts / "1.jsonl", 2)
@@ -141,6 +143,7 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series):
         assert shares == [0.05, 0.25]
         assert not (store / "runs/nightly-round-2~3").exists()
     assert json.loads((store / "runs/nightly/standing.json").read_text())["run"] == "nightly-round-1"
+    assert alerts == ["promoted", *["not-promoted"] * 3]  # one for each model
 
     # Two at once: one trains, the other waits and finds nothing left to do.
     states = []

@@ -20,7 +20,7 @@ from tasks.continual.held_out import HeldOut
 from tasks.continual.proxy_data import ProxyData
 from tasks.continual.restore import restore, restore_held_out
 from tasks.continual.schedule import with_shortened_schedule
-from tasks.continual.series import Promoted, latest_step
+from tasks.continual.series import Promoted, last_alert, latest_step, record_not_promoted, whats_new
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
@@ -56,6 +56,21 @@ def test_round_whose_promoted_model_has_no_checkpoint_is_rejected(store):
         ProfileError, match=r"name = nightly: the promoted model has no checkpoint in .*nightly/checkpoints"
     ):
         latest_step(store, Promoted("nightly", "one", 0, "tokenizer", "dataset"))
+
+
+def test_series_of_an_earlier_version_says_what_is_new(store):
+    earlier = Promoted("nightly-round-2", "one", 2, "tokenizer", "dataset")
+    message = whats_new("nightly", earlier, Continual(replay=[0.1, 0.2]))
+    assert message.startswith(
+        "nightly-round-2 was promoted by an earlier version. New in the series nightly: 0.1 of"
+    )
+    assert all(each in message for each in ("continual.replay=0", "continual.gates", "are not evaluated"))
+    for other in (replace(earlier, held_out="dataset"), replace(earlier, run="nightly", round=0)):
+        assert whats_new("nightly", other, Continual()) == ""
+    store.run_folder("nightly-round-3").write("rejected.json", b"{}")  # of an earlier version
+    assert last_alert(store, "nightly-round-3") == ""
+    record_not_promoted(store, "nightly-round-3", "digest")
+    assert last_alert(store, "nightly-round-3") == "digest"
 
 
 def test_new_data_is_drawn_by_the_weights_of_its_sources(store):
