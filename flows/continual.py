@@ -41,9 +41,8 @@ from flows.start_checks import load
 from flows.verdicts import Judge, check_gates, missing_held_out, on_cluster_of, show_series
 from modeling import run_files
 from profiles import state_files
-from profiles.errors import ProfileError
 from profiles.huggingface.config import GENERATION_CONFIG
-from profiles.rules.continual import stand_in_data
+from profiles.rules.continual import check_round, check_same_training, stand_in_data
 from profiles.schema import Profile
 from tasks import keys
 from tasks.continual import generated, held_out, replay, rounds, series, stand_in
@@ -82,9 +81,7 @@ def continual(
         store: Where artifacts and runs are kept: a folder or an s3:// prefix.
     """
     run = load(profile, overrides, name or None)
-    if run.fine_tunes:
-        reason = "continual pretraining supports objective.kind pretrain without LoRA only"
-        raise ProfileError("profile", profile, reason)
+    check_round(run)
     opened = open_store(store, run.cluster.work_dir or "store")
     run = locate_runs(run, opened)
     # If scheduled flow runs overlap, the later one waits for the lock, and then finds no new data.
@@ -103,6 +100,7 @@ def _attempts(context: Context, current: series.Promoted) -> State[Any]:
     stand_in.warn_if_unknown(context)
     if message := series.whats_new(context.profile.name, current, context.profile.continual):
         log.info("%s", message)
+    check_same_training(context.profile, runs.load_profile(runs.fetch(context.store, current.run)))
     check_gates(context.store, context.profile, current)
     state, tried = _round(context, current), 0.0
     while state.name == "NotPromoted" and rounds.forgot(context.store, _name(context, current)):
@@ -144,7 +142,9 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         begun = store.artifacts.find(DatasetStep.kind, recorded["dataset"]) if recorded and not over else None
         # Weights of sources that were changed since are those of the next round.
         by_hash = held_out.held_out_by_hash(profile.data)
-        new = begun or new_data(store, current, everything, profile.train.sequence_length, old, by_hash)
+        records = profile if profile.objective.kind != "pretrain" else None
+        length = profile.train.sequence_length
+        new = begun or new_data(store, current, everything, length, old, by_hash, records)
         if new is None:
             return Completed(name="NoNewData", message=f"{current.run} was trained on all of the data")
         if begun is None:
@@ -156,13 +156,15 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
             share = _first_share(runner, current, tokenizer, new, recorded, is_resumed=begun is not None)
         run = with_shortened_schedule(profile, new, share).model_copy(update={"name": name})
         dataset = begun or _with_replay(runner, current, tokenizer, new, run, share)
-        runner.record_use(dataset)
+        frozen = series.frozen_weights(store, profile)
+        for used in filter(None, (dataset, frozen)):
+            runner.record_use(used)
         runner.context = replace(runner.context, profile=run)
-        judge = Judge(runner, current, tokenizer, dataset, origin)
+        judge = Judge(runner, current, tokenizer, dataset, origin, frozen)
         identity, verdict = _train(judge, lock, start_over=over)
         lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
         if verdict.promotes:
-            read = replay.samples_read(store.run_folder(name), run.train)
+            read = replay.samples_read(store.run_folder(name), run.train.steps, run.train.global_batch_size)
             ledger.record_samples(store, identity, read)
             series.promote(store, profile.name, current, name, identity, dataset)
             state, message = "Promoted", f"{name} replaces {current.run}"
@@ -246,10 +248,11 @@ def _generate(
     base = runs.fetch(store, current.run)
     profile, file = on_cluster_of(run, base, "generate")
     model = keys.digest([current.identity, series.latest_step(store, current)])
+    frozen = series.frozen_weights(store, runner.context.profile)
     context = replace(runner.context, profile=profile, folder=base)
     rows = generated.row_count(windows, length, settings.generated_tokens)
     made = [
-        runner.run(generated.GenerationStep(model, new, first, count, file), context)
+        runner.run(generated.GenerationStep(model, new, first, count, file, frozen), context)
         for first, count in generated.shards(rows)
     ]
     return generated.history(model, made, length)
@@ -303,12 +306,14 @@ def _train(judge: Judge, lock: Lock, *, start_over: bool) -> tuple[str, Verdict]
             graphs = compiling.result()
             settle_compilation(runner, graphs)
             training = TrainingStep(dataset, identity, graphs, weights)
+            if judge.weights is not None:  # LoRA: the updates of the same weights are trained further
+                training = replace(training, weights=judge.weights, adapters=weights)
             runner.run(training, with_training_progress(runner.context))
             verdict, evaluated = judge.judge(identity, graphs)
             if verdict.promotes:
                 with activities.begin(store, "exporting", run.name):
                     given = state_files.read_json(base / EXPORT / GENERATION_CONFIG)
-                    runner.run(ExportStep(tokenizer, identity, generation_config=given or {}))
+                    runner.run(ExportStep(tokenizer, identity, judge.weights, generation_config=given or {}))
             outcomes = _with_new_data(runner.outcomes, tokenizer, dataset)
             runner.run(ReportStep(planned, evaluated, outcomes, verdict.lines))
             overview.update(now=True)

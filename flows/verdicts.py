@@ -48,6 +48,7 @@ class Judge:
     tokenizer: Artifact
     dataset: Artifact  # the round's, whose validation split has all sets
     origin: str  # of the sets that the round holds out
+    weights: Artifact | None = None  # that LoRA updates
     _before: gates.Sets = field(default_factory=dict, init=False)
     _scores: dict[str, float] = field(default_factory=dict, init=False)
 
@@ -56,7 +57,7 @@ class Judge:
         profile, file = on_cluster_of(self.runner.context.profile, base, "evaluate")
         context = replace(self.runner.context, profile=profile, folder=base)
         what = keys.digest([self.promoted.identity, checkpoint.name, self._sets])
-        step = SetsEvaluationStep(self.dataset, what, profile_file=file)
+        step = SetsEvaluationStep(self.dataset, what, weights=self.weights, profile_file=file)
         self._before = self._run(step, context).summary["sets"]
         self._scores = self._run_tasks(context)
 
@@ -67,7 +68,8 @@ class Judge:
         """
         context, run = self.runner.context, self.runner.context.profile
         try:
-            step = SetsEvaluationStep(self.dataset, keys.digest([identity, self._sets]), graphs)
+            what = keys.digest([identity, self._sets])
+            step = SetsEvaluationStep(self.dataset, what, graphs, self.weights)
             evaluated = self._run(step)
         except NotFinite as error:
             self._record(Verdict([], str(error)))
@@ -106,7 +108,9 @@ class Judge:
             return {}
         try:
             return {
-                name: _score(name, self._run(TaskStep(name, checkpoint, self.tokenizer), context))
+                name: _score(
+                    name, self._run(TaskStep(name, checkpoint, self.tokenizer, self.weights), context)
+                )
                 for name in names
             }
         finally:

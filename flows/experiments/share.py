@@ -145,10 +145,10 @@ def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> Pro
     if new is None:
         raise ProfileError("series", run.name, "has no new data, from which a share could be found")
     known = history_of(runner, current, tokenizer, new)
-    if not known.streams:
+    if not known.parts:
         raise ProfileError("series", run.name, "has no history to replay")
-    entries = zip(known.streams, known.shards, strict=True)
-    restore(runner.context, tokenizer, [(stream, shard) for stream, own in entries for shard in own])
+    drawn = [(part.stream, shard) for part in known.parts for shard in part.shards]
+    restore(runner.context, tokenizer, drawn)
     history = proxy_data.history_dataset(store, new, known)
     now = ProxyData.of(store, current, everything, new, history)
     pinned = proxy_data.read_pinned(store, base.name)

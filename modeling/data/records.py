@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from modeling.data.corpus import PARTIAL_SEED, Corpus, Samples
-from modeling.data.sample_order import WindowOrder
+from modeling.data.replay import Replay
+from modeling.data.sample_order import MixtureSchedule, WindowOrder
 from modeling.data.shard_cache import ShardCache
 from profiles.schema import Profile
 
@@ -137,25 +140,71 @@ def pack_pairs(lengths: np.ndarray, size: int) -> list[list[int]]:
     return [[2 * pair + side for pair in sample] for sample in samples for side in (0, 1)]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a corpus, or of a part of it, with the arrays of their file."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    ends: np.ndarray
+    counted: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, counted: np.ndarray, rows: Sequence[Sequence[int]] | None) -> Self:
+        """The rows that a corpus's sequences are packed into.
+
+        Args:
+            lengths, counted: (sequences) tokens, and counted tokens, of the corpus's sequences in order.
+            rows: the sequences of each row; None: one sequence per row.
+        """
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths
+        if rows is None:
+            order, sizes = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
+        else:
+            order = np.fromiter(chain.from_iterable(rows), np.int64)
+            sizes = np.fromiter(map(len, rows), np.int64)
+        ends = np.cumsum(sizes)
+        totals = np.concatenate(([0], np.cumsum(counted[order], dtype=np.int64)))
+        return cls(starts[order], lengths[order], ends, totals[ends] - totals[ends - sizes])
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The rows in a file."""
+        with np.load(path) as arrays:
+            return cls(**{field.name: arrays[field.name] for field in fields(cls)})
+
+    def write(self, path: Path) -> None:
+        """Write a file."""
+        with path.open("wb") as file:
+            np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def part(self, first: int, last: int, start: int) -> Self:
+        """The rows [first, last), whose part of the corpus begins with the token `start`."""
+        begin, end = (int(self.ends[row - 1]) if row else 0 for row in (first, last))
+        starts, lengths = self.starts[begin:end] - start, self.lengths[begin:end]
+        return type(self)(starts, lengths, self.ends[first:last] - begin, self.counted[first:last])
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Rows, int]]) -> Self:
+        """The rows of consecutive parts of a corpus, each given with its number of tokens."""
+        tokens = np.cumsum([0, *(count for _, count in parts)])[:-1].tolist()
+        sequences = np.cumsum([0, *(len(rows.starts) for rows, _ in parts)])[:-1].tolist()
+        return cls(
+            np.concatenate([rows.starts + first for (rows, _), first in zip(parts, tokens, strict=True)]),
+            np.concatenate([rows.lengths for rows, _ in parts]),
+            np.concatenate([rows.ends + first for (rows, _), first in zip(parts, sequences, strict=True)]),
+            np.concatenate([rows.counted for rows, _ in parts]),
+        )
+
+
 def write_rows(
     path: Path, lengths: np.ndarray, counted: np.ndarray, rows: Sequence[Sequence[int]] | None
 ) -> None:
-    """Write the rows of a split.
-
-    Args:
-        lengths, counted: (sequences) tokens, and counted tokens, of the corpus's sequences in order.
-        rows: the sequences of each row; None: one sequence per row.
-    """
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    if rows is None:
-        order, sizes = np.arange(len(lengths)), np.ones(len(lengths), np.int64)
-    else:
-        order, sizes = np.fromiter(chain.from_iterable(rows), np.int64), np.fromiter(map(len, rows), np.int64)
-    ends = np.cumsum(sizes)
-    totals = np.concatenate(([0], np.cumsum(counted[order], dtype=np.int64)))
-    sums = totals[ends] - totals[ends - sizes]
-    with path.open("wb") as file:
-        np.savez(file, starts=starts[order], lengths=lengths[order], ends=ends, counted=sums)
+    """Write the rows of a split; arguments as for `Rows.of`."""
+    Rows.of(lengths, counted, rows).write(path)
 
 
 class RecordSamples:
@@ -180,15 +229,16 @@ class RecordSamples:
         answers: int = 1,
     ) -> None:
         self.corpus, self.sequence_length, self.rows_per_sample = corpus, sequence_length, rows_per_sample
-        with np.load(rows) as arrays:
-            self._starts, self._lengths, self._ends, self._counted = (
-                arrays[name] for name in ("starts", "lengths", "ends", "counted")
-            )
+        found = Rows.read(rows)
+        self._starts, self._lengths = found.starts, found.lengths
+        self._ends, self._counted = found.ends, found.counted
         self.windows = len(self._ends) // rows_per_sample
         self.answers = answers
         if not self.windows:
             raise ValueError(f"{rows} has no samples")
-        self._order = WindowOrder(self.windows, seed)
+        self._order: WindowOrder | _ReplayOrder = WindowOrder(self.windows, seed)
+        if corpus.replay is not None and seed is not None:
+            self._order = _ReplayOrder(corpus.replay, self.windows, seed)
         self._numbers: np.ndarray | None = None  # (windows) of the samples, if they are a part of the split
         self.reference: np.ndarray | None = None
 
@@ -296,3 +346,31 @@ class RecordSamples:
         tokens = self.corpus.read(start, length)
         counted = np.flatnonzero(tokens >= 0)
         return ~tokens[: counted[0] if len(counted) else length]
+
+
+class _ReplayOrder:
+    """The order of a round's samples: new ones and those of the history, whose rows are the last ones."""
+
+    def __init__(self, replay: Replay, windows: int, seed: int) -> None:
+        history = replay.streams
+        counts = [
+            windows - sum(stream.windows for stream in history),
+            *(stream.windows for stream in history),
+        ]
+        seeds = [seed, *(stream.seed for stream in history)]
+        self._mixture = MixtureSchedule(replay.phases)
+        self._begins = np.array(
+            [0, *(stream.begin for stream in history)]
+        )  # number of each stream's first sample
+        self._firsts = np.cumsum([0, *counts])[:-1]  # sample of each stream in the corpus
+        self._orders = [WindowOrder(count, own) for count, own in zip(counts, seeds, strict=True)]
+
+    def windows(self, numbers: np.ndarray) -> np.ndarray:
+        """The sample (count) in the corpus that each of the round's samples (count) is."""
+        streams, numbers = self._mixture.locate(np.asarray(numbers, np.int64))
+        numbers = numbers + self._begins[streams]
+        found = self._firsts[streams]
+        for stream in np.unique(streams).tolist():
+            mask = streams == stream
+            found[mask] += self._orders[stream].windows(numbers[mask])
+        return found

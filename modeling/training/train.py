@@ -51,6 +51,9 @@ log = logging.getLogger(__name__)
 def main(arguments: list[str] | None = None) -> int:
     parser = job_parser("train")
     parser.add_argument("--weights", type=Path, help="checkpoint folder with the initial weights")
+    parser.add_argument(
+        "--adapters", type=Path, help="checkpoint folder with initial LoRA updates of the weights"
+    )
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
     attempt_help = "number of this attempt, which may complete checkpoints while RUN/attempt contains it"
     parser.add_argument("--attempt", type=int, help=attempt_help)
@@ -105,7 +108,7 @@ class TrainingRun:
         self.replicas = Replicas(trainer, self.optimizer, run)
         begun = time.monotonic()
         with watchdog.phase("load"):
-            self.step, state = self.checkpoints.resume(options.weights)
+            self.step, state = self.checkpoints.resume(options.weights, options.adapters)
         # whether the evaluation after this step was prevented by a stop
         self._evaluation_due = bool(state.get("evaluation_due")) and self._evaluates
         restore_seconds = time.monotonic() - begun

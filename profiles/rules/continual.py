@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from profiles.errors import ProfileError
 from profiles.rules import data_sources, objectives
 from profiles.schema import Data, Profile
+
+NO_ROUNDS = {  # why an objective has no rounds
+    "dpo": "its loss is relative to a reference model, which each round would replace, so that no gate could compare the loss "
+    "before and after",
+    "orpo": "its loss is of the odds of pairs, and the gates on old and new text are on losses of tokens",
+}
+
+
+def check_round(profile: Profile) -> None:
+    """Check that a profile can be trained in rounds. Raises ProfileError."""
+    kind = profile.objective.kind
+    if kind in NO_ROUNDS:
+        reason = f"is not supported in continual pretraining: {NO_ROUNDS[kind]}; repeat it on the promoted model with init.from"
+        raise ProfileError("objective.kind", kind, reason, ["pretrain", "sft"])
+
+
+def check_same_training(profile: Profile, promoted: Profile) -> None:
+    """Check that a round trains what the promoted model was trained on, so that its weights and records fit.
+
+    Raises ProfileError.
+    """
+    keys = ["objective.kind", "lora.rank"]
+    keys += ["lora.alpha", "lora.targets"] if profile.lora.rank else []
+    for key in keys:
+        _require_same(key, _get(profile, key), _get(promoted, key), promoted.name)
+    if profile.objective.kind == "pretrain":
+        return
+    length = promoted.train.sequence_length
+    _require_same("train.sequence_length", profile.train.sequence_length, length, promoted.name)
+    _require_same("objective.packing", profile.packs, promoted.packs, promoted.name)
+
+
+def _get(profile: Profile, key: str) -> Any:
+    """The value of `section.name`."""
+    section, name = key.split(".")
+    return getattr(getattr(profile, section), name)
+
+
+def _require_same(key: str, ours: Any, theirs: Any, name: str) -> None:
+    if ours != theirs:
+        reason = f"differs from that of {name}, the promoted model, which a round trains further"
+        raise ProfileError(
+            key, "null" if ours is None else ours, reason, ["null" if theirs is None else theirs]
+        )
 
 
 def check(profile: Profile) -> None:
     """Check the section. Raises ProfileError for the first broken rule."""
     settings, kind = profile.continual, profile.objective.kind
+    if settings.replay_from == "generated" and kind != "pretrain":
+        reason = f"samples text, and objective.kind {kind} trains on records"
+        raise ProfileError("continual.replay_from", "generated", reason, ["history"])
     if not settings.stand_in:
         return
     if settings.replay_from == "generated":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from modeling.data.records import Rows, rows_path
+from profiles.schema import Profile
 from tasks import keys
 from tasks.continual.held_out import HeldOut, round_origin
 from tasks.continual.series import Promoted
@@ -15,6 +18,7 @@ from tasks.store import ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
+from tasks.tokenization import record_rows
 
 Entry = dict[str, Any]  # a shard in corpus.json
 
@@ -26,6 +30,7 @@ def new_data(
     sequence_length: int,
     old: HeldOut,
     by_hash: Collection[str],
+    records: Profile | None = None,
 ) -> Artifact | None:
     """Dataset of the shards new to the promoted model; None if they are too few for one sample.
 
@@ -36,6 +41,7 @@ def new_data(
         dataset: of all shards.
         old: held-out sets of the promoted model.
         by_hash: names of the sources that hold out documents by their hash.
+        records: the round's profile, if it trains on records; their samples are packed again, each held-out set's separately.
     """
     contents = read_file(store, dataset)
     known = ledger.trained_on(store, promoted.identity)
@@ -53,6 +59,8 @@ def new_data(
     sets = old + HeldOut.from_sources(origin, contents, by_hash, [shard in chosen for shard in shards])
     held_out, parts = list(sets.entries), list(sets.sets)
     selected = {**contents, "train": train, "validation": held_out, "sources": parts, "blend": blend}
+    if records is not None:
+        selected["packing"] = records.packs
     key = keys.new_data(selected)
     with store.artifacts.lock(DatasetStep.kind, key):
         if found := store.artifacts.find(DatasetStep.kind, key):
@@ -65,10 +73,37 @@ def new_data(
             "validation_tokens": sum(entry["tokens"] for entry in held_out),
             "shards": len(train),
         }
+        if "template" in dataset.summary:
+            summary["template"] = dataset.summary["template"]
         with store.artifacts.publish(DatasetStep.kind, key, summary, requires) as folder:
             (folder / CORPUS).write_text(json.dumps(selected))
             (folder / SHARDS).write_text(json.dumps([shard for _, shard in new]))
+            if records is not None:
+                summary |= _write_rows(store, records, folder, train, sets)
     return store.artifacts.expect(DatasetStep.kind, key)
+
+
+def _write_rows(
+    store: Store, profile: Profile, folder: Path, train: Sequence[Entry], sets: HeldOut
+) -> dict[str, int]:
+    """Write the rows of both splits of a dataset of records; returns their counts, for its summary."""
+    rows = record_rows.of_shards(profile, [_prefix(store, entry) for entry in train])
+    rows.write(rows_path(folder, "train"))
+    entries, parts = iter(sets.entries), []
+    for each in sets.sets:
+        own = list(islice(entries, each["shards"]))
+        prefixes = [_prefix(store, entry) for entry in own]
+        parts.append((record_rows.of_shards(profile, prefixes), sum(entry["tokens"] for entry in own)))
+    held_out = Rows.joined(parts)
+    held_out.write(rows_path(folder, "validation"))
+    documents = sum(entry["documents"] for entry in train)
+    return {"documents": documents, "samples": len(rows), "validation_samples": len(held_out)}
+
+
+def _prefix(store: Store, entry: Entry) -> Path:
+    """A tokenized shard's files on this machine."""
+    kind, key, split = entry["path"].split("/")
+    return store.artifacts.path(store.artifacts.expect(kind, key)) / str(split)
 
 
 def _select(

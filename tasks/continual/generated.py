@@ -17,7 +17,7 @@ from modeling import run_files
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.replay import HistoryStream
 from tasks import keys
-from tasks.continual.replay import GENERATED, Entry, History
+from tasks.continual.replay import GENERATED, Entry, History, Part
 from tasks.step import Context, Step
 from tasks.steps.dataset import read_file
 from tasks.steps.jobs import cluster_job, run_job
@@ -37,6 +37,7 @@ class GenerationStep(Step):
     first: int
     count: int
     profile_file: Path
+    weights: Artifact | None = None  # base weights of LoRA
 
     kind = TOKENS
     name = "generate"
@@ -51,6 +52,8 @@ class GenerationStep(Step):
         numbers = ("--first", str(self.first), "--count", str(self.count))
         arguments = ("--output", str(output), *numbers, "--profile", str(self.profile_file))
         job = cluster_job("sample", context, key, self.dataset, None, *arguments)
+        if self.weights is not None:
+            job = job.with_arguments("--weights", str(context.store.artifacts.path(self.weights)))
         contents = read_file(context.store, self.dataset)
         if not output.exists():  # left by a job that ended while no flow followed it
             run_job(context.profile, job, output)
@@ -102,7 +105,7 @@ def history(model: str, made: list[Artifact], sequence_length: int) -> History:
     identity = keys.digest([model, *(artifact.key for artifact in made)])
     seed = int(keys.digest({"replay": identity})[:15], 16)
     stream = HistoryStream(identity, GENERATED, "", None, len(entries), tokens, windows, seed, 0, windows)
-    return History((stream,), (entries,))
+    return History((Part(stream, entries),))
 
 
 def document_lengths(rows: np.ndarray, eos: int | None) -> np.ndarray:

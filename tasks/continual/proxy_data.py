@@ -103,9 +103,9 @@ def pin(store: Store, run: str, data: ProxyData) -> None:
 def history_dataset(store: Store, new: Artifact, known: History) -> Artifact:
     """Dataset of the history only, whose streams are drawn in the proportions in which they are replayed."""
     contents = read_file(store, new)
-    train = [shard for shards in known.shards for shard in shards]
-    weights = zip(stream_shares(known.streams), known.shards, strict=True)
-    blend = [{"weight": weight, "shards": len(shards)} for weight, shards in weights]
+    train = [shard for part in known.parts for shard in part.shards]
+    weights = zip(stream_shares(known.streams), known.parts, strict=True)
+    blend = [{"weight": weight, "shards": len(part.shards)} for weight, part in weights]
     selected = {**contents, "train": train, "blend": blend}
     summary = {**new.summary, "tokens": sum(shard["tokens"] for shard in train), "shards": len(train)}
     return publish(store, keys.new_data(selected), selected, train, summary, [])

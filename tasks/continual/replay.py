@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from modeling import run_files
+from modeling.data.records import Rows, rows_path
 from modeling.data.replay import HistoryStream, Replay, plan
 from modeling.data.sample_order import WindowOrder, sample_number
 from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from profiles.errors import ProfileError
-from profiles.schema import Train
 from tasks import keys
 from tasks.continual.series import Promoted
 from tasks.steps.dataset import CORPUS, DatasetStep, read_file
@@ -33,42 +36,59 @@ FORMAT = 2  # of a corpus.json with replay
 log = logging.getLogger(__name__)
 
 
+class Part(NamedTuple):
+    """A stream of earlier data, its shards as entries of corpus.json, and its rows if it has records."""
+
+    stream: HistoryStream
+    shards: tuple[Entry, ...]
+    rows: Rows | None = None
+
+    def drawn(self, begin: int, count: int, span: int | None) -> list[Entry]:
+        """The shards of its samples [begin, begin + count)."""
+        length = (self.stream.tokens - 1) // self.stream.windows
+        own_span = max(1, span // length) if span and self.rows is None else None
+        order = WindowOrder(self.stream.windows, self.stream.seed, own_span)
+        samples = order.windows(np.arange(begin, begin + count))
+        ends = np.cumsum([shard["tokens"] for shard in self.shards])
+        if self.rows is not None:
+            rows = np.repeat(np.arange(len(self.rows)), np.diff(self.rows.ends, prepend=0))
+            starts = self.rows.starts[np.isin(rows, samples)]  # of sequences, each within a shard
+            return [self.shards[i] for i in np.unique(np.searchsorted(ends, starts, side="right")).tolist()]
+        starts = samples * length
+        first = np.searchsorted(ends, starts, side="right")
+        last = np.searchsorted(ends, starts + length, side="right")
+        touched = np.zeros(len(self.shards) + 1, np.int64)
+        np.add.at(touched, first, 1)
+        np.add.at(touched, np.minimum(last, len(self.shards) - 1) + 1, -1)
+        return [self.shards[i] for i in np.flatnonzero(np.cumsum(touched[:-1])).tolist()]
+
+
 @dataclass(frozen=True)
 class History:
-    """Streams of earlier data, and the shards of each as entries of corpus.json."""
+    """Streams of earlier data."""
 
-    streams: tuple[HistoryStream, ...] = ()
-    shards: tuple[tuple[Entry, ...], ...] = ()
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def streams(self) -> tuple[HistoryStream, ...]:
+        return tuple(part.stream for part in self.parts)
 
     def __add__(self, other: History) -> History:
         """Both, without streams that the first one has already."""
         known = {(stream.identity, stream.source) for stream in self.streams}
-        pairs = zip(other.streams, other.shards, strict=True)
-        new = [pair for pair in pairs if (pair[0].identity, pair[0].source) not in known]
-        streams = self.streams + tuple(stream for stream, _ in new)
-        return History(streams, self.shards + tuple(shards for _, shards in new))
+        new = (part for part in other.parts if (part.stream.identity, part.stream.source) not in known)
+        return History((*self.parts, *new))
 
     def without_generated(self) -> History:
         """Without text that was sampled from earlier models."""
-        pairs = zip(self.streams, self.shards, strict=True)
-        kept = [pair for pair in pairs if pair[0].run != GENERATED]
-        return History(tuple(stream for stream, _ in kept), tuple(shards for _, shards in kept))
+        return History(tuple(part for part in self.parts if part.stream.run != GENERATED))
 
     def drawn(self, replay: Replay, span: int | None) -> Iterator[tuple[HistoryStream, Entry]]:
         """The shards that a round reads, with their streams."""
         counts = replay.counts(replay.samples)
-        for stream, shards, count in zip(replay.streams, self.shards, counts, strict=True):
-            length = (stream.tokens - 1) // stream.windows
-            order = WindowOrder(stream.windows, stream.seed, max(1, span // length) if span else None)
-            starts = order.windows(np.arange(stream.begin, stream.begin + count)) * length
-            ends = np.cumsum([shard["tokens"] for shard in shards])
-            first = np.searchsorted(ends, starts, side="right")
-            last = np.searchsorted(ends, starts + length, side="right")
-            touched = np.zeros(len(shards) + 1, np.int64)
-            np.add.at(touched, first, 1)
-            np.add.at(touched, np.minimum(last, len(shards) - 1) + 1, -1)
-            for number in np.flatnonzero(np.cumsum(touched[:-1])).tolist():
-                yield stream, shards[number]
+        for stream, part, count in zip(replay.streams, self.parts, counts, strict=True):
+            for shard in part.drawn(stream.begin, count, span):
+                yield stream, shard
 
 
 def history(store: Store, promoted: Promoted, new: Artifact, sequence_length: int) -> History:
@@ -83,7 +103,8 @@ def history(store: Store, promoted: Promoted, new: Artifact, sequence_length: in
     span, found = read_file(store, new).get("span"), History()
     for entry in ledger.lineage(store, promoted.identity):
         contents = _contents(store, entry)
-        own, replayed = _recorded(entry, contents, sequence_length)
+        rows = rows_of(store, Artifact(DatasetStep.kind, entry.dataset, "", {}), contents)
+        own, replayed = _recorded(entry, contents, sequence_length, rows)
         found = found + own
         if replayed is not None:
             known = _restarted(replayed, contents.get("span") != span, sequence_length)
@@ -93,18 +114,31 @@ def history(store: Store, promoted: Promoted, new: Artifact, sequence_length: in
     return found
 
 
-def of_dataset(identity: str, run: str, contents: dict[str, Any], sequence_length: int) -> History:
-    """The streams of the data that a run trained on first, none of it replayed yet."""
+def rows_of(store: Store, dataset: Artifact, contents: dict[str, Any]) -> Rows | None:
+    """The rows of a dataset's training split, if it has records; `contents` is its corpus.json."""
+    if not contents.get("records"):
+        return None
+    return Rows.read(rows_path(store.artifacts.path(dataset, with_required=False), "train"))
+
+
+def of_dataset(
+    identity: str, run: str, contents: dict[str, Any], sequence_length: int, rows: Rows | None = None
+) -> History:
+    """The streams of the data that a run trained on first, none of it replayed yet.
+
+    Args:
+        rows: of records, which have no windows.
+    """
     shards = contents["train"]
     parts = contents.get("blend") or [{"weight": None, "shards": len(shards)}]
     names = [source["name"] for source in contents.get("sources", ())]
     weighted = bool(contents.get("blend"))
-    streams, found, first = [], [], 0
+    found, first = [], 0
     for number, part in enumerate(parts):
         own = tuple(shards[first : first + part["shards"]])
         first += part["shards"]
         tokens = sum(shard["tokens"] for shard in own)
-        windows = max(0, tokens - 1) // sequence_length
+        windows = max(0, tokens - 1) // sequence_length if rows is None else len(rows)
         if not windows or (weighted and not part["weight"]):  # nothing was drawn from it
             continue
         known = names[number] if number < len(names) else str(number)
@@ -112,9 +146,8 @@ def of_dataset(identity: str, run: str, contents: dict[str, Any], sequence_lengt
         # Of the run and not of train.seed, so that the order stays the same in all rounds and is not that of the first reading.
         seed = int(keys.digest({"replay": [identity, number]})[:15], 16)
         stream = HistoryStream(identity, run, name, part["weight"], len(own), tokens, windows, seed)
-        streams.append(replace(stream, end=windows))
-        found.append(own)
-    return History(tuple(streams), tuple(found))
+        found.append(Part(replace(stream, end=windows), own, rows))
+    return History(tuple(found))
 
 
 def with_replay(
@@ -133,19 +166,21 @@ def with_replay(
         samples: number of samples of the round, new and replayed.
         restore: makes the shards that the round draws from the history, and that the store lacks.
     """
-    if not share or not known.streams:
+    if not share or not known.parts:
         return new
     contents = read_file(store, new)
     weights = [part["weight"] for part in contents.get("blend") or () if part["weight"]]
     replay = plan(weights or [1.0], known.streams, share, samples)
-    entries = [shard for shards in known.shards for shard in shards]
+    entries = [shard for part in known.parts for shard in part.shards]
     train = [*contents["train"], *entries]
     selected = {**contents, "format": FORMAT, "train": train, "replay": replay.to_json()}
     drawn = list(known.drawn(replay, contents.get("span")))
     restore(drawn)
     used = [*contents["train"], *(shard for _, shard in drawn)]
     summary = {**new.summary, "replay": share, "replayed_samples": sum(replay.counts(samples))}
-    return publish(store, keys.new_data(selected), selected, used, summary, read_file(store, new, SHARDS))
+    rows = partial(_write_rows, store, new, known) if contents.get("records") else None
+    shards = read_file(store, new, SHARDS)
+    return publish(store, keys.new_data(selected), selected, used, summary, shards, rows)
 
 
 def publish(
@@ -155,6 +190,7 @@ def publish(
     used: Iterable[Entry],
     summary: Mapping[str, Any],
     shards: Any,
+    write_rows: Callable[[Path], None] | None = None,
 ) -> Artifact:
     """Publish a dataset, unless the store has it.
 
@@ -162,6 +198,7 @@ def publish(
         contents: its corpus.json.
         used: training shards that it requires; it requires all of its held-out ones.
         shards: its shards.json, what the ledger records.
+        write_rows: of records, writes the rows into the dataset's folder.
     """
     with store.artifacts.lock(DatasetStep.kind, key):
         if found := store.artifacts.find(DatasetStep.kind, key):
@@ -171,17 +208,33 @@ def publish(
         with store.artifacts.publish(DatasetStep.kind, key, dict(summary), requires) as folder:
             (folder / CORPUS).write_text(json.dumps(contents))
             (folder / SHARDS).write_text(json.dumps(shards))
+            if write_rows is not None:
+                write_rows(folder)
     return store.artifacts.expect(DatasetStep.kind, key)
 
 
-def samples_read(run: RunFolder, train: Train) -> int:
+def _write_rows(store: Store, new: Artifact, known: History, folder: Path) -> None:
+    """Write the rows of a round's records into its dataset: new ones, then each stream's."""
+    source = store.artifacts.path(new, with_required=False)
+    tokens = sum(entry["tokens"] for entry in read_file(store, new)["train"])
+    parts = [(Rows.read(rows_path(source, "train")), tokens)]
+    parts += [(part.rows, part.stream.tokens) for part in known.parts if part.rows is not None]
+    Rows.joined(parts).write(rows_path(folder, "train"))
+    shutil.copyfile(rows_path(source, "validation"), rows_path(folder, "validation"))
+
+
+def samples_read(run: RunFolder, steps: int, batch: int) -> int:
     """Number of samples that a finished run has read, those of steps that were rolled back included.
 
     It differs from the number for which replay was planned if steps were rolled back, or if `train.steps` was changed.
+
+    Args:
+        steps: the run's last one.
+        batch: samples of a step.
     """
-    marker = state_files.parse(run.read(f"{run_files.checkpoint(train.steps)}/{MARKER}") or b"") or {}
+    marker = state_files.parse(run.read(f"{run_files.checkpoint(steps)}/{MARKER}") or b"") or {}
     left_out = [(int(start), int(end)) for start, end in marker.get("left_out", ())]
-    return sample_number(train.steps * train.global_batch_size, left_out)
+    return sample_number(steps * batch, left_out)
 
 
 def share_of(store: Store, dataset: Artifact) -> float:
@@ -207,33 +260,40 @@ def _contents(store: Store, entry: LedgerEntry) -> dict[str, Any]:
 
 
 def _recorded(
-    entry: LedgerEntry, contents: dict[str, Any], sequence_length: int
+    entry: LedgerEntry, contents: dict[str, Any], sequence_length: int, rows: Rows | None
 ) -> tuple[History, History | None]:
     """What a run trained on first, and what it replayed; None if it replayed nothing."""
     if "replay" not in contents:
-        return of_dataset(entry.identity, entry.run, contents, sequence_length), None
+        return of_dataset(entry.identity, entry.run, contents, sequence_length, rows), None
     replay = Replay.from_json(contents["replay"])
-    sizes = [stream.shards for stream in replay.streams]
-    first = len(contents["train"]) - sum(sizes)
-    own = {**contents, "train": contents["train"][:first]}
-    ends = (first + np.cumsum(sizes)).tolist()
-    shards = [tuple(contents["train"][end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    known = History(replay.after(entry.samples or replay.samples), tuple(shards))
-    return of_dataset(entry.identity, entry.run, own, sequence_length), known
+    streams = replay.after(entry.samples or replay.samples)
+    shard = len(contents["train"]) - sum(stream.shards for stream in streams)
+    own = {**contents, "train": contents["train"][:shard]}
+    token = sum(entry["tokens"] for entry in own["train"])
+    row = 0 if rows is None else len(rows) - sum(stream.windows for stream in streams)
+    own_rows = None if rows is None else rows.part(0, row, 0)
+    parts = []
+    for stream in streams:
+        shards = tuple(contents["train"][shard : shard + stream.shards])
+        found = None if rows is None else rows.part(row, row + stream.windows, token)
+        parts.append(Part(stream, shards, found))
+        shard, token, row = shard + stream.shards, token + stream.tokens, row + stream.windows
+    return of_dataset(entry.identity, entry.run, own, sequence_length, own_rows), History(tuple(parts))
 
 
 def _restarted(known: History, reordered: bool, sequence_length: int) -> History:
     """A history whose current pass begins anew if its windows, or their order, have changed."""
-    streams = known.streams
-    windows = [max(0, stream.tokens - 1) // sequence_length for stream in streams]
-    if not reordered and windows == [stream.windows for stream in streams]:
+    windows = [
+        stream.windows if rows is not None else max(0, stream.tokens - 1) // sequence_length
+        for stream, _, rows in known.parts
+    ]
+    if not reordered and windows == [stream.windows for stream in known.streams]:
         return known
     log.info(
         "the history is replayed from its beginning: train.sequence_length or data.shuffle_tokens changed"
     )
-    found = [
-        (replace(stream, windows=count, begin=0, end=count), shards)
-        for stream, shards, count in zip(streams, known.shards, windows, strict=True)
-        if count
-    ]
-    return History(tuple(stream for stream, _ in found), tuple(shards for _, shards in found))
+    found = []
+    for part, count in zip(known.parts, windows, strict=True):
+        if count:
+            found.append(part._replace(stream=replace(part.stream, windows=count, begin=0, end=count)))
+    return History(tuple(found))

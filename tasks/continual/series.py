@@ -16,9 +16,10 @@ from pathlib import Path
 from modeling import run_files
 from profiles import resolve, state_files
 from profiles.errors import ProfileError
-from profiles.schema import Continual
+from profiles.schema import Continual, Profile
 from tasks.continual.held_out import FIRST, HeldOut, by_hash_of_run
 from tasks.inputs import EXPORT
+from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
@@ -122,6 +123,21 @@ def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManage
     return store.run_folder(promoted.run).local_checkpoint(part, keep_on_error=True)
 
 
+def frozen_weights(store: Store, profile: Profile) -> Artifact | None:
+    """The initial weights of a series with LoRA, which its adapters update in every round; None without LoRA.
+
+    Raises ProfileError if they are not in the store any more.
+    """
+    if not profile.lora.rank:
+        return None
+    inputs = recorded_inputs(store, profile.name)
+    if inputs is None or not inputs["checkpoint"]:
+        raise ProfileError(
+            "lora.rank", profile.lora.rank, f"the initial weights of {profile.name} are unknown"
+        )
+    return runs.require_artifact(store, profile.name, CheckpointStep.kind, inputs["checkpoint"])
+
+
 def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
     """The sets that the promoted model and its ancestors held out; their shards may not be in the store.
 
@@ -144,8 +160,8 @@ def whats_new(name: str, promoted: Promoted, settings: Continual) -> str:
         return ""
     return (
         f"{promoted.run} was promoted by an earlier version. New in the series {name}: {settings.shares[0]:.3g} of a round's "
-        "samples are replayed from earlier data (continual.replay=0: none); a round holds out a share of its new documents; it is "
-        "promoted by continual.gates, on old and new text. The documents that earlier rounds held out are not evaluated."
+        "samples are replayed from earlier data (continual.replay=0: none); a round holds out a share of its new documents, and "
+        "is promoted by continual.gates, on old and new text. The documents that earlier rounds held out are not evaluated."
     )
 
 

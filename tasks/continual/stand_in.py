@@ -11,7 +11,7 @@ from profiles.errors import ProfileError
 from profiles.rules.continual import stand_in_data
 from profiles.schema import Profile
 from tasks import inputs
-from tasks.continual.replay import History, of_dataset
+from tasks.continual.replay import History, of_dataset, rows_of
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.store import runs
@@ -46,11 +46,16 @@ def make(context: Context, tokenizer: Artifact) -> Artifact | None:
 def history(store: Store, made: Artifact, sequence_length: int) -> History:
     """The streams of the stand-in sources, none of them replayed yet."""
     contents: dict[str, Any] = read_file(store, made)
-    return of_dataset(made.key, RUN, contents, sequence_length)
+    return of_dataset(made.key, RUN, contents, sequence_length, rows_of(store, made, contents))
 
 
 def unknown_weights(store: Store, profile: Profile) -> str | None:
-    """The initial weights of a series, if nothing stands for what they were trained on; None otherwise."""
+    """The initial weights of a series, if nothing stands for what they were trained on; None otherwise.
+
+    What a series of fine-tuning must not forget is its records, all of which are in the ledger.
+    """
+    if profile.objective.kind != "pretrain":
+        return None
     if profile.continual.stand_in or profile.continual.replay_from == "generated":
         return None
     try:

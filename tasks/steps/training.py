@@ -45,6 +45,9 @@ class TrainingStep(Step):
     # Initial weights, an artifact or a checkpoint folder; None starts from scratch.
     weights: Artifact | Path | None = None
     reference: Artifact | None = None  # log-probabilities of the reference model, for dpo
+    adapters: Path | None = (
+        None  # checkpoint folder with the LoRA updates of the weights to start from; None: new ones
+    )
 
     kind = "training"
     name = "train"
@@ -74,6 +77,8 @@ class TrainingStep(Step):
         if self.weights is not None:
             local = self.weights if isinstance(self.weights, Path) else store.artifacts.path(self.weights)
             job = job.with_arguments("--weights", str(local))
+        if self.adapters is not None:
+            job = job.with_arguments("--adapters", str(self.adapters))
         if self.reference is not None:
             job = job.with_arguments("--reference", str(store.artifacts.path(self.reference)))
         forwarder = LogForwarder(job.log_file)

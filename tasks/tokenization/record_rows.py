@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from modeling.data.indexed import map_index, map_tokens, read_header
-from modeling.data.records import pack_pairs, pack_rows, write_rows
+from modeling.data.records import Rows, pack_pairs, pack_rows
 from profiles.schema import Profile
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -17,14 +17,20 @@ from tasks.store.store import Store
 
 def write(profile: Profile, store: Store, shards: Sequence[Artifact], path: Path, split: str) -> int:
     """Write the rows of one split of tokenized shards; returns the number of samples."""
-    found = [_sequences(store.artifacts.path(shard) / split) for shard in shards]
+    rows = of_shards(profile, [store.artifacts.path(shard) / split for shard in shards])
+    rows.write(path)
+    return len(rows) // profile.rows_per_sample
+
+
+def of_shards(profile: Profile, prefixes: Sequence[Path]) -> Rows:
+    """The rows of tokenized shards, given by their `.bin`/`.idx` without suffix."""
+    found = [_sequences(prefix) for prefix in prefixes]
     lengths, counted = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     rows = None
     if profile.packs:
         pack = pack_rows if profile.rows_per_sample == 1 else pack_pairs
         rows = pack(lengths, profile.train.sequence_length)
-    write_rows(path, lengths, counted, rows)
-    return (len(lengths) if rows is None else len(rows)) // profile.rows_per_sample
+    return Rows.of(lengths, counted, rows)
 
 
 def _sequences(prefix: Path) -> tuple[np.ndarray, np.ndarray]:

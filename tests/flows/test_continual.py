@@ -225,6 +225,56 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert len(losses(copy / "runs/nightly-round-1~1")) > 8
 
 
+def test_rounds_of_lora_sft_train_its_adapters_further(series, tmp_path):
+    from flows.continual import continual
+    from flows.pretrain import pretrain
+
+    texts, store, _ = series
+    folder, path = tmp_path / "records", tmp_path / "tuned.yaml"
+    folder.mkdir()
+
+    def write(name: str, seed: int) -> None:
+        chance = random.Random(seed)
+        words = ["".join(chance.choices("abcdefgh", k=3)) for _ in range(90)]
+        records = ({"prompt": word, "completion": f" {word}{word}"} for word in words)
+        (folder / name).write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    write("0.jsonl", 1)
+    data = {"sources": [{"kind": "files", "path": str(folder)}], "validation_fraction": 0.3}
+    own = {
+        "extends": str(texts.parent / "nightly.yaml"),
+        "init": {"from": "run:nightly"},
+        "tokenizer": {"source": "run:nightly"},
+        "objective": {"kind": "sft", "template": "chatml"},
+        "lora": {"rank": 4},
+        "data": data,
+    }
+    path.write_text(yaml.safe_dump(own))
+    fast = ("train.learning_rate=0.03", "evaluate.every=0")
+    pretrain(str(path), [*fast], None, str(store))
+    write("1.jsonl", 2)
+    gates = "continual.gates=[{on: new, fall_at_least: 0}]"
+    state = continual(str(path), [*fast, gates], None, str(store), return_state=True)
+    assert state.name == "Promoted", state.message
+    assert [line.split()[0] for line in state.message.splitlines()[3:]] == ["new", "old"]
+    round_one = store / "runs/tuned-round-1"
+    log = (round_one / "logs/train.log").read_text()
+    assert f"weights from {store / 'runs/tuned/checkpoints/step_6'}; optimizer and schedule restart" in log
+    corpus = corpus_of(store, "tuned-round-1")
+    assert (corpus["records"], corpus["packing"]) == (True, True)
+    assert [each["name"] for each in corpus["sources"]] == ["first/records", "round-1/records"]
+    assert [stream["run"] for stream in corpus["replay"]["streams"]] == ["tuned"]
+    adapters = [
+        store / "runs" / run / "export/adapter/adapter_model.safetensors"
+        for run in ("tuned", "tuned-round-1")
+    ]
+    assert adapters[0].read_bytes() != adapters[1].read_bytes()
+    # The loss that the first run ended with, and not that of the weights without its adapters.
+    evaluated = json.loads((store / "runs/tuned/report.json").read_text())["evaluation"]
+    rows = {row["set"]: row for row in json.loads((round_one / "round.json").read_text())["rows"]}
+    assert rows["old"]["before"] == pytest.approx(evaluated["validation_loss"], rel=1e-3)
+
+
 def test_run_exported_before_its_end_is_not_continued(series, tmp_path):
     _, store, night = series
     copy = shutil.copytree(store, tmp_path / "store")

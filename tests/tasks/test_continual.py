@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from modeling.data.corpus import Corpus, Samples
+from modeling.data.records import open_samples
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from profiles.schema import Continual, Source
@@ -22,7 +23,7 @@ from tasks.continual.restore import restore, restore_held_out
 from tasks.continual.schedule import with_shortened_schedule
 from tasks.continual.series import Promoted, last_alert, latest_step, record_not_promoted, whats_new
 from tasks.step import Context
-from tasks.steps.dataset import DatasetStep
+from tasks.steps.dataset import DatasetStep, read_file
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact
@@ -140,8 +141,7 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
     for left_out, read in (([], 200), ([[0, 40], [196, 200]], 244)):
         marker = json.dumps({"step": 50, "left_out": left_out})
         run.write("checkpoints/step_50/complete.json", marker.encode())
-        train = wanted.train.model_copy(update={"steps": 50, "global_batch_size": 4})
-        assert replay.samples_read(run, train) == read
+        assert replay.samples_read(run, steps=50, batch=4) == read
         ledger.record_samples(store, "2" * 32, read)
         shorter = replay.history(store, replace(base, run=run.name, identity="2" * 32), new, 16)
         assert [stream.begin for stream in shorter.streams] == [0, read // 4]
@@ -191,6 +191,62 @@ def test_proxies_are_reused_only_for_similar_data_of_the_same_series(store):
         assert re.search(reason, known.why_not(store, replace(later, **changes)) or "")
 
 
+def test_rounds_of_records_replay_each_earlier_sample_once(store, tmp_path):
+    folder = tmp_path / "records"
+    folder.mkdir()
+    texts = profile(files(folder))
+    (folder / "texts.jsonl").write_bytes(lines(DOCUMENTS[:60]))
+    tokenizer = TokenizerStep().run(Context(texts, store))
+    (folder / "texts.jsonl").unlink()
+
+    def write(name: str, numbers: range) -> None:
+        found = [{"prompt": f"{i}? ", "completion": f"it is {i}" + " so" * (i % 7)} for i in numbers]
+        (folder / name).write_text("".join(f"{json.dumps(each)}\n" for each in found))
+
+    records = ["objective.kind=sft", "train.sequence_length=64", "data.validation_fraction=0.2"]
+    wanted = load("tiny", [f"data.sources={json.dumps([files(folder)])}", *records])
+    write("a.jsonl", range(200))
+    first = DatasetStep(tokenizer).run(Context(wanted, store))
+    base = Promoted("tiny", "1" * 32, 0, tokenizer.key, first.key)
+    ledger.record(store, base.run, base.identity, first)
+    write("b.jsonl", range(200, 400))
+    everything = DatasetStep(tokenizer).run(Context(wanted, store))
+    old = HeldOut.from_sources("first", read_file(store, first), {"records"})
+    new = new_data(store, base, everything, 64, old, {"records"}, wanted)
+
+    def opened(dataset: Artifact, split: str = "train", **options):
+        return open_samples(wanted, store.artifacts.path(dataset), split, **options)
+
+    # Packed by set, so that each set's loss is of its own records.
+    sets = opened(new, "validation").by_source()
+    assert [*sets] == ["first/records", "round-1/records"]
+    sizes = [int(part.sizes(0, part.windows).sum()) for part in sets.values()]
+    entries = read_file(store, new)["validation"]
+    assert sizes == [entry["documents"] for entry in entries]
+    assert opened(new).windows == new.summary["samples"]
+    known = replay.history(store, base, new, 64)
+    (stream,) = known.streams
+    assert stream.windows == first.summary["samples"]
+    drawn: list = []
+    count = 2 * stream.windows
+    mixed = replay.with_replay(store, new, known, 0.5, count, drawn.extend)
+    assert [entry for _, entry in drawn] == read_file(store, first)["train"]
+    earlier = {tuple(row) for row in opened(first).batch(0, stream.windows).tolist()}
+    fresh = {tuple(row) for row in opened(new).batch(0, new.summary["samples"]).tolist()}
+    rows = [tuple(row) for row in opened(mixed).batch(0, count).tolist()]
+    replayed = [row for row in rows if row not in fresh]
+    assert sorted(replayed) == sorted(earlier)
+    assert len(rows) == 2 * len(replayed)
+    ledger.record(store, "tiny-round-1", "2" * 32, mixed, parent=base.identity)
+    after = replay.history(store, replace(base, run="tiny-round-1", identity="2" * 32), new, 64)
+    windows = [(stream.windows, stream.begin) for stream in after.streams]
+    assert windows == [(new.summary["samples"], 0), (stream.windows, stream.windows)]
+    again = replay.with_replay(store, new, after, 0.9, 200, drawn.extend)
+    rows = [tuple(row) for row in opened(again).batch(0, 200).tolist()]
+    assert {*rows} <= earlier | fresh
+    assert len(earlier & {*rows}) > 1 < len(fresh & {*rows})
+
+
 def test_stand_in_sources_are_pinned_and_replayed_like_history(store, tmp_path):
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
@@ -235,5 +291,5 @@ def test_generated_rows_are_documents_in_shards_of_a_power_of_two(store):
     made = [Artifact("tokens", key, "", {"tokens": 64, "documents": 1}) for key in "ab"]
     known = generated.history("model", made, 16)
     (stream,) = known.streams
-    assert (stream.windows, stream.left, len(known.shards[0])) == (7, 7, 2)
+    assert (stream.windows, stream.left, len(known.parts[0].shards)) == (7, 7, 2)
     assert not known.without_generated().streams

@@ -98,11 +98,12 @@ class Checkpoints:
             ""  # by which the latest attempt claims the location, also from another machine; leader only
         )
 
-    def resume(self, weights: Path | None) -> tuple[int, dict[str, Any]]:
+    def resume(self, weights: Path | None, adapters: Path | None = None) -> tuple[int, dict[str, Any]]:
         """Load what the run starts from; returns the last finished step and its checkpoint's marker.
 
         Args:
             weights: checkpoint with the initial weights of a run that has no checkpoint yet.
+            adapters: checkpoint with its initial LoRA updates of these weights; None: new ones.
 
         Raises:
             Rejected: there is no such checkpoint, it belongs to another model, or none is intact.
@@ -114,7 +115,7 @@ class Checkpoints:
         if self.profile.lora.rank:
             load_base(weights, self.optimizer)
             if str(start.weights) == str(weights):
-                start = replace(start, weights=None)  # they contain no adapters
+                start = replace(start, weights=adapters)  # they contain none
         if start.resumes:
             found = self._load_latest(self.profile.train.steps)
             if found is None:
