@@ -3,8 +3,9 @@
     new data -> graphs -> evaluate before -> train -> evaluate after -> export if gates are met -> report -> promote
 
 Starts from the weights of the latest checkpoint with a new optimizer, so the learning rate warms up and decays again (arXiv
-2403.08763). The model is promoted only once its run folder is complete, in a remote store too. Meant for a schedule: without
-new data the flow run ends at once, in a state named after the reason.
+2403.08763), or continues a trunk of constant rate, of which each round is a branch that decays (`continual.schedule`). The model
+is promoted only once its run folder is complete, in a remote store too. Meant for a schedule: without new data the flow run ends
+at once, in a state named after the reason.
 """
 
 from __future__ import annotations
@@ -45,11 +46,10 @@ from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.rules.continual import check_round, check_same_training, stand_in_data
 from profiles.schema import Profile
 from tasks import keys
-from tasks.continual import generated, held_out, replay, rounds, series, stand_in
+from tasks.continual import generated, held_out, replay, rounds, schedule, series, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.gates import Verdict
 from tasks.continual.restore import restore, restore_held_out
-from tasks.continual.schedule import with_shortened_schedule
 from tasks.inputs import EXPORT, locate_runs
 from tasks.report import ReportStep
 from tasks.reporting.outcome import Outcome
@@ -100,7 +100,9 @@ def _attempts(context: Context, current: series.Promoted) -> State[Any]:
     stand_in.warn_if_unknown(context)
     if message := series.whats_new(context.profile.name, current, context.profile.continual):
         log.info("%s", message)
-    check_same_training(context.profile, runs.load_profile(runs.fetch(context.store, current.run)))
+    promoted = runs.load_profile(runs.fetch(context.store, current.run))
+    check_same_training(context.profile, promoted)
+    schedule.check_trunk(context.profile, promoted)
     check_gates(context.store, context.profile, current)
     state, tried = _round(context, current), 0.0
     while state.name == "NotPromoted" and rounds.forgot(context.store, _name(context, current)):
@@ -132,7 +134,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
     # An interrupted round resumes with its data. One that was evaluated and not promoted, or whose weights are not those of the
     # promoted model any more, looks for new data.
     recorded = series.recorded_inputs(store, name)
-    over = series.was_not_promoted(store, name) or _is_outdated(store, name, current, recorded)
+    over = series.was_not_promoted(store, name) or _is_outdated(context, name, current, recorded)
     over = over or (recorded is not None and _lacks_sets(store, name, recorded["dataset"]))
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
@@ -154,7 +156,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
             held_out.check_disjoint(store, contents, new_by_hash=len(by_hash) == len(profile.data.sources))
         if share is None:
             share = _first_share(runner, current, tokenizer, new, recorded, is_resumed=begun is not None)
-        run = with_shortened_schedule(profile, new, share).model_copy(update={"name": name})
+        run = schedule.of_round(profile, new, share).model_copy(update={"name": name})
         dataset = begun or _with_replay(runner, current, tokenizer, new, run, share)
         frozen = series.frozen_weights(store, profile)
         for used in filter(None, (dataset, frozen)):
@@ -207,7 +209,7 @@ def _first_share(
     first, used = runner.context.profile.continual.shares[0], _recorded_share(runner.context.store, recorded)
     if is_resumed or recorded is None or used <= first:
         return used if is_resumed else first
-    run = with_shortened_schedule(runner.context.profile, new, used)
+    run = schedule.of_round(runner.context.profile, new, used)
     dataset = _with_replay(runner, current, tokenizer, new, run, used)
     identity = keys.run_identity(run, tokenizer.key, dataset.key, recorded["checkpoint"])
     return used if identity == recorded["identity"] else first
@@ -258,20 +260,21 @@ def _generate(
     return generated.history(model, made, length)
 
 
-def _start(current: series.Promoted, checkpoint: str) -> str:
-    """Digest of what a round starts from: the promoted run, and the name of its checkpoint."""
-    return keys.digest([current.identity, checkpoint])
+def _start(current: series.Promoted, step: int, profile: Profile) -> str:
+    """Digest of what a round starts from: the promoted run, its checkpoint, and whether its optimizer is kept."""
+    checkpoint = Path(run_files.checkpoint(step)).name
+    return keys.digest([current.identity, checkpoint, *(["trunk"] if profile.continual.is_trunk else [])])
 
 
 def _is_outdated(
-    store: Store, name: str, current: series.Promoted, recorded: Mapping[str, str] | None
+    context: Context, name: str, current: series.Promoted, recorded: Mapping[str, str] | None
 ) -> bool:
     """Whether a round started from other weights: its base run was replaced or trained further."""
     start = recorded and recorded["checkpoint"]  # None in a round of an earlier version
-    latest = Path(run_files.checkpoint(series.latest_step(store, current))).name
-    if not start or start == _start(current, latest):
+    step = series.start_step(context.store, current, trunk=context.profile.continual.is_trunk)
+    if not start or start == _start(current, step, context.profile):
         return False
-    log.warning("%s started from other weights than the latest ones of %s: it starts over", name, current.run)
+    log.warning("%s started from other weights than step %d of %s: it starts over", name, step, current.run)
     return True
 
 
@@ -292,20 +295,22 @@ def _train(judge: Judge, lock: Lock, *, start_over: bool) -> tuple[str, Verdict]
     runner, current, tokenizer, dataset = judge.runner, judge.promoted, judge.tokenizer, judge.dataset
     context, store = runner.context, runner.context.store
     run, base = context.profile, runs.fetch(store, current.run)
-    with series.latest_checkpoint(store, current) as weights:
+    trunk = run.continual.is_trunk
+    step = series.start_step(store, current, trunk=trunk)
+    with series.local_checkpoint(store, current, step) as weights:
         planned = check_plan(runner)
         compiling = runner.start(GraphsStep())
-        start = _start(current, weights.name)
+        start = _start(current, step, run)
         identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
         runs.record_flow_run(base, context.flow_run)
         inputs = {"tokenizer": tokenizer.key, "dataset": dataset.key, "checkpoint": start}
         lock.check()  # another process may have taken over the round while this one was suspended
         with open_run(runner, run, identity, inputs, planned, replace=start_over) as overview:
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
-            judge.evaluate_promoted(base, weights)
+            judge.evaluate_promoted(base)
             graphs = compiling.result()
             settle_compilation(runner, graphs)
-            training = TrainingStep(dataset, identity, graphs, weights)
+            training = TrainingStep(dataset, identity, graphs, weights, keep_optimizer=trunk)
             if judge.weights is not None:  # LoRA: the updates of the same weights are trained further
                 training = replace(training, weights=judge.weights, adapters=weights)
             runner.run(training, with_training_progress(runner.context))

@@ -52,8 +52,9 @@ class Judge:
     _before: gates.Sets = field(default_factory=dict, init=False)
     _scores: dict[str, float] = field(default_factory=dict, init=False)
 
-    def evaluate_promoted(self, base: Path, checkpoint: Path) -> None:
+    def evaluate_promoted(self, base: Path) -> None:
         """Evaluate the promoted model, in the run folder `base`, on the round's cluster."""
+        checkpoint = Path(run_files.checkpoint(series.latest_step(self.runner.context.store, self.promoted)))
         profile, file = on_cluster_of(self.runner.context.profile, base, "evaluate")
         context = replace(self.runner.context, profile=profile, folder=base)
         what = keys.digest([self.promoted.identity, checkpoint.name, self._sets])

@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--adapters", type=Path, help="checkpoint folder with initial LoRA updates of the weights"
     )
+    keep_help = "also start with the optimizer's state of these checkpoints"
+    parser.add_argument("--keep-optimizer", action="store_true", help=keep_help)
     parser.add_argument("--reference", type=Path, help="folder of the reference model's log-probabilities")
     attempt_help = "number of this attempt, which may complete checkpoints while RUN/attempt contains it"
     parser.add_argument("--attempt", type=int, help=attempt_help)
@@ -108,7 +110,8 @@ class TrainingRun:
         self.replicas = Replicas(trainer, self.optimizer, run)
         begun = time.monotonic()
         with watchdog.phase("load"):
-            self.step, state = self.checkpoints.resume(options.weights, options.adapters)
+            starts = options.weights, options.adapters
+            self.step, state = self.checkpoints.resume(*starts, keep_optimizer=options.keep_optimizer)
         # whether the evaluation after this step was prevented by a stop
         self._evaluation_due = bool(state.get("evaluation_due")) and self._evaluates
         restore_seconds = time.monotonic() - begun

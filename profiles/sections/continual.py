@@ -52,6 +52,16 @@ class Continual(Section):
 
     default_role = roles.NONE  # in a run that is not a round
 
+    schedule: Literal["rewarm", "trunk"] = Field(
+        default="rewarm",
+        description="rewarm: a round starts from the promoted model with a new optimizer; its learning rate warms up and decays. "
+        "trunk: it continues from the promoted model's checkpoint before the decay, optimizer included, at a constant rate, and "
+        "then decays for its evaluation; the next round continues from before that decay",
+    )
+    decay: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="trunk: steps of a round's decay, after train.steps, as a share of these; null: 0.2",
+    )
     replay: Fraction | Annotated[list[Fraction], Field(min_length=1)] = Field(
         default=0.05,
         description="share of a round's tokens drawn from what the promoted model and its ancestors were trained on; 0: none. A "
@@ -82,10 +92,18 @@ class Continual(Section):
         if any(later <= share for share, later in pairwise(shares)):
             reason = "is not in increasing order; a later attempt of a round replays more"
             raise ProfileError("replay", self.replay, reason, [sorted(set(shares))])
+        if self.decay is not None and self.schedule != "trunk":
+            reason = f"has no effect: continual.schedule is {self.schedule}"
+            raise ProfileError("decay", self.decay, reason, ["null"])
         if self.generated_tokens is not None and self.replay_from != "generated":
             reason = f"has no effect: continual.replay_from is {self.replay_from}"
             raise ProfileError("generated_tokens", self.generated_tokens, reason, ["null"])
         return self
+
+    @property
+    def is_trunk(self) -> bool:
+        """Whether rounds continue a trunk of constant rate."""
+        return self.schedule == "trunk"
 
     @property
     def shares(self) -> list[float]:

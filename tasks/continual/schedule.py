@@ -1,16 +1,61 @@
-"""The learning rate schedule of a round of continual pretraining."""
+"""The learning rate schedule of a round of continual pretraining.
+
+`rewarm`: warm-up and decay, as in the profile. `trunk`: a constant rate over the round's steps, then a decay for the evaluation.
+The checkpoint between the two, from which the next round continues with its optimizer, is saved and kept.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 
-from profiles.schema import Profile
+from profiles.errors import ProfileError
+from profiles.schema import Profile, Train
 from tasks.steps import dataset
 from tasks.store.artifacts import Artifact
 
 # Phases of the learning-rate schedule, in order of priority.
 PHASES = ("warmup_steps", "constant_steps", "minimum_steps")
+DECAY = 0.2  # by default: steps of a trunk's decay as a share of those before it
 log = logging.getLogger(__name__)
+
+
+def of_round(profile: Profile, new: Artifact, replay: float = 0.0) -> Profile:
+    """The profile with the schedule of a round, by `continual.schedule`; arguments as of `with_shortened_schedule`."""
+    if not profile.continual.is_trunk:
+        return with_shortened_schedule(profile, new, replay)
+    constant = profile.train.model_copy(update=dict.fromkeys(PHASES, 0))
+    profile = with_shortened_schedule(profile.model_copy(update={"train": constant}), new, replay)
+    train, saved = profile.train, profile.checkpoint
+    # A few more steps, so that the checkpoint before the decay is one of the intervals'.
+    steps = train.steps or 1
+    saves = math.ceil(steps / (saved.every or steps))
+    every = math.ceil(steps / saves)
+    trunk = every * saves
+    decay = max(1, round((profile.continual.decay or DECAY) * trunk))
+    shape = "linear" if train.schedule == "constant" else train.schedule
+    schedule = {"steps": trunk + decay, "constant_steps": trunk, "schedule": shape}
+    return profile.model_copy(
+        update={
+            "train": train.model_copy(update=schedule),
+            "checkpoint": saved.model_copy(update={"every": every, "keep_every": trunk}),
+        }
+    )
+
+
+def constant_rate_steps(train: Train, steps: Sequence[int]) -> list[int]:
+    """Those of the steps of a run at which its learning rate is constant: after the warm-up, before the decay."""
+    last = math.inf if train.schedule == "constant" else train.warmup_steps + train.constant_steps
+    return [step for step in steps if train.warmup_steps < step <= last]
+
+
+def check_trunk(profile: Profile, promoted: Profile) -> None:
+    """Check that a round continues a trunk at the rate of the promoted model's run. Raises ProfileError."""
+    ours, theirs = profile.train.learning_rate, promoted.train.learning_rate
+    if profile.continual.is_trunk and ours != theirs:
+        reason = f"the trunk of {promoted.name} has a constant rate, which its rounds keep; a round with rewarm may change it"
+        raise ProfileError("train.learning_rate", ours, reason, [theirs, "continual.schedule=rewarm"])
 
 
 def with_shortened_schedule(profile: Profile, new: Artifact, replay: float = 0.0) -> Profile:

@@ -18,6 +18,7 @@ from profiles import resolve, state_files
 from profiles.errors import ProfileError
 from profiles.schema import Continual, Profile
 from tasks.continual.held_out import FIRST, HeldOut, by_hash_of_run
+from tasks.continual.schedule import constant_rate_steps
 from tasks.inputs import EXPORT
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, read_file
@@ -117,9 +118,25 @@ def latest_step(store: Store, promoted: Promoted) -> int:
     raise ProfileError("name", promoted.run, f"{reason}; restore it there")
 
 
-def latest_checkpoint(store: Store, promoted: Promoted) -> AbstractContextManager[Path]:
-    """Local folder of the promoted model's latest checkpoint, for a block; see RunFolder.local_checkpoint."""
-    part = run_files.checkpoint(latest_step(store, promoted))
+def start_step(store: Store, promoted: Promoted, *, trunk: bool) -> int:
+    """Step of the checkpoint that a round starts from: the latest one, or of a trunk the latest before the decay.
+
+    Raises ProfileError if there is none.
+    """
+    latest = latest_step(store, promoted)
+    if not trunk:
+        return latest
+    train = runs.load_profile(runs.fetch(store, promoted.run)).train
+    if found := constant_rate_steps(train, store.run_folder(promoted.run).checkpoint_steps()):
+        return found[-1]
+    reason = f"needs a checkpoint of {promoted.run} from before its learning rate decays, and it has none; train the first run"
+    reason += " with train.schedule=constant, or with train.constant_steps and checkpoint.keep_every"
+    raise ProfileError("continual.schedule", "trunk", reason, ["rewarm"])
+
+
+def local_checkpoint(store: Store, promoted: Promoted, step: int) -> AbstractContextManager[Path]:
+    """Local folder of a checkpoint of the promoted model, for a block; see RunFolder.local_checkpoint."""
+    part = run_files.checkpoint(step)
     return store.run_folder(promoted.run).local_checkpoint(part, keep_on_error=True)
 
 

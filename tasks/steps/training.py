@@ -45,9 +45,9 @@ class TrainingStep(Step):
     # Initial weights, an artifact or a checkpoint folder; None starts from scratch.
     weights: Artifact | Path | None = None
     reference: Artifact | None = None  # log-probabilities of the reference model, for dpo
-    adapters: Path | None = (
-        None  # checkpoint folder with the LoRA updates of the weights to start from; None: new ones
-    )
+    # Checkpoint folder with the LoRA updates of the weights to start from; None: new ones.
+    adapters: Path | None = None
+    keep_optimizer: bool = False  # whether to start with the optimizer's state in the weights' checkpoint too
 
     kind = "training"
     name = "train"
@@ -79,6 +79,8 @@ class TrainingStep(Step):
             job = job.with_arguments("--weights", str(local))
         if self.adapters is not None:
             job = job.with_arguments("--adapters", str(self.adapters))
+        if self.keep_optimizer:
+            job = job.with_arguments("--keep-optimizer")
         if self.reference is not None:
             job = job.with_arguments("--reference", str(store.artifacts.path(self.reference)))
         forwarder = LogForwarder(job.log_file)

@@ -214,15 +214,25 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
     assert not (copy / "runs/nightly-round-1~1").exists()
 
-    pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1"], None, str(copy), replace=True)
+    constant = ["train.seed=1", "train.schedule=constant"]
+    pretrain(str(texts.parent / "nightly.yaml"), constant, None, str(copy), replace=True)
+    trunk = ("continual.schedule=trunk", "train.schedule=constant")
     own = ("continual.replay_from=generated", "continual.replay=0.25")  # text of the replaced model
-    state = night("continual.gates=[{on: old, rise_at_most: 9}]", *own, store=copy)
+    state = night("continual.gates=[{on: old, rise_at_most: 9}]", *own, *trunk, store=copy)
     assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
     (stream,) = corpus_of(copy, "nightly-round-1")["replay"]["streams"]
     assert (stream["run"], stream["begin"]) == ("continual.replay_from", 0)
     assert stream["tokens"] == 16 * 32  # a power of two of rows for 8 replayed windows
-    assert len(losses(copy / "runs/nightly-round-1")) == 8
     assert len(losses(copy / "runs/nightly-round-1~1")) > 8
+    # It continued the trunk with its optimizer, at a constant rate, and decayed after the checkpoint that the next one needs.
+    text = (copy / "runs/nightly-round-1/metrics.jsonl").read_text()
+    rates = [row["learning_rate"] for row in map(json.loads, text.splitlines()) if "loss" in row]
+    assert len(rates) == 8 + 2
+    assert len({*rates[:8]}) == 1
+    assert rates[7] > rates[8] > rates[9]
+    assert (copy / "runs/nightly-round-1/checkpoints/step_8/complete.json").exists()
+    log = (copy / "runs/nightly-round-1/logs/train.log").read_text()
+    assert f"weights and optimizer from {copy / 'runs/nightly/checkpoints/step_6'}" in log
 
 
 def test_rounds_of_lora_sft_train_its_adapters_further(series, tmp_path):

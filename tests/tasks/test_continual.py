@@ -12,16 +12,24 @@ import pytest
 
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.records import open_samples
+from modeling.training.learning_rate import learning_rate
+from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.resolve import load
 from profiles.schema import Continual, Source
-from tasks.continual import generated, replay, stand_in
+from tasks.continual import generated, replay, schedule, stand_in
 from tasks.continual.data import new_data
 from tasks.continual.held_out import HeldOut
 from tasks.continual.proxy_data import ProxyData
 from tasks.continual.restore import restore, restore_held_out
-from tasks.continual.schedule import with_shortened_schedule
-from tasks.continual.series import Promoted, last_alert, latest_step, record_not_promoted, whats_new
+from tasks.continual.series import (
+    Promoted,
+    last_alert,
+    latest_step,
+    record_not_promoted,
+    start_step,
+    whats_new,
+)
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.steps.tokenizer import TokenizerStep
@@ -74,6 +82,38 @@ def test_series_of_an_earlier_version_says_what_is_new(store):
     assert last_alert(store, "nightly-round-3") == "digest"
 
 
+def test_round_of_a_trunk_is_constant_then_decays_and_continues_before_the_decay(store):
+    new = publish(store, "new", {"a": 16 * 90 + 1}, None)
+    new = replace(new, summary={"tokens": 16 * 90 + 1})
+    settings = ("continual.schedule=trunk", "train.epochs=1", "train.steps=null", "train.sequence_length=16")
+    batches = ("train.global_batch_size=4", "checkpoint.every=10")
+    trunk = schedule.of_round(load(PAIR, [*settings, *batches, "train.schedule=constant"]), new, 0.1)
+    # 100 samples are 25 steps, and 27 with a checkpoint at the end of three equal intervals.
+    assert (trunk.train.steps, trunk.train.constant_steps, trunk.train.warmup_steps) == (27 + 5, 27, 0)
+    assert (trunk.checkpoint.every, trunk.checkpoint.keep_every) == (9, 27)
+    rates = [learning_rate(trunk.train, step) for step in range(1, 33)]
+    assert {*rates[:27]} == {trunk.train.learning_rate}
+    assert rates[26] > rates[27] > rates[31] == pytest.approx(trunk.train.minimum_learning_rate)
+
+    promoted = Promoted("nightly-round-1", "one", 1, "tokenizer", "dataset")
+    profile = trunk.model_copy(update={"name": promoted.run})
+    runs.open_run(store, profile, promoted.identity, "flow run", {})
+    run = store.run_folder(promoted.run)
+    for step in (18, 27, 32):
+        run.write(f"checkpoints/step_{step}/complete.json", json.dumps({"step": step}).encode())
+    assert start_step(store, promoted, trunk=True) == 27
+    assert start_step(store, promoted, trunk=False) == 32
+    decayed = profile.model_copy(update={"train": profile.train.model_copy(update={"constant_steps": 0})})
+    run.write("profile.yaml", resolve.dump(decayed).encode())
+    with pytest.raises(
+        ProfileError, match="from before its learning rate decays, and it has none; train the first"
+    ):
+        start_step(store, promoted, trunk=True)
+    other = load(PAIR, ["continual.schedule=trunk", "train.learning_rate=0.5"])
+    with pytest.raises(ProfileError, match=r"train\.learning_rate = 0\.5: the trunk of nightly-round-1 has"):
+        schedule.check_trunk(other, profile)
+
+
 def test_new_data_is_drawn_by_the_weights_of_its_sources(store):
     old = publish(store, "old", {"a": 40, "b": 40, "c": 40}, None)
     ledger.record(store, "nightly", "one", old)
@@ -91,7 +131,7 @@ def test_new_data_is_drawn_by_the_weights_of_its_sources(store):
 
     sources = "[{kind: python-docs, weight: 3}, {kind: files, path: a, weight: 1}]"
     changes = ("data.schedule=[{step: 280, weights: [0, 1]}]", "train.epochs=1", "train.steps=null")
-    round_profile = with_shortened_schedule(load(PAIR, [f"data.sources={sources}", *changes]), new)
+    round_profile = schedule.with_shortened_schedule(load(PAIR, [f"data.sources={sources}", *changes]), new)
     assert round_profile.data.schedule == []
 
 

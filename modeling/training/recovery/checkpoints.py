@@ -98,12 +98,15 @@ class Checkpoints:
             ""  # by which the latest attempt claims the location, also from another machine; leader only
         )
 
-    def resume(self, weights: Path | None, adapters: Path | None = None) -> tuple[int, dict[str, Any]]:
+    def resume(
+        self, weights: Path | None, adapters: Path | None = None, *, keep_optimizer: bool = False
+    ) -> tuple[int, dict[str, Any]]:
         """Load what the run starts from; returns the last finished step and its checkpoint's marker.
 
         Args:
             weights: checkpoint with the initial weights of a run that has no checkpoint yet.
             adapters: checkpoint with its initial LoRA updates of these weights; None: new ones.
+            keep_optimizer: also load the optimizer's state from what it starts from.
 
         Raises:
             Rejected: there is no such checkpoint, it belongs to another model, or none is intact.
@@ -112,6 +115,8 @@ class Checkpoints:
         """
         load_reference(weights, self._reference)
         start: Start = call_on_leader(self.mesh, lambda: self._prepare_start(weights))
+        # Not if a request restarts the run from weights of its own.
+        keep_optimizer = keep_optimizer and str(start.weights) == str(weights)
         if self.profile.lora.rank:
             load_base(weights, self.optimizer)
             if str(start.weights) == str(weights):
@@ -124,11 +129,14 @@ class Checkpoints:
             message = f"resumed from step {step}"
         elif start.weights is not None:
             try:
-                checkpoint.load(start.weights, self.optimizer, weights_only=True)
+                checkpoint.load(start.weights, self.optimizer, weights_only=not keep_optimizer)
             except ValueError as error:
                 raise Rejected(error) from None
             step, marker = 0, {}
-            message = f"weights from {start.weights}; optimizer and schedule restart"
+            restarts = "the schedule restarts" if keep_optimizer else "optimizer and schedule restart"
+            message = (
+                f"{'weights and optimizer' if keep_optimizer else 'weights'} from {start.weights}; {restarts}"
+            )
         else:
             step, marker = 0, {}
             message = f"from scratch, seed {self.profile.train.seed}"
