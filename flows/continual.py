@@ -261,7 +261,7 @@ def _generate(
 
 
 def _start(current: series.Promoted, step: int, profile: Profile) -> str:
-    """Digest of what a round starts from: the promoted run, its checkpoint, and whether its optimizer is kept."""
+    """Digest of what a round starts from: run and checkpoint, and whether its optimizer is kept."""
     checkpoint = Path(run_files.checkpoint(step)).name
     return keys.digest([current.identity, checkpoint, *(["trunk"] if profile.continual.is_trunk else [])])
 

@@ -242,7 +242,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _default_entries(path: Sequence[str]) -> Any:
-    """The list that a key has by default, for an override of one entry; an empty section if it is not a list."""
+    """The list that a key has by default, for an override of an entry; {} if it is not a list."""
     sections: list[type[Section]] = [Profile]
     field = None
     for part in path:

@@ -24,7 +24,7 @@ def check_round(profile: Profile) -> None:
 
 
 def check_same_training(profile: Profile, promoted: Profile) -> None:
-    """Check that a round trains what the promoted model was trained on, so that its weights and records fit.
+    """Check that the promoted model's weights and records fit a round.
 
     Raises ProfileError.
     """

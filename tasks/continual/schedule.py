@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def of_round(profile: Profile, new: Artifact, replay: float = 0.0) -> Profile:
-    """The profile with the schedule of a round, by `continual.schedule`; arguments as of `with_shortened_schedule`."""
+    """The profile with a round's schedule; arguments as of `with_shortened_schedule`."""
     if not profile.continual.is_trunk:
         return with_shortened_schedule(profile, new, replay)
     constant = profile.train.model_copy(update=dict.fromkeys(PHASES, 0))
@@ -45,7 +45,7 @@ def of_round(profile: Profile, new: Artifact, replay: float = 0.0) -> Profile:
 
 
 def constant_rate_steps(train: Train, steps: Sequence[int]) -> list[int]:
-    """Those of the steps of a run at which its learning rate is constant: after the warm-up, before the decay."""
+    """Those of a run's steps at its constant learning rate: after the warm-up, before the decay."""
     last = math.inf if train.schedule == "constant" else train.warmup_steps + train.constant_steps
     return [step for step in steps if train.warmup_steps < step <= last]
 

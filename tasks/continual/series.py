@@ -119,7 +119,7 @@ def latest_step(store: Store, promoted: Promoted) -> int:
 
 
 def start_step(store: Store, promoted: Promoted, *, trunk: bool) -> int:
-    """Step of the checkpoint that a round starts from: the latest one, or of a trunk the latest before the decay.
+    """Step of the checkpoint that a round starts from: the latest, or a trunk's before the decay.
 
     Raises ProfileError if there is none.
     """
@@ -141,7 +141,7 @@ def local_checkpoint(store: Store, promoted: Promoted, step: int) -> AbstractCon
 
 
 def frozen_weights(store: Store, profile: Profile) -> Artifact | None:
-    """The initial weights of a series with LoRA, which its adapters update in every round; None without LoRA.
+    """The initial weights of a series with LoRA, which every round updates; None without LoRA.
 
     Raises ProfileError if they are not in the store any more.
     """
