@@ -76,6 +76,17 @@ def series(prefect_server, tmp_path_factory):
     return texts, store, night
 
 
+def interrupt(store: Path, run: str) -> tuple[dict[int, float], bytes]:
+    """Undo what a finished round did after its first checkpoint that is kept; returns its losses and its exported weights."""
+    folder = store / "runs" / run
+    found = losses(folder), (folder / "export/model.safetensors").read_bytes()
+    _, *later = sorted((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    kinds = ("training", "evaluation", "export")
+    for path in (*later, folder / "export", *(store / "artifacts" / kind for kind in kinds)):
+        shutil.rmtree(path)
+    return found
+
+
 def corpus_of(store, run: str) -> dict:
     inputs = json.loads((store / "runs" / run / "inputs.json").read_text())
     return json.loads((store / "artifacts/dataset" / inputs["dataset"] / "corpus.json").read_text())
@@ -209,10 +220,17 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     texts, store, night = series
     copy = shutil.copytree(store, tmp_path / "store")
     (copy / "runs/nightly/standing.json").unlink()  # as if the first round had not been promoted yet
-    steps = f"train.steps={len(losses(copy / 'runs/nightly-round-1'))}"
-    state = night(steps, "data.sources.0.weight=2", store=copy)  # a new weight is that of the next round
+    before, exported = interrupt(copy, "nightly-round-1")
+    state = night(
+        f"train.steps={len(before)}", "data.sources.0.weight=2", store=copy
+    )  # the weight of the next round
     assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
     assert not (copy / "runs/nightly-round-1~1").exists()
+    round_one = copy / "runs/nightly-round-1"
+    assert "resumed from step" in (round_one / "logs/train.log").read_text()
+    assert corpus_of(copy, "nightly-round-1")["replay"]["share"] == 0.05
+    assert losses(round_one) == before
+    assert (round_one / "export/model.safetensors").read_bytes() == exported
 
     constant = ["train.seed=1", "train.schedule=constant"]
     pretrain(str(texts.parent / "nightly.yaml"), constant, None, str(copy), replace=True)
