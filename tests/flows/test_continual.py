@@ -248,7 +248,8 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert len(rates) == 8 + 2
     assert len({*rates[:8]}) == 1
     assert rates[7] > rates[8] > rates[9]
-    assert (copy / "runs/nightly-round-1/checkpoints/step_8/complete.json").exists()
+    marker = json.loads((copy / "runs/nightly-round-1/checkpoints/step_8/complete.json").read_text())
+    assert marker["optimizer_steps"] == 6 + 8
     log = (copy / "runs/nightly-round-1/logs/train.log").read_text()
     assert f"weights and optimizer from {copy / 'runs/nightly/checkpoints/step_6'}" in log
 
