@@ -46,9 +46,13 @@ def load_share(file: str) -> tuple[Share, PlannedRun, PlannedRun]:
     """Share file, target, and the proxy in place of the promoted model. Raises ProfileError."""
     described = load_experiment(Share, file)
     target = target_of(described)
-    if target.profile.continual.replay_from == "generated":
+    settings = resolve.load(described.target, [*described.overrides, *described.round_overrides]).continual
+    if settings.replay_from == "generated":
         reason = "is sampled from the promoted model, which proxies are not; find the share with history or continual.stand_in"
         raise ProfileError("continual.replay_from", "generated", reason, ["history"])
+    if settings.is_trunk:
+        reason = "continues the promoted model's optimizer, which proxies do not have; find the share of rounds with rewarm"
+        raise ProfileError("continual.schedule", "trunk", reason, ["rewarm"])
     return described, target, base_of(described, target)
 
 

@@ -48,7 +48,7 @@ from tasks import keys
 from tasks.continual import gates, held_out, proxy_data, replay, series
 from tasks.continual.data import new_data
 from tasks.continual.proxy_data import ProxyData
-from tasks.continual.restore import restore
+from tasks.continual.restore import restore, restore_held_out
 from tasks.continual.schedule import with_shortened_schedule
 from tasks.evaluation.held_out import SetsEvaluationStep
 from tasks.experiments import json_artifacts, shares
@@ -140,6 +140,7 @@ def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> Pro
     if everything is None:
         raise RuntimeError("the dataset step was skipped")
     old = old_sets(runner.context, current, tokenizer)
+    restore_held_out(runner.context, tokenizer, current.identity, old.entries)
     by_hash = held_out.held_out_by_hash(run.data)
     new = new_data(store, current, everything, run.train.sequence_length, old, by_hash)
     if new is None:

@@ -77,7 +77,7 @@ def series(prefect_server, tmp_path_factory):
 
 
 def interrupt(store: Path, run: str) -> tuple[dict[int, float], bytes]:
-    """Undo what a finished round did after its first checkpoint that is kept; returns its losses and its exported weights."""
+    """Undo what a finished round did after its first kept checkpoint; returns losses and exported weights."""
     folder = store / "runs" / run
     found = losses(folder), (folder / "export/model.safetensors").read_bytes()
     _, *later = sorted((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
@@ -391,12 +391,17 @@ def test_interrupted_round_ends_with_the_same_bits_and_is_promoted_once(series, 
 
 def test_share_is_proposed_from_proxies_that_later_rounds_reuse(series, tmp_path, caplog, capsys):
     from flows.cli.experiments.share import print_result
+    from flows.experiments.plans import load_share
     from flows.experiments.share import share
 
     texts, store, _ = series
     copy, file = shutil.copytree(store, tmp_path / "store"), tmp_path / "find.yaml"
     settings = {"target": str(texts.parent / "nightly.yaml"), "shares": [0.0, 0.1, 0.25, 0.5], "devices": 2}
     settings |= {"proxy": {"hidden_size": 16, "tokens_per_parameter": 0.05}}
+    for override in ("continual.replay_from=generated", "continual.schedule=trunk"):
+        file.write_text(yaml.safe_dump(settings | {"round_overrides": [override]}))
+        with pytest.raises(ProfileError, match=f"{override.partition('=')[0]}.*proxies"):
+            load_share(str(file))
     file.write_text(yaml.safe_dump(settings))
     write_texts(texts / "8.jsonl", 9)
     found = share(str(file), str(copy))
