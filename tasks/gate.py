@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from profiles.rules.objectives import RISE
 from profiles.schema import Evaluate
 
 log = logging.getLogger(__name__)
 
 OPERATORS = {"<=": operator.le, ">=": operator.ge}
-RISE = "validation_rise"  # of the loss over that of the initial weights
 CONDITION = re.compile(r"(\w+) *(<=|>=) *(.+)")
 
 
@@ -28,7 +28,7 @@ def check_gate(
 
     Args:
         evaluation: `validation_loss`, `perplexity` and `metrics`.
-        before: the evaluation of the initial weights; None if the run started from scratch.
+        before: the evaluation of the initial weights; None if there is none, and no condition on it.
 
     Raises:
         GateMissed: names every condition that does not hold.
@@ -39,9 +39,6 @@ def check_gate(
     met, missed = [], []
     for condition in settings.gate:
         name, symbol, bound = CONDITION.fullmatch(condition).groups()
-        if name not in values:
-            missed.append(f"{name} is unknown: the run started from scratch, without a loss before training")
-            continue
         holds = OPERATORS[symbol](values[name], float(bound))
         (met if holds else missed).append(f"{name} {values[name]:.4g} (required: {symbol} {bound})")
     if not settings.gate and before is not None:

@@ -24,6 +24,7 @@ KINDS = {
     "precompute_reference": ("dpo",),
     "label_smoothing": ("dpo",),
 }
+RISE = "validation_rise"  # of the loss over that of the initial weights
 PAIR_METRICS = ("accuracy", "margin", "kl")  # means over preference pairs in an evaluation
 
 
@@ -36,7 +37,10 @@ def check(profile: Profile) -> None:
 
 
 def check_start(profile: Profile) -> None:
-    """Raise ProfileError if initial weights are missing, or the chat template; planning needs neither."""
+    """Raise ProfileError if initial weights or the chat template are missing, or the gate needs them.
+
+    Planning needs neither. A chain sets `init.from` of later stages, so the gate is not checked before.
+    """
     template = profile.objective.template
     if template is not None and template not in TEMPLATES and not local_path(template).is_file():
         reason = "is neither a chat template's name nor a file" + searched(template)
@@ -46,6 +50,15 @@ def check_start(profile: Profile) -> None:
         if profile.lora.rank:
             needs = "LoRA trains updates of pretrained weights"
         raise ProfileError("init.from", None, f"is missing: {needs}")
+    if profile.fine_tunes and profile.init.from_ is not None:
+        return
+    for number, condition in enumerate(profile.evaluate.gate):
+        if _value_of(condition) == RISE:
+            reason = (
+                f"{RISE} needs the loss of the initial weights, which only fine-tuning from init.from evaluates; "
+                "PROFILE:evaluate.gate sets it for one profile of a chain"
+            )
+            raise ProfileError(f"evaluate.gate.{number}", condition, reason, ["validation_loss"])
 
 
 def _objective(profile: Profile) -> None:
@@ -104,13 +117,18 @@ def _gate(profile: Profile) -> None:
     metrics = ["perplexity", *(name.partition(":")[2] for name in profile.evaluate.metrics)]
     if profile.rows_per_sample > 1:
         metrics = [*PAIR_METRICS]
-    known = ["validation_loss", "validation_rise", *metrics]
+    known = ["validation_loss", RISE, *metrics]
     for number, condition in enumerate(profile.evaluate.gate):
-        name = re.split(r"\W", condition, maxsplit=1)[0]
+        name = _value_of(condition)
         if name not in known:
             reason = f"{name} is not a result of the evaluation with objective.kind {profile.objective.kind}"
             choices = difflib.get_close_matches(name, known, 3, 0.4) or known
             raise ProfileError(f"evaluate.gate.{number}", condition, reason, choices)
+
+
+def _value_of(condition: str) -> str:
+    """The value that a condition of the gate bounds."""
+    return re.split(r"\W", condition, maxsplit=1)[0]
 
 
 def _lora(profile: Profile) -> None:

@@ -186,17 +186,16 @@ def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path,
         ProfileError, match="tiny-dpo is not a profile of the chain; nearest valid: tiny, tiny-sft"
     ):
         chained_runs(["tiny", "tiny-sft"], ["tiny-dpo:train.steps=3"])
-    arguments = [
-        "chain",
-        micro,
-        sft,
-        "--store",
-        str(tmp_path),
-        "--set",
-        f"{sft}:evaluate.gate=[acuracy >= 1]",
-    ]
-    assert main(arguments) == 2
-    assert "gate.0 = acuracy >= 1: acuracy is not a result of the evaluation" in capsys.readouterr().err
+    for gate, reason in (
+        (f"{sft}:evaluate.gate=[acuracy >= 1]", "acuracy is not a result of the evaluation"),
+        (
+            f"{micro}:evaluate.gate=[validation_rise <= 1]",
+            "validation_rise needs the loss of the initial weights",
+        ),
+    ):
+        assert main(["chain", micro, sft, "--store", str(tmp_path), "--set", gate]) == 2
+        condition = gate.partition("=[")[2].rstrip("]")
+        assert f"gate.0 = {condition}: {reason}" in capsys.readouterr().err
     with contextlib.suppress(FileNotFoundError):
         assert not list((tmp_path / "runs").iterdir())
 
