@@ -5,6 +5,7 @@
     ten       ten rounds in a row, compared with one run over everything
     kills     series of three rounds that are killed at random moments, compared with an undisturbed one
     refused   a round that learned nothing, and one that forgot
+    printed   three rounds with the default share and gates, as `trainshed series` prints them
 
 The first two train in this process, the others run the product's flows. Each row is printed and appended to a JSON Lines file as
 soon as it exists. The exit code is 1 if a requirement is not met.
@@ -34,6 +35,7 @@ def main() -> int:
         "ten": lambda folder: learning.ten_rounds(folder, SHARE),
         "kills": flows.killed,
         "refused": flows.refused,
+        "printed": flows.printed,
     }
     parser = make_parser(__doc__)
     parser.add_argument("--part", action="append", choices=[*parts], help="repeatable (default: all parts)")

@@ -1,4 +1,4 @@
-"""Series that are killed and rounds that are refused, with the product's flows and a micro model.
+"""Series that are killed, refused or printed, by the product's flows with a micro model.
 
 A series of three rounds runs in a process of its own (`run_series`), which adds the text of each round once the round before is
 promoted. Killed at random moments and started again, it has to end with the same bits as a series that nothing disturbs.
@@ -23,6 +23,7 @@ import yaml
 
 from benchmarks.harness.processes import training_ranks
 from benchmarks.rounds import languages
+from flows.cli.main import main as command
 from flows.cli.run import prefect_api
 from tasks.continual.rounds import read_series
 from tasks.keys import file_digest
@@ -119,6 +120,18 @@ def refused(folder: Path) -> Iterator[Row]:
             said = state.message.partition("\n")[0]
             met = state.name == "NotPromoted" and said.partition(": ")[2].startswith(reason)
             yield {"row": row, "state": state.name, "says": said, "met": met}
+
+
+def printed(folder: Path) -> Iterator[Row]:
+    """Three rounds with the default share and gates, and what `trainshed series` prints of them."""
+    series = folder / "printed"
+    with _server(folder):
+        prepare(series)
+        for number in range(1, ROUNDS + 1):
+            add_text(series, number)
+            state = run_round(series)
+            yield {"row": f"round {number}", "state": state.name, "says": state.message}
+    command(["series", NAME, "--store", str(series / "store")])
 
 
 @contextmanager
