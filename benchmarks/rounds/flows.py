@@ -131,7 +131,7 @@ def printed(folder: Path) -> Iterator[Row]:
             add_text(series, number)
             state = run_round(series)
             yield {"row": f"round {number}", "state": state.name, "says": state.message}
-    command(["series", NAME, "--store", str(series / "store")])
+    command(["series", NAME, "--store", str(series / "store"), "--output", str(series / "series.html")])
 
 
 @contextmanager

@@ -114,13 +114,7 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
                 "evaluate.gate=[validation_rise <= 0.1]",
             ),
         ),
-        (
-            ["continual.decay=0.1"],
-            "continual.decay",
-            0.1,
-            "has no effect: continual.schedule is rewarm",
-            ("null",),
-        ),
+        (["continual.decay=0.1"], "continual.decay", 0.1, "continual.schedule is rewarm", ("null",)),
         (["continual.replay=[0.2, 0.1]"], "continual.replay", [0.2, 0.1], "increasing", ([0.1, 0.2],)),
         (["continual.gates=[{on: olds}]"], "continual.gates.0.on", "olds", "is neither old, new", ()),
         (

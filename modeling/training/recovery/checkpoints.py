@@ -115,8 +115,7 @@ class Checkpoints:
         """
         load_reference(weights, self._reference)
         start: Start = call_on_leader(self.mesh, lambda: self._prepare_start(weights))
-        # Not if a request restarts the run from weights of its own.
-        keep_optimizer = keep_optimizer and str(start.weights) == str(weights)
+        keep_optimizer &= str(start.weights) == str(weights)  # not if a request restarts from other weights
         if self.profile.lora.rank:
             load_base(weights, self.optimizer)
             if str(start.weights) == str(weights):
@@ -133,10 +132,9 @@ class Checkpoints:
             except ValueError as error:
                 raise Rejected(error) from None
             step, marker = 0, {}
+            loaded = "weights and optimizer" if keep_optimizer else "weights"
             restarts = "the schedule restarts" if keep_optimizer else "optimizer and schedule restart"
-            message = (
-                f"{'weights and optimizer' if keep_optimizer else 'weights'} from {start.weights}; {restarts}"
-            )
+            message = f"{loaded} from {start.weights}; {restarts}"
         else:
             step, marker = 0, {}
             message = f"from scratch, seed {self.profile.train.seed}"
