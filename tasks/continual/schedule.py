@@ -51,11 +51,14 @@ def constant_rate_steps(train: Train, steps: Sequence[int]) -> list[int]:
 
 
 def check_trunk(profile: Profile, promoted: Profile) -> None:
-    """Check that a round continues a trunk at the rate of the promoted model's run. Raises ProfileError."""
-    ours, theirs = profile.train.learning_rate, promoted.train.learning_rate
-    if profile.continual.is_trunk and ours != theirs:
-        reason = f"the trunk of {promoted.name} has a constant rate, which its rounds keep; a round with rewarm may change it"
-        raise ProfileError("train.learning_rate", ours, reason, [theirs, "continual.schedule=rewarm"])
+    """Check that a round continues a trunk as the promoted model's run trained it. Raises ProfileError."""
+    if not profile.continual.is_trunk:
+        return
+    for key in ("learning_rate", "optimizer"):
+        ours, theirs = getattr(profile.train, key), getattr(promoted.train, key)
+        if ours != theirs:
+            reason = f"is not that of {promoted.name}, whose trunk a round continues; a round with rewarm may change it"
+            raise ProfileError(f"train.{key}", ours, reason, [theirs, "continual.schedule=rewarm"])
 
 
 def with_shortened_schedule(profile: Profile, new: Artifact, replay: float = 0.0) -> Profile:

@@ -109,9 +109,12 @@ def test_round_of_a_trunk_is_constant_then_decays_and_continues_before_the_decay
         ProfileError, match="from before its learning rate decays, and it has none; train the first"
     ):
         start_step(store, promoted, trunk=True)
-    other = load(PAIR, ["continual.schedule=trunk", "train.learning_rate=0.5"])
-    with pytest.raises(ProfileError, match=r"train\.learning_rate = 0\.5: the trunk of nightly-round-1 has"):
-        schedule.check_trunk(other, profile)
+    for key, value in (("learning_rate", "0.5"), ("optimizer", "muon")):
+        other = load(PAIR, ["continual.schedule=trunk", f"train.{key}={value}"])
+        with pytest.raises(
+            ProfileError, match=rf"train\.{key} = {value}: is not that of nightly-round-1, whose"
+        ):
+            schedule.check_trunk(other, profile)
 
 
 def test_new_data_is_drawn_by_the_weights_of_its_sources(store):

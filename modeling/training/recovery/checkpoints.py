@@ -59,8 +59,7 @@ class Start:
     """Which weights and state training starts from: its own checkpoint, initial weights, or the seed."""
 
     resumes: bool  # whether it resumes from its own latest checkpoint
-    # otherwise the checkpoint with its initial weights; None: initialize from the seed
-    weights: Location | None = None
+    weights: Location | None = None  # else the checkpoint with its initial weights; None: from the seed
 
 
 class Checkpoints:
@@ -94,9 +93,8 @@ class Checkpoints:
         settings = self.profile.checkpoint
         request = ResumeRequest(settings.resume, settings.weights)
         self._applied = AppliedRequest(run / run_files.RESUMED, location, request)  # leader only
-        self._claim = (
-            ""  # by which the latest attempt claims the location, also from another machine; leader only
-        )
+        # By which the latest attempt claims the location, also from another machine; leader only.
+        self._claim = ""
 
     def resume(
         self, weights: Path | None, adapters: Path | None = None, *, keep_optimizer: bool = False
@@ -120,6 +118,7 @@ class Checkpoints:
             load_base(weights, self.optimizer)
             if str(start.weights) == str(weights):
                 start = replace(start, weights=adapters)  # they contain none
+        step, marker = 0, {}
         if start.resumes:
             found = self._load_latest(self.profile.train.steps)
             if found is None:
@@ -131,12 +130,10 @@ class Checkpoints:
                 checkpoint.load(start.weights, self.optimizer, weights_only=not keep_optimizer)
             except ValueError as error:
                 raise Rejected(error) from None
-            step, marker = 0, {}
             loaded = "weights and optimizer" if keep_optimizer else "weights"
             restarts = "the schedule restarts" if keep_optimizer else "optimizer and schedule restart"
             message = f"{loaded} from {start.weights}; {restarts}"
         else:
-            step, marker = 0, {}
             message = f"from scratch, seed {self.profile.train.seed}"
             if self.profile.lora.rank:
                 message = f"LoRA of rank {self.profile.lora.rank} on weights from {weights}"
@@ -180,9 +177,7 @@ class Checkpoints:
                 reason = str(error)
                 call_on_leader(self.mesh, lambda: self._quarantine(step, reason))  # noqa: B023
             except checkpoint.OtherOptimizer as error:
-                fresh = (
-                    "train with the same train.optimizer, or start fresh states with checkpoint.weights=true"
-                )
+                fresh = "keep train.optimizer, or start fresh states with checkpoint.weights=true"
                 raise Rejected(f"{error}; {fresh}") from None
             except ValueError as error:
                 raise Rejected(error) from None
