@@ -358,7 +358,7 @@ def test_search_ranks_topologies_that_fit_and_explains_the_others():
     assert reasons[1, 1, 1].needs > 0.9 * 16 * 2**30
     for topology in found[:2]:
         changes = [f"{key}={'null' if value is None else value}" for key, value in topology.overrides.items()]
-        again = resolve.load(profile.name, ["cluster.devices_per_node=8", *changes])
+        again = resolve.load(published(profile.name), ["cluster.devices_per_node=8", *changes])
         assert plan(again).step_seconds == topology.plan.step_seconds
 
 
