@@ -57,8 +57,8 @@ CASES = {
     "context 2, pipeline 2, dpo, packed": Case(context=2, pipeline=2, objective="dpo", documents=True),
     "tensor 2, data 2, orpo, packed": Case(tensor=2, data=2, objective="orpo", documents=True),
     "tensor 4, KV replicated, lora": Case(tensor=4, lora=("qkv", "output", "gate_up", "down")),
-    "tensor 2, no sequence parallelism, lora of some projections": Case(
-        tensor=2, sequence_parallel=False, lora=("q_proj", "v_proj", "o_proj", "up_proj")
+    "muon, tensor 2, no sequence parallelism, lora of some projections": Case(
+        tensor=2, sequence_parallel=False, lora=("q_proj", "v_proj", "o_proj", "up_proj"), optimizer="muon"
     ),
     "fsdp 2, context 2, pipeline 2, lora": Case(
         data=2, context=2, pipeline=2, sharding="fsdp", lora=("qkv", "down"), recompute="full"
@@ -174,6 +174,9 @@ CASES = {
     "muon, pipeline 2, interleaved, tied, no sharding": Case(
         "gpt 4 layers", data=2, pipeline=2, schedule="interleaved", sharding="none", optimizer="muon"
     ),
+    "muon, pipeline 2, zero bubble, data 2": Case(
+        pipeline=2, data=2, schedule="zero_bubble", optimizer="muon"
+    ),
     "muon, expert 2, tensor 2, fsdp 4, deepseek_v3, bias": Case(
         "deepseek_v3", tensor=2, data=4, expert=2, sharding="fsdp", balance="bias", optimizer="muon"
     ),
@@ -220,6 +223,7 @@ LONGER = (
     "tensor 2, data 2, orpo, packed",
     "muon, tensor 4, KV replicated, data 2",
     "muon, hsdp 2 x 2, context 2, full activation checkpointing",
+    "muon, pipeline 2, zero bubble, data 2",
 )
 
 
