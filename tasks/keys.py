@@ -422,7 +422,7 @@ def _package(family: families.Family) -> dict[str, Any]:
 
 
 def train_values(train: Train) -> dict[str, Any]:
-    """The train section, with the effective settings of expert balancing and optimizer; without those in `_model`."""
+    """The train section with the effective settings of balancing and optimizer, less those in `_model`."""
     values = train.model_dump(mode="json", exclude={"balance_bias_rate", *MUON, *MULTI_TOKEN})
     if train.optimizer == "muon":  # else the identities of runs made before these keys existed
         values |= {name: getattr(train, name) for name in MUON} | {"muon_dtype": train.newton_schulz_dtype}

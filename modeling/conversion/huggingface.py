@@ -204,7 +204,7 @@ def read(
 
 
 def _compare_copies(found: Mapping[str, LazyTensor], model: Model) -> set[str]:
-    """Names of the copies of weights that the files have. Raises ValueError if one differs from the weight."""
+    """Names of the copies of weights that the files have; raises ValueError if one differs."""
     copies = {name: ours for name, ours in families.huggingface_copies(model).items() if name in found}
     for name, ours in copies.items():
         theirs = families.huggingface_tensor(model, ours).name
@@ -274,7 +274,7 @@ def _tensor(path: Path, name: str) -> Tensor:
 
 
 def entries(weights: Weights) -> Iterator[TensorEntry]:
-    """The Hugging Face tensors of a model, each assembled from ours when it is written, and copies of them."""
+    """The Hugging Face tensors of a model, each assembled from ours when it is written, and copies."""
     for key, sources in _sources(weights.model, weights.shapes).items():
         shape = _stored_shape(sources, weights.shapes)
         yield TensorEntry(

@@ -64,7 +64,7 @@ class NormOptions(Placement, total=False):
 
 @cache
 def prediction_module(block: type[nn.Module]) -> type[nn.Module]:
-    """The module for multi-token prediction with this block: the block's class with a projection and norms."""
+    """The module for multi-token prediction with this block: its class with a projection and norms."""
 
     class PredictionModule(block):  # type: ignore[misc, valid-type]
         def __init__(

@@ -201,7 +201,7 @@ class StageCosts:
 
 
 def following_like(tokens: Tensor, depth: int) -> tuple[Tensor | None, Tensor]:
-    """Empty inputs of multi-token prediction for tokens (b, s/c): the following tokens, and targets side by side."""
+    """Empty inputs of multi-token prediction for tokens (b, s/c): the following tokens, and targets."""
     following = tokens.new_empty(len(tokens), depth, tokens.shape[1]) if depth else None
     return following, tokens.new_empty(len(tokens), (1 + depth) * tokens.shape[1])
 

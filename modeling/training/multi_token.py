@@ -50,7 +50,7 @@ def shard(
 
 @dataclass
 class MultiTokenLoss:
-    """Loss of tokens with the gradient of multi-token prediction; in evaluation [loss, *metrics, *modules].
+    """Loss with the gradient of multi-token prediction; in evaluation [loss, *metrics, *modules].
 
     Args:
         own: the loss of the model's own prediction.

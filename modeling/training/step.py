@@ -42,7 +42,7 @@ class StepStatistics:
 def reduce_statistics(
     trainer: Trainer, loss: Tensor, stop: bool, writing: bool, seconds: float, differing: Tensor
 ) -> Tensor:
-    """Sum the fields of StepStatistics up to `differing`, load of experts and losses of modules over all ranks.
+    """Sum the statistics up to `differing`, load of experts and losses of modules over all ranks.
 
     Args:
         differing: `ReplicaCheck.count`.

@@ -1,4 +1,4 @@
-"""Rules for multi-token prediction: what its modules do not support, and keys that have no effect without them."""
+"""Rules for multi-token prediction: what it does not support, and keys without effect."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class TokenizerStep(Step):
 
 
 def check_fits(profile: Profile, summary: Mapping[str, Any]) -> None:
-    """Raise ProfileError for a tokenizer without BOS or EOS that the data needs, or larger than the embedding."""
+    """Raise ProfileError for a tokenizer without a needed BOS or EOS, or larger than the embedding."""
     if (size := summary["vocabulary_size"]) > profile.model.vocab_size:
         reason = f"the tokenizer has {size} tokens, and each needs an embedding"
         raise ProfileError("model.vocab_size", profile.model.vocab_size, reason, (f"{size} or more",))
@@ -104,7 +104,7 @@ def check_fits(profile: Profile, summary: Mapping[str, Any]) -> None:
 
 
 def check_records(profile: Profile, folder: Path) -> None:
-    """Raise ProfileError if the tokenizer lacks a chat template that the first records of local files need."""
+    """Raise ProfileError if the tokenizer lacks the chat template that the first local records need."""
     if options := record_options(profile):
         examples = Examples(folder, RecordOptions(**options), [], [])
         for number, data in enumerate(profile.data.sources):
@@ -115,7 +115,7 @@ def check_records(profile: Profile, folder: Path) -> None:
 
 
 def check_folder(profile: Profile) -> None:
-    """Check a tokenizer in a folder of this machine before any step runs; others are checked once they are fetched.
+    """Check a tokenizer in a local folder before any step runs; others are checked once fetched.
 
     Raises:
         ProfileError: no tokenizer that can be read, or one that does not fit the model and the data.

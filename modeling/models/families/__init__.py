@@ -40,7 +40,7 @@ def model_class(architecture: str) -> type[LanguageModel]:
 
 
 def huggingface_copies(model: Model) -> dict[str, str]:
-    """Hugging Face's names of the copies that modules for multi-token prediction have, and our names of the weights."""
+    """Names of the copies that modules for multi-token prediction have, and ours of the weights."""
     head = "embedding" if model.tie_word_embeddings else "head"
     return {
         f"model.layers.{number}.{theirs}.weight": f"{head if ours == 'head' else ours}.weight"

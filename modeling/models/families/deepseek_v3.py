@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, shared experts, and bias-balanced routed experts; GLM-4 MoE.
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, experts balanced by a bias; and GLM-4 MoE.
 
     x = x + attention(norm(x));  x = x + shared(norm(x)) + Σ over the token's k experts of weight · expert(norm(x))
 

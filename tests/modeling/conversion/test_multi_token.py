@@ -1,4 +1,4 @@
-"""Conversion of modules for multi-token prediction, stored as layers beyond the last with copies of embedding and head."""
+"""Conversion of modules for multi-token prediction, which are stored as layers beyond the last."""
 
 import json
 

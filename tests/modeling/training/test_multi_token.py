@@ -1,4 +1,4 @@
-"""A run with multi-token prediction on two pipeline stages: losses by depth in metrics, evaluation with and without it."""
+"""A run with multi-token prediction on two pipeline stages: losses by depth, and evaluation."""
 
 import pytest
 

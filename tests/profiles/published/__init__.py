@@ -1,4 +1,4 @@
-"""Runs that were published for trn1, over the shipped profiles of their models; they can only be planned."""
+"""Runs that were published for trn1, over the shipped profiles of their models; for plans only."""
 
 from __future__ import annotations
 

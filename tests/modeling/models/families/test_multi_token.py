@@ -1,4 +1,4 @@
-"""Multi-token prediction: losses and gradients as with transformers' modules, also of packed documents."""
+"""Multi-token prediction: losses and gradients as with transformers' modules, also if packed."""
 
 import pytest
 import torch
