@@ -364,7 +364,6 @@ def _conversion(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nxd-qkv", choices=QKV_FORM_NAMES, metavar="FORM", help=about)
     about = "leave out modules for multi-token prediction"
     command.add_argument("--without-mtp", action="store_true", help=about)
-    _with_default(command, "--budget", 512, "memory for tensor buffers in MB", type=integer(1), metavar="MB")
     _json(command)
 
 

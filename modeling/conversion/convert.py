@@ -253,7 +253,6 @@ def options_from(arguments: argparse.Namespace) -> Options:
         cuts=None if cuts is None else tuple(cuts),
         nxd_layout=arguments.nxd_layout,
         nxd_qkv=arguments.nxd_qkv,
-        budget=arguments.budget,
         adapters=Path(arguments.adapters).expanduser() if arguments.adapters else None,
         average=tuple(Path(path).expanduser() for path in arguments.average if not NUMBER.fullmatch(path)),
         last=max(numbers, default=None),
@@ -278,7 +277,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--without-mtp", action="store_true", help="leave out modules for multi-token prediction"
     )
-    parser.add_argument("--budget", type=int, default=BUDGET, help="MB of memory for slices of tensors")
     parsed = parser.parse_args(argv)
     job_log.configure(sys.stdout)
     record = convert(parsed.source, parsed.destination, options_from(parsed))

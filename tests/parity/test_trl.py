@@ -452,7 +452,7 @@ def test_lora_of_shared_experts_and_latent_attention_is_exported_only_merged(the
     config = DeepseekV3Config(
         **SIZES | {"num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8,
         v_head_dim=16, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=2, n_group=2,
-        topk_group=1, first_k_dense_replace=1,
+        topk_group=1, first_k_dense_replace=1, num_nextn_predict_layers=0,
     )  # fmt: skip
     torch.manual_seed(5)
     plain = DeepseekV3ForCausalLM(config)
