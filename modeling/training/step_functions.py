@@ -102,7 +102,8 @@ def count_targets(
     if kind == "pairs":
         return torch.cat((targets[:, :-1].where(kept, PADDING), targets[:, -1:]), 1), None
     targets = targets.where(kept, IGNORE_INDEX)
-    return targets, (targets[:, :width] != IGNORE_INDEX).sum().float()
+    counted = targets if width is None else targets[:, :width]  # a full slice would change the graph
+    return targets, (counted != IGNORE_INDEX).sum().float()
 
 
 def pack_evaluation(count: Tensor, sums: Tensor) -> Tensor:
