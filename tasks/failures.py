@@ -12,6 +12,7 @@ import re
 from modeling import exit_codes
 from modeling.planning import planner
 from profiles.schema import Profile
+from profiles.state_files import NotRegularFile
 from tasks.launchers import JobFailed
 from tasks.launchers.base import Unavailable
 from tasks.launchers.causes import OUT_OF_MEMORY
@@ -30,7 +31,10 @@ OUTAGE = re.compile(
     r"LoadFailed: |SaveGivenUp: |OSError: \[Errno (?!12\])|RuntimeError: rank 0: OSError\((?!12\b)\d"
 )  # 12: memory
 # Errors of the flow that are not: they would persist.
-PERSISTENT = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+PERSISTENT = (
+    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
+    NotRegularFile,
+)
 
 
 class FatalError(JobFailed):

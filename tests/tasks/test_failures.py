@@ -1,11 +1,13 @@
 """Classification of failed jobs: their causes, and which failures are fatal."""
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from modeling import exit_codes
 from profiles import resolve
+from profiles.state_files import NotRegularFile
 from tasks.failures import FatalError, classify, is_outage
 from tasks.launchers import Handle, Job, JobFailed, Status, causes
 from tests.profiles.pair import PAIR
@@ -137,3 +139,12 @@ def test_failed_storage_is_the_cause_and_retried(reason):
 def test_everything_else_is_retried(code):
     assert not isinstance(failure(code), FatalError)
     assert not is_outage(failure(code))
+
+
+def test_what_waiting_does_not_change_is_no_outage():
+    for error in (
+        NotRegularFile(errno.EINVAL, "is not a regular file"),
+        PermissionError(errno.EACCES, "denied"),
+    ):
+        assert not is_outage(error)
+    assert is_outage(OSError(errno.EIO, "Input/output error"))
