@@ -55,9 +55,14 @@ OF_FAMILIES = {
     "residual_multiplier",
     "logits_scaling",
     "use_qk_norm",
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
 }
 # Features of a package's `Family` that change its model without changing the shapes of weights, or its class.
-FEATURES = ("norm", "norm_position", "qk_norm", "output_bias", "adjacent_pairs", "local_rope")
+FEATURES = (
+    *("norm", "norm_position", "qk_norm", "output_bias", "adjacent_pairs", "local_rope"),
+    "scaled_embedding",
+)
 # Keys of `train` that only have an effect on a model with multi-token prediction.
 MULTI_TOKEN = ("mtp_weight", "mtp_steps", "mtp_later_weight")
 # Keys of `train` that a position in the data depends on.

@@ -24,7 +24,7 @@ from modeling.models.weight_names import HuggingFaceTensor
 from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
 from parallel.device import CPU, Device
 from parallel.layers.linear import ReplicatedLinear
-from parallel.layers.norms import CenteredNorm
+from parallel.layers.norms import CenteredNorm, UnitOffsetNorm
 from parallel.layers.products import EXACT, Products
 from parallel.layers.tied import TiedWeight
 from parallel.layout import Initializer, Placement
@@ -35,6 +35,7 @@ from profiles.sections.model import Model
 
 NORMS: Mapping[str, type[RMSNorm]] = {
     "rms": RMSNorm,
+    "unit_offset": UnitOffsetNorm,
     "layer": LayerNorm,
     "centered": CenteredNorm,
 }  # by `Family.norm`
@@ -101,6 +102,7 @@ class LanguageModel(nn.Module):
 
     Attributes:
         axis: tensor axis, over which the vocabulary is sharded.
+        embedding_scale: multiplier of token embeddings; None: 1.
         sequence_parallel: whether hidden states are actually sharded; False on a tensor axis of one rank.
         first, last: whether this stage has the embedding, and the head.
         layers: this stage's blocks by number, those of multi-token prediction included.
@@ -141,6 +143,9 @@ class LanguageModel(nn.Module):
         self.numbers = layers  # without those for multi-token prediction
         self.register_buffer("layer_numbers", torch.tensor([*layers], device=device), persistent=False)
         self.sequence_parallel = sequence_parallel and mesh.tensor.size > 1
+        self.embedding_scale = model.embedding_multiplier
+        if model.family.scaled_embedding:  # rounded to the weights' dtype, as in transformers
+            self.embedding_scale = torch.tensor(model.hidden_size**0.5, dtype=dtype, device="cpu").item()
         self.first, self.last = 0 in layers, model.num_hidden_layers - 1 in layers
         self.ahead = model.prediction_layers if self.last else range(0)
         options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
@@ -224,11 +229,11 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Hidden states (b·s/c, h) of token ids (b, s/c)."""
         x = self.embedding(ids)
-        return x if self.model.embedding_multiplier is None else self.scale_embedding(x)
+        return x if self.embedding_scale is None else self.scale_embedding(x)
 
     def scale_embedding(self, x: Tensor) -> Tensor:
         """The embeddings of tokens times their multiplier."""
-        return x * self.model.embedding_multiplier
+        return x * self.embedding_scale
 
     def scale_output(self, x: Tensor) -> Tensor:
         """The last hidden states divided by `logits_scaling`, which divides the logits."""

@@ -19,7 +19,7 @@ from parallel.layout import Initializer, Layout, Section, layout_of, parameter
 from parallel.mesh import Axis, Mesh
 from parallel.torch_internals import fused_rms_norm
 
-ONES = Constant(1.0)
+ONES, ZEROS = Constant(1.0), Constant(0.0)
 
 
 class _RMSNorm(Function):
@@ -82,6 +82,18 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, self.weight, self.epsilon)
 
 
+class UnitOffsetNorm(RMSNorm):
+    """x / sqrt(mean(x²) + ε) · (1 + w), with w initially zero (Gemma); arguments as for RMSNorm."""
+
+    def __init__(self, hidden: int, axis: Axis, *, initializer: Initializer = ONES, **arguments: Any) -> None:
+        super().__init__(hidden, axis, initializer=ZEROS, **arguments)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(
+            x, self.weight.to(torch.promote_types(x.dtype, torch.float32)) + 1, self.epsilon
+        )
+
+
 class CenteredNorm(RMSNorm):
     """LayerNorm without bias over the last dim, (x - mean) / sqrt(var + ε) · w; arguments as for RMSNorm."""
 
@@ -130,6 +142,7 @@ class HeadNorm(nn.Module):
     Args:
         head_dim: d.
         axis: tensor axis, over which heads are sharded and the weights replicated; their gradients are partial sums.
+        unit_offset: whether heads are multiplied by 1 + w, with w initially zero.
     """
 
     def __init__(
@@ -138,18 +151,23 @@ class HeadNorm(nn.Module):
         axis: Axis,
         *,
         epsilon: float = 1e-6,
+        unit_offset: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.unit_offset = epsilon, unit_offset
         sections = tuple(Section(name, (head_dim,), None) for name in ("q", "k"))
         partial_axes = ("tensor",) if axis.size > 1 else ()
-        self.weight = parameter(Layout(sections, axis.size, Constant(1.0), partial_axes), dtype, device)
+        initial = ZEROS if unit_offset else ONES
+        self.weight = parameter(Layout(sections, axis.size, initial, partial_axes), dtype, device)
 
     def forward(self, qk: Tensor, heads: int) -> Tensor:
         """Normalize heads (..., n + k, d), of which the first n = `heads` are query heads."""
-        q, k = self.weight.view(2, 1, -1).unbind()  # (1, d) each
+        weight = self.weight
+        if self.unit_offset:
+            weight = weight.to(torch.promote_types(qk.dtype, torch.float32)) + 1
+        q, k = weight.view(2, 1, -1).unbind()  # (1, d) each
         weight = torch.cat((q.expand(heads, -1), k.expand(qk.shape[-2] - heads, -1)))  # (n + k, d)
         return _HeadRMSNorm.apply(qk, weight, self.epsilon)
 

@@ -154,6 +154,7 @@ def to_config_json(model: Model) -> dict[str, Any]:
     if family.rotary:
         names = {**dict(zip(LLAMA_FIELDS, LLAMA_FIELDS, strict=True)), "norm_eps": NORM_EPS, **family.fields}
         neutral = {"attention_multiplier": model.head_dim**-0.5, **dict.fromkeys(MULTIPLIERS, 1.0)}
+        neutral |= {"query_pre_attn_scalar": model.head_dim, "rope_local_base_freq": model.rope_theta}
         neutral["num_nextn_predict_layers"] = 0  # if omitted, transformers' default of 1 would apply
         fields = {}
         for ours, theirs in names.items():

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def keys(family: Family) -> set[str]:
     """Keys of a config.json that `read` reads, besides `family.fields`."""
     further = {"sliding_window": "layer_types", "max_window_layers": "use_sliding_window"}
-    further["no_rope_layer_interval"] = "no_rope_layers"
+    further |= {"no_rope_layer_interval": "no_rope_layers", "rope_local_base_freq": "sliding_window_pattern"}
     return {"rope_parameters", *(key for name, key in further.items() if name in family.fields)}
 
 
@@ -69,7 +69,7 @@ def _alternating_windows(config: Mapping[str, Any], architecture: str, family: F
         config.get("layer_types"),
         config["num_hidden_layers"],
     )
-    every = family.defaults.get("full_attention_every")
+    every = config.get("sliding_window_pattern", family.defaults.get("full_attention_every"))
     types = (types or [FULL if every and i % every == 0 else SLIDING for i in range(1, count + 1)])[:count]
     if window is None or set(types) == {SLIDING}:
         return {"sliding_window": window, "full_attention_every": None}
@@ -114,8 +114,10 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """rope_theta, rope_scaling and partial_rotary_factor, from rope_parameters or separate keys."""
     section = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as in transformers 5
     given = config.get(section) or {}
+    local = config.get("rope_local_base_freq")
     if family.local_rope and (parameters := config.get("rope_parameters")):
-        given = {**_of_full_attention(parameters, config), **(config.get("rope_scaling") or {})}
+        full, local = _by_layers(parameters, config, local)
+        given = {**full, **(config.get("rope_scaling") or {})}
     scaling = {name: value for name, value in given.items() if value is not None}
     theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
@@ -123,6 +125,8 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if kind not in ("default", *kinds):
         raise ProfileError("rope_scaling.rope_type", kind, "is not supported", ["default", *kinds])
     values: dict[str, Any] = {"rope_theta": float(theta)}
+    if "rope_local_base_freq" in family.fields:
+        values["rope_local_base_freq"] = float(local)
     if "partial_rotary_factor" in family.fields:
         share = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
         values["partial_rotary_factor"] = None if share == 1 else share
@@ -134,25 +138,32 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {**values, "rope_scaling": {"rope_type": kind, **fields} if known else None}
 
 
-def _of_full_attention(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters of layers with full attention.
+def _by_layers(
+    parameters: Mapping[str, Any], config: Mapping[str, Any], base: float | None
+) -> tuple[Mapping[str, Any], float | None]:
+    """The parameters of layers with full attention, and the base of those with a window.
+
+    Args:
+        base: default of that base; None: the family has one for all layers.
 
     Raises:
-        ProfileError: those of the other layers are scaled, or have another base.
+        ProfileError: the parameters of layers with a window are scaled, or their base is not supported.
     """
     section = "rope_parameters"
     if unknown := parameters.keys() - {FULL, SLIDING}:
         reason = f"is not a section for a kind of layers; give {FULL} and {SLIDING}"
         raise ProfileError(f"{section}.{min(unknown)}", str(parameters[min(unknown)]), reason)
-    full, local = (
-        {"rope_theta": config.get("rope_theta"), **(parameters.get(kind) or {})} for kind in (FULL, SLIDING)
-    )
-    expected = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    full = {"rope_theta": config.get("rope_theta"), **(parameters.get(FULL) or {})}
+    local = {"rope_theta": full["rope_theta"] if base is None else base, **(parameters.get(SLIDING) or {})}
+    expected = {
+        "rope_type": "default",
+        "rope_theta": full["rope_theta"] if base is None else local["rope_theta"],
+    }
     for name, value in local.items():
         if value is not None and value != expected.get(name):
             reason = "is not supported: layers with a window have unscaled RoPE with the base of the others"
             raise ProfileError(f"{section}.{SLIDING}.{name}", str(value), reason)
-    return full
+    return full, local["rope_theta"]
 
 
 def write(model: Model) -> dict[str, Any]:
@@ -178,7 +189,8 @@ def write(model: Model) -> dict[str, Any]:
         fields["partial_rotary_factor"] = model.partial_rotary_factor or 1.0
     plain = {"rope_type": "default", "rope_theta": model.rope_theta}
     if family.local_rope:
-        fields["rope_parameters"] = {FULL: {**plain, **(scaling or {})}, SLIDING: plain}
+        local = {**plain, "rope_theta": model.rope_local_base_freq or model.rope_theta}
+        fields["rope_parameters"] = {FULL: {**plain, **(scaling or {})}, SLIDING: local}
     if model.architecture == "gpt_oss":  # transformers interprets a missing scaling as YaRN
         fields["rope_parameters"] = {**plain, **(scaling or {})}
     return fields

@@ -154,6 +154,47 @@ OWN = {
             "mlp_output_norm": "post_mlp_layernorm",
         },
     ),
+    "gemma3": _own(
+        "llama:Llama",
+        "Gemma3",
+        "arXiv 2503.19786",
+        model_type="gemma3_text",
+        fields={
+            "hidden_act": "hidden_activation",
+            **_same(
+                "sliding_window", "full_attention_every", "rope_local_base_freq", "query_pre_attn_scalar"
+            ),
+        },
+        values={"hidden_act": ("gelu_pytorch_tanh",), "tie_word_embeddings": (True, False)},
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "full_attention_every": 6,
+            "tie_word_embeddings": True,
+        },
+        fixed={
+            **_FIXED,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        unused=("_sliding_window_pattern",),  # layer_types has it
+        norm="unit_offset",
+        norm_position="around",
+        qk_norm="heads",
+        local_rope=True,
+        scaled_embedding=True,
+        tensors={
+            "attention_output_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_output_norm": "post_feedforward_layernorm",
+        },
+    ),
     "phi3": _own(
         "llama:Llama",
         "Phi3",

@@ -15,6 +15,8 @@ OPTIONAL = {
     **dict.fromkeys(("full_attention_every", "max_window_layers"), "layers of different windows"),
     "no_rope_layer_interval": "layers without RoPE",
     "partial_rotary_factor": "partly rotated heads",
+    "rope_local_base_freq": "RoPE of another base in layers with a window",
+    "query_pre_attn_scalar": "scale of queries",
     **dict.fromkeys(
         ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
         "multipliers",
@@ -56,13 +58,14 @@ class Family:
         fixed: config.json fields with a single supported value.
         unused: further config.json keys that training does not need; other unknown keys are rejected.
         rotary: whether it has RoPE, and Llama's names in config.json.
-        norm: "rms", or LayerNorm with a bias ("layer") or without ("centered").
+        norm: "rms", with 1 + weight ("unit_offset"), or LayerNorm with a bias ("layer") or without ("centered").
         norm_position: of a layer's norms: before attention and MLP, after them, or around them.
         qk_norm: RMSNorm of query and key heads before rotation, each ("heads") or all of a token's together ("projections").
         free_head_dim: whether head_dim may differ from hidden_size / num_attention_heads.
         output_bias: whether attention's biases include that of the output projection.
         adjacent_pairs: whether RoPE rotates adjacent elements, instead of those of the two halves of a head.
         local_rope: whether layers with a window have unscaled RoPE.
+        scaled_embedding: whether token embeddings are multiplied by √hidden_size.
         tensors: names in transformers of a layer's modules, where they differ from Llama's; parts of one tensor share a name.
         parametrized: whether the scales of μP and CompleteP are known.
         selection_bias: whether experts are chosen by logits plus a bias per expert.
@@ -81,13 +84,14 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"attention_dropout": 0.0})
     unused: tuple[str, ...] = ()
     rotary: bool = True
-    norm: Literal["rms", "layer", "centered"] = "rms"
+    norm: Literal["rms", "unit_offset", "layer", "centered"] = "rms"
     norm_position: Literal["before", "after", "around"] = "before"
     qk_norm: Literal["none", "heads", "projections"] = "none"
     free_head_dim: bool = True
     output_bias: bool = True
     adjacent_pairs: bool = False
     local_rope: bool = False
+    scaled_embedding: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
     parametrized: bool = False
     selection_bias: bool = False

@@ -71,12 +71,12 @@ class Model(Section):
     )
     sliding_window: Count | None = Field(
         default=None,
-        description="number of tokens that a token attends to, itself included; null: all (mistral, qwen2, olmo3, phi3, "
-        "ministral, starcoder2, mixtral, gpt_oss)",
+        description="number of tokens that a token attends to, itself included; null: all (mistral, qwen2, olmo3, gemma3, "
+        "phi3, ministral, starcoder2, mixtral, gpt_oss)",
     )
     full_attention_every: Count | None = Field(
         default=None,
-        description="n: every n-th layer has full attention, the others the sliding window (olmo3, ministral, gpt_oss)",
+        description="n: every n-th layer has full attention, the others the sliding window (olmo3, gemma3, ministral, gpt_oss)",
     )
     max_window_layers: Natural | None = Field(
         default=None,
@@ -88,6 +88,14 @@ class Model(Section):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm, glm4_moe)",
+    )
+    rope_local_base_freq: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="RoPE base of layers with a window; null: that of the others (gemma3)",
+    )
+    query_pre_attn_scalar: Size | None = Field(
+        default=None,
+        description="number whose root divides attention scores; null: head_dim (gemma3)",
     )
     embedding_multiplier: Multiplier = Field(
         default=None, description="multiplies token embeddings; null: 1 (granite)"
@@ -107,7 +115,7 @@ class Model(Section):
         default=None, description="bound that queries, keys and values are clipped to; null: none (dbrx)"
     )
     tie_word_embeddings: bool = Field(
-        description="share the embedding with the output projection (default: true for gpt, smollm3 and starcoder2)"
+        description="share the embedding with the output projection (default: true for gpt, smollm3, gemma3 and starcoder2)"
     )
     attention_bias: bool = Field(
         description="biases in the attention projections (default: true for qwen2, glm4, starcoder2, gpt and gpt_oss); not in "
@@ -115,7 +123,7 @@ class Model(Section):
     )
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt and starcoder2)")
     hidden_act: str = Field(
-        description="MLP activation function (default: gelu for gpt, gelu_pytorch_tanh for starcoder2, else silu)"
+        description="MLP activation function (default: gelu for gpt, gelu_pytorch_tanh for gemma3 and starcoder2, else silu)"
     )
     initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
     parametrization: Annotated[Literal["standard", "mup", "completep"], roles.INITIALIZATION] = Field(
@@ -247,6 +255,12 @@ class Model(Section):
     def num_expert_layers(self) -> int:
         """Number of layers that have experts, with those for multi-token prediction."""
         return sum(map(self.has_experts, range(self.num_layers)))
+
+    @property
+    def score_scale(self) -> float | None:
+        """Factor of attention scores; None: 1 / √head_dim."""
+        scalar = self.query_pre_attn_scalar
+        return self.attention_multiplier if scalar is None else scalar**-0.5
 
     @property
     def qk_norm(self) -> Literal["none", "heads", "projections"]:

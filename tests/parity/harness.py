@@ -54,7 +54,10 @@ MODELS = {
     "llama completep": {**LLAMA, "tie_word_embeddings": True, "parametrization": "completep", "base_hidden_size": 16,
                         "base_num_hidden_layers": 1},
     "mistral": {**LLAMA, "architecture": "mistral", "sliding_window": 9},
-    "qwen3": {**LLAMA, "architecture": "qwen3", "head_dim": 16},
+    "gemma3": {
+        **LLAMA, "architecture": "gemma3", "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 9,
+        "full_attention_every": 2, "rope_local_base_freq": 100.0, "query_pre_attn_scalar": 20,
+    },
     "olmo3": {
         **LLAMA, "architecture": "olmo3", "num_hidden_layers": 3, "sliding_window": 9, "full_attention_every": 2,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

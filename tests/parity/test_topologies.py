@@ -15,7 +15,7 @@ CASES = {
     "tensor 2, tied, biases, no sequence parallelism": Case("llama tied", tensor=2, sequence_parallel=False),
     "tensor 2, gpt": Case("gpt", tensor=2),
     "tensor 4, gpt, no sequence parallelism": Case("gpt", tensor=4, sequence_parallel=False),
-    "tensor 4, KV replicated, qwen3": Case("qwen3", tensor=4),
+    "tensor 4, KV replicated, gemma3": Case("gemma3", tensor=4),
     "tensor 4, KV replicated, data 2, fsdp, olmo3": Case("olmo3", tensor=4, data=2, sharding="fsdp"),
     "tensor 2, glm4": Case("glm4", tensor=2),
     "data 2": Case(data=2),

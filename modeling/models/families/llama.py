@@ -43,7 +43,7 @@ class Attention(nn.Module):
         super().__init__()
         family = model.family
         self.d, self.window = model.head_dim, model.window(layer)
-        self.context, self.scale = mesh.context, model.attention_multiplier
+        self.context, self.scale = mesh.context, model.score_scale
         self.rotates, self.adjacent = model.has_rope(layer), family.adjacent_pairs
         h, n, k = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
         options["bias"] = model.attention_bias
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         norm: dict[str, Any] = {name: options[name] for name in ("dtype", "device")}
         norm["epsilon"] = model.norm_eps
         if self.norm_kind == "heads":
-            self.qk_norm = HeadNorm(self.d, mesh.tensor, **norm)
+            self.qk_norm = HeadNorm(self.d, mesh.tensor, unit_offset=family.norm == "unit_offset", **norm)
         if self.norm_kind == "projections":
             self.q_norm = ProjectionNorm(n, self.d, mesh, **norm)
             self.k_norm = ProjectionNorm(k, self.d, mesh, mesh.kv_replicas, **norm)
@@ -223,8 +223,10 @@ class Llama(LanguageModel):
         device = options.get("device")
         self.register_buffer("theta", inverse_frequencies(model).to(device), persistent=False)
         local = None  # of layers with a window, if it differs
-        if model.family.local_rope and model.rope_scaling is not None:
-            local = inverse_frequencies(model.model_copy(update={"rope_scaling": None})).to(device)
+        base = model.rope_local_base_freq or model.rope_theta
+        if model.family.local_rope and (model.rope_scaling is not None or base != model.rope_theta):
+            unscaled = {"rope_scaling": None, "rope_theta": base}
+            local = inverse_frequencies(model.model_copy(update=unscaled)).to(device)
         self.register_buffer("local_theta", local, persistent=False)
 
     @classmethod

@@ -37,6 +37,7 @@ from modeling.conversion.convert import Options, convert
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
 from profiles.huggingface.config import GENERATION_CONFIG, TOKEN_IDS
+from profiles.sections import families
 from tests.modeling.conversion.nxd import nxd_shards
 from tests.modeling.conversion.trained import save_trained
 from tests.modeling.models.families.test_families import CONFIGS, SIZES
@@ -62,7 +63,9 @@ MODELS = {
     "llama, biases": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True)),
     **{
         name: lambda name=name, fields=configs[-1]: AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(name, **{**SIZES, "intermediate_size": 56, **fields})
+            AutoConfig.for_model(
+                families.OWN[name].model_type or name, **{**SIZES, "intermediate_size": 56, **fields}
+            )
         )
         for name, configs in CONFIGS.items()
         if name != "llama"

@@ -288,7 +288,7 @@ def test_every_key_of_transformers_is_read_or_rejected_and_has_its_default(name)
         assert without == model or (without is None and key in sizes), key
         if key not in config_keys.UNUSED | {*family.unused} | DERIVED.get(name, set()):
             assert read({**config, key: other(value)}) != model, key
-    for key in ("num_selects", "weight_bits", "quantization", "attn_logit_softcapping"):
+    for key in ("num_selects", "weight_bits", "quantization", "logit_soft_cap"):
         with pytest.raises(
             ProfileError, match=f"{key} = .*: is not a key that Trainshed or transformers know"
         ):

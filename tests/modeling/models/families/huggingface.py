@@ -85,13 +85,16 @@ def build_pair(
     if getattr(config, "num_mtp_layers", 0):
         theirs.mtp = MtpModel(theirs, config.num_mtp_layers)
         for parameter in theirs.mtp.layers.parameters():  # which it leaves uninitialized
-            torch.nn.init.normal_(parameter, std=config.initializer_range)
+            if parameter.dim() == 1:
+                torch.nn.init.ones_(parameter)
+            else:
+                torch.nn.init.normal_(parameter, std=config.initializer_range)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
             elif parameter.dim() == 1:  # of a norm
-                parameter.normal_(1, 0.1)
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for name, buffer in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)

@@ -25,6 +25,7 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.07, "residual_multiplier": 0.22}
+GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 20}
 # Configs of each family that together use all of its features; the last is also converted (test_convert.py).
 CONFIGS = {
     "llama": [{}],
@@ -55,6 +56,15 @@ CONFIGS = {
         {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.3},
     ],
     "glm4": [{"attention_bias": False, "partial_rotary_factor": 1.0}, {}],
+    "gemma3": [
+        {**GEMMA, "tie_word_embeddings": False},
+        {
+            **GEMMA, "num_hidden_layers": 8, "attention_bias": True, "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ],
     "phi3": [{"sliding_window": 5}, {"partial_rotary_factor": 0.67}],
     "ministral": [{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}],
     "starcoder2": [{"sliding_window": 5}, {"tie_word_embeddings": False}],

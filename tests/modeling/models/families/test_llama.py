@@ -204,11 +204,11 @@ def test_rope_frequencies_have_the_bits_of_transformers(name):
                 parameters.pop("truncate", None)
                 local = {"rope_type": "default", "rope_theta": theta}
                 parameters = {"full_attention": parameters, "sliding_attention": local}
-            config = AutoConfig.for_model(name, rope_parameters=parameters)
+            config = AutoConfig.for_model(families.OWN[name].model_type or name, rope_parameters=parameters)
             if name in ("mixtral", "ministral", "glm4_moe"):
                 config.head_dim = 128  # its default is none, or not understood by YaRN of transformers
             package = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
-            kind = type(config).__name__.replace("Config", "RotaryEmbedding")
+            kind = type(config).__name__.replace("TextConfig", "Config").replace("Config", "RotaryEmbedding")
             rope = getattr(package, kind)(config)
             expected = rope.full_attention_inv_freq if families.OWN[name].local_rope else rope.inv_freq
             ours = inverse_frequencies(Model(**from_config_json(config.to_dict())))
