@@ -55,6 +55,7 @@ OF_FAMILIES = {
     "residual_multiplier",
     "logits_scaling",
     "use_qk_norm",
+    "use_parallel_residual",
     "rope_local_base_freq",
     "query_pre_attn_scalar",
 }

@@ -45,11 +45,14 @@ from profiles.sections.model import Model
 SHARD_BYTES = 5 * 10**9
 SINGLE = ("model.safetensors", "pytorch_model.bin", "checkpoint.pt")
 LM_HEAD = "lm_head.weight"  # of every family
-PREFIX = r"^(model|transformer)\."  # of names in a model with a head
+PREFIX = r"^(model|transformer|gpt_neox)\."  # of names in a model with a head
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 Sources = list[tuple[str, HuggingFaceTensor]]  # the names of our tensors that make up a Hugging Face tensor
 # masks and frequencies saved by old versions of transformers, which are not weights
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+BUFFERS = (
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
+    ".rotary_emb.inv_freq",
+)
 
 log = logging.getLogger(__name__)
 
@@ -292,6 +295,13 @@ def _rows(
     name, mapped = sources[0]
     if not mapped.index and not mapped.transposed:
         yield from weights.blocks(name, (low, *[0] * (len(stored) - 1)), (high - low, *stored[1:]))
+        return
+    if mapped.by_head:
+        complete = torch.empty(stored, dtype=weights.dtype_of(name))
+        for name, mapped in sources:
+            shape = weights.shapes[name]
+            mapped.place(weights.read(name, (0,) * len(shape), shape), complete)
+        yield complete[low:high]
         return
     result = torch.empty(high - low, *stored[1:], dtype=weights.dtype_of(name))
     for name, mapped in sources:

@@ -1,7 +1,8 @@
 """Weight names: the Hugging Face tensor, or part of one, that holds each of ours; a map per family.
 
 Most tensors only differ in name. Others are parts of a larger one: GPT-2 has q, k and v side by side, DBRX one below the other,
-and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out) where ours are (out, in).
+GPT-NeoX those of each head, and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out) where ours are
+(out, in).
 """
 
 from __future__ import annotations
@@ -26,11 +27,25 @@ class HuggingFaceTensor:
     transposed: bool = False  # whether it is stored as (in, out)
     locate: Locate | None = None
     index: Index = ()  # of our tensor, if it is a part; slices have a start and a stop, or neither
+    by_head: bool = False  # whether the rows of each head are together, with the index of ours among them
+    heads: int = 1  # of such a tensor
+
+    def view(self, stored: Tensor) -> Tensor:
+        """The part of the stored tensor that is ours, with a dim for heads if it is stored by head."""
+        if self.by_head:
+            return stored.unflatten(0, (self.heads, -1))[(slice(None), *self.index)]
+        return stored[self.index] if self.index else stored
 
     def read(self, stored: Tensor) -> Tensor:
-        """Our tensor as a view of the stored one."""
-        tensor = stored[self.index] if self.index else stored
+        """Our tensor as a view of the stored one, or a copy if it is stored by head."""
+        tensor = self.view(stored)
+        if self.by_head:
+            return tensor.flatten(0, 1)
         return tensor.t() if self.transposed else tensor
+
+    def place(self, tensor: Tensor, stored: Tensor) -> None:
+        """Copy our tensor into the stored one, which is by head."""
+        self.view(stored).copy_(tensor.unflatten(0, (self.heads, -1)))
 
     def write(self, tensor: Tensor) -> Tensor:
         """Our tensor in the stored orientation."""
@@ -46,6 +61,8 @@ class HuggingFaceTensor:
             else:
                 size = remaining.pop(0)
                 sizes.append(size if at.stop is None else at.stop)
+        if self.by_head:
+            sizes[0] *= self.heads
         return (*sizes, *remaining)
 
 

@@ -128,7 +128,8 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if "rope_local_base_freq" in family.fields:
         values["rope_local_base_freq"] = float(local)
     if "partial_rotary_factor" in family.fields:
-        share = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+        share = config.get(family.fields["partial_rotary_factor"], config.get("partial_rotary_factor"))
+        share = scaling.pop("partial_rotary_factor", share)
         values["partial_rotary_factor"] = None if share == 1 else share
     known = {*kinds[kind].model_fields} if kind in kinds else set()
     for name in scaling.keys() - known - ROPE_UNUSED:
@@ -184,9 +185,9 @@ def write(model: Model) -> dict[str, Any]:
         fields["no_rope_layers"] = [int(model.has_rope(layer)) for layer in range(count)]
         fields["no_rope_layer_interval"] = model.no_rope_layer_interval or count + 1
     scaling = model.rope_scaling and model.rope_scaling.model_dump(exclude_none=True)
-    fields |= {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    fields |= {family.fields.get("rope_theta", "rope_theta"): model.rope_theta, "rope_scaling": scaling}
     if "partial_rotary_factor" in family.fields:
-        fields["partial_rotary_factor"] = model.partial_rotary_factor or 1.0
+        fields[family.fields["partial_rotary_factor"]] = model.partial_rotary_factor or 1.0
     plain = {"rope_type": "default", "rope_theta": model.rope_theta}
     if family.local_rope:
         local = {**plain, "rope_theta": model.rope_local_base_freq or model.rope_theta}

@@ -22,6 +22,7 @@ OPTIONAL = {
         "multipliers",
     ),
     "clip_qkv": "clipped heads",
+    "use_parallel_residual": "attention and MLP side by side",
     "use_qk_norm": "choice of norms of heads",
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), "experts"),
     "n_shared_experts": "shared experts",
@@ -67,6 +68,9 @@ class Family:
         local_rope: whether layers with a window have unscaled RoPE.
         scaled_embedding: whether token embeddings are multiplied by √hidden_size.
         tensors: names in transformers of a layer's modules, where they differ from Llama's; parts of one tensor share a name.
+        qkv_by_head: whether queries, keys and values that share a tensor are in it head by head.
+        root: name in transformers of the model without its head, if `ends` is given.
+        ends: names in transformers of embedding, norm and head, where they are not Llama's.
         parametrized: whether the scales of μP and CompleteP are known.
         selection_bias: whether experts are chosen by logits plus a bias per expert.
         expert_bias: whether router and experts have biases.
@@ -93,6 +97,9 @@ class Family:
     local_rope: bool = False
     scaled_embedding: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
+    qkv_by_head: bool = False
+    root: str = "model"
+    ends: Mapping[str, str] = field(default_factory=dict)
     parametrized: bool = False
     selection_bias: bool = False
     expert_bias: bool = False

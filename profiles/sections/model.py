@@ -87,7 +87,7 @@ class Model(Section):
     )
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm, glm4_moe)",
+        description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm, gpt_neox, glm4_moe)",
     )
     rope_local_base_freq: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
@@ -108,6 +108,10 @@ class Model(Section):
         description="multiplies what attention and MLP add to the residual stream; null: 1 (granite)",
     )
     logits_scaling: Multiplier = Field(default=None, description="divides the logits; null: 1 (granite)")
+    use_parallel_residual: bool | None = Field(
+        default=None,
+        description="whether attention and MLP of a layer have the same input, and are added to it together; null: no (gpt_neox)",
+    )
     use_qk_norm: bool | None = Field(
         default=None, description="RMSNorm of query and key heads before rotation; null: no (glm4_moe)"
     )
@@ -118,12 +122,13 @@ class Model(Section):
         description="share the embedding with the output projection (default: true for gpt, smollm3, gemma3 and starcoder2)"
     )
     attention_bias: bool = Field(
-        description="biases in the attention projections (default: true for qwen2, glm4, starcoder2, gpt and gpt_oss); not in "
-        "that of the output for qwen2, glm4, stablelm and glm4_moe"
+        description="biases in the attention projections (default: true for qwen2, glm4, starcoder2, gpt_neox, gpt and gpt_oss); "
+        "not in that of the output for qwen2, glm4, stablelm and glm4_moe"
     )
-    mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt and starcoder2)")
+    mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt, gpt_neox and starcoder2)")
     hidden_act: str = Field(
-        description="MLP activation function (default: gelu for gpt, gelu_pytorch_tanh for gemma3 and starcoder2, else silu)"
+        description="MLP activation function (default: gelu for gpt and gpt_neox, gelu_pytorch_tanh for gemma3 and "
+        "starcoder2, else silu)"
     )
     initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
     parametrization: Annotated[Literal["standard", "mup", "completep"], roles.INITIALIZATION] = Field(

@@ -36,6 +36,9 @@ def check(model: Model) -> None:
         if (value := getattr(model, name)) is not None and model.sliding_window is None:
             reason = "is set, but sliding_window, which the other layers need, is not"
             raise ProfileError(name, value, reason, ["null"])
+    if family.qkv_by_head and kv_heads != heads:
+        reason = f"{model.architecture} has a KV head for each query head"
+        raise ProfileError("num_key_value_heads", kv_heads, reason, [heads])
     if not family.free_head_dim and model.head_dim * heads != model.hidden_size:
         reason = f"{model.architecture} needs {heads} heads · head_dim = hidden_size {model.hidden_size}"
         raise ProfileError("head_dim", model.head_dim, reason, [model.hidden_size // heads])

@@ -70,7 +70,11 @@ MODELS = {
     },
     # without biases: the exact gradients of the key biases that are not rotated are zero
     "glm4": {**LLAMA, "architecture": "glm4", "partial_rotary_factor": 0.5, "attention_bias": False, "vocab_size": 101},
-    "starcoder2": {**LLAMA, "architecture": "starcoder2"},
+    # without biases, as above
+    "gpt_neox": {
+        **LLAMA, "architecture": "gpt_neox", "num_key_value_heads": 8, "partial_rotary_factor": 0.5, "attention_bias": False,
+        "use_parallel_residual": True,
+    },
     "dbrx": {
         **LLAMA, "architecture": "dbrx", "intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 0.5,
     },

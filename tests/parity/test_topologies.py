@@ -10,7 +10,7 @@ from tests.parity.harness import MANY_STEPS, STEPS, Case, batch, differences, on
 CASES = {
     "tensor 4, KV replicated": Case(tensor=4),
     "tensor 8, KV replicated, padded vocabulary": Case(tensor=8),
-    "tensor 4, no sequence parallelism, starcoder2": Case("starcoder2", tensor=4, sequence_parallel=False),
+    "tensor 4, no sequence parallelism, gpt_neox": Case("gpt_neox", tensor=4, sequence_parallel=False),
     "tensor 4, tied, biases": Case("llama tied", tensor=4),
     "tensor 2, tied, biases, no sequence parallelism": Case("llama tied", tensor=2, sequence_parallel=False),
     "tensor 2, gpt": Case("gpt", tensor=2),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from modeling.conversion import huggingface
 from modeling.conversion.adapters import peft_experts
@@ -90,8 +91,8 @@ class PeftAdapters(Adapters):
                 continue
             left -= {*names}
             a, b = (self._tensors[name].float() for name in names)
-            rows = where.index[-1 if where.transposed else 0] if where.index else slice(None)
-            yield Factors(tensor, a, b[rows], self._scale)
+            b = b[where.index[-1]] if where.transposed and where.index else where.read(b)
+            yield Factors(tensor, a, b, self._scale)
         tensors = {name.removeprefix(MODULE): tensor for name, tensor in self._tensors.items()}
         for tensor, a, b, names in peft_experts.unstacked(self.model, tensors, self.rank, self._parameters):
             left -= {f"{MODULE}{name}" for name in names}
@@ -124,7 +125,7 @@ def write(adapters: Adapters, folder: Path) -> dict[str, int]:
         # In GPT-2, two modules share the last part of their names.
         modules.add(".".join(module.split(".")[-2 if model.architecture == "gpt" else -1 :]))
         tensors[f"{MODULE}{module}.lora_A.weight"] = parts[0].a.clone()
-        tensors[f"{MODULE}{module}.lora_B.weight"] = torch.cat([part.b for part in parts])
+        tensors[f"{MODULE}{module}.lora_B.weight"] = _second_factor(model, parts)
     fused, parameters = peft_experts.stacked(model, of_experts)
     tensors |= {f"{MODULE}{name}": tensor for name, tensor in fused.items()}
     configuration = {
@@ -144,6 +145,16 @@ def write(adapters: Adapters, folder: Path) -> dict[str, int]:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(configuration, indent=1) + "\n")
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+
+def _second_factor(model: Model, parts: Sequence[Factors]) -> Tensor:
+    """The second factor of a module, of whose weight each part's tensor is a part."""
+    places = [huggingface_tensor(model, part.tensor) for part in parts]
+    stored = torch.cat([part.b for part in parts])
+    if places[0].by_head:
+        for part, where in zip(parts, places, strict=True):
+            where.place(part.b, stored)
+    return stored
 
 
 def read_configuration(path: Path) -> Mapping[str, Any]:

@@ -56,4 +56,4 @@ def huggingface_tensor(model: Model, name: str) -> HuggingFaceTensor:
         raise ValueError(f"{name}: {model.architecture} has no tensor of this name")
     numbers = [int(number) for number in _NUMBER.findall(name)]
     index = entry.locate(model, numbers) if entry.locate else ()
-    return replace(entry, name=entry.name.format(*numbers), index=index)
+    return replace(entry, name=entry.name.format(*numbers), index=index, heads=model.num_attention_heads)

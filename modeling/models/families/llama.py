@@ -15,6 +15,7 @@ degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -33,6 +34,7 @@ from parallel.random import Keys
 from profiles.sections.model import Model
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
@@ -131,6 +133,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.norm_position, self.factor = model.family.norm_position, model.residual_multiplier
+        self.side_by_side = bool(model.use_parallel_residual)
         build_norm = partial(NORMS[model.family.norm], model.hidden_size, mesh.tensor, **norm)
         self.attention_norm = build_norm()
         self.attention = self.attention_layer(model, mesh, layer, **options)
@@ -146,18 +149,24 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
     ) -> Tensor:
+        if self.side_by_side:
+            return x + self.added("attention", x, cos, sin, documents, keys) + self.added("mlp", x, keys)
         x = self.sublayer("attention", x, cos, sin, documents, keys)
         return self.sublayer("mlp", x, keys)
 
     def sublayer(self, name: str, x: Tensor, *arguments: Any) -> Tensor:
         """Add the output of `attention` or `mlp` to the hidden states, with the norms of the family."""
+        return x + self.added(name, x, *arguments)
+
+    def added(self, name: str, x: Tensor, *arguments: Any) -> Tensor:
+        """What `attention` or `mlp` adds to the hidden states, with the norms of the family."""
         norm, layer = getattr(self, f"{name}_norm"), getattr(self, name)
         y = layer(x if self.norm_position == "after" else norm(x), *arguments)
         if self.norm_position == "after":
             y = norm(y)
         if self.norm_position == "around":
             y = getattr(self, f"{name}_output_norm")(y)
-        return x + (y if self.factor is None else y * self.factor)
+        return y if self.factor is None else y * self.factor
 
 
 MODULES = {  # of a layer: ours, and Llama's in transformers
@@ -186,16 +195,32 @@ PARTS: Mapping[str, Locate] = {  # rows of modules in one that holds several
 }
 
 
-def layer_weights(modules: Mapping[str, str]) -> dict[str, HuggingFaceTensor]:
+PARTS_OF_HEAD: Mapping[str, Locate] = {  # rows of modules in a head of one that holds several
+    f"attention.qkv.{letter}": lambda model, _, part=part: (
+        slice(part * model.head_dim, (part + 1) * model.head_dim),
+    )
+    for part, letter in enumerate("qkv")
+}
+
+
+def layer_weights(modules: Mapping[str, str], *, by_head: bool = False) -> dict[str, HuggingFaceTensor]:
     """Weights and biases of a layer's modules, by our names.
 
     Modules with the same name in transformers are parts of one tensor there.
+
+    Args:
+        by_head: whether queries, keys and values in one tensor are parts of each head.
     """
     names = [*modules.values()]
+
+    def where(name: str, ours: str, theirs: str) -> HuggingFaceTensor:
+        if names.count(theirs) == 1:
+            return HuggingFaceTensor(name)
+        heads = by_head and ours in PARTS_OF_HEAD
+        return HuggingFaceTensor(name, locate=(PARTS_OF_HEAD if heads else PARTS)[ours], by_head=heads)
+
     return {
-        f"layers.{{}}.{ours}.{kind}": HuggingFaceTensor(
-            f"model.layers.{{}}.{theirs}.{kind}", locate=PARTS[ours] if names.count(theirs) > 1 else None
-        )
+        f"layers.{{}}.{ours}.{kind}": where(f"model.layers.{{}}.{theirs}.{kind}", ours, theirs)
         for ours, theirs in modules.items()
         for kind in ("weight", "bias")
     }
@@ -231,7 +256,18 @@ class Llama(LanguageModel):
 
     @classmethod
     def huggingface_tensors(cls, model: Model) -> Mapping[str, HuggingFaceTensor]:
-        return {**cls.weights, **layer_weights(model.family.tensors)}
+        family = model.family
+        found = {**cls.weights, **layer_weights(family.tensors, by_head=family.qkv_by_head)}
+        if not family.ends:
+            return found
+        found = {
+            name: replace(where, name=where.name.replace("model.", f"{family.root}.", 1))
+            for name, where in found.items()
+        }
+        ends = ((ours, theirs, kind) for ours, theirs in family.ends.items() for kind in ("weight", "bias"))
+        return found | {
+            f"{ours}.{kind}": HuggingFaceTensor(f"{theirs}.{kind}") for ours, theirs, kind in ends
+        }
 
     def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
         return self.rotations(positions, documents)

@@ -327,7 +327,7 @@ LACKING = [  # features that a family has in transformers, or families, that are
     ("starcoder2", {"use_bias": False}, "use_bias = false: is not supported for starcoder2"),
     ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type = longrope: is not supported"),
     ("gemma2", {}, "model_type = gemma2: is not a supported architecture"),
-    ("gpt_neox", {}, "model_type = gpt_neox: is not a supported architecture"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is not supported for gemma3"),
 ]  # fmt: skip
 
 

@@ -37,6 +37,8 @@ def to_our_names(model: Model, names: list[str], tensors: dict[str, torch.Tensor
 
 def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A model's tensors as stored in files: one per expert, where transformers fuses experts in memory."""
+    if architecture == "gpt_neox":  # whose head is called lm_head in memory
+        return {name.replace("lm_head", "embed_out"): tensor for name, tensor in tensors.items()}
     layer = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp", "deepseek_v3": "mlp", "glm4_moe": "mlp"}.get(
         architecture
     )

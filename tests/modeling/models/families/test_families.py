@@ -26,6 +26,7 @@ SIZES = {
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.07, "residual_multiplier": 0.22}
 GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 20}
+NEOX = {"num_key_value_heads": 4, "head_dim": 10, "hidden_dropout": 0.0, "rotary_pct": 0.4}
 # Configs of each family that together use all of its features; the last is also converted (test_convert.py).
 CONFIGS = {
     "llama": [{}],
@@ -65,11 +66,17 @@ CONFIGS = {
             },
         },
     ],
+    "gpt_neox": [{**NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}, NEOX],
     "phi3": [{"sliding_window": 5}, {"partial_rotary_factor": 0.67}],
     "ministral": [{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}],
     "starcoder2": [{"sliding_window": 5}, {"tie_word_embeddings": False}],
     "stablelm": [{"head_dim": 10}, {"head_dim": 10, "partial_rotary_factor": 0.4, "use_qkv_bias": True}],
 }  # fmt: skip
+NEOX = {"num_key_value_heads": 4, "head_dim": 10, "hidden_dropout": 0.0, "rotary_pct": 0.4}
+CONFIGS["gpt_neox"] = [
+    {**NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
+    NEOX,
+]
 CASES = [(name, fields) for name, configs in CONFIGS.items() for fields in configs]
 
 
