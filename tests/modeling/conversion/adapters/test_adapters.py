@@ -7,20 +7,26 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from flows.cli.main import main
 from modeling.conversion import formats, native
+from modeling.conversion.adapters.adapters import Adapters, Factors
 from modeling.conversion.adapters.peft import PeftAdapters
 from modeling.conversion.adapters.peft import write as write_peft
 from modeling.conversion.adapters.read import read_adapters
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.weights import Weights
+from modeling.models.families import huggingface_tensor
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.reader import Reader
 from profiles.errors import ProfileError
+from profiles.huggingface.config import from_config_json
+from profiles.sections.model import Model
 from tests.modeling.conversion.nxd import nxd_shards
 from tests.modeling.conversion.nxd.nxd_shards import LAYERS
 from tests.modeling.conversion.trained import save_trained
+from tests.modeling.models.families.test_families import CONFIGS, SIZES
 from tests.parallel.checkpoint.test_integrity import flip
 from tests.parity.harness import Case
 
@@ -117,6 +123,42 @@ def test_adapters_are_merged_and_written_for_peft(folder, tensor):
     again = Options("hf", config, adapters=folder / "peft")
     convert(folder / "hf", folder / "twice", again)  # from PEFT's folder
     assert len([*PeftAdapters(folder / "peft", read_adapters(nxd, config, "trn1").model)]) == 7 * LAYERS
+
+
+class OfQKV(Adapters):
+    """Updates of a layer's queries, keys and values, which share the first factor."""
+
+    def __init__(self, model):
+        self.model, self.rank, generator = model, RANK, torch.Generator().manual_seed(1)
+        a = torch.randn(RANK, model.hidden_size, generator=generator)
+        rows = model.num_attention_heads * model.head_dim
+        self.updates = [
+            Factors(
+                f"layers.1.attention.qkv.{part}.weight", a, torch.randn(rows, RANK, generator=generator), 2.0
+            )
+            for part in "qkv"
+        ]
+
+    def __iter__(self):
+        return iter(self.updates)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_neox"])
+def test_updates_of_parts_of_one_tensor_are_written_for_peft_where_they_are_stored(name, tmp_path):
+    sizes = {**SIZES, "num_key_value_heads": 4, "head_dim": 10, **CONFIGS[name][-1]}
+    model = Model(**from_config_json(AutoConfig.for_model(name, **sizes).to_dict()))
+    adapters = OfQKV(model)
+    write_peft(adapters, tmp_path)
+    again = list(PeftAdapters(tmp_path, model))
+    assert [each.tensor for each in again] == [each.tensor for each in adapters]
+    assert all(torch.equal(one.b, other.b) for one, other in zip(again, adapters, strict=True))
+    (stored,) = (
+        tensor
+        for key, tensor in load_file(tmp_path / "adapter_model.safetensors").items()
+        if ".lora_B." in key
+    )
+    for each in adapters:
+        assert torch.equal(huggingface_tensor(model, each.tensor).read(stored), each.b)
 
 
 def test_adapters_that_cannot_be_merged_are_rejected(folder, capsys):
