@@ -164,7 +164,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, qk: Tensor, heads: int) -> Tensor:
         """Normalize heads (..., n + k, d), of which the first n = `heads` are query heads."""
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.unit_offset:
             weight = weight.to(torch.promote_types(qk.dtype, torch.float32)) + 1
         q, k = weight.view(2, 1, -1).unbind()  # (1, d) each

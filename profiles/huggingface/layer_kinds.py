@@ -126,7 +126,7 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         raise ProfileError("rope_scaling.rope_type", kind, "is not supported", ["default", *kinds])
     values: dict[str, Any] = {"rope_theta": float(theta)}
     if "rope_local_base_freq" in family.fields:
-        values["rope_local_base_freq"] = float(local)
+        values["rope_local_base_freq"] = float(local or theta)
     if "partial_rotary_factor" in family.fields:
         share = config.get(family.fields["partial_rotary_factor"], config.get("partial_rotary_factor"))
         share = scaling.pop("partial_rotary_factor", share)
