@@ -210,7 +210,10 @@ class LanguageModel(nn.Module):
         if following is not None:
             states = [x]
             for number, ids in zip(self.ahead, following.unbind(1), strict=True):
-                embedded = self.embed_tokens(ids, positions, documents, None)
+                embedded = self.embedding.forward(
+                    ids
+                )  # without FSDP's hooks: its weights are gathered already
+                embedded = embedded if self.embedding_scale is None else self.scale_embedding(embedded)
                 arguments = *self.arguments_of(number, shared), documents, None, *uncounted
                 states.append(self.layers[str(number)](states[-1], embedded, *arguments))
             x = torch.cat(states)
@@ -258,10 +261,10 @@ class LanguageModel(nn.Module):
         tied = self.model.tie_word_embeddings
         units = [Unit((layer,), (f"layers.{i}.",), True, in_graph) for i, layer in self.layers.items()]
         if self.last:
-            ends = [Unit((self.norm,), ("norm.", "embedding." if tied else "head."))]
-            if not (self.first or tied) and self.ahead:
-                ends.append(Unit((self.embedding,), ("embedding.",)))
-            units[len(self.numbers) : len(self.numbers)] = ends
+            prefixes = ["norm.", "embedding." if tied else "head."]
+            if self.ahead and not self.first:
+                prefixes.append("embedding.")
+            units.insert(len(self.numbers), Unit((self.norm,), tuple(prefixes)))
         if self.first:
             units.insert(0, Unit((self.embedding,), ("embedding.", "positions.")))
         return units
