@@ -1,4 +1,4 @@
-"""A model family: the features in which an architecture differs from Llama, as an entry of the table in `families.py`."""
+"""A model family: the features in which an architecture differs from Llama."""
 
 from __future__ import annotations
 
