@@ -65,6 +65,7 @@ DEVICES = {"cuda": "nvidia[0-9]*", "neuron": "neuron[0-9]*"}  # of device types,
 # What Slurm says about the nodes: their devices, such as gpu:h100:8, and features, such as the name of a cloud's instance type.
 NODES = ("sinfo", "--noheader", "--format=%G %f")
 NODES_SECONDS = 10.0
+PAGE = 200  # the most deployments that the server returns at a time
 FORBIDDEN, NOT_FOUND, UNAVAILABLE = 403, 404, 503
 CSRF_TOKEN = "Prefect-Csrf-Token"
 
@@ -269,7 +270,14 @@ def _csrf_token(address: str) -> dict[str, str]:
 
 def _registered(api: str) -> list[dict[str, Any]]:
     """The deployments that the server has."""
-    return query(f"{api}/deployments/filter", {"work_pools": named(POOL)})
+    found: list[dict[str, Any]] = []
+    while len(found) % PAGE == 0:  # the last page is shorter, or empty
+        wanted = {"work_pools": named(POOL), "limit": PAGE, "offset": len(found)}
+        page = query(f"{api}/deployments/filter", wanted)
+        if not page:
+            break
+        found += page
+    return found
 
 
 def _digest(home: Path, api: str, wanted: Sequence[Mapping[str, Any]], folder: str) -> str:
