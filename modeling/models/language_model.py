@@ -210,9 +210,8 @@ class LanguageModel(nn.Module):
         if following is not None:
             states = [x]
             for number, ids in zip(self.ahead, following.unbind(1), strict=True):
-                embedded = self.embedding.forward(
-                    ids
-                )  # without FSDP's hooks: its weights are gathered already
+                # `forward` skips FSDP's hooks: the weights are gathered already.
+                embedded = self.embedding.forward(ids)
                 embedded = embedded if self.embedding_scale is None else self.scale_embedding(embedded)
                 arguments = *self.arguments_of(number, shared), documents, None, *uncounted
                 states.append(self.layers[str(number)](states[-1], embedded, *arguments))

@@ -16,7 +16,7 @@ its initial values and its rate by c. The output multiplier of a tied model is f
 multiplier, and exported models are ordinary ones. Weight decay per step, rate times decay, is that of the base model for every
 group, as in CompleteP. Adam's ε is not scaled: it is small compared with the gradients of models of practical size.
 
-Of matrices that Muon updates, the rates are η/√m and η/(√m·L) in the place of η/m and η/(m·L): an update's spectral norm should
+Of matrices that Muon updates, the rates are η/√m and η/(√m·L) instead of η/m and η/(m·L): an update's spectral norm should
 not depend on the width (arXiv 2310.17813), and that of Muon's, 0.2 √max(rows, columns), grows with √m only.
 
 The head size stays constant as the width grows (the number of heads increases), so 1/√d is right at every width.

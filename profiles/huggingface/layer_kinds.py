@@ -1,6 +1,6 @@
 """What differs between layers in a config.json, from and to `Model`'s fields: windows and RoPE.
 
-`Model` describes patterns by numbers; a config.json lists the layers. A list that is no such pattern is rejected.
+`Model` describes patterns by numbers; a config.json lists the layers. Any other list is rejected.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rich.table import Table
 from flows.cli import run as run_command
 from flows.cli.exit_codes import DONE
 from flows.cli.experiments import share
-from flows.cli.experiments.table import print_plan, row_of, total_of
+from flows.cli.experiments.table import print_plan, print_tables, row_of, total_of
 from flows.experiments.plans import load_mixture, require_startable
 from flows.ui.console import print_facts, relative
 from modeling.scaling.proxies import Proxy
@@ -73,13 +73,7 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
         interval = f"{low:.1%} to {high:.1%}"
         passes = f"{result['passes'][name]:.2g}"
         weights.add_row(name, f"{result['natural'][name]:.1%}", f"{weight:.1%}", interval, passes)
-    for table in (weights, losses):
-        table.header_style = "dim"
-        for column in table.columns[1:]:
-            column.justify = "right"
-        console.print()
-        console.print(table)
-    console.print()
+    print_tables(console, weights, losses)
     facts = {}
     if outcome := result.get("outcome"):
         mean = outcome[-1]

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli import run as run_command
+from flows.cli.experiments.table import print_tables
 from flows.experiments.plans import load_share, require_startable
 from flows.ui.console import print_facts, relative
 from profiles.errors import ProfileError
@@ -46,13 +47,7 @@ def print_result(console: Console, result: dict[str, Any]) -> None:
         losses.add_row(
             row["set"], f"{row['before']:.4f}", f"{row['loss']:.4f}", f"{low:.4f} to {high:.4f}", change
         )
-    for table in (proxies, losses):
-        table.header_style = "dim"
-        for column in table.columns[1:]:
-            column.justify = "right"
-        console.print()
-        console.print(table)
-    console.print()
+    print_tables(console, proxies, losses)
     low, high = result["interval"]
     facts = {"share": f"{result['share']:.1%}, best of each draw {low:.1%} to {high:.1%}"}
     if not result["meets"]:

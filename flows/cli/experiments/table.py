@@ -1,10 +1,13 @@
-"""Table of planned runs: each one's size, length, learning rate, compute, time and price, and totals."""
+"""Tables of experiments: planned runs with their compute, time, price and totals; and results."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from flows.cli.plan_table import in_days
 from flows.ui.console import print_json, print_parts, table_console
@@ -93,3 +96,14 @@ def print_plan(
     print_parts(console, [f"{prefix}…", *(COLUMNS[key][0] for key in columns)], lines, left=1)
     for warning in warnings:
         console.print(f"\nwarning: {warning}", style="yellow")
+
+
+def print_tables(console: Console, *tables: Table) -> None:
+    """Print tables of results below each other; all columns but the first hold numbers."""
+    for table in tables:
+        table.header_style = "dim"
+        for column in table.columns[1:]:
+            column.justify = "right"
+        console.print()
+        console.print(table)
+    console.print()
