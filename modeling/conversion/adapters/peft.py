@@ -91,7 +91,11 @@ class PeftAdapters(Adapters):
                 continue
             left -= {*names}
             a, b = (self._tensors[name].float() for name in names)
-            b = b[where.index[-1]] if where.transposed and where.index else where.read(b)
+            # b is (out, rank) even where the weight is (in, out)
+            if not where.transposed:
+                b = where.read(b)
+            elif where.index:
+                b = b[where.index[-1]]
             yield Factors(tensor, a, b, self._scale)
         tensors = {name.removeprefix(MODULE): tensor for name, tensor in self._tensors.items()}
         for tensor, a, b, names in peft_experts.unstacked(self.model, tensors, self.rank, self._parameters):
