@@ -22,6 +22,7 @@ OVERRIDES = [
     "model.parametrization=completep",
     "model.base_hidden_size=16",
     "model.base_num_hidden_layers=1",
+    "train.optimizer=muon",
     "checkpoint.every=0",
     "evaluate.by_source=true",
 ]

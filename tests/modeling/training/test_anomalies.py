@@ -73,7 +73,8 @@ def test_loss_spike_skips_step_and_keeps_weights(poisoned, tmp_path):
 
 
 def test_skipped_steps_in_a_row_roll_back_and_exclude_their_samples(poisoned, tmp_path):
-    run = micro.run_folder(tmp_path / "run", *SETTINGS, "train.bad_steps=4", "checkpoint.keep=0")
+    settings = ("train.bad_steps=4", "checkpoint.keep=0", "train.optimizer=muon")
+    run = micro.run_folder(tmp_path / "run", *SETTINGS, *settings)
     log = train(run, poisoned)
     assert "rolled back to step 30: steps 33 to 36 were skipped" in log
     assert [event["event"] for event in events(run)] == ["skipped"] * 4 + ["rollback"]
