@@ -34,7 +34,7 @@ from flows.server.outages import shorten_outages
 from flows.server.prefect_settings import GATE_MISSED, REJECTED, STOPPED
 from flows.step_names import PREPARATION
 from flows.ui.artifacts import show_table
-from flows.ui.console import PACKAGES, ProgressFilter, log_outcome, one_line
+from flows.ui.console import ProgressFilter, log_outcome, one_line
 from flows.ui.progress import progress_reporter
 from modeling import run_files
 from modeling.training.metrics import record_event
@@ -50,6 +50,7 @@ from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.locks import Lock, LockLost
 from tasks.tokenization.worker_pool import PoolClosed
+from trainshed import PACKAGES
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from trainshed import PACKAGES
 
-PACKAGES = ("flows", "tasks", "modeling", "parallel", "profiles")  # Trainshed's own
 # Names in rows of metrics.jsonl that a user metric may not have.
 RESERVED_METRICS = ("step", "loss", "validation_loss", "perplexity", "tokens", "skipped", "rank_seconds")
 

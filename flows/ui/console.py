@@ -30,8 +30,8 @@ from rich.text import Text
 
 from tasks.reporting.format import format_age, format_duration
 from tasks.reporting.outcome import Outcome
+from trainshed import PACKAGES
 
-PACKAGES = ("flows", "tasks", "profiles", "modeling", "parallel")  # packages whose records are shown
 PLAIN_PROGRESS_SECONDS = 10.0  # between progress lines where standard output is not a terminal
 QUIET_SECONDS = 3.0  # until an unchanged progress line shows the time since its last change
 PIPED_WIDTH = 200  # of a table where standard output is not a terminal
@@ -54,7 +54,7 @@ class ProgressFilter(logging.Filter):
 
 
 class TerminalHandler(logging.Handler):
-    """Print the records of PACKAGES.
+    """Print the records of Trainshed's packages.
 
     A record with `progress`, the parts of its text, replaces the previous one. On a terminal, a record with `indent` is wrapped
     between words at that column; others are left to the terminal, so that a long command can be copied in one piece.

@@ -46,6 +46,8 @@ PROFILE = {
     "evaluate": {"every": 3, "batches": 1},
     "cluster": {"devices_per_node": 1, "threads": 1},
 }
+# Modules with the names of Trainshed's packages.
+SHADOWING = ("flows.py", "tasks.py", "modeling.py", "parallel.py", "profiles/__init__.py")
 # Two processes, and enough steps to be interrupted midway.
 LONGER = (
     "parallel.tensor=2",
@@ -71,19 +73,20 @@ def write_profile(folder: Path) -> Path:
 
 def write_shadowing_modules(folder: Path) -> None:
     """Write modules with the names of Trainshed's packages, which raise when imported."""
-    for name in ("flows", "tasks", "modeling", "parallel"):
-        (folder / f"{name}.py").write_text("raise ImportError('imported from the working folder')\n")
-    (folder / "profiles").mkdir()
-    (folder / "profiles/__init__.py").write_text("raise ImportError('imported from the working folder')\n")
+    for name in SHADOWING:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("raise ImportError('imported instead of a package of Trainshed')\n")
 
 
 class Command:
     """`trainshed` in a separate process, with access to all processes that it started."""
 
+    program: tuple[str, ...] = (sys.executable, "-P", "-m", "trainshed")
+
     def __init__(self, *arguments: str, cwd: Path, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
+            [*self.program, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -14,8 +14,9 @@ import yaml
 
 from flows.cli.main import main, parser
 from profiles import resolve
+from tests import wheel
 from tests.flows.experiments.test_ladder import write_ladder
-from tests.flows.micro import settings, write_shadowing_modules
+from tests.flows.micro import SHADOWING, Command, settings, write_shadowing_modules
 from tests.profiles.published import published
 from tests.tasks.reporting.run_folders import write_run
 from tests.tasks.source_files import write_pair
@@ -391,14 +392,22 @@ def smoothed(logits, targets):
 """
 
 
-def test_run_prints_steps_final_loss_and_output_paths(command, profile, prefect_server, tmp_path):
-    """In a folder whose modules shadow Trainshed's; then a cached run with its output closed."""
+def test_run_prints_steps_final_loss_and_output_paths(
+    command, profile, prefect_server, tmp_path, tmp_path_factory, monkeypatch
+):
+    """The wheel, where a folder on PYTHONPATH has modules of the same names; then a cached run with its output closed."""
     write_shadowing_modules(tmp_path)
+    monkeypatch.setattr(Command, "program", (str(wheel.install(tmp_path_factory.mktemp("wheel"))),))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "my_losses.py").write_text(LOSS)
     arguments = ("run", str(profile), "--name", "first", *settings("train.loss=my_losses:smoothed"))
     code, out, err = command(*arguments, PREFECT_API_URL=prefect_server).result()
     assert code == 0, err
-    assert err == ""
+    assert err == (
+        "trainshed: imports its own packages instead of these on PYTHONPATH: "
+        + ", ".join(f"{tmp_path}/{name}" for name in SHADOWING)
+        + "\n"
+    )
     assert "| INFO" not in out
     folder = tmp_path / "store/runs/first"
     report = folder / "report.html"

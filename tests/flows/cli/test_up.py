@@ -98,7 +98,8 @@ def test_up_completes_a_server_whose_deployment_runs_and_ctrl_c_saves_the_next_r
 ):
     write_shadowing_modules(tmp_path)
     api = plain_server
-    started = command("up", "--port", str(port))
+    started = command("up", "--port", str(port), PYTHONPATH=str(tmp_path))
+    assert f"instead of these on PYTHONPATH: {tmp_path}/flows.py, " in started.process.stderr.readline()
     line = started.process.stderr.readline()
     assert "without the work pool trainshed" in line
     assert "an online worker" in line

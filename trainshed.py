@@ -1,0 +1,46 @@
+"""The command `trainshed`: imports Trainshed's own packages, whatever is on PYTHONPATH, and calls `flows.cli.main`.
+
+Python searches the folders in PYTHONPATH before installed packages, and names such as `flows` and `tasks` are common: with a
+module tasks.py there, Trainshed would import that one. The name of this module is Trainshed's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+PACKAGES = ("flows", "tasks", "modeling", "parallel", "profiles")  # top-level ones of Trainshed
+HOME = str(Path(__file__).resolve().parent)
+
+
+def put_own_packages_first() -> list[str]:
+    """Search Trainshed's folder first, here and in child processes, if PYTHONPATH has other packages of these names.
+
+    Returns:
+        Their files. They are not imported; everything else in their folders still is.
+    """
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    specs = [PathFinder.find_spec(name, folders) for name in PACKAGES]
+    # A folder without __init__.py has no origin, and does not precede an installed package.
+    found = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+    others = [file for file in found if not Path(file).resolve().is_relative_to(HOME)]
+    if others:
+        sys.path.insert(0, HOME)
+        os.environ["PYTHONPATH"] = os.pathsep.join([HOME, *folders])
+    return others
+
+
+def main() -> int:
+    """Run the command; returns its exit code."""
+    if others := put_own_packages_first():
+        files = ", ".join(others)
+        print(f"trainshed: imports its own packages instead of these on PYTHONPATH: {files}", file=sys.stderr)
+    from flows.cli.main import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
