@@ -106,6 +106,7 @@ INDEPENDENT = (
     cluster.check_trace,
     hyperparameters.check_precision,
     hyperparameters.check_optimizer,
+    hyperparameters.check_qk_clip,
     hyperparameters.check_schedule,
     pretrained.check_vocabulary,
     compilation.check,

@@ -205,6 +205,7 @@ def graphs(profile: Profile) -> str:
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json") if profile.lora.rank else None,
             "rates": profile.scores_pairs_in_step,
+            **({} if train.qk_clip is None else {"qk_clip": True}),
             **({"mtp": True} if profile.evaluate.mtp and profile.model.prediction_layers else {}),
             "compiler": _compiler(profile),
             "code": code_digest("modeling", "parallel"),
@@ -429,7 +430,9 @@ def _package(family: families.Family) -> dict[str, Any]:
 
 def train_values(train: Train) -> dict[str, Any]:
     """The train section with the effective settings of balancing and optimizer, less those in `_model`."""
-    values = train.model_dump(mode="json", exclude={"balance_bias_rate", *MUON, *MULTI_TOKEN})
+    # Keeps the identities of runs made before the key existed.
+    unset = {"qk_clip"} if train.qk_clip is None else set()
+    values = train.model_dump(mode="json", exclude={"balance_bias_rate", *MUON, *MULTI_TOKEN, *unset})
     if train.optimizer == "muon":  # else the identities of runs made before these keys existed
         values |= {name: getattr(train, name) for name in MUON} | {"muon_dtype": train.newton_schulz_dtype}
     values["balance_coefficient"] = train.expert_loss_coefficient

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
 
+from modeling.models import qk_clip
 from modeling.models.families import model_class
 from modeling.models.flops import layer_multiply_adds
 from modeling.models.language_model import LanguageModel
@@ -17,6 +18,7 @@ from parallel import Mesh, ShardedAdamW
 from parallel import device as devices
 from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.attention import kernels
+from parallel.attention.maxima import ScoreMaxima
 from parallel.device import Device
 from parallel.experts.balance import Balance
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts
@@ -116,6 +118,10 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
         layer.options = build_expert_options(profile)
         if layer.routing.selection_bias:
             layer.router.move_selection_bias(profile.train.expert_bias_step)
+    if profile.train.qk_clip is not None:
+        for block in model.layers.values():
+            heads = profile.model.num_attention_heads // mesh.tensor.size
+            block.attention.maxima = ScoreMaxima(heads, device)
     if profile.lora.rank:
         apply_lora(model, profile.lora, profile.model, mesh, profile.parallel.sequence_parallel)
     return model
@@ -130,6 +136,13 @@ def experts_by_layer(stages: Iterable[LanguageModel]) -> dict[int, MixtureOfExpe
     """The mixtures of experts of a rank's stages, by number of their layer."""
     layers = (item for stage in stages for item in stage.layers.items())
     return {int(number): block.mlp for number, block in layers if isinstance(block.mlp, MixtureOfExperts)}
+
+
+def maxima_by_layer(stages: Iterable[LanguageModel]) -> dict[int, ScoreMaxima]:
+    """The records of the largest attention scores of a rank's stages, by number of their layer."""
+    layers = (item for stage in stages for item in stage.layers.items())
+    found = ((int(number), block.attention.maxima) for number, block in layers)
+    return {number: maxima for number, maxima in found if maxima is not None}
 
 
 def build_expert_options(profile: Profile) -> ExpertOptions:
@@ -197,6 +210,7 @@ def build_optimizer(
         [named for stage in stages for named in stage.named_parameters()],
         mesh,
         rule=rule_of(profile),
+        row_factors=None if train.qk_clip is None else partial(qk_clip.row_factors, profile.model),
         weight_decay=weight_decay_of(profile),
         clip=train.clip,
         gradient_dtype=DTYPES[train.gradient_dtype],

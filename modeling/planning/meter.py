@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modeling.planning.operator_costs import Shape, operator_product, operator_volume, tensor_bytes
 from parallel.attention.kernels import Kernel
+from parallel.attention.maxima import SCORES
 from parallel.experts import dropless
 from parallel.torch_internals import TorchDispatchMode, tree_leaves
 
@@ -50,6 +51,8 @@ class Meter(TorchDispatchMode):
         if packet is torch.ops.trainshed.attention_backward and self._kernel is not None:
             scratch = self._kernel.scratch_bytes(inputs[1], inputs[2], causal=True)
             self.peak = max(self.peak, self.live + scratch)
+        if packet is torch.ops.trainshed.max_scores:
+            self.peak = max(self.peak, self.live + SCORES.scratch_bytes(inputs[0], inputs[1], causal=True))
         if packet in (torch.ops.trainshed.experts, torch.ops.trainshed.experts_backward):
             backward = packet is torch.ops.trainshed.experts_backward
             x, indices, gate_up = inputs[backward], inputs[2 + backward], inputs[3 + backward]

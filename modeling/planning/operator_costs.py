@@ -1,11 +1,12 @@
 """FLOPs and communication volume of an operator, in meta runs (meter.py) or traces (graph_stats.py).
 
 FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 products in forward and 5 in backward (recomputed
-         scores, dV, dP, dQ, dK); causal attention counts half of each, and a sliding window only the keys in it
+         scores, dV, dP, dQ, dK), its largest scores 1; causal attention counts half of each, and a sliding window only the keys
+         in it
 volume   bytes that one rank sends, with collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
          twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
-         gradients n-1 times; experts exchange the rows of T·k choices twice in forward, and twice in backward, or three times if
-         forward did not keep the received rows
+         gradients n-1 times, and for the largest scores K n-1 times; experts exchange the rows of T·k choices twice in forward,
+         and twice in backward, or three times if forward did not keep the received rows
 
 The experts' load is assumed to be balanced: a rank computes as many rows as its tokens have choices.
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from modeling.models.flops import visible_keys
-from parallel.attention import attention, ring  # noqa: F401  registers their operators
+from parallel.attention import attention, maxima, ring  # noqa: F401  registers their operators
 from parallel.experts import dropless  # noqa: F401  registers its operators
 from parallel.layers.products import mx_product  # noqa: F401  registers the operator
 from parallel.mesh import Axis, Mesh
@@ -47,7 +48,7 @@ _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
 _EXPERTS = (_ours.experts, _ours.experts_backward)
 # products of scores, by operator
 _FLEX = {torch.ops.higher_order.flex_attention: 2, torch.ops.higher_order.flex_attention_backward: 5}
-_ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS)
+_ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS, _ours.max_scores)
 
 
 Shape = tuple[str, int, int, int]
@@ -115,7 +116,7 @@ def _attention(
 ) -> tuple[Shape, int]:
     b, n, s, d = q.shape
     keys = k.shape[2] * context
-    products = 5 if "backward" in str(operator) else 2
+    products = 5 if "backward" in str(operator) else 1 if operator.overloadpacket is _ours.max_scores else 2
     seen = visible_keys(keys, window) if causal else keys  # by a query, on average
     return ("attention", s, keys, d), int(products * 2 * b * n * s * seen * d)
 
@@ -141,6 +142,9 @@ def operator_volume(
         rows = call["indices"].numel() * call["x"].shape[1] * call["x"].element_size()
         exchanges = 2 if packet is _ours.experts or call["keep"] else 3
         return call["axis"], exchanges * rows * (call["size"] - 1) // call["size"]
+    if packet is _ours.max_scores:
+        call = _bind(operator, arguments)
+        return (call["axis"], tensor_bytes(call["k"]) * (call["size"] - 1)) if call["size"] > 1 else None
     if packet in _RINGS:
         call = _bind(operator, arguments)
         axis, n, k, v = (call[name] for name in ("axis", "size", "k", "v"))

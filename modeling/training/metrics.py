@@ -25,7 +25,14 @@ LISTS = {"_by_layer": 0, "_by_depth": 1}
 # TensorBoard tag groups; a metric in none of them is a user metric, named after its function.
 GROUPS = {
     "loss": ("loss", "validation_loss", "validation_tokens", "mtp_loss"),
-    "optimizer": ("learning_rate", "gradient_norm", "parameter_norm", "skipped"),
+    "optimizer": (
+        "learning_rate",
+        "gradient_norm",
+        "parameter_norm",
+        "skipped",
+        "max_logit",
+        "clipped_heads",
+    ),
     "speed": ("tokens_per_second", "mfu"),
     "time": (
         "step_seconds",

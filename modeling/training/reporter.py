@@ -108,6 +108,7 @@ class Reporter:
         samples = record.step * self._settings.global_batch_size
         step_tokens = trainer.profile.step_tokens
         tokens_per_second = step_tokens / timings.total
+        of_clip = {"max_logit": statistics.max_logit, "clipped_heads": statistics.clipped_heads}
         flops = tokens_per_second * flops_per_token(trainer.profile)
         return {
             "step": record.step,
@@ -115,6 +116,7 @@ class Reporter:
             "learning_rate": record.learning_rate,
             "gradient_norm": statistics.gradient_norm,
             "parameter_norm": statistics.parameter_norm,
+            **({} if statistics.max_logit is None else of_clip),
             "step_seconds": timings.total,
             "data_wait_seconds": timings.data_wait,
             "forward_backward_seconds": timings.forward_backward,

@@ -37,6 +37,8 @@ class StepStatistics:
     skipped: bool
     experts: ExpertLoad | None = None  # None: the model has none
     module_losses: Sequence[float] = ()  # of multi-token prediction, like `loss`
+    max_logit: float | None = None  # with QK-clip
+    clipped_heads: int | None = None  # with QK-clip: query heads whose largest logit was beyond the threshold
 
 
 def reduce_statistics(
@@ -86,7 +88,8 @@ class QueuedStep:
     """A step whose work is queued on the device, and whose results are being copied to the host.
 
     Args:
-        results: the result of `reduce_statistics`, the gradient and parameter norms, and whether the update was skipped.
+        results: the result of `reduce_statistics`, those of QK-clip if it is used, the gradient and parameter norms, and whether
+            the update was skipped.
         waits: seconds that the host waited in collectives during forward and backward, and during the step.
     """
 
@@ -105,15 +108,18 @@ class QueuedStep:
     def read(self, trainer: Trainer) -> tuple[StepStatistics, StepTimings]:
         """Wait for the step and return its statistics and timings."""
         device, ranks = trainer.device, trainer.mesh.size
-        loss, stops, writers, *rest, differing, gradient_norm, parameter_norm, skipped = (
-            self._numbers.wait().tolist()
-        )
+        loss, stops, writers, *rest, gradient_norm, parameter_norm, skipped = self._numbers.wait().tolist()
+        max_logit, clipped = None, None
+        if trainer.profile.train.qk_clip is not None:
+            *rest, max_logit, clipped = rest
+        *rest, differing = rest
         rest, modules = rest[: len(rest) - trainer.depth], rest[len(rest) - trainer.depth :]
         end = len(rest) - expert_load.value_count(trainer.profile.model)
         experts = expert_load.read(rest[end:], trainer.profile.model.num_layers)
         rest, results = rest[:end], (differing, gradient_norm, parameter_norm, bool(skipped))
         counts = rest[:-ranks], rest[-ranks:]
-        statistics = StepStatistics(loss, stops, writers, *counts, *results, experts, modules)
+        of_clip = max_logit, None if clipped is None else int(clipped)
+        statistics = StepStatistics(loss, stops, writers, *counts, *results, experts, modules, *of_clip)
         marks, (forward_waits, waits) = self._marks, self._waits
         forward_backward = device.seconds(marks.ready, marks.backward)
         timings = StepTimings(

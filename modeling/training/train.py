@@ -30,6 +30,7 @@ from modeling.supervision.profiling import StepTrace
 from modeling.supervision.stragglers import node_names
 from modeling.supervision.time_account import TimeAccount
 from modeling.supervision.watchdog import Watchdog
+from modeling.training import qk_clip
 from modeling.training.anomalies import AnomalyGuard, Ranges
 from modeling.training.evaluate import evaluate_into, evaluate_split
 from modeling.training.learning_rate import learning_rate
@@ -244,10 +245,13 @@ class TrainingRun:
         differing = self.replicas.count_differing(self.step)
         statistics = reduce_statistics(self.trainer, loss, *flags, self._compute_seconds, differing)
         marks.reduced = device.mark()
-        update = optimizer.step(rate, skip=self.guard.decide(statistics[0]))
+        clip = qk_clip.take(self.trainer)
+        factors = None if clip is None else clip.row_factors
+        update = optimizer.step(rate, skip=self.guard.decide(statistics[0]), row_factors=factors)
         self.guard.record(statistics[0], update.skipped)
         norms = update.gradient_norm, optimizer.parameter_norm()
-        results = self.trainer.functions.join(statistics, *norms, update.skipped)
+        clipped = () if clip is None else clip.results(update.skipped)
+        results = self.trainer.functions.join(statistics, *clipped, *norms, update.skipped)
         marks.end = device.mark()
         waits = forward_waits, collectives.wait_time.seconds - waited_before
         self._queued = QueuedStep(self.step, rate, results, marks, waits)

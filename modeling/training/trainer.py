@@ -36,6 +36,7 @@ from modeling.models.build import (
     device_of,
     experts_by_layer,
     extra_warmup_forwards,
+    maxima_by_layer,
     partition_layers,
 )
 from modeling.models.language_model import LanguageModel
@@ -97,6 +98,7 @@ class Trainer:
     Attributes:
         stages: this rank's stages by number; a model without pipeline is stage 0.
         experts: this rank's mixtures of experts by layer number.
+        maxima: the records of the largest attention scores by layer number; empty without `train.qk_clip`.
         first, last: whether this rank has the first stage, the last stage.
         positions: (s/c) positions of this context rank in a sample.
         reference_model: the frozen reference model for DPO; None unless the profile needs one.
@@ -127,6 +129,7 @@ class Trainer:
         metrics = profile.evaluate.metrics
         self._metrics = {name.partition(":")[2]: user_functions.load(name) for name in metrics}
         self.experts = experts_by_layer(self.stages.values())
+        self.maxima = {} if profile.train.qk_clip is None else maxima_by_layer(self.stages.values())
         self.first, self.last = 0 in self.stages, len(layers) - 1 in self.stages
         s, context = profile.train.sequence_length, self.mesh.context
         self.functions = StepFunctions(self.compile)

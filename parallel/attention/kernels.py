@@ -110,10 +110,18 @@ class Math(Kernel):
     def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
         return min(q.shape[2], 512)
 
-    def forward(self, inputs: KernelInput) -> tuple[Tensor, Tensor]:
-        q, k, v = inputs.q, inputs.k, inputs.v
-        scores = _wide(_fold(q * inputs.scale, k) @ k.mT)  # (b, k, n/k·s, t)
+    def scores(self, inputs: KernelInput) -> Tensor:
+        """Scores of all queries of each KV head, -inf where masked, (b, k, n/k·s, t)."""
+        scores = _wide(_fold(inputs.q * inputs.scale, inputs.k) @ inputs.k.mT)
         self._hide(scores, inputs, -torch.inf)
+        return scores
+
+    def max_scores(self, inputs: KernelInput) -> Tensor:
+        """Largest score of each query head, (n)."""
+        return _grouped(self.scores(inputs), inputs.q).amax((0, 3, 4)).flatten()
+
+    def forward(self, inputs: KernelInput) -> tuple[Tensor, Tensor]:
+        q, v, scores = inputs.q, inputs.v, self.scores(inputs)
         lse = scores.logsumexp(-1, keepdim=True)
         out = scores.sub_(_finite(lse)).exp_().to(v.dtype) @ v  # (b, k, n/k·s, d)
         return _unfold(out, q), _unfold(lse, q).squeeze(-1)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel.attention.kernels import Gradients, Kernel, KernelInput
+from parallel.attention.kernels import Gradients, Kernel, KernelInput, Math
 
 MASKED_ROWS = 512
 """Maximum rows of a tile with a mask: longer tiles span more documents and windows, and so more masked keys."""
@@ -63,6 +63,12 @@ def backward(
     """Yield rows, keys and (dq of rows, dk and dv of keys) of each tile; the caller sums dk and dv."""
     for rows, keys, inputs in _tiles(kernel, q, k, v, scale, visibility, backward=True):
         yield rows, keys, kernel.backward(inputs, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
+
+
+def max_scores(kernel: Math, q: Tensor, k: Tensor, scale: float, visibility: Visibility) -> Iterator[Tensor]:
+    """Yield the largest score of each query head, (n), of each tile."""
+    for _, _, inputs in _tiles(kernel, q, k, k, scale, visibility, backward=False):
+        yield kernel.max_scores(inputs)
 
 
 def _tiles(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parallel.attention import tiles
-from parallel.attention.kernels import Kernel
+from parallel.attention.kernels import Kernel, Math
 from parallel.mesh import Axis
 
 
@@ -169,6 +169,15 @@ class RankAttention(NamedTuple):
                 dk[:, :, columns] += tile_dk
                 dv[:, :, columns] += tile_dv
         return dkv
+
+    def max_scores(self, block: SourceBlock, q: Tensor, k: Tensor) -> Iterator[Tensor]:
+        """Yield the largest score of each query head, (n), of parts of a block."""
+        assert isinstance(self.kernel, Math)
+        for area in block.areas:
+            visibility = self._visibility(area, block.source)
+            yield from tiles.max_scores(
+                self.kernel, q[:, :, area.rows], k[:, :, area.keys], self.scale, visibility
+            )
 
     def _visibility(self, area: Area, source: int) -> tiles.Visibility:
         documents = None

@@ -36,6 +36,7 @@ from parallel.optimizer.arithmetic import EAGER, Arithmetic
 from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox, Slot
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.grouping import MATRICES, ChooseRule, EverywhereRule, Group, group_parameters
+from parallel.optimizer.row_factors import ChooseFactors, RowFactors
 from parallel.optimizer.rules import Rule, Step, Updater
 
 # Buckets in reductions at a time, if these need memory of their own or the sum over replicas follows.
@@ -60,6 +61,7 @@ class ShardedAdamW:
             the norm are summed.
         betas, epsilon: of AdamW; `step` takes the learning rate.
         rule: of each parameter whose layout gives none; None: AdamW.
+        row_factors: of rows that `step` multiplies after their update; None: there are none.
         weight_decay: of each parameter.
         clip: maximum global gradient norm; None disables clipping.
         gradient_dtype: dtype in which gradients are accumulated and reduced.
@@ -80,6 +82,7 @@ class ShardedAdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         epsilon: float = 1e-8,
         rule: ChooseRule | None = None,
+        row_factors: ChooseFactors | None = None,
         weight_decay: Callable[[nn.Parameter], float] = MATRICES,
         clip: float | None = 1.0,
         gradient_dtype: torch.dtype = torch.float32,
@@ -128,6 +131,7 @@ class ShardedAdamW:
         by_rule: dict[Rule, list[Bucket]] = {}
         for bucket in self._updated:
             by_rule.setdefault(bucket.rule, []).append(bucket)
+        self._row_factors = RowFactors(self.buckets, row_factors) if row_factors else None
         self._updaters: dict[Rule, Updater] = {
             each: each.updater(buckets, mesh, arithmetic) for each, buckets in by_rule.items()
         }
@@ -265,11 +269,14 @@ class ShardedAdamW:
                     self.arithmetic.assign(bucket.gradient_shard, total)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, skip: Tensor | None = None) -> StepResult:
+    def step(
+        self, learning_rate: float, skip: Tensor | None = None, row_factors: Tensor | None = None
+    ) -> StepResult:
         """Reduce, clip, update and all-gather. No rank changes anything if the gradient norm is not finite.
 
         Args:
             skip: 0-dim on the device; unless it is 0, no rank changes anything either.
+            row_factors: by which rows are multiplied after their update, flat float32 on the device, equal on all ranks.
         """
         self.reduce()
         clipped = [bucket for bucket in self.buckets if bucket.rule.clipped]
@@ -286,10 +293,11 @@ class ShardedAdamW:
                 for factor, rate in rates.items()
             }
         step = Step(self.steps, divisor, skipped, rates)
+        factors = None if row_factors is None else row_factors.where(skipped == 0, 1.0)
         for bucket in self._updated:
-            self._publish(self._updaters[bucket.rule].update(bucket, step))
+            self._publish(self._updaters[bucket.rule].update(bucket, step), factors)
         for updater in self._updaters.values():
-            self._publish(updater.finish())
+            self._publish(updater.finish(), factors)
         for bucket in self.frozen_buckets:
             bucket.release()
         if not self._gathers_ahead:
@@ -297,9 +305,11 @@ class ShardedAdamW:
         self.begin_step(1)
         return StepResult(norm, skipped)
 
-    def _publish(self, updated: Iterable[Bucket]) -> None:
-        """Start to gather the parameters of updated buckets, or let their next use do so."""
+    def _publish(self, updated: Iterable[Bucket], factors: Tensor | None) -> None:
+        """Multiply rows of updated buckets, and start to gather their parameters, or let their next use do so."""
         for bucket in updated:
+            if self._row_factors is not None and factors is not None:
+                self._row_factors.apply(bucket, factors)
             if bucket.resident:
                 self._to_gather.append(bucket)
                 self._start_gathers()

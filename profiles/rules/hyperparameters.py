@@ -6,6 +6,7 @@ from parallel.constraints import FP8_MULTIPLE, minimum_stages
 from profiles.errors import ProfileError
 from profiles.recompute import AUTO
 from profiles.schema import Profile
+from profiles.sections import families
 
 # FP8 recipes, with the accelerators that support them.
 FP8 = {"tensorwise": ("h100", "h200", "b200"), "rowwise": ("h100", "h200", "b200"), "mxfp8": ("b200", "trn3")}
@@ -55,6 +56,26 @@ def check_optimizer(profile: Profile) -> None:
     if profile.train.optimizer == "muon" and profile.cluster.device == "neuron":
         reason = "is not supported on neuron: its exchange of matrices is not compiled"
         raise ProfileError("train.optimizer", "muon", reason, ["adamw"])
+
+
+def check_qk_clip(profile: Profile) -> None:
+    """Raise ProfileError if QK-clip cannot bound the logits by scaling weights, or cannot record them."""
+    model, value = profile.model, profile.train.qk_clip
+    if value is None:
+        return
+    reason = None
+    if model.qk_norm != "none":
+        reason = "has no effect: queries and keys are normalized after their projections, whose scale the norms remove"
+    elif model.clip_qkv is not None:
+        reason = "cannot bound the logits: model.clip_qkv clips queries and keys, which are then not linear in their weights"
+    elif profile.lora.rank:
+        reason = "scales weights of queries and keys, which LoRA freezes"
+    elif profile.cluster.device == "neuron":
+        reason = "is not supported on neuron: its compiled programs record no attention logits"
+    elif model.architecture not in families.OWN:
+        reason = f"is not supported by plugins: {model.architecture} records no attention logits"
+    if reason:
+        raise ProfileError("train.qk_clip", value, reason, ["null"])
 
 
 def check_schedule(profile: Profile) -> None:

@@ -63,6 +63,11 @@ class Train(Section):
         default=None,
         description="muon: dtype of the Newton-Schulz steps; null: float32 with train.precision float32, else bf16",
     )
+    qk_clip: Annotated[Annotated[float, Field(gt=0)] | None, roles.COMPILED_MATHEMATICS] = Field(
+        default=None,
+        description="QK-clip: after each step, scale down queries and keys of heads whose largest attention logit in it exceeds "
+        "this; Kimi K2 used 100. null: none",
+    )
     weight_decay: Rate = Field(default=0.1, description="decoupled weight decay")
     norm_weight_decay: bool = Field(
         default=False, description="apply weight decay to norm weights and biases too"

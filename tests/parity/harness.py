@@ -19,7 +19,7 @@ from torch import Tensor
 
 from modeling.data.prefetch import Batch
 from modeling.data.records import PADDING
-from modeling.training import expert_load
+from modeling.training import expert_load, qk_clip
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import ShardedAdamW, collectives
@@ -36,7 +36,7 @@ MANY_STEPS = 20  # in which small differences would grow
 RATE = 3e-3
 # Tolerances, all relative. The losses of a router are squares of its weights, which AdamW moves by full steps however small a
 # gradient is; the counts of tokens must be equal at either.
-LOSS, GRADIENT, NORM, WEIGHT, ROUTER = 1e-5, 1e-5, 1e-4, 1e-3, 1e-4
+LOSS, GRADIENT, NORM, WEIGHT, ROUTER, LOGIT = 1e-5, 1e-5, 1e-4, 1e-3, 1e-4, 1e-4
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
          "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "initializer_range": 0.1}  # fmt: skip
@@ -133,6 +133,7 @@ class Case:
     # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair, or several with `documents`
     objective: str = "pretrain"
     optimizer: str = "adamw"
+    qk_clip: float | None = None
     lora: tuple[
         str, ...
     ] = ()  # targets of updates of rank 4, which have dropout unless they belong to experts
@@ -171,7 +172,17 @@ class Case:
     @property
     def reference(self) -> Case:
         """The same mathematics on one process."""
-        same = ("model", "documents", "precision", "balance", "capacity", "objective", "optimizer", "lora")
+        same = (
+            "model",
+            "documents",
+            "precision",
+            "balance",
+            "capacity",
+            "objective",
+            "optimizer",
+            "qk_clip",
+            "lora",
+        )
         return Case(**{name: getattr(self, name) for name in same})
 
     def profile(self) -> Profile:
@@ -197,7 +208,7 @@ class Case:
                 },
                 "train": {
                     "steps": STEPS, "global_batch_size": size, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
-                    "learning_rate": RATE, "optimizer": self.optimizer,
+                    "learning_rate": RATE, "optimizer": self.optimizer, "qk_clip": self.qk_clip,
                     "precision": self.precision, "fp8_recipe": self.fp8_recipe,
                     "recompute": self.recompute, "document_masks": self.documents,
                     "balance": self.balance, "balance_coefficient": 0.1, "router_z_coefficient": 0.01,
@@ -217,6 +228,9 @@ class Results:
     norms: list[float] = field(default_factory=list)
     router: list[float] = field(default_factory=list)  # expert_load.take, summed over ranks
     modules: list[float] = field(default_factory=list)  # losses of multi-token prediction
+    logits: list[float] = field(
+        default_factory=list
+    )  # with QK-clip: the largest, and the number of clipped heads
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step
     weights: dict[str, Tensor] = field(default_factory=dict)  # after the last
     boxes: list[tuple[str, ShardBox, Tensor]] = field(default_factory=list)  # of this rank
@@ -320,7 +334,11 @@ def _train(
             if step == steps[0]:
                 optimizer.reduce()
                 results.boxes += saved_boxes("gradients", gradient_boxes(optimizer))
-            results.norms.append(optimizer.step(RATE).gradient_norm.item())
+            clip = qk_clip.take(trainer)
+            update = optimizer.step(RATE, row_factors=clip and clip.row_factors)
+            results.norms.append(update.gradient_norm.item())
+            if clip:
+                results.logits += [number.item() for number in clip.results(update.skipped)]
             results.losses += trainer.sum(loss[None]).tolist()
             if save and step + 1 in save:
                 about = {"step": step + 1, "profile": trainer.profile.model_dump(mode="json")}
@@ -393,7 +411,13 @@ def run(case: Case, pool: Pool, fault: Callable | None = None, steps: int = STEP
 def differences(results: Results, reference: Results) -> list[str]:
     """Every violated tolerance: the kind, the step or tensor, and the distance."""
     found = []
-    for kind, tolerance in (("losses", LOSS), ("norms", NORM), ("router", ROUTER), ("modules", LOSS)):
+    for kind, tolerance in (
+        ("losses", LOSS),
+        ("norms", NORM),
+        ("router", ROUTER),
+        ("modules", LOSS),
+        ("logits", LOGIT),
+    ):
         pairs = zip(getattr(results, kind), getattr(reference, kind), strict=True)
         for number, (found_value, exact) in enumerate(pairs):
             if not math.isclose(found_value, exact, rel_tol=tolerance):

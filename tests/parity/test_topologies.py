@@ -167,21 +167,41 @@ CASES = {
         balance="bias",
         native=True,
     ),
-    "muon, tensor 4, KV replicated, data 2": Case(tensor=4, data=2, optimizer="muon"),
-    "muon, hsdp 2 x 2, context 2, full activation checkpointing": Case(
-        data=2, context=2, sharding="fsdp", shard_degree=2, optimizer="muon", recompute="full"
+    "muon, QK-clip, tensor 4, KV replicated, data 2": Case(tensor=4, data=2, optimizer="muon", qk_clip=2.0),
+    "muon, QK-clip, hsdp 2 x 2, context 2, full activation checkpointing": Case(
+        data=2, context=2, sharding="fsdp", shard_degree=2, optimizer="muon", recompute="full", qk_clip=2.0
     ),
-    "muon, pipeline 2, interleaved, tied, no sharding": Case(
-        "gpt 4 layers", data=2, pipeline=2, schedule="interleaved", sharding="none", optimizer="muon"
+    "muon, QK-clip, pipeline 2, interleaved, tied, no sharding": Case(
+        "gpt 4 layers",
+        data=2,
+        pipeline=2,
+        schedule="interleaved",
+        sharding="none",
+        optimizer="muon",
+        qk_clip=2.0,
     ),
     "muon, pipeline 2, zero bubble, data 2": Case(
         pipeline=2, data=2, schedule="zero_bubble", optimizer="muon"
     ),
-    "muon, expert 2, tensor 2, fsdp 4, deepseek_v3, bias": Case(
-        "deepseek_v3", tensor=2, data=4, expert=2, sharding="fsdp", balance="bias", optimizer="muon"
+    "muon, QK-clip, expert 2, tensor 2, fsdp 4, deepseek_v3, bias": Case(
+        "deepseek_v3",
+        tensor=2,
+        data=4,
+        expert=2,
+        sharding="fsdp",
+        balance="bias",
+        optimizer="muon",
+        qk_clip=1.0,
     ),
-    "muon, fsdp 2, pipeline 2, tensor 2, tied, gathered in the graph, completep": Case(
-        "llama completep", data=2, pipeline=2, tensor=2, sharding="fsdp", in_graph=True, optimizer="muon"
+    "muon, QK-clip, fsdp 2, pipeline 2, tensor 2, tied, gathered in the graph, completep": Case(
+        "llama completep",
+        data=2,
+        pipeline=2,
+        tensor=2,
+        sharding="fsdp",
+        in_graph=True,
+        optimizer="muon",
+        qk_clip=0.5,
     ),
     "tensor 2, pipeline 2, fsdp 2, balance over the step, sft, multi-token": Case(
         "multi-token",
@@ -221,8 +241,8 @@ LONGER = (
     "hsdp 2 x 4, sft",
     "tensor 4, KV replicated, lora",
     "tensor 2, data 2, orpo, packed",
-    "muon, tensor 4, KV replicated, data 2",
-    "muon, hsdp 2 x 2, context 2, full activation checkpointing",
+    "muon, QK-clip, tensor 4, KV replicated, data 2",
+    "muon, QK-clip, hsdp 2 x 2, context 2, full activation checkpointing",
     "muon, pipeline 2, zero bubble, data 2",
 )
 

@@ -99,6 +99,24 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
             ["train.optimizer=muon", "cluster.device=neuron", "cluster.accelerator=trn2"],
             *("train.optimizer", "muon", "is not supported on neuron", ("adamw",)),
         ),
+        (
+            ["train.qk_clip=100", "cluster.device=neuron", "cluster.accelerator=trn2"],
+            *("train.qk_clip", 100.0, "is not supported on neuron", ("null",)),
+        ),
+        (
+            ["train.qk_clip=100", "model.architecture=qwen3"],
+            *("train.qk_clip", 100.0, "queries and keys are normalized after their projections", ("null",)),
+        ),
+        (
+            [
+                "train.qk_clip=100",
+                "parallel.schedule=zero_bubble",
+                "parallel.pipeline=2",
+                "cluster.devices_per_node=4",
+            ],
+            *("train.qk_clip", 100.0, "does not support QK-clip", ("null",)),
+        ),
+        (["train.qk_clip=100", "lora.rank=4"], "train.qk_clip", 100.0, "which LoRA freezes", ("null",)),
         (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "follows from parallel.tensor", ()),
         (
             ["train.recompute_layers=3"],

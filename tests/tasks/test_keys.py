@@ -65,6 +65,7 @@ def identity(*overrides, name=None, inputs=("tokenizer", "dataset", None)) -> st
         "train.precision=bf16",
         "train.weight_decay=0.2",
         "train.optimizer=muon",
+        "train.qk_clip=100",
         "train.balance_coefficient=0.01",
         "train.clip=null",
         "model.num_hidden_layers=4",

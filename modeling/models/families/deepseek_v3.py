@@ -30,6 +30,7 @@ from modeling.models.rope import rotate, score_factor, split_pairs
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear, collectives
 from parallel.attention.attention import attention
+from parallel.attention.maxima import ScoreMaxima
 from parallel.experts.router import Routing
 from parallel.layers.linear import ReplicatedLinear
 from parallel.random import Keys
@@ -46,6 +47,7 @@ class Attention(nn.Module):
         self.value = model.v_head_dim
         self.heads, self.axis, self.context = n // axis.size, axis, mesh.context
         self.scale = score_factor(model) * model.head_dim**-0.5
+        self.maxima: ScoreMaxima | None = None  # with QK-clip
         self.sequence_parallel = options["sequence_parallel"] and axis.size > 1
         exact = {name: option for name, option in options.items() if name != "products"}
         norm = {name: option for name, option in exact.items() if name != "initializer"}
@@ -82,6 +84,8 @@ class Attention(nn.Module):
         k = torch.cat((k, rotated[:, :, n:].expand(-1, -1, n, -1)), -1)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (b, n/t, s/c, ·)
         y = attention(q, k, v, self.context, scale=self.scale, documents=documents)  # (b, n/t, s/c, u)
+        if self.maxima is not None:
+            y = self.maxima(y, q, k, self.context, scale=self.scale, documents=documents)
         return self.output(y.transpose(1, 2).reshape(-1, n * self.value), keys)  # (b·s/c, h)
 
 

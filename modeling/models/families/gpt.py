@@ -32,6 +32,7 @@ from parallel import (
 )
 from parallel.attention.attention import attention
 from parallel.attention.dropout import dropout_attention
+from parallel.attention.maxima import ScoreMaxima
 from parallel.random import Keys, dropout
 from profiles.sections.model import Model
 
@@ -41,6 +42,7 @@ class Attention(nn.Module):
         super().__init__()
         self.d, self.dropout = model.head_dim, model.dropout
         self.context = mesh.context
+        self.maxima: ScoreMaxima | None = None  # with QK-clip
         n, h = model.num_attention_heads, model.hidden_size
         options["bias"] = model.attention_bias
         self.qkv = GQAQKVColumnParallelLinear(h, n, n, self.d, mesh, **options)
@@ -59,6 +61,8 @@ class Attention(nn.Module):
         else:
             mask = {"positions": positions, "keys": keys.attention, "heads": self.heads, "rate": self.dropout}
             y = dropout_attention(q, k, v, self.context, **mask, documents=documents)  # (b, n/t, s/c, d)
+        if self.maxima is not None:
+            y = self.maxima(y, q, k, self.context, documents=documents)
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
 

@@ -29,6 +29,7 @@ from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies,
 from modeling.models.weight_names import HuggingFaceTensor, Locate, rows_of
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
 from parallel.attention.attention import attention
+from parallel.attention.maxima import ScoreMaxima
 from parallel.layers.norms import HeadNorm, ProjectionNorm
 from parallel.random import Keys
 from profiles.sections.model import Model
@@ -51,6 +52,7 @@ class Attention(nn.Module):
         options["bias"] = model.attention_bias
         self.qkv = GQAQKVColumnParallelLinear(h, n, k, self.d, mesh, **options)
         self.register_parameter("sinks", None)  # only some families have them
+        self.maxima: ScoreMaxima | None = None  # with QK-clip
         options["initializer"] = parametrization.residual(model)
         options["bias"] = model.attention_bias and family.output_bias
         self.output = RowParallelLinear(n * self.d, h, mesh.tensor, **options)
@@ -75,6 +77,8 @@ class Attention(nn.Module):
         v = qkv[:, :, heads + kv_heads :].transpose(1, 2)  # (b, k/t, s/c, d)
         masks = {"documents": documents, "window": self.window, "sinks": self.sinks}
         y = attention(q, k, v, self.context, scale=self.scale, **masks)  # (b, n/t, s/c, d)
+        if self.maxima is not None:
+            y = self.maxima(y, q, k, self.context, scale=self.scale, documents=documents, window=self.window)
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
     def project(self, x: Tensor, keys: Keys | None) -> Tensor:

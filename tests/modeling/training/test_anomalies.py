@@ -73,7 +73,7 @@ def test_loss_spike_skips_step_and_keeps_weights(poisoned, tmp_path):
 
 
 def test_skipped_steps_in_a_row_roll_back_and_exclude_their_samples(poisoned, tmp_path):
-    settings = ("train.bad_steps=4", "checkpoint.keep=0", "train.optimizer=muon")
+    settings = ("train.bad_steps=4", "checkpoint.keep=0", "train.optimizer=muon", "train.qk_clip=0.1")
     run = micro.run_folder(tmp_path / "run", *SETTINGS, *settings)
     log = train(run, poisoned)
     assert "rolled back to step 30: steps 33 to 36 were skipped" in log
@@ -82,6 +82,8 @@ def test_skipped_steps_in_a_row_roll_back_and_exclude_their_samples(poisoned, tm
     found = rows(run)
     assert list(found) == list(range(1, STEPS + 1))
     assert not any(row["skipped"] for row in found.values())
+    assert any(row["clipped_heads"] > 0 for row in found.values())
+    assert all((row["max_logit"] > 0.1) == (row["clipped_heads"] > 0) for row in found.values())
 
     # Excluded samples are part of the checkpoint: the resumed run has the same losses.
     for later in (50, 60):

@@ -1,0 +1,152 @@
+"""The largest score of each query head, over its queries and the keys that they see.
+
+QK-clip bounds it (arXiv 2507.20534). Flash attention does not return it, so one more product q kᵀ is computed, in tiles of which
+only the maximum is kept: half of attention's products in forward, and no backward. It is plain torch, the same on all devices,
+with static shapes, and reads nothing on the host. (FlexAttention of torch 2.13 returns maxima on GPUs only.)
+
+Over a context axis K is gathered: a rank sends B(c-1)/2 bytes, with B those of its K and V. It computes the pairs that it
+computes in ring attention (zigzag.py).
+
+The maximum is that of one rank's tokens in one microbatch. It leaves the graph as the gradient of an otherwise unused tensor, as
+experts' statistics do (experts/balance.py): evaluation does not count, and compiled graphs have no side effects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from parallel import collectives, mesh
+from parallel.activation_checkpointing import always_save
+from parallel.attention.kernels import Math
+from parallel.attention.zigzag import RankAttention
+from parallel.mesh import Axis
+
+# Scores of a tile: on a CPU as many as fit in its cache, on others enough to outlast their launch.
+TILES = {"cpu": 1 << 22}
+TILE = 1 << 25
+
+
+def max_scores(
+    q: Tensor,
+    k: Tensor,
+    axis: Axis | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    documents: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Largest score of each of this rank's query heads over its queries; arguments as for `attention`.
+
+    Returns:
+        (n) float32, without gradient.
+    """
+    axis = axis or Axis("context")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    over = axis.name, axis.size, axis.supports_reduction
+    return _max_scores(q.detach(), k.detach(), documents, *over, causal, scale, window)
+
+
+class _Scores(Math):
+    """The formulas, in tiles of limited size."""
+
+    def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
+        b, n, s, _ = q.shape
+        return min(s, max(64, TILES.get(q.device.type, TILE) // (b * n * s)))
+
+    def scratch_bytes(self, q: Tensor, k: Tensor, causal: bool) -> int:
+        b, n, *_ = q.shape
+        scores = b * n * self.tile_rows(q, causal, backward=False) * k.shape[2]
+        return scores * (q.element_size() + 4)  # in q's dtype and in float32
+
+
+SCORES = _Scores()
+
+
+@torch.library.custom_op("trainshed::max_scores", mutates_args=())
+def _max_scores(
+    q: Tensor,
+    k: Tensor,
+    documents: Tensor | None,
+    axis: str,
+    size: int,
+    supports_reduction: bool,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """(n) float32."""
+    ring = replace(mesh.registered_axis(axis, size), supports_reduction=supports_reduction)
+    keys = collectives.all_gather(k, ring).unflatten(0, (size, -1))  # (c, b, k, s/c, d)
+    if documents is not None:
+        documents = collectives.all_gather(documents, ring).unflatten(0, (size, -1))  # (c, b, s/c)
+    rank = RankAttention(ring.rank, size, SCORES, scale, causal, window, documents)
+    found = [
+        maxima
+        for block in rank.blocks(q.shape[2])
+        for maxima in rank.max_scores(block, q, keys[block.source])
+    ]
+    return torch.stack(found).amax(0).float()
+
+
+@_max_scores.register_fake
+def _(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape[1], dtype=torch.float32)
+
+
+always_save(torch.ops.trainshed.max_scores.default)
+
+
+class ScoreMaxima(nn.Module):
+    """Records the largest score of each query head, over the backward passes since they were last taken.
+
+    Args:
+        heads: query heads of this rank, n/t.
+    """
+
+    tally: Tensor
+
+    def __init__(self, heads: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        tally = torch.zeros(heads, device=device, requires_grad=True)
+        tally.register_post_accumulate_grad_hook(self._keep)
+        self.register_buffer("tally", tally, persistent=False)
+        self._largest: Tensor | None = None
+
+    def _keep(self, tally: Tensor) -> None:
+        found: Any = tally.grad  # not None, in a hook that runs when it is complete
+        tally.grad = None
+        self._largest = found if self._largest is None else torch.maximum(self._largest, found)
+
+    def take(self) -> Tensor | None:
+        """The largest scores (n/t), float32; None if there was no backward pass. Forgets them."""
+        found, self._largest = self._largest, None
+        return found
+
+    def forward(self, out: Tensor, q: Tensor, k: Tensor, axis: Axis, **masks: Any) -> Tensor:
+        """Return attention's result `out`, and record its scores if it is part of training.
+
+        Other arguments are those of `max_scores`.
+        """
+        if not torch.is_grad_enabled():
+            return out
+        return _Record.apply(out, max_scores(q, k, axis, **masks), self.tally)
+
+
+class _Record(Function):
+    """Identity of attention's result; backward returns the maxima as the gradient of the tally."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, maxima: Tensor, tally: Tensor) -> Tensor:
+        ctx.save_for_backward(maxima)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        (maxima,) = ctx.saved_tensors
+        return grad, None, maxima

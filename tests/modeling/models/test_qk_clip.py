@@ -1,0 +1,62 @@
+"""QK-clip: logits of the same batch are at the threshold after a step that changes nothing else."""
+
+import pytest
+import torch
+
+from modeling.data.prefetch import Batch
+from modeling.models import qk_clip as rule
+from modeling.training import qk_clip
+from modeling.training.train import make_optimizer
+from modeling.training.trainer import Trainer
+from tests.parity.harness import BATCH, SEQUENCE, Case, batch
+
+THRESHOLD = 0.6
+
+
+def logits_of(trainer: Trainer, optimizer):
+    """Run forward and backward; what was recorded."""
+    optimizer.begin_step(trainer.profile.accumulation_steps)
+    trainer.forward_backward(Batch(batch(0)), 1 / (BATCH * SEQUENCE))
+    return qk_clip.take(trainer)
+
+
+@pytest.mark.parametrize("name", ["llama tied", "gpt", "deepseek_v3", "multi-token"])
+def test_logits_are_scaled_to_the_threshold_by_queries_and_keys_only(name):
+    with Trainer(Case(name, qk_clip=THRESHOLD).profile()) as trainer:
+        optimizer = make_optimizer(trainer)
+        weights = dict(trainer.named_parameters())
+        with torch.no_grad():
+            for parameter in (weight for name, weight in weights.items() if name.endswith("qkv.bias")):
+                parameter.normal_(std=0.5)
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        found = logits_of(trainer, optimizer)
+        skipped = optimizer.step(0.0, torch.ones(()), found.row_factors).skipped
+        assert (found.results(skipped)[1], found.logits.min() > -torch.inf) == (0, True)
+        assert all(torch.equal(weights[name], value) for name, value in before.items())  # a skipped step
+        found = logits_of(trainer, optimizer)
+        update = optimizer.step(0.0, row_factors=found.row_factors)
+        assert found.results(update.skipped)[1] > 0
+        model, after = trainer.profile.model, logits_of(trainer, optimizer).logits
+        groups = model.num_key_value_heads
+        largest = found.logits.unflatten(1, (groups, -1)).amax(-1)  # of the heads that share a key
+        scale = (THRESHOLD / largest).clamp(max=1).repeat_interleave(model.num_attention_heads // groups, 1)
+        # Only the first layer's inputs are as before.
+        torch.testing.assert_close(after[0], (found.logits * scale)[0], rtol=1e-5, atol=1e-6)
+        assert (after[0] <= THRESHOLD * (1 + 1e-5)).all()
+        assert scale[0].min() < 1
+        for changed, value in before.items():
+            same = weights[changed] == value
+            if (indices := kept_rows(model, changed)) is not None:
+                assert same[indices].all()
+                assert not same.all()
+            else:
+                assert same.all(), changed
+
+
+def kept_rows(model, name):
+    """Rows of a parameter that are not scaled; None for parameters of which none is."""
+    if "attention.qkv" in name:
+        return slice((model.num_attention_heads + model.num_key_value_heads) * model.head_dim, None)
+    if (indices := rule.row_factors(model, name)) is None:
+        return None
+    return indices == 2 * model.num_layers * model.num_attention_heads
