@@ -23,6 +23,7 @@ from benchmarks.harness.timing import make_parser
 from flows.cli.main import main as trainshed
 from profiles.resolve import dump, load
 from tasks.store import locks
+from tasks.store.artifacts import ArtifactId
 from tasks.store.manifest import Manifest
 from tasks.store.store import Store
 
@@ -91,17 +92,19 @@ def write_store(folder: Path, runs: int, files: int) -> int:
         path.write_bytes(data if isinstance(data, bytes) else data.encode())
         written += 1
 
-    def artifact(kind: str, key: str, requires: Sequence[dict[str, str]] = ()) -> None:
+    def artifact(kind: str, key: str, requires: Sequence[ArtifactId] = ()) -> None:
         where = folder / f"artifacts/{kind}/{key}"
         write(where / "data.bin", key)
         write(folder / f"locks/{kind}-{key}/1", released)
-        write(where / "manifest.json", Manifest.of_folder(where, kind, key, {}, requires).to_bytes())
+        write(
+            where / "manifest.json", Manifest.of_folder(where, ArtifactId(kind, key), {}, requires).to_bytes()
+        )
 
     artifact("tokenizer", "shared")
     for number in range(runs):
         run = folder / f"runs/run-{number}"
         key = f"key-{number}"
-        artifact("evaluation", key, [{"kind": "tokenizer", "key": "shared"}])
+        artifact("evaluation", key, [ArtifactId("tokenizer", "shared")])
         if number % GARBAGE == 0:
             artifact("evaluation", f"unused-{number}")
         used = {"evaluation": [key], "tokenizer": ["shared"], "dataset": [key], "graphs": [key]}

@@ -28,9 +28,10 @@ def main() -> None:
 def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
     import s3fs
 
-    from tasks.store.artifacts import Artifact
+    from tasks.store.artifacts import Artifact, ArtifactId
     from tasks.store.store import Store
 
+    id = ArtifactId("tokens", "k")
     plain = s3fs.S3FileSystem(use_listings_cache=False)
     plain.mkdir("bucket")
     names = [f"{number}.bin" for number in range(files)]
@@ -42,16 +43,16 @@ def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
     uploader, downloader = (Store("s3://bucket/store", folder / name) for name in ("up", "down"))
 
     def publish() -> None:
-        with uploader.artifacts.publish("tokens", "k") as staging:
+        with uploader.artifacts.publish(id) as staging:
             for path in source.iterdir():
                 os.link(path, staging / path.name)  # instead of a copy, as a step would write there directly
 
     def fetch() -> None:
-        downloader.artifacts.path(uploader.artifacts.expect("tokens", "k"))
+        downloader.artifacts.path(uploader.artifacts.expect(id))
 
     def reset() -> None:
-        uploader.artifacts.remove("tokens", "k")
-        downloader.artifacts.evict(Artifact("tokens", "k", "", {}))
+        uploader.artifacts.remove(id)
+        downloader.artifacts.evict(Artifact(id))
         shutil.rmtree(target)
         target.mkdir()
         plain.rm("bucket/plain", recursive=True)

@@ -118,7 +118,7 @@ def _attempts(context: Context, current: series.Promoted) -> State[Any]:
 
 def _recorded_share(store: Store, recorded: Mapping[str, str] | None) -> float:
     """Share of replayed samples of a round that began to train; 0 if its dataset is gone."""
-    dataset = recorded and store.artifacts.find(DatasetStep.kind, recorded["dataset"])
+    dataset = recorded and store.artifacts.find(DatasetStep.id(recorded["dataset"]))
     return replay.share_of(store, dataset) if dataset else 0.0
 
 
@@ -129,7 +129,7 @@ def _name(context: Context, current: series.Promoted) -> str:
 def _round(context: Context, current: series.Promoted, share: float | None = None) -> State[Any]:
     """One round: train the promoted model on new data, and promote the result if it meets the gates."""
     profile, store = context.profile, context.store
-    tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
+    tokenizer = store.artifacts.expect(TokenizerStep.id(current.tokenizer))
     name, origin = _name(context, current), held_out.round_origin(current.next_round)
     # An interrupted round resumes with its data. One that was evaluated and not promoted, or whose weights are not those of the
     # promoted model any more, looks for new data.
@@ -141,7 +141,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         everything = runner.run(DatasetStep(tokenizer))
         old = old_sets(runner.context, current, tokenizer)
         restore_held_out(runner.context, tokenizer, current.identity, old.entries)
-        begun = store.artifacts.find(DatasetStep.kind, recorded["dataset"]) if recorded and not over else None
+        begun = store.artifacts.find(DatasetStep.id(recorded["dataset"])) if recorded and not over else None
         # Weights of sources that were changed since are those of the next round.
         by_hash = held_out.held_out_by_hash(profile.data)
         records = profile if profile.objective.kind != "pretrain" else None
@@ -280,7 +280,7 @@ def _is_outdated(
 
 def _lacks_sets(store: Store, name: str, dataset: str) -> bool:
     """Whether an earlier version began a round, so that its dataset has no held-out sets of the series."""
-    found = store.artifacts.find(DatasetStep.kind, dataset)
+    found = store.artifacts.find(DatasetStep.id(dataset))
     if found is None or held_out.has_sets(read_file(store, found)):
         return False
     log.info("%s was begun by an earlier version, without held-out sets by round: it starts over", name)

@@ -35,6 +35,7 @@ from tasks.evaluation.checkpoints import (
     scratch_name,
 )
 from tasks.report import update_evaluations
+from tasks.step import Step
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.reference import ReferenceStep
@@ -98,9 +99,9 @@ class Evaluator:
 
     def _evaluate(self, checkpoint: CheckpointId) -> dict[str, float]:
         profile = self.runner.context.profile
-        base = self._artifact(CheckpointStep.kind) if profile.uses_initial_weights else None
+        base = self._artifact(CheckpointStep) if profile.uses_initial_weights else None
         held_out = CheckpointEvaluationStep(
-            self._artifact(DatasetStep.kind),
+            self._artifact(DatasetStep),
             " ".join(filter(None, (self.inputs["identity"], checkpoint.digest, self.settings))),
             weights=base,
             reference=self._reference(),
@@ -109,7 +110,7 @@ class Evaluator:
         )
         summary = self.runner.run(held_out).summary
         found = {"validation_loss": summary["validation_loss"], **summary["metrics"]}
-        tokenizer = self._artifact(TokenizerStep.kind)
+        tokenizer = self._artifact(TokenizerStep)
         for task in self.tasks:
             made = TaskStep(task, checkpoint, tokenizer, base, self.include, self.limit)
             found |= metrics_of(self.runner.run(made).summary)
@@ -119,11 +120,11 @@ class Evaluator:
         """Log-probabilities of the reference model, if the main flow has computed them; None otherwise."""
         if not self.runner.context.profile.precomputes_reference:
             return None
-        dataset, weights = self._artifact(DatasetStep.kind), self._artifact(CheckpointStep.kind)
+        dataset, weights = self._artifact(DatasetStep), self._artifact(CheckpointStep)
         return self.runner.run(ReferenceStep(dataset, weights))
 
-    def _artifact(self, kind: str) -> Artifact:
-        return runs.require_artifact(self.store, self.run, kind, self.inputs[kind])
+    def _artifact(self, step: type[Step]) -> Artifact:
+        return runs.require_artifact(self.store, self.run, step.id(self.inputs[step.kind]))
 
 
 @flow(name="evaluate", flow_run_name="{run}", task_runner=THREADS, **SHOW_FAILURE)

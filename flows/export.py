@@ -45,11 +45,11 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         # Until the last step, a rollback may replace the checkpoint of a step by another one.
         is_last = latest.step == profile.train.steps
         identity = inputs["identity"] if is_last else f"{inputs['identity']} {latest.digest}"
-        tokenizer = runs.require_artifact(opened, run, TokenizerStep.kind, inputs["tokenizer"])
+        tokenizer = runs.require_artifact(opened, run, TokenizerStep.id(inputs["tokenizer"]))
         weights = inputs.get("checkpoint")  # not an artifact in a round of continual pretraining
-        base = weights and opened.artifacts.find(CheckpointStep.kind, weights, hash_limit=0)
+        base = weights and opened.artifacts.find(CheckpointStep.id(weights), hash_limit=0)
         if profile.lora.rank and base is None:
-            base = runs.require_artifact(opened, run, CheckpointStep.kind, weights)
+            base = runs.require_artifact(opened, run, CheckpointStep.id(weights))
         with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id)), lock) as runner:
             exported = runner.run(ExportStep(tokenizer, identity, base, latest))
         opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere

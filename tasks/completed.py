@@ -23,7 +23,7 @@ from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import run_artifacts
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 
 LOCAL = ("python-docs", "files")  # kinds of sources without a network, if their path is local
@@ -96,15 +96,13 @@ def _find_all(context: Context, identity: str) -> Artifact | None:
     if corpus is None or keys.run_identity(profile, trained.key, corpus.key) != identity:
         return None
     settings = profile.evaluate
-    evaluated = store.artifacts.find(
-        "evaluation",
-        keys.evaluation(name, identity, profile.train, settings.metrics, **settings.further),
+    evaluation = keys.evaluation(name, identity, profile.train, settings.metrics, **settings.further)
+    evaluated = store.artifacts.find(ArtifactId("evaluation", evaluation))
+    pointers = (
+        ArtifactId("training", keys.training(name, identity, profile.train)),
+        ArtifactId(EXPORT, keys.export(name, identity, profile.train)),
     )
-    pointers = {
-        "training": keys.training(name, identity, profile.train),
-        EXPORT: keys.export(name, identity, profile.train),
-    }
-    complete = all(run_artifacts.find(store, kind, key, name) for kind, key in pointers.items())
+    complete = all(run_artifacts.find(store, id, name) for id in pointers)
     return evaluated if complete else None
 
 

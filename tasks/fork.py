@@ -289,7 +289,7 @@ def record_data(store: Store, parent: Parent) -> None:
         run = store.run_folder(above.run)
         found = state_files.parse(run.read(run_files.INPUTS) or b"") or {}
         dataset = found.get("identity") == above.identity and store.artifacts.find(
-            DatasetStep.kind, found["dataset"], hash_limit=0
+            DatasetStep.id(found["dataset"]), hash_limit=0
         )
         if not dataset:
             message = "run %s: its training data is unknown, so continual pretraining cannot start from %s"

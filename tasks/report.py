@@ -30,7 +30,7 @@ from tasks.reporting import advice, run_report
 from tasks.reporting.history import History
 from tasks.reporting.outcome import Outcome
 from tasks.step import Context, Step
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.runs import INPUT_KEYS, read_events
 from tasks.store.store import Store
@@ -64,7 +64,7 @@ class ReportStep(Step):
         ended = [outcome for outcome in self.outcomes if outcome.how != "running"]  # all but this step
         path = write_report(context.profile, folder, plan, evaluation, ended, self.gates)
         store.run_folder(folder.name).sync().upload()
-        return Artifact(self.kind, key, str(path), {})
+        return Artifact(self.id(key), str(path))
 
 
 def write_report(
@@ -210,7 +210,7 @@ def _tokenizer_file(folder: Path) -> Path | None:
     if key := (state_files.read_json(folder / run_files.INPUTS, INPUT_KEYS) or {}).get("tokenizer"):
         artifacts = Store(str(folder.parents[1])).artifacts
         with contextlib.suppress(FileNotFoundError):
-            folders.append(artifacts.path(Artifact("tokenizer", key, "", {})))
+            folders.append(artifacts.path(Artifact(ArtifactId("tokenizer", key))))
     files = (folder / "tokenizer.json" for folder in folders)
     return next((file for file in files if file.exists()), None)
 

@@ -226,7 +226,7 @@ class _Comparison:
             return
         settings = self.profile.evaluate
         key = keys.evaluation(name, identity, train, settings.metrics, **settings.further)
-        evaluated = self.store.artifacts.find(EvaluationStep.kind, key)
+        evaluated = self.store.artifacts.find(EvaluationStep.id(key))
         reasons = [] if evaluated else self._reasons("evaluate") or ["the store lacks its result"]
         self.steps.append(StepOutcome(EvaluationStep.name, REUSED if evaluated else RUNS, reasons))
         if tokenizer is None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from modeling.cores import usable_cores
 from profiles.schema import Profile
 from tasks.inputs import Inputs, resolve
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 
 T = TypeVar("T")
@@ -87,16 +87,21 @@ class Step(ABC):
     def make(self, context: Context, key: str) -> Artifact:
         """Make and publish the artifact; called only if the store lacks it."""
 
+    @classmethod
+    def id(cls, key: str) -> ArtifactId:
+        """Name of the artifact of this key."""
+        return ArtifactId(cls.kind, key)
+
     def find(self, context: Context, key: str) -> Artifact | None:
         """The artifact of this key, if it is in the store and complete."""
-        return context.store.artifacts.find(self.kind, key)
+        return context.store.artifacts.find(self.id(key))
 
     def run(self, context: Context, key: str | None = None) -> Artifact:
         """Return the artifact, made under its lock unless stored. Pass `key` if it is already computed."""
         key = key or self.key(context)
         if key is None:
             return self.make(context, "")
-        with context.store.artifacts.lock(self.kind, key):
+        with context.store.artifacts.lock(self.id(key)):
             return self.find(context, key) or self.make(context, key)
 
     def describe(self, summary: Mapping[str, Any]) -> str:

@@ -83,7 +83,7 @@ def _average(
         profile = resolve.load(str(folder / run_files.PROFILE), (), trunk.name)
         inputs = runs.read_inputs(folder)
         dataset, tokenizer = (
-            store.artifacts.expect(step.kind, inputs[step.kind]) for step in (DatasetStep, TokenizerStep)
+            store.artifacts.expect(step.id(inputs[step.kind])) for step in (DatasetStep, TokenizerStep)
         )
         runner = stack.enter_context(Runner(flow_context(profile, store, folder), locks[trunk.name]))
         runner.keep_recorded_artifacts()

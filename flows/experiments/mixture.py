@@ -58,7 +58,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     natural = next(proxy for proxy in proxies if len(proxy.sources) == len(sources))  # the first of its group
     inputs = {proxy.name: runs.read_inputs(runs.fetch(opened, proxy.name)) for proxy in proxies}
     _require_one_tokenizer(inputs)
-    dataset = opened.artifacts.expect(DatasetStep.kind, inputs[natural.name]["dataset"])
+    dataset = opened.artifacts.expect(DatasetStep.id(inputs[natural.name]["dataset"]))
     tokens = mixtures.source_tokens(opened, dataset.key, target.profile)
     losses = _losses(opened, proxies, results, dataset, len(sources))
     measured = [

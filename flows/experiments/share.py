@@ -133,7 +133,7 @@ def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> Pro
     current = series.promoted_model(store, run.name)
     if current is None:
         raise ProfileError("series", run.name, "has no finished model to continue; train it first")
-    tokenizer = store.artifacts.expect(TokenizerStep.kind, current.tokenizer)
+    tokenizer = store.artifacts.expect(TokenizerStep.id(current.tokenizer))
     runner = Runner(flow_context(run, store))
     resolve_inputs(runner, None)
     everything = runner.run(DatasetStep(tokenizer))
@@ -165,7 +165,7 @@ def _rounds(
     described: Share, target: PlannedRun, base: PlannedRun, run: Profile, data: ProxyData, store: Store
 ) -> list[tuple[PlannedRun, str]]:
     """The proxies of the round, each with the key of its dataset."""
-    new, history = (store.artifacts.expect(DatasetStep.kind, key) for key in (data.new, data.history))
+    new, history = (store.artifacts.expect(DatasetStep.id(key)) for key in (data.new, data.history))
     length = run.train.sequence_length
     known = replay.of_dataset(data.history, described.name, read_file(store, history), length)
     found = []
@@ -210,7 +210,7 @@ def proxy_round(
         Runner(flow_context(run, opened), lock) as runner,
         ExitStack() as stack,
     ):
-        corpus, sets = (opened.artifacts.expect(DatasetStep.kind, key) for key in (dataset, held_out))
+        corpus, sets = (opened.artifacts.expect(DatasetStep.id(key)) for key in (dataset, held_out))
         weights, origin = None, None
         if start:
             folder = opened.run_folder(start)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence, Set
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 from modeling.data.records import Rows, rows_path
 from profiles.schema import Profile
 from tasks import keys
-from tasks.continual.held_out import HeldOut, round_origin
+from tasks.continual.held_out import HeldOut, round_origin, shard_path
+from tasks.continual.replay import publish
 from tasks.continual.series import Promoted
-from tasks.steps.dataset import CORPUS, DatasetStep, read_file
+from tasks.steps.dataset import read_file
 from tasks.store import ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.ledger import SHARDS
@@ -61,49 +62,34 @@ def new_data(
     selected = {**contents, "train": train, "validation": held_out, "sources": parts, "blend": blend}
     if records is not None:
         selected["packing"] = records.packs
-    key = keys.new_data(selected)
-    with store.artifacts.lock(DatasetStep.kind, key):
-        if found := store.artifacts.find(DatasetStep.kind, key):
-            return found
-        paths = [entry["path"] for entry in train + held_out]
-        used = {path.split("/")[1] for path in paths if path.startswith("tokens/")}
-        requires = [{"kind": "tokens", "key": shard} for shard in sorted(used)]
-        summary = {
-            "tokens": sum(entry["tokens"] for entry in train),
-            "validation_tokens": sum(entry["tokens"] for entry in held_out),
-            "shards": len(train),
-        }
-        if "template" in dataset.summary:
-            summary["template"] = dataset.summary["template"]
-        with store.artifacts.publish(DatasetStep.kind, key, summary, requires) as folder:
-            (folder / CORPUS).write_text(json.dumps(selected))
-            (folder / SHARDS).write_text(json.dumps([shard for _, shard in new]))
-            if records is not None:
-                summary |= _write_rows(store, records, folder, train, sets)
-    return store.artifacts.expect(DatasetStep.kind, key)
+    summary = {
+        "tokens": sum(entry["tokens"] for entry in train),
+        "validation_tokens": sum(entry["tokens"] for entry in held_out),
+        "shards": len(train),
+    }
+    if "template" in dataset.summary:
+        summary["template"] = dataset.summary["template"]
+    rows = partial(_write_rows, store, records, train, sets) if records else None
+    return publish(
+        store, keys.new_data(selected), selected, train, summary, [shard for _, shard in new], rows
+    )
 
 
 def _write_rows(
-    store: Store, profile: Profile, folder: Path, train: Sequence[Entry], sets: HeldOut
+    store: Store, profile: Profile, train: Sequence[Entry], sets: HeldOut, folder: Path
 ) -> dict[str, int]:
     """Write the rows of both splits of a dataset of records; returns their counts, for its summary."""
-    rows = record_rows.of_shards(profile, [_prefix(store, entry) for entry in train])
+    rows = record_rows.of_shards(profile, [shard_path(store, entry) for entry in train])
     rows.write(rows_path(folder, "train"))
     entries, parts = iter(sets.entries), []
     for each in sets.sets:
         own = list(islice(entries, each["shards"]))
-        prefixes = [_prefix(store, entry) for entry in own]
+        prefixes = [shard_path(store, entry) for entry in own]
         parts.append((record_rows.of_shards(profile, prefixes), sum(entry["tokens"] for entry in own)))
     held_out = Rows.joined(parts)
     held_out.write(rows_path(folder, "validation"))
     documents = sum(entry["documents"] for entry in train)
     return {"documents": documents, "samples": len(rows), "validation_samples": len(held_out)}
-
-
-def _prefix(store: Store, entry: Entry) -> Path:
-    """A tokenized shard's files on this machine."""
-    kind, key, split = entry["path"].split("/")
-    return store.artifacts.path(store.artifacts.expect(kind, key)) / str(split)
 
 
 def _select(

@@ -21,7 +21,7 @@ from tasks.continual.replay import GENERATED, Entry, History, Part
 from tasks.step import Context, Step
 from tasks.steps.dataset import read_file
 from tasks.steps.jobs import cluster_job, run_job
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import TOKENS
 
@@ -74,12 +74,13 @@ def publish_rows(store: Store, key: str, rows: np.ndarray, contents: Mapping[str
     lengths = document_lengths(rows, contents["eos"])
     summary = {"tokens": rows.size, "documents": len(lengths), "validation_tokens": 0}
     dtype = token_dtype(contents["vocabulary_size"])
+    id = ArtifactId(TOKENS, key)
     with (
-        store.artifacts.publish(TOKENS, key, summary) as folder,
+        store.artifacts.publish(id, summary) as folder,
         IndexedDatasetBuilder(folder / "train", dtype) as builder,
     ):
         builder.add_documents(rows.flatten(), lengths)
-    return store.artifacts.expect(TOKENS, key)
+    return store.artifacts.expect(id)
 
 
 def row_count(needed: int, sequence_length: int, most: int | None) -> int:

@@ -24,6 +24,7 @@ from profiles.errors import ProfileError
 from profiles.rules import data_sources
 from profiles.schema import Data, Profile
 from tasks.sources.shard import local_path
+from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 
 FIRST, STAND_IN = "first", "stand-in"  # origins, besides round-N
@@ -206,12 +207,16 @@ def _documents(store: Store, contents: Mapping[str, Any], entry: Entry) -> Itera
             yield hashlib.blake2b(document.tobytes(), digest_size=16).digest()
 
 
+def shard_path(store: Store, entry: Entry) -> Path:
+    """A tokenized shard's files on this machine, downloaded from the store."""
+    tokens, _, split = str(entry["path"]).rpartition("/")
+    return store.artifacts.path(store.artifacts.expect(ArtifactId.parse(tokens))) / split
+
+
 def _prefix(store: Store, entry: Entry) -> Path | None:
-    """A shard's files on this machine, downloaded from the store; None for a remote Megatron pair."""
-    kind, _, rest = entry["path"].partition("/")
-    if kind == "tokens":
-        key, split = rest.split("/")
-        return store.artifacts.path(store.artifacts.expect(kind, key)) / str(split)
+    """A shard's files on this machine; None for a remote Megatron pair."""
+    if entry["path"].startswith("tokens/"):
+        return shard_path(store, entry)
     local = local_path(entry["path"])
     if local is None:
         log.warning(

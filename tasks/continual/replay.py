@@ -24,7 +24,7 @@ from tasks import keys
 from tasks.continual.series import Promoted
 from tasks.steps.dataset import CORPUS, DatasetStep, read_file
 from tasks.store import ledger
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.ledger import SHARDS, LedgerEntry
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
@@ -103,7 +103,7 @@ def history(store: Store, promoted: Promoted, new: Artifact, sequence_length: in
     span, found = read_file(store, new).get("span"), History()
     for entry in ledger.lineage(store, promoted.identity):
         contents = _contents(store, entry)
-        rows = rows_of(store, Artifact(DatasetStep.kind, entry.dataset, "", {}), contents)
+        rows = rows_of(store, Artifact(DatasetStep.id(entry.dataset)), contents)
         own, replayed = _recorded(entry, contents, sequence_length, rows)
         found = found + own
         if replayed is not None:
@@ -190,7 +190,7 @@ def publish(
     used: Iterable[Entry],
     summary: Mapping[str, Any],
     shards: Any,
-    write_rows: Callable[[Path], None] | None = None,
+    write_rows: Callable[[Path], Mapping[str, int]] | None = None,
 ) -> Artifact:
     """Publish a dataset, unless the store has it.
 
@@ -198,22 +198,22 @@ def publish(
         contents: its corpus.json.
         used: training shards that it requires; it requires all of its held-out ones.
         shards: its shards.json, what the ledger records.
-        write_rows: of records, writes the rows into the dataset's folder.
+        write_rows: of records, writes the rows into the dataset's folder; returns more of the summary.
     """
-    with store.artifacts.lock(DatasetStep.kind, key):
-        if found := store.artifacts.find(DatasetStep.kind, key):
+    id, published = DatasetStep.id(key), dict(summary)
+    with store.artifacts.lock(id):
+        if found := store.artifacts.find(id):
             return found
         tokens = sorted(tokens_of([*used, *contents["validation"]]))
-        requires = [{"kind": TOKENS, "key": shard} for shard in tokens]
-        with store.artifacts.publish(DatasetStep.kind, key, dict(summary), requires) as folder:
+        with store.artifacts.publish(id, published, [ArtifactId(TOKENS, key) for key in tokens]) as folder:
             (folder / CORPUS).write_text(json.dumps(contents))
             (folder / SHARDS).write_text(json.dumps(shards))
             if write_rows is not None:
-                write_rows(folder)
-    return store.artifacts.expect(DatasetStep.kind, key)
+                published |= write_rows(folder)
+    return store.artifacts.expect(id)
 
 
-def _write_rows(store: Store, new: Artifact, known: History, folder: Path) -> None:
+def _write_rows(store: Store, new: Artifact, known: History, folder: Path) -> Mapping[str, int]:
     """Write the rows of a round's records into its dataset: new ones, then each stream's."""
     source = store.artifacts.path(new, with_required=False)
     tokens = sum(entry["tokens"] for entry in read_file(store, new)["train"])
@@ -221,6 +221,7 @@ def _write_rows(store: Store, new: Artifact, known: History, folder: Path) -> No
     parts += [(part.rows, part.stream.tokens) for part in known.parts if part.rows is not None]
     Rows.joined(parts).write(rows_path(folder, "train"))
     shutil.copyfile(rows_path(source, "validation"), rows_path(folder, "validation"))
+    return {}  # the summary counts the new ones
 
 
 def samples_read(run: RunFolder, steps: int, batch: int) -> int:
@@ -249,7 +250,7 @@ def tokens_of(entries: Iterable[Entry]) -> set[str]:
 
 def _contents(store: Store, entry: LedgerEntry) -> dict[str, Any]:
     try:
-        contents: dict[str, Any] = read_file(store, Artifact(DatasetStep.kind, entry.dataset, "", {}))
+        contents: dict[str, Any] = read_file(store, Artifact(DatasetStep.id(entry.dataset)))
     except FileNotFoundError as error:
         reason = (
             f"the dataset {entry.dataset} of run {entry.run} is not in the store any more, so it is unknown what it read; "

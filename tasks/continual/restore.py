@@ -19,7 +19,7 @@ from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.dataset import ShardJob, without_duplicates
 from tasks.store import ledger, runs
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
 
 log = logging.getLogger(__name__)
@@ -66,9 +66,8 @@ def restore_held_out(context: Context, tokenizer: Artifact, identity: str, entri
 
 
 def _missing(context: Context, keys: Set[str]) -> set[str]:
-    ordered = sorted(keys)
-    found = context.store.artifacts.find_many(TOKENS, ordered, hash_limit=0)
-    return {key for key, artifact in zip(ordered, found, strict=True) if artifact is None}
+    ids = [ArtifactId(TOKENS, key) for key in sorted(keys)]
+    return {*keys} - {each.key for each in context.store.artifacts.find_many(ids, hash_limit=0) if each}
 
 
 def _tokenize_again(

@@ -152,7 +152,7 @@ def frozen_weights(store: Store, profile: Profile) -> Artifact | None:
         raise ProfileError(
             "lora.rank", profile.lora.rank, f"the initial weights of {profile.name} are unknown"
         )
-    return runs.require_artifact(store, profile.name, CheckpointStep.kind, inputs["checkpoint"])
+    return runs.require_artifact(store, profile.name, CheckpointStep.id(inputs["checkpoint"]))
 
 
 def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
@@ -162,7 +162,7 @@ def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
     """
     key = promoted.held_out or promoted.dataset
     try:
-        contents = read_file(store, Artifact(DatasetStep.kind, key, "", {}))
+        contents = read_file(store, Artifact(DatasetStep.id(key)))
     except FileNotFoundError as error:
         reason = f"the dataset {key}, which lists what the series holds out, is not in the store any more"
         raise ProfileError("name", name, f"{reason}; restore artifacts/dataset from a backup") from error

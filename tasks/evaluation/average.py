@@ -87,7 +87,7 @@ class AverageStep(EvaluationStep):
         (staging / MODEL / RECORD).unlink()
         store, profile = context.store, context.profile
         initial = read_inputs(context.run_folder).get("checkpoint")
-        weights = store.artifacts.find(CheckpointStep.kind, initial, hash_limit=0) if initial else None
+        weights = store.artifacts.find(CheckpointStep.id(initial), hash_limit=0) if initial else None
         given = generation.of_weights(weights)
         copy_tokenizer(store, self.tokenizer, staging / MODEL, profile, self.dataset.key, given)
         summary["members"] = [f"{run}@{step}" for run, step in self.members]

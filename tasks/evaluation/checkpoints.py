@@ -127,9 +127,9 @@ class TaskStep(Step):
             raise FatalError(result["rejected"])
         if "unavailable" in result:
             raise Unavailable(result["unavailable"])
-        with context.store.artifacts.publish(self.kind, key, result) as staging:
+        with context.store.artifacts.publish(self.id(key), result) as staging:
             state_files.write(staging / RESULT, json.dumps(result, indent=1))
-        return context.store.artifacts.expect(self.kind, key)
+        return context.store.artifacts.expect(self.id(key))
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         found = metrics_of(summary)

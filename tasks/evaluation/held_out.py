@@ -75,7 +75,7 @@ class EvaluationStep(Step):
         if profile.uses_initial_weights and self.weights:
             job = job.with_arguments("--weights", str(context.store.artifacts.path(self.weights)))
         summary: dict[str, Any] = {}
-        with context.store.artifacts.publish(self.kind, key, summary) as staging:
+        with context.store.artifacts.publish(self.id(key), summary) as staging:
             result = state_files.read_json(output)  # exists if the job ended while no flow followed it
             if result is None:
                 run_job(profile, job, output)
@@ -87,7 +87,7 @@ class EvaluationStep(Step):
             shutil.copyfile(output, staging / FILE)
             self.extend_artifact(context, staging, summary)
         output.unlink()
-        return context.store.artifacts.expect(self.kind, key)
+        return context.store.artifacts.expect(self.id(key))
 
     def adapt_job(self, job: Job, context: Context, key: str) -> Job:
         """The job to run; subclasses override this to change it."""

@@ -26,7 +26,7 @@ from profiles.state_files import retried
 from tasks import keys
 from tasks.evaluation import results
 from tasks.experiments import json_artifacts
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 
@@ -79,14 +79,13 @@ def write_forecast(
 
     facts = {"name": target.name, "settings": settings, "n": target.n, "tokens": target.tokens}
     summary = ("loss", "interval", "share", "extrapolation")
-    return json_artifacts.get_or_create(store, KIND, key, facts, compute, summary)
+    return json_artifacts.get_or_create(store, ArtifactId(KIND, key), facts, compute, summary)
 
 
 def latest(store: Store, profile: Profile) -> Artifact | None:
     """The latest forecast of a run with these settings; None without one."""
     settings = keys.forecast_target(profile)
-    names = {file.partition("/")[0] for file in store.backend.files(f"artifacts/{KIND}")}
-    found = [artifact for artifact in store.artifacts.find_many(KIND, sorted(names)) if artifact]
+    found = filter(None, store.artifacts.find_many(sorted(store.artifacts.list_files(KIND))))
     of_target = [artifact for artifact in found if artifact.summary["settings"] == settings]
     return max(of_target, key=lambda artifact: artifact.summary["written"], default=None)
 

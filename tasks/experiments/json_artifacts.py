@@ -8,14 +8,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from profiles.state_files import retried
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 
 
 def get_or_create(
     store: Store,
-    kind: str,
-    key: str,
+    id: ArtifactId,
     target: Mapping[str, Any],
     compute: Callable[[], dict[str, Any]],
     summary: Iterable[str],
@@ -26,15 +25,15 @@ def get_or_create(
         target: facts about the target run; `settings` is copied to the artifact's summary.
         summary: names of the document's values to copy to the artifact's summary.
     """
-    with store.artifacts.lock(kind, key):
-        if found := store.artifacts.find(kind, key):
+    with store.artifacts.lock(id):
+        if found := store.artifacts.find(id):
             return found
         computed = compute()
         document = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "target": target, **computed}
         shown = {name: document[name] for name in ("written", *summary)} | {"settings": target["settings"]}
-        with store.artifacts.publish(kind, key, shown) as folder:
-            (folder / _file(kind)).write_text(json.dumps(document, indent=1))
-    return store.artifacts.expect(kind, key)
+        with store.artifacts.publish(id, shown) as folder:
+            (folder / _file(id.kind)).write_text(json.dumps(document, indent=1))
+    return store.artifacts.expect(id)
 
 
 def read(store: Store, artifact: Artifact) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.experiments import json_artifacts
 from tasks.steps.dataset import DatasetStep, read_file
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 
 KIND = "mixture"
@@ -44,7 +44,7 @@ def source_tokens(store: Store, dataset: str, profile: Profile) -> dict[str, int
 
     Raises ProfileError for a source without training tokens.
     """
-    corpus = read_file(store, store.artifacts.expect(DatasetStep.kind, dataset))
+    corpus = read_file(store, store.artifacts.expect(DatasetStep.id(dataset)))
     counts, first = {}, 0
     # A cached dataset has the names of the folders when it was made.
     for name, source in zip(data_sources.names(profile.data), corpus["sources"], strict=True):
@@ -123,7 +123,7 @@ def write_proposal(
         }
 
     facts = {"name": target.name, "settings": settings}
-    return json_artifacts.get_or_create(store, KIND, key, facts, compute, ("weights", "natural"))
+    return json_artifacts.get_or_create(store, ArtifactId(KIND, key), facts, compute, ("weights", "natural"))
 
 
 def _proposal(

@@ -21,7 +21,7 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.experiments import json_artifacts
 from tasks.experiments.mixtures import SHARE as PROBABILITY
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 
 KIND = "share"
@@ -84,7 +84,7 @@ def write_proposal(
         }
 
     facts = {"name": described.series or target.name, "settings": settings}
-    return json_artifacts.get_or_create(store, KIND, key, facts, compute, ("share", "interval"))
+    return json_artifacts.get_or_create(store, ArtifactId(KIND, key), facts, compute, ("share", "interval"))
 
 
 def _describe(laws: ShareLaws, found: Proposal, before: Mapping[str, float]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from tasks import keys
 from tasks.sources.formats import readers
 from tasks.sources.formats.long_text import LongText
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 
 if TYPE_CHECKING:
@@ -42,16 +42,16 @@ def fingerprint(
 ) -> Artifact:
     """Publish hashes.npy: the hashes of shard k's documents, in order; 0 for a record without text."""
     shard = plan.shards[k]
-    key = keys.hashes(shard.digest)
-    with store.artifacts.lock(HASHES, key):
-        if found := store.artifacts.find(HASHES, key):
+    id = ArtifactId(HASHES, keys.hashes(shard.digest))
+    with store.artifacts.lock(id):
+        if found := store.artifacts.find(id):
             return found
-        with store.artifacts.publish(HASHES, key) as folder:
+        with store.artifacts.publish(id) as folder:
             digests = bytearray()  # appended to: `join` would first collect an object per document
             for document in readers.documents(shard, token):
                 digests += _hash(document)
             np.save(folder / "hashes.npy", np.frombuffer(digests, HASH))
-    return store.artifacts.expect(HASHES, key)
+    return store.artifacts.expect(id)
 
 
 def comparable(plan: DatasetPlan) -> list[int]:
@@ -64,9 +64,10 @@ def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> Datase
     """Plan with the documents to drop; `hashes` are the artifacts of the `comparable` shards, by index."""
     groups = [[*group] for _, group in groupby(comparable(plan), lambda k: plan.shards[k].source)]
     key = keys.duplicates([[hashes[k].key for k in group] for group in groups])
-    with store.artifacts.lock(DUPLICATES, key):
-        if not store.artifacts.find(DUPLICATES, key):
-            with store.artifacts.publish(DUPLICATES, key) as folder:
+    id = ArtifactId(DUPLICATES, key)
+    with store.artifacts.lock(id):
+        if not store.artifacts.find(id):
+            with store.artifacts.publish(id) as folder:
                 # By rank among the compared shards: another plan with these shards may have Megatron pairs between them.
                 numbers: list[np.ndarray] = []
                 for group in groups:
@@ -75,7 +76,7 @@ def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> Datase
                 digests = [hashlib.sha256(n.tobytes()).hexdigest()[:32] if len(n) else "" for n in numbers]
                 summary = {"counts": [len(n) for n in numbers], "digests": digests}
                 (folder / "shards.json").write_text(json.dumps(summary))
-    folder = store.artifacts.path(store.artifacts.expect(DUPLICATES, key))
+    folder = store.artifacts.path(store.artifacts.expect(id))
     summary = json.loads((folder / "shards.json").read_text())
     digests = dict(zip(comparable(plan), summary["digests"], strict=True))
     drops = tuple(digests.get(k, "") for k in range(len(plan.shards)))
@@ -86,7 +87,7 @@ def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> np.ndarray:
     """Ascending indices (duplicates) of shard k's documents that are duplicates, memory-mapped."""
     if not plan.drops or not plan.drops[k]:
         return np.empty(0, np.int64)
-    folder = store.artifacts.path(store.artifacts.expect(DUPLICATES, plan.duplicates))
+    folder = store.artifacts.path(store.artifacts.expect(ArtifactId(DUPLICATES, plan.duplicates)))
     counts = json.loads((folder / "shards.json").read_text())["counts"]
     rank = comparable(plan).index(k)
     start = sum(counts[:rank])

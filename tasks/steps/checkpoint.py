@@ -88,12 +88,12 @@ class CheckpointStep(Step):
             generation = _generation_config(formats.locate(source), init.from_)
         summary = {"source": init.from_, "tensors": record["tensors"], "bytes": record["bytes"]}
         summary[GENERATION] = generation
-        with store.artifacts.publish(self.kind, key, summary) as staging:
+        with store.artifacts.publish(self.id(key), summary) as staging:
             for path in converted.iterdir():
                 if path.name != RECORD:
                     path.rename(staging / path.name)
         store.remove_scratch_folder(scratch)
-        return store.artifacts.expect(self.kind, key)
+        return store.artifacts.expect(self.id(key))
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"{format_bytes(summary['bytes'])} of weights, from {summary['source']}"

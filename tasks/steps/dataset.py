@@ -31,7 +31,7 @@ from tasks.sources import duplicates
 from tasks.sources.changes import unchanged
 from tasks.sources.shard import Shard, local_path
 from tasks.step import Context, Step
-from tasks.store.artifacts import HASH_LIMIT, Artifact
+from tasks.store.artifacts import HASH_LIMIT, Artifact, ArtifactId
 from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
 from tasks.tokenization import record_rows
@@ -101,7 +101,7 @@ class DatasetStep(Step):
         Raises:
             SourceChanged: a pair, which training reads where it is, no longer has its contents.
         """
-        store, found = context.store, context.store.artifacts.find(self.kind, key, limit)
+        store, found = context.store, context.store.artifacts.find(self.id(key), limit)
         if found is None:
             return None
         profile, plan, corpus = context.profile, self.plan(context), read_file(store, found)
@@ -117,8 +117,8 @@ class DatasetStep(Step):
             if _location(shard) != recorded:
                 reason = f"{shard.name} moved from {entry['path']}"
                 log.info("%s: rebuilding the corpus", reason)
-                if store.artifacts.is_locked(self.kind, key):
-                    store.artifacts.quarantine(self.kind, key, reason)
+                if store.artifacts.is_locked(self.id(key)):
+                    store.artifacts.quarantine(self.id(key), reason)
                 return None
         return found
 
@@ -161,15 +161,15 @@ class DatasetStep(Step):
         }
         if plan.records:
             summary["template"] = plan.records["template"]  # for the export: the file may change until then
-        requires = [{"kind": TOKENS, "key": key} for key in dict.fromkeys(shard.key for shard in tokens)]
-        with store.artifacts.publish(self.kind, key, summary, requires) as folder:
+        requires = [*dict.fromkeys(shard.id for shard in tokens)]
+        with store.artifacts.publish(self.id(key), summary, requires) as folder:
             (folder / CORPUS).write_text(json.dumps(contents))
             for split in ("train", "validation") if plan.records else ():
                 samples = record_rows.write(profile, store, tokens, rows_path(folder, split), split)
                 summary["samples" if split == "train" else "validation_samples"] = samples
             (folder / SHARDS).write_text(json.dumps(shard_keys))
             (folder / "report.json").write_text(json.dumps(_report(profile, plan, tokens), indent=1))
-        return store.artifacts.expect(self.kind, key)
+        return store.artifacts.expect(self.id(key))
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         if "samples" in summary:
@@ -206,18 +206,18 @@ class ShardJob:
 
     def run(self, context: Context, numbers: Sequence[int]) -> list[Artifact]:
         """The artifacts of these shards, in their order; makes those that are not in the store."""
-        wanted = [self.key(k) for k in numbers]
+        wanted = [ArtifactId(self.kind, self.key(k)) for k in numbers]
         limit = HASH_LIMIT // max(1, len(numbers))  # bytes to hash per shard; sizes are checked for all
         store = context.store.artifacts
-        artifacts = dict(zip(wanted, store.find_many(self.kind, wanted, limit), strict=True))
+        artifacts = dict(zip(wanted, store.find_many(wanted, limit), strict=True))
         # Files with the same contents have the same key and are processed once.
-        missing = {key: k for key, k in zip(wanted, numbers, strict=True) if not artifacts[key]}
+        missing = {id: k for id, k in zip(wanted, numbers, strict=True) if not artifacts[id]}
         if missing:
             self._report_misread(context.store, list(missing.values()))
             self._make(context, list(missing.values()), len(numbers))
-            for key, artifact in zip(missing, store.find_many(self.kind, list(missing), 0), strict=True):
-                artifacts[key] = artifact or store.expect(self.kind, key)
-        return [artifacts[key] for key in wanted]
+            for id, artifact in zip(missing, store.find_many(list(missing), 0), strict=True):
+                artifacts[id] = artifact or store.expect(id)
+        return [artifacts[id] for id in wanted]
 
     def _report_misread(self, store: Store, missing: Sequence[int]) -> None:
         if self.kind == TOKENS and (misread := self.plan.misread(store, missing)):

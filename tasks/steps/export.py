@@ -62,7 +62,7 @@ class ExportStep(Step):
         return keys.export(context.run_folder.name, self.identity, context.profile.train, **recipe)
 
     def find(self, context: Context, key: str) -> Artifact | None:
-        return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
+        return run_artifacts.find(context.store, self.id(key), context.run_folder.name)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Export the checkpoint. Raises FatalError if the run has removed or replaced it."""
@@ -80,7 +80,7 @@ class ExportStep(Step):
         state_files.remove(final)
         partial.rename(final)
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
-        return run_artifacts.publish(store, self.kind, key, folder.name, EXPORT, {"bytes": size})
+        return run_artifacts.publish(store, self.id(key), folder.name, EXPORT, {"bytes": size})
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return format_bytes(summary["bytes"])
@@ -166,7 +166,7 @@ def copy_tokenizer(
 
 def _trained_template(store: Store, profile: Profile, dataset: str | None) -> str | None:
     """Source of the chat template that records were rendered with; None: the tokenizer's own."""
-    found = store.artifacts.find(DatasetStep.kind, dataset, hash_limit=0) if dataset else None
+    found = store.artifacts.find(DatasetStep.id(dataset), hash_limit=0) if dataset else None
     if found is not None and "template" in found.summary:
         return found.summary["template"]
     template = profile.objective.template

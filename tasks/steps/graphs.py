@@ -39,7 +39,7 @@ from tasks.launchers.local import LocalLauncher
 from tasks.reporting.format import format_bytes, format_duration
 from tasks.step import Context, Step
 from tasks.store import runs
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class GraphsStep(Step):
         """
         store, profile = context.store, context.profile
         if super().find(context, key):  # without graphs, see `find`
-            store.artifacts.remove(self.kind, key)
+            store.artifacts.remove(self.id(key))
         if lacks := compilers.missing_requirement(profile):
             return self._publish_none(context, key, lacks)
         begun = time.monotonic()
@@ -116,11 +116,11 @@ class GraphsStep(Step):
             if profile.cluster.device == "cpu" and all(faults) and profile.compile.memory_gib is None:
                 return self._publish_none(context, key, faults[0], test_again=True)
             raise GraphsFailed("; ".join(f"{entry['name']}: {entry['error']}" for entry in failed))
-        with store.artifacts.publish(self.kind, key, summary) as staging:
+        with store.artifacts.publish(self.id(key), summary) as staging:
             _pack_all(context, entries, staging / CACHE)
             shutil.copytree(work / "logs", staging / "logs")
         store.remove_scratch_folder(f"{self.kind}-{key}")
-        return store.artifacts.expect(self.kind, key)
+        return store.artifacts.expect(self.id(key))
 
     def find(self, context: Context, key: str) -> Artifact | None:
         """The artifact of this key; None if it has no graphs for a reason that may have passed."""
@@ -144,10 +144,10 @@ class GraphsStep(Step):
 
     def _publish(self, context: Context, key: str, summary: Mapping[str, Any]) -> Artifact:
         """Publish an artifact that is only a summary."""
-        with context.store.artifacts.publish(self.kind, key, summary):
+        with context.store.artifacts.publish(self.id(key), summary):
             pass
         context.store.remove_scratch_folder(f"{self.kind}-{key}")
-        return context.store.artifacts.expect(self.kind, key)
+        return context.store.artifacts.expect(self.id(key))
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return summary.get("note") or format_graphs(summary["total"])
@@ -251,8 +251,9 @@ def _compile(
     store, threads = context.store, context.profile.cluster.threads
     key = keys.graph(context.profile, program["digest"])
     entry = {"name": program["name"], "key": key, "graphs": len(program["graphs"]), "error": None}
-    with store.artifacts.lock(PROGRAM, key, watch):
-        if found := store.artifacts.find(PROGRAM, key):
+    id = ArtifactId(PROGRAM, key)
+    with store.artifacts.lock(id, watch):
+        if found := store.artifacts.find(id):
             return {**entry, **found.summary, "status": "from cache"}
         watch()
         log.info("compiling %s", program["name"])
@@ -261,7 +262,7 @@ def _compile(
         result.unlink(missing_ok=True)
         summary: dict[str, Any] = {}
         try:
-            with store.artifacts.publish(PROGRAM, key, summary) as staging:
+            with store.artifacts.publish(id, summary) as staging:
                 cache = staging / "cache"
                 shutil.copytree(work / PREPARED, cache)
                 arguments = (
@@ -301,7 +302,7 @@ def _pack_all(context: Context, entries: Sequence[Mapping[str, Any]], target: Pa
     """Join the packed caches of all programs."""
     with tarfile.open(target, "w") as tar:
         for entry in entries:
-            artifact = context.store.artifacts.expect(PROGRAM, entry["key"])
+            artifact = context.store.artifacts.expect(ArtifactId(PROGRAM, entry["key"]))
             with tarfile.open(context.store.artifacts.path(artifact) / CACHE) as part:
                 for member in part:
                     tar.addfile(member, part.extractfile(member))

@@ -39,12 +39,12 @@ class ReferenceStep(Step):
         output = folder / run_files.LOGS / f"reference-{key[:16]}.npz"
         arguments = ("--weights", str(store.artifacts.path(self.weights)), "--output", str(output))
         job = cluster_job("reference", context, key, self.dataset, self.graphs, *arguments)
-        with store.artifacts.publish(self.kind, key, {"source": profile.init.from_}) as staging:
+        with store.artifacts.publish(self.id(key), {"source": profile.init.from_}) as staging:
             if not state_files.exists(output):  # else the job ended while no flow followed it
                 run_job(profile, job, output)
             shutil.copyfile(output, staging / REFERENCE)
         output.unlink()
-        return store.artifacts.expect(self.kind, key)
+        return store.artifacts.expect(self.id(key))
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         return f"reference log-probabilities from {summary['source']}"

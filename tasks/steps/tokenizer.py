@@ -68,7 +68,7 @@ class TokenizerStep(Step):
         source, revision = profile.tokenizer.source, None
         summary: dict[str, object] = {}
         with (
-            context.store.artifacts.publish(self.kind, key, summary) as folder,
+            context.store.artifacts.publish(self.id(key), summary) as folder,
             tempfile.TemporaryDirectory() as download,
         ):
             if pinned is None:
@@ -87,7 +87,7 @@ class TokenizerStep(Step):
                 fetch_hub(source, revision, token, Path(download))
                 convert(source, Path(download), folder)
             summary.update(_summary(folder, source, revision))
-        return context.store.artifacts.expect(self.kind, key)
+        return context.store.artifacts.expect(self.id(key))
 
     def describe(self, summary: Mapping[str, Any]) -> str:
         source = summary["source"]

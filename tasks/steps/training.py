@@ -59,7 +59,7 @@ class TrainingStep(Step):
         return keys.training(context.run_folder.name, self.identity, context.profile.train)
 
     def find(self, context: Context, key: str) -> Artifact | None:
-        return run_artifacts.find(context.store, self.kind, key, context.run_folder.name)
+        return run_artifacts.find(context.store, self.id(key), context.run_folder.name)
 
     def make(self, context: Context, key: str) -> Artifact:
         """Train, or resume.
@@ -107,7 +107,7 @@ class TrainingStep(Step):
         # Markers of earlier versions have no loss.
         last = marker if "loss" in marker else runs.last_training_row(folder)
         summary = {"steps": steps, "loss": last["loss"] if last else math.nan, "tokens": tokens}
-        return run_artifacts.publish(store, self.kind, key, folder.name, part, summary)
+        return run_artifacts.publish(store, self.id(key), folder.name, part, summary)
 
     def _require_same_run(self, store: Store, run: RunFolder) -> None:
         """Raise FatalError if the run was removed or replaced since it was opened, here or in the store."""

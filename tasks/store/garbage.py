@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from profiles import yaml_text
 from profiles.errors import ProfileError
 from profiles.state_files import CorruptedState, require_json
 from tasks.store import activities
+from tasks.store.artifacts import ArtifactId
 from tasks.store.backends.backend import NAME
 from tasks.store.backends.folder import REMOVED
 from tasks.store.manifest import NAME as MANIFEST
@@ -58,9 +60,9 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
     listed = store.artifacts.list_files()
     _add_required(store, kept.used, listed)
     found += [
-        Garbage("artifact", f"artifacts/{kind}/{key}", sum(files.values()))
-        for (kind, key), files in sorted(listed.items())
-        if not kept.has(kind, key)
+        Garbage("artifact", f"artifacts/{id.kind}/{id.key}", sum(files.values()))
+        for id, files in sorted(listed.items())
+        if not kept.has(id)
     ]
     abandoned = abandoned_folders(store.work_dir / "staging") if store.has_work_dir else ()
     left = [f"staging/{folder.name}" for folder in abandoned]
@@ -151,7 +153,7 @@ def _still_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Garbage]:
     return [
         each
         for each in garbage
-        if not (each.what == "artifact" and kept.has(*each.name.split("/")[1:]))
+        if not (each.what == "artifact" and kept.has(ArtifactId(*each.name.split("/")[1:])))
         and not (notes and each.what == "scratch")
     ]
 
@@ -160,11 +162,11 @@ def _still_garbage(store: Store, garbage: Sequence[Garbage]) -> list[Garbage]:
 class _Kept:
     """Artifacts that are not garbage."""
 
-    used: set[tuple[str, str]]  # kind and key
+    used: set[ArtifactId]
     kinds: set[str]  # of which all are kept
 
-    def has(self, kind: str, key: str) -> bool:
-        return (kind, key) in self.used or kind in self.kinds
+    def has(self, id: ArtifactId) -> bool:
+        return id in self.used or id.kind in self.kinds
 
 
 def _runs(store: Store) -> list[str]:
@@ -180,7 +182,7 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
 
     Without what the artifacts require in turn.
     """
-    used: set[tuple[str, str]] = set()
+    used: set[ArtifactId] = set()
     kept: set[str] = {"forecast", "mixture", "share"}  # records of predictions, a few kilobytes each
     notes = []
     names = [name for name in _runs(store) if not REPLACED.search(name)]
@@ -191,10 +193,10 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
     for name, (record, inputs, series) in records:
         if not (record or inputs or store.backend.entries(f"runs/{name}")):
             continue  # an empty folder
-        used |= {(kind, key) for kind, found in record.items() for key in found}
-        used |= {(kind, key) for kind, key in inputs.items() if key}
-        used |= {(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
-        used |= {("dataset", key) for key in (series.get("held_out"),) if key}
+        used |= {ArtifactId(kind, key) for kind, found in record.items() for key in found}
+        used |= {ArtifactId(kind, key) for kind, key in inputs.items() if key}
+        used |= {ArtifactId(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
+        used |= {ArtifactId("dataset", key) for key in (series.get("held_out"),) if key}
         for kind, parts in PARTS.items():
             if kind not in record and (kind != "graphs" or _compiles(store, name)):
                 kept |= {*parts}
@@ -206,8 +208,8 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
 
 def _add_required(
     store: Store,
-    used: set[tuple[str, str]],
-    listed: Mapping[tuple[str, str], Mapping[str, int]] | None = None,
+    used: set[ArtifactId],
+    listed: Mapping[ArtifactId, Mapping[str, int]] | None = None,
 ) -> None:
     """Add everything that these artifacts require, directly or indirectly.
 
@@ -218,26 +220,24 @@ def _add_required(
     with ThreadPoolExecutor(READERS) as pool:
         while waiting:
             there = [each for each in waiting if listed is None or MANIFEST in listed.get(each, ())]
-            required = {
-                other for found in pool.map(lambda each: _required(store, *each), there) for other in found
-            }
+            required = {other for found in pool.map(partial(_required, store), there) for other in found}
             waiting = required - used
             used |= waiting
 
 
-def _required(store: Store, kind: str, key: str) -> Iterable[tuple[str, str]]:
+def _required(store: Store, id: ArtifactId) -> Iterable[ArtifactId]:
     """What an artifact requires directly; nothing if it does not exist.
 
     Raises CorruptedState for a corrupted manifest.
     """
-    data = store.backend.read(f"artifacts/{kind}/{key}/{MANIFEST}")
+    data = store.backend.read(f"{id.path}/{MANIFEST}")
     if data is None:
         return ()
     try:
-        return Manifest.from_bytes(data, kind, key).requires
+        return Manifest.from_bytes(data, id).requires
     except Corrupted as error:
         reason = "what it requires is unknown, so nothing is removed; run its run again, which makes it anew"
-        raise CorruptedState(f"artifacts/{kind}/{key}: {error}; {reason}") from error
+        raise CorruptedState(f"{id.path}: {error}; {reason}") from error
 
 
 def _json(store: Store, run: str, file: str, values: Any = object) -> dict[str, Any]:

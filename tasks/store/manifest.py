@@ -16,6 +16,7 @@ from typing import Any
 
 from profiles.state_files import retried
 from tasks import keys
+from tasks.store.artifact_id import ArtifactId
 from tasks.store.backends.backend import checked_path
 from tasks.store.backends.folder import walk
 
@@ -48,11 +49,10 @@ class FileEntry:
 class Manifest:
     """Contents of manifest.json."""
 
-    kind: str
-    key: str
+    id: ArtifactId
     created: str  # time in UTC, ISO 8601
     files: tuple[FileEntry, ...]
-    requires: tuple[tuple[str, str], ...]  # kind and key of each artifact that this one points to
+    requires: tuple[ArtifactId, ...]  # artifacts that this one points to
     summary: dict[str, Any]  # small facts for later steps, JSON
     seconds: float | None = None  # how long the artifact took to make; None if unknown
 
@@ -60,50 +60,49 @@ class Manifest:
     def of_folder(
         cls,
         folder: Path,
-        kind: str,
-        key: str,
+        id: ArtifactId,
         summary: Mapping[str, Any],
-        requires: Iterable[Mapping[str, str]],
+        requires: Iterable[ArtifactId],
         seconds: float | None = None,
     ) -> Manifest:
         """Manifest of a folder, with hashes. Raises ValueError for a link, a special file or a manifest.json."""
         found = dict(walk(folder))
         for name, entry in found.items():
             if not entry.is_file(follow_symlinks=False):
-                raise ValueError(f"{kind} {key}: {name} is not a regular file")
+                raise ValueError(f"{id}: {name} is not a regular file")
         if NAME in found:
-            raise ValueError(f"{kind} {key}: {NAME} is a reserved file name; rename the file")
+            raise ValueError(f"{id}: {NAME} is a reserved file name; rename the file")
         names = sorted(found)
         digests = _sha256_each([folder / name for name in names])
         sizes = (retried(found[name].stat).st_size for name in names)
         files = map(FileEntry, names, sizes, digests)
-        required = tuple((artifact["kind"], artifact["key"]) for artifact in requires)
         created = datetime.now(UTC).isoformat()
-        return cls(kind, key, created, tuple(files), required, dict(summary), seconds)
+        return cls(id, created, tuple(files), tuple(requires), dict(summary), seconds)
 
     @classmethod
-    def of_listing(cls, sizes: Mapping[str, int], kind: str, key: str) -> Manifest:
+    def of_listing(cls, sizes: Mapping[str, int], id: ArtifactId) -> Manifest:
         """Manifest of remote files, by name and size only."""
         files = tuple(FileEntry(name, size, "") for name, size in sorted(sizes.items()))
-        return cls(kind, key, datetime.now(UTC).isoformat(), files, (), {})
+        return cls(id, datetime.now(UTC).isoformat(), files, (), {})
 
     def to_bytes(self) -> bytes:
-        values = {**asdict(self), "requires": [{"kind": kind, "key": key} for kind, key in self.requires]}
+        values = asdict(self)
+        values = {**values.pop("id"), **values}
         return json.dumps({**values, "digest": keys.digest(values)}, indent=1).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes, kind: str, key: str) -> Manifest:
+    def from_bytes(cls, data: bytes, id: ArtifactId) -> Manifest:
         """Parse and verify manifest.json. Raises Corrupted if it was changed or is not of this artifact."""
         try:
             values = json.loads(data)
             digest = values.pop("digest")
-            if digest != keys.digest(values) or (values["kind"], values["key"]) != (kind, key):
+            if digest != keys.digest(values) or ArtifactId(values.pop("kind"), values.pop("key")) != id:
                 raise ValueError("digest, kind or key differs")
             values["files"] = tuple(FileEntry(**file) for file in values["files"])
             for file in values["files"]:
                 checked_path(file.name)
-            values["requires"] = tuple((other["kind"], other["key"]) for other in values["requires"])
-            return cls(**values)
+            values["requires"] = tuple(ArtifactId(**other) for other in values["requires"])
+            return cls(id, **values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Corrupted(f"{NAME} is corrupted") from error
 

@@ -14,7 +14,7 @@ from typing import Any
 from modeling import run_files
 from parallel.checkpoint.locations import MARKER
 from profiles import state_files
-from tasks.store.artifacts import HASH_LIMIT, Artifact
+from tasks.store.artifacts import HASH_LIMIT, Artifact, ArtifactId
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.store import Store
@@ -24,24 +24,24 @@ log = logging.getLogger(__name__)
 POINTER = "points-to.json"
 
 
-def publish(store: Store, kind: str, key: str, run: str, part: str, summary: Mapping[str, Any]) -> Artifact:
+def publish(store: Store, id: ArtifactId, run: str, part: str, summary: Mapping[str, Any]) -> Artifact:
     """Publish an artifact that points to one part of a run folder, such as `export`.
 
     Files that exist in the remote store only are recorded by size. Raises RuntimeError if there are no files.
     """
     folder = store.run_folder(run)
     if folder.is_remote(part):
-        manifest = Manifest.of_listing(folder.files(part), kind, key)
+        manifest = Manifest.of_listing(folder.files(part), id)
     else:
-        manifest = Manifest.of_folder(folder.path / part, kind, key, {}, ())
+        manifest = Manifest.of_folder(folder.path / part, id, {}, ())
     if not manifest.files:
-        raise RuntimeError(f"{folder.location(part)}: has no files; {kind} {key} is not published")
-    with store.artifacts.publish(kind, key, {**summary, "part": part}) as staging:
+        raise RuntimeError(f"{folder.location(part)}: has no files; {id} is not published")
+    with store.artifacts.publish(id, {**summary, "part": part}) as staging:
         (staging / POINTER).write_bytes(manifest.to_bytes())
-    return store.artifacts.expect(kind, key)
+    return store.artifacts.expect(id)
 
 
-def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
+def find(store: Store, id: ArtifactId, run: str) -> Artifact | None:
     """The artifact, if the files that it points to are complete.
 
     If they are corrupted, a warning names the file. Within the artifact's lock, the artifact and the checkpoint that it points
@@ -50,13 +50,13 @@ def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
     Raises:
         OSError: a file or folder cannot be read, so it is unknown whether the artifact is complete.
     """
-    artifact = store.artifacts.find(kind, key)
+    artifact = store.artifacts.find(id)
     if artifact is None:
         return None
     folder, part = store.run_folder(run), artifact.summary["part"]
-    pointer = store.artifacts.path(artifact) / POINTER
+    pointer = store.artifacts.path(artifact)
     try:
-        manifest = _read_pointer(pointer, kind, key)
+        manifest = _read_pointer(pointer, id)
         if folder.is_remote(part):
             manifest.verify_sizes(folder.files(part))
         else:
@@ -64,12 +64,12 @@ def find(store: Store, kind: str, key: str, run: str) -> Artifact | None:
             manifest.verify_contents(folder.path / part, HASH_LIMIT)
     except Corrupted as error:
         reason = f"{error} in {folder.location(part)}"
-        if not store.artifacts.is_locked(kind, key):
-            log.warning("%s %s: %s; treated as missing", kind, key, reason)
+        if not store.artifacts.is_locked(id):
+            log.warning("%s: %s; treated as missing", id, reason)
             return None
         if MARKER in folder.files(part):
             folder.quarantine_checkpoint(part, reason)
-        store.artifacts.quarantine(kind, key, reason)
+        store.artifacts.quarantine(id, reason)
         return None
     return artifact
 
@@ -89,11 +89,9 @@ def refresh(store: Store, kind: str, run: str, sha256: Callable[[Path], str]) ->
         return
     folder = store.run_folder(run)
     used = state_files.parse(folder.read(run_files.ARTIFACTS) or b"") or {}
-    found = filter(None, (store.artifacts.find(kind, key, hash_limit=0) for key in used.get(kind, ())))
-    pointers = [
-        (_read_pointer(store.artifacts.path(each) / POINTER, kind, each.key), each.summary["part"])
-        for each in found
-    ]
+    ids = [ArtifactId(kind, key) for key in used.get(kind, ())]
+    found = filter(None, (store.artifacts.find(id, hash_limit=0) for id in ids))
+    pointers = [(_read_pointer(store.artifacts.path(each), each.id), each.summary["part"]) for each in found]
     if not pointers:
         return
     manifest, part = max(pointers, key=lambda pointer: pointer[0].created)
@@ -106,6 +104,6 @@ def refresh(store: Store, kind: str, run: str, sha256: Callable[[Path], str]) ->
         log.info("run %s: downloaded %s, which another machine has replaced", run, part)
 
 
-def _read_pointer(path: Path, kind: str, key: str) -> Manifest:
+def _read_pointer(folder: Path, id: ArtifactId) -> Manifest:
     """Manifest of the files that an artifact points to. Raises Corrupted if it is missing or invalid."""
-    return Manifest.from_bytes(state_files.read(path) or b"", kind, key)
+    return Manifest.from_bytes(state_files.read(folder / POINTER) or b"", id)

@@ -21,7 +21,7 @@ from tasks.jsonl import LogFollower, is_event, last_row
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.store import activities
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.backends.backend import NAME
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.run_folder import REPLACED, Parent, RunFolder
@@ -346,10 +346,10 @@ def load_profile(folder: Path) -> Profile:
         raise ProfileError("profile", str(path), reason) from error
 
 
-def require_artifact(store: Store, run: str, kind: str, key: str) -> Artifact:
+def require_artifact(store: Store, run: str, id: ArtifactId) -> Artifact:
     """An artifact that an existing run used. Raises ProfileError if it is missing or corrupted."""
-    if (found := store.artifacts.find(kind, key, hash_limit=0)) is None:
-        reason = f"its {kind} {key} is missing or corrupted in {store.uri}; start the run again, which makes it again"
+    if (found := store.artifacts.find(id, hash_limit=0)) is None:
+        reason = f"its {id} is missing or corrupted in {store.uri}; start the run again, which makes it again"
         raise ProfileError("run", run, reason)
     return found
 

@@ -4,8 +4,8 @@
     <store>/runs/<run>/                    run_folder.py
     <store>/ledger/                        ledger.py: the data that each run was trained on
     <store>/locks/, staging/, work/        work in progress
-    <store>/uploads/                       artifacts.py: records of unfinished uploads
-    <store>/quarantine/                    backend_artifacts.py: what was corrupted, with the reason
+    <store>/uploads/                       mirrored_artifacts.py: records of unfinished uploads
+    <store>/quarantine/                    artifacts.py: what was corrupted, with the reason
     <store>/local-cache/, cache/           local caches, safe to delete
     <store>/ladders/, mixtures/, branches/ pages of experiments
     <store>/logs/, prefect-home/           of commands, and of the local Prefect server
@@ -25,10 +25,11 @@ from profiles import state_files
 from profiles.errors import ProfileError, closest
 from profiles.rules import credentials
 from tasks.store import locks
-from tasks.store.artifacts import ArtifactStore
+from tasks.store.artifacts import ArtifactStore, LocalArtifacts
 from tasks.store.backends.backend import Backend, FileInfo, checked_name
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.backends.objects import ObjectBackend
+from tasks.store.mirrored_artifacts import MirroredArtifacts
 from tasks.store.run_folder import RunFolder
 
 BELONGS_TO = "belongs-to"
@@ -96,7 +97,8 @@ class Store:
         self.work_dir = self._local.root  # a folder on this machine
         self.local_cache = self._local.path("local-cache")  # safe to delete
         self.owner = uri.rstrip("/") if self.is_remote else LOCAL
-        self.artifacts = ArtifactStore(self._local, self._remote)
+        local = LocalArtifacts(self._local)
+        self.artifacts: ArtifactStore = MirroredArtifacts(self._remote, local) if self._remote else local
 
     def run_folder(self, name: str) -> RunFolder:
         """The folder of the run of this name, whether or not it exists. Raises ValueError for an invalid name."""

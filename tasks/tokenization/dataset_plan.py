@@ -12,7 +12,7 @@ from profiles.schema import Objective, Profile
 from profiles.sections.roles import keys_of
 from tasks import keys
 from tasks.sources.shard import Shard
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 from tasks.tokenization import chat_templates
 from tasks.tokenization.tokenizer_files import has_plain_added_tokens
@@ -90,8 +90,8 @@ class DatasetPlan:
     def misread(self, store: Store, numbers: Sequence[int]) -> list[Artifact]:
         """Tokens of these shards in the store that engines of version 1 may have confused."""
         earlier = replace(self, engine=None)
-        changed = [key for k in numbers if (key := earlier.key(k)) != self.key(k)]
-        found = store.artifacts.find_many(TOKENS, changed, hash_limit=0)
+        changed = [ArtifactId(TOKENS, key) for k in numbers if (key := earlier.key(k)) != self.key(k)]
+        found = store.artifacts.find_many(changed, hash_limit=0)
         return [tokens for tokens in found if tokens and tokens.summary.get("engine") == "gigatoken"]
 
     def to_json(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tasks.sources.formats import long_text, readers, records
 from tasks.sources.formats.columnar import TokenIds
 from tasks.sources.formats.long_text import LongText, TextSplitter
 from tasks.sources.shard import SourceError
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 from tasks.tokenization import engines
 from tasks.tokenization.chat_templates import TemplateFailed
@@ -76,12 +76,12 @@ def tokenize(
         SourceError, IndexedError: the source is corrupted.
         ProfileError: the source lacks the text column.
     """
-    key, shard = plan.key(k), plan.shards[k]
-    with store.artifacts.lock(TOKENS, key):
-        if found := store.artifacts.find(TOKENS, key):
+    id, shard = ArtifactId(TOKENS, plan.key(k)), plan.shards[k]
+    with store.artifacts.lock(id):
+        if found := store.artifacts.find(id):
             return found
         summary: dict[str, Any] = {}
-        with store.artifacts.publish(TOKENS, key, summary) as folder:
+        with store.artifacts.publish(id, summary) as folder:
             report = _throttled(report or (lambda tokens: None))
             if shard.format == "megatron":
                 size, fraction = plan.tokenizer.summary["vocabulary_size"], plan.validation_fraction
@@ -95,7 +95,7 @@ def tokenize(
                 tokenizer = _ShardTokenizer(plan, store, k, threads, token)
                 summary.update(vars(tokenizer.write(folder, report)))
                 summary["engine"] = tokenizer.engine and tokenizer.engine.name  # None without text
-    artifact = store.artifacts.expect(TOKENS, key)
+    artifact = store.artifacts.expect(id)
     store.artifacts.evict(artifact)  # training downloads it when it needs it
     return artifact
 

@@ -7,7 +7,7 @@ from modeling.models.build import defers_weight_gradients
 from profiles import resolve
 from tasks.step import Context
 from tasks.steps.graphs import GraphsStep
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.runs import recorded_compilation
 from tasks.store.store import Store
 
@@ -19,7 +19,9 @@ def test_decision_is_recorded_and_kept_when_the_run_resumes(tmp_path):
         assert recorded_compilation(store, profile) == profile
         runner = SimpleNamespace(context=Context(profile, store))
         store.run_folder(profile.name).prepare("identity")
-        settle_compilation(runner, Artifact("graphs", "key", "", {"eager": True} if eager else {}))
+        settle_compilation(
+            runner, Artifact(ArtifactId("graphs", "key"), summary={"eager": True} if eager else {})
+        )
         assert runner.context.profile.compile.enabled is not eager
         again = recorded_compilation(store, profile)
         assert again.compile.enabled is (not eager if given == "auto" else True)

@@ -21,7 +21,7 @@ from tasks.step import Context, Step
 from tasks.steps import training
 from tasks.steps.training import RetryBudget
 from tasks.store import activities, runs
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tests.flows.cli.test_up import ask
@@ -46,9 +46,9 @@ class ToyStep(Step):
         self.made.append(self.number)
         if self.barrier:
             self.barrier.wait(timeout=60)
-        with context.store.artifacts.publish(self.kind, key, {"number": self.number}) as folder:
+        with context.store.artifacts.publish(self.id(key), {"number": self.number}) as folder:
             (folder / "number").write_text(str(self.number))
-        return context.store.artifacts.expect(self.kind, key)
+        return context.store.artifacts.expect(self.id(key))
 
     def describe(self, summary):
         return f"number {summary['number']}"
@@ -152,7 +152,7 @@ def test_flow_that_reads_a_run_keeps_artifacts_recorded_meanwhile(context, tmp_p
     reader = Runner(replace(context, folder=tmp_path / "store/runs/tiny"))
     reader.keep_recorded_artifacts()
     run.write(run_files.ARTIFACTS, json.dumps({"export": ["new"], "toy": ["new"]}).encode())
-    reader.record_use(Artifact("toy", "own", "", {}))
+    reader.record_use(Artifact(ArtifactId("toy", "own")))
     assert json.loads(run.read(run_files.ARTIFACTS)) == {"export": ["new"], "toy": ["new", "own"]}
 
 

@@ -34,7 +34,7 @@ from tasks.step import Context
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import ledger, runs
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 from tests.profiles.pair import PAIR
 from tests.tasks.source_files import files, lines, profile
@@ -54,10 +54,10 @@ def publish(
         "validation": [],
         "blend": blend and [{"weight": weight, "shards": count} for weight, count in blend],
     }
-    with store.artifacts.publish("dataset", key) as folder:
+    with store.artifacts.publish(ArtifactId("dataset", key)) as folder:
         (folder / "corpus.json").write_text(json.dumps(contents))
         (folder / "shards.json").write_text(json.dumps([*shards]))
-    return store.artifacts.expect("dataset", key)
+    return store.artifacts.expect(ArtifactId("dataset", key))
 
 
 def test_round_whose_promoted_model_has_no_checkpoint_is_rejected(store):
@@ -192,7 +192,7 @@ def test_round_replays_each_earlier_window_once_and_restores_missing_shards(stor
     again = [start for start in third.window_starts(np.arange(windows)).tolist() if start >= boundary]
     assert len(set(again)) == len(again)
 
-    shard = store.artifacts.path(Artifact("tokens", first_shard(first, store), "", {}))
+    shard = store.artifacts.path(Artifact(ArtifactId("tokens", first_shard(first, store))))
     for expected in ("tokenizing them again", None):
         shutil.rmtree(shard)
         if expected is None:
@@ -331,7 +331,7 @@ def test_generated_rows_are_documents_in_shards_of_a_power_of_two(store):
     rows = np.array([[5, 0, 6, 7], [8, 9, 9, 0]])
     assert generated.document_lengths(rows, 0).tolist() == [2, 2, 4]
     assert generated.document_lengths(rows, None).tolist() == [4, 4]
-    made = [Artifact("tokens", key, "", {"tokens": 64, "documents": 1}) for key in "ab"]
+    made = [Artifact(ArtifactId("tokens", key), summary={"tokens": 64, "documents": 1}) for key in "ab"]
     known = generated.history("model", made, 16)
     (stream,) = known.streams
     assert (stream.windows, stream.left, len(known.parts[0].shards)) == (7, 7, 2)

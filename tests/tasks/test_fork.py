@@ -25,6 +25,7 @@ from tasks.fork import (
 )
 from tasks.jsonl import LogFollower, is_metrics
 from tasks.store import ledger, runs
+from tasks.store.artifacts import ArtifactId
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
 from tests.profiles.pair import PAIR
@@ -278,7 +279,7 @@ def test_a_fork_trains_the_tensors_of_its_parent(tmp_path, theirs, ours, message
 
 def test_a_fork_with_other_data_is_warned_of_once(store, caplog):
     for key in "de":
-        with store.artifacts.publish("dataset", key) as folder:
+        with store.artifacts.publish(ArtifactId("dataset", key)) as folder:
             (folder / "shards.json").write_text("[]")
     for dataset in "de":
         parent = find_parent(store, "parent", "child")
@@ -322,11 +323,11 @@ def test_a_fork_has_the_rows_of_its_parent_in_the_store_without_its_totals(store
 
 def test_the_data_of_parents_that_never_ended_is_recorded(store, caplog):
     for key in ("d", "e"):
-        with store.artifacts.publish("dataset", key) as folder:
+        with store.artifacts.publish(ArtifactId("dataset", key)) as folder:
             (folder / "shards.json").write_text(f'["shard of {key}"]')
     parent = find_parent(store, "parent", "child")
     open_child(store, parent, dataset="e")
-    ledger.record(store, "grandchild", "three", store.artifacts.expect("dataset", "e"), "two")
+    ledger.record(store, "grandchild", "three", store.artifacts.expect(ArtifactId("dataset", "e")), "two")
     record_data(store, Parent("child", "two", 300))
     assert ledger.trained_on(store, "three") == {"shard of d", "shard of e"}
     record_data(store, Parent("removed", "four", 1))

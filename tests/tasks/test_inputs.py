@@ -11,6 +11,7 @@ from profiles.errors import ProfileError
 from profiles.resolve import load as resolve_profile
 from tasks.inputs import Lockfile, locate_runs, resolve
 from tasks.store import run_artifacts
+from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 from tests.tasks.source_files import files
 
@@ -116,7 +117,7 @@ def test_an_export_that_another_machine_has_replaced_is_downloaded_again(tmp_pat
         (folder / "export").mkdir(exist_ok=True)
         (folder / "export/model.safetensors").write_bytes(weights)
         key = weights.decode()
-        run_artifacts.publish(there, "export", key, "tiny", "export", {})
+        run_artifacts.publish(there, ArtifactId("export", key), "tiny", "export", {})
         there.run_folder("tiny").write("artifacts.json", json.dumps({"export": ["removed", key]}).encode())
 
     def located() -> bytes:

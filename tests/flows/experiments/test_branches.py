@@ -23,6 +23,7 @@ from tasks.experiments.branches import members_of
 from tasks.failures import FatalError
 from tasks.fork import decay_overrides, find_parent
 from tasks.store import activities, runs
+from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 from tests.flows.micro import exported, losses
 from tests.forked_jobs import forked_jobs
@@ -154,7 +155,7 @@ def test_averages_read_the_trunk_under_its_lock_and_end_if_they_lose_it(
     _, trunk, _, _ = load(str(file))
     runs.open_run(store, trunk.profile, "identity", "flow", inputs("old"))
     for kind, key in itertools.product(("dataset", "tokenizer"), ("old", "new")):
-        with store.artifacts.publish(kind, key, {}) as staging:
+        with store.artifacts.publish(ArtifactId(kind, key), {}) as staging:
             (staging / "file").touch()
     for run, number in (("trunk", 4), ("trunk", 6), ("long", 8), ("long", 10)):
         store.run_folder(f"stable-{run}").write(f"checkpoints/step_{number}/{MARKER}", b"{}")

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from tasks.reporting import run_report
+from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 from tests.tasks.reporting.run_folders import WellFormed, write_report, write_run
 
@@ -63,7 +64,7 @@ def test_report_json_has_the_same_facts(path):
 def test_run_without_export_has_samples_and_no_loading_code(tmp_path):
     folder = tmp_path / "store/runs/first"
     write_run(folder)
-    with Store(str(tmp_path / "store")).artifacts.publish("tokenizer", "key") as artifact:
+    with Store(str(tmp_path / "store")).artifacts.publish(ArtifactId("tokenizer", "key")) as artifact:
         (folder / "export/tokenizer.json").rename(artifact / "tokenizer.json")
     (folder / "export").rmdir()
     (folder / "inputs.json").write_text('{"identity": "x", "tokenizer": "key", "dataset": "y"}')

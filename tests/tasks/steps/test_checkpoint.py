@@ -82,7 +82,7 @@ def test_weights_of_another_model_are_rejected_and_leave_no_artifact(weights, st
     run = profile(weights, "model.intermediate_size=64")
     with pytest.raises(ProfileError, match=r"init\.from = .*gate_proj\.weight: shape \(48, 32\)"):
         CheckpointStep().run(Context(run, store))
-    assert store.artifacts.find(CheckpointStep.kind, CheckpointStep().key(Context(run, store))) is None
+    assert store.artifacts.find(CheckpointStep.id(CheckpointStep().key(Context(run, store)))) is None
 
 
 def test_settings_not_in_the_weights_are_compared_with_their_config(weights, store, caplog):
@@ -113,4 +113,4 @@ def test_weights_replaced_after_their_key_was_computed_are_an_error(weights, sto
         SourceError, match="weights: has changed since the run's inputs were resolved; restore it"
     ):
         step.run(context, key)
-    assert store.artifacts.find(CheckpointStep.kind, key) is None
+    assert store.artifacts.find(CheckpointStep.id(key)) is None

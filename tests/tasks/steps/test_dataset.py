@@ -141,7 +141,7 @@ def test_only_a_corrupted_shard_is_tokenized_again(store, tmp_path):
     shard = json.loads((store.artifacts.path(artifact) / "corpus.json").read_text())["train"][0]["path"]
     path = tmp_path / f"store/artifacts/{shard}.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    assert store.artifacts.find(DatasetStep.kind, artifact.key) is None
+    assert store.artifacts.find(DatasetStep.id(artifact.key)) is None
     messages = []
     again = make_dataset(tokenizer, wanted, store, messages)
     assert again == artifact

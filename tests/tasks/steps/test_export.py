@@ -16,6 +16,7 @@ from tasks.failures import FatalError
 from tasks.step import Context
 from tasks.steps import export
 from tasks.steps.export import ExportStep
+from tasks.store.artifacts import ArtifactId
 from tasks.store.run_folder import CheckpointId
 from tasks.tokenization import chat_templates, tokenizer_files
 from tests.modeling.conversion.test_convert import MODELS, save
@@ -58,18 +59,18 @@ def test_only_the_checkpoint_of_the_key_is_exported(store, monkeypatch):
 def test_transformers_reads_the_special_tokens_of_the_tokenizer_from_an_export(
     store, tmp_path, special, expected
 ):
-    with store.artifacts.publish("tokenizer", "key", {}) as folder:
+    with store.artifacts.publish(ArtifactId("tokenizer", "key"), {}) as folder:
         vocabulary = {token: i for i, token in enumerate(("<pad>", "a", "b", "</s>", "<s>"))}
         tokenizer_files.write(folder, Tokenizer(models.WordLevel(vocabulary, unk_token="a")), special)
     (tmp_path / "config.json").write_text(json.dumps(to_config_json(load("tiny").model)))
-    export.copy_tokenizer(store, store.artifacts.expect("tokenizer", "key"), tmp_path)
+    export.copy_tokenizer(store, store.artifacts.expect(ArtifactId("tokenizer", "key")), tmp_path)
     for kind in (AutoConfig, GenerationConfig):
         found = kind.from_pretrained(tmp_path)
         assert [getattr(found, name) for name in TOKEN_IDS] == expected
 
 
 def test_a_tokenizer_that_transformers_cannot_load_is_not_exported(store, tmp_path):
-    with store.artifacts.publish("tokenizer", "key", {"source": "org/name"}) as folder:
+    with store.artifacts.publish(ArtifactId("tokenizer", "key"), {"source": "org/name"}) as folder:
         tokenizer_files.write(folder, Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), {})
         # As earlier versions wrote it, the objects without a type, and a file that only tokenizers understands.
         settings = {
@@ -78,7 +79,7 @@ def test_a_tokenizer_that_transformers_cannot_load_is_not_exported(store, tmp_pa
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    artifact = store.artifacts.expect("tokenizer", "key")
+    artifact = store.artifacts.expect(ArtifactId("tokenizer", "key"))
     (tmp_path / "config.json").write_text(json.dumps(to_config_json(load("tiny").model)))
     export.copy_tokenizer(store, artifact, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 0
@@ -101,9 +102,9 @@ def publish_tokenizer(store, source=""):
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(sorted({*chat_templates.MARKER.findall(source), "<s>", "</s>"}))
-    with store.artifacts.publish("tokenizer", "chat", {}) as made:
+    with store.artifacts.publish(ArtifactId("tokenizer", "chat"), {}) as made:
         tokenizer_files.write(made, tokenizer, {"bos_token": "<s>", "eos_token": "</s>"})
-    return store.artifacts.expect("tokenizer", "chat"), tokenizer
+    return store.artifacts.expect(ArtifactId("tokenizer", "chat")), tokenizer
 
 
 class Emit(LogitsProcessor):

@@ -22,6 +22,7 @@ from tasks.launchers import Job, JobFailed, local
 from tasks.step import Context
 from tasks.steps import graphs
 from tasks.steps.graphs import GraphsStep
+from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 from tests.forked_jobs import forked_jobs
 from tests.modeling import micro
@@ -46,11 +47,11 @@ class Workspace:
     def forget(self, run: Path, *programs: str) -> None:
         """Remove the artifacts of the run's graphs and of these programs."""
         profile = load(str(run / "profile.yaml"))
-        found = self.store.artifacts.find(GraphsStep.kind, keys.graphs(profile))
+        found = self.store.artifacts.find(GraphsStep.id(keys.graphs(profile)))
         for entry in found.summary["programs"]:
             if entry["name"] in programs:
-                self.store.artifacts.remove(graphs.PROGRAM, entry["key"])
-        self.store.artifacts.remove(GraphsStep.kind, keys.graphs(profile))
+                self.store.artifacts.remove(ArtifactId(graphs.PROGRAM, entry["key"]))
+        self.store.artifacts.remove(GraphsStep.id(keys.graphs(profile)))
 
     def train(self, run: Path, artifact=None, processes: int = 2) -> str:
         arguments = ["--run-folder", run, "--dataset", self.dataset]
@@ -162,7 +163,7 @@ def test_after_a_kill_a_failure_and_an_interrupt_only_what_is_missing_is_compile
     ((_, title, rows),) = tables
     assert "5 graphs: 4 successful, 1 failed" in title
     assert [row["program"] for row in rows if row["error"]] == [LOSS]
-    assert workspace.store.artifacts.find(GraphsStep.kind, keys.graphs(profile)) is None
+    assert workspace.store.artifacts.find(GraphsStep.id(keys.graphs(profile))) is None
 
     caplog.clear()
     with forked_jobs(real="modeling.tracing.compile"):  # processes that pgrep finds

@@ -17,7 +17,7 @@ from tasks.step import Context
 from tasks.steps import training
 from tasks.steps.training import LogForwarder, TrainingStep
 from tasks.store import runs
-from tasks.store.artifacts import Artifact
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 from tests.tasks.evaluation.test_held_out import run_folder
 
@@ -89,7 +89,7 @@ def test_run_that_replaced_this_one_is_not_trained(tmp_path, remote):
     there.run_folder("run").move_aside()
     replacement = run_folder(profile, there, "run", "another")
     with pytest.raises(FatalError, match=rf"{uri}/runs/run: now belongs to another run"):
-        TrainingStep(Artifact("dataset", "key", "", {}), "identity").run(Context(profile, here, folder))
+        TrainingStep(Artifact(ArtifactId("dataset", "key")), "identity").run(Context(profile, here, folder))
     assert sorted(path.name for path in replacement.iterdir()) == ["profile.yaml", "run.json"]
 
 
@@ -101,7 +101,7 @@ def test_last_checkpoint_of_another_run_is_no_result(tmp_path):
         marker, json.dumps({"run": {"identity": "identity", "id": "of the run that was replaced"}})
     )
     with pytest.raises(FatalError, match=rf"{marker.parent}: written by another run; move the folder away"):
-        TrainingStep(Artifact("dataset", "key", "", {}), "identity").run(Context(profile, store, folder))
+        TrainingStep(Artifact(ArtifactId("dataset", "key")), "identity").run(Context(profile, store, folder))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_step_is_complete_once_the_evaluation_that_a_stop_prevented_is_made_up(
         state_files.append_line(folder / "metrics.jsonl", json.dumps({"step": 6, "validation_loss": 3.0}))
 
     monkeypatch.setattr(training, "execute", execute)
-    with store.artifacts.publish("dataset", "key", {}):
+    with store.artifacts.publish(ArtifactId("dataset", "key"), {}):
         pass
-    step = TrainingStep(store.artifacts.expect("dataset", "key"), "identity")
+    step = TrainingStep(store.artifacts.expect(ArtifactId("dataset", "key")), "identity")
     context = Context(profile, store, folder)
     if jobs:
         with pytest.raises(JobFailed, match="stopped"):

@@ -17,22 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiles import state_files
-from tasks.store import artifacts, locks
-from tasks.store.artifacts import Artifact
+from tasks.store import locks, mirrored_artifacts
+from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.backends.objects import ObjectBackend
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.store import Store
 from tests import faults
 
+K1, D1 = ArtifactId("tokens", "k1"), ArtifactId("dataset", "d1")
 FILES = {"model.bin": b"weights" * 1000, "deep/er/tokens.idx": b"\x00\x01\x02", "empty": b""}
 
 
 def publish(store, kind="tokens", key="k1", files=FILES, **options) -> Artifact:
-    with store.artifacts.publish(kind, key, {"tokens": 3}, **options) as folder:
+    with store.artifacts.publish(ArtifactId(kind, key), {"tokens": 3}, **options) as folder:
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-    return store.artifacts.expect(kind, key)
+    return store.artifacts.expect(ArtifactId(kind, key))
 
 
 def files_of(store) -> list[str]:
@@ -48,8 +49,8 @@ def files_of(store) -> list[str]:
 def start(store, code: str) -> subprocess.Popen:
     """Another process with `store` and `artifacts` of the same store."""
     setup = (
-        "import os, sys, time\nfrom tasks.store.store import Store\n"
-        "store = Store(sys.argv[1])\nartifacts = store.artifacts\n"
+        "import os, sys, time\nfrom tasks.store.artifacts import ArtifactId\nfrom tasks.store.store import Store\n"
+        "store = Store(sys.argv[1])\nartifacts = store.artifacts\nK1 = ArtifactId('tokens', 'k1')\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", setup + textwrap.dedent(code), store.uri], stdout=subprocess.PIPE, text=True
@@ -57,10 +58,10 @@ def start(store, code: str) -> subprocess.Popen:
 
 
 def test_find_returns_a_published_artifact_with_its_summary_and_manifest(store):
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
     published = publish(store)
-    found = store.artifacts.find("tokens", "k1")
-    assert found == published == Artifact("tokens", "k1", str(store.artifacts.path(found)), {"tokens": 3})
+    found = store.artifacts.find(K1)
+    assert found == published == Artifact(K1, str(store.artifacts.path(found)), {"tokens": 3})
     assert Artifact.from_json(json.loads(json.dumps(published.to_json()))) == published
     for name, content in FILES.items():
         assert (store.artifacts.path(found) / name).read_bytes() == content
@@ -72,47 +73,49 @@ def test_find_returns_a_published_artifact_with_its_summary_and_manifest(store):
 
 def test_publish_reads_the_summary_at_the_end_of_the_block(store):
     summary = {}
-    with store.artifacts.publish("tokens", "k1", summary):
+    with store.artifacts.publish(K1, summary):
         summary["tokens"] = 7
-    assert store.artifacts.find("tokens", "k1").summary == {"tokens": 7}
+    assert store.artifacts.find(K1).summary == {"tokens": 7}
 
 
 def test_publish_discards_the_files_of_a_block_that_raises(store):
     def interrupted() -> None:
-        with store.artifacts.publish("tokens", "k1") as folder:
+        with store.artifacts.publish(K1) as folder:
             (folder / "partial").write_bytes(b"partial")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
     assert files_of(store) == []
 
 
 def test_an_artifact_is_invisible_before_the_block_ends(store):
-    with store.artifacts.publish("tokens", "k1") as folder:
+    with store.artifacts.publish(K1) as folder:
         (folder / "file").write_bytes(b"data")
-        assert store.artifacts.find("tokens", "k1") is None
+        assert store.artifacts.find(K1) is None
         assert not (Path(store.uri) / "artifacts/tokens/k1").exists()
-    assert store.artifacts.find("tokens", "k1")
+    assert store.artifacts.find(K1)
 
 
 @pytest.mark.parametrize("bad", ["../k", "", "a/b", ".hidden", "k~1"])
 def test_names_cannot_leave_the_store(store, bad):
-    with pytest.raises(ValueError, match="invalid name"), store.artifacts.publish("tokens", bad):
+    with pytest.raises(ValueError, match="invalid name"), store.artifacts.publish(ArtifactId("tokens", bad)):
         pass
     with pytest.raises(ValueError, match="invalid name"):
-        store.artifacts.find(bad, "k1")
+        store.artifacts.find(ArtifactId(bad, "k1"))
+    with pytest.raises(ValueError, match="expected <kind>/<key>"):
+        ArtifactId.parse(f"tokens/{bad}")
 
 
 def test_publish_rejects_links_and_manifests(store, tmp_path):
-    publishing = store.artifacts.publish("tokens", "k1")
+    publishing = store.artifacts.publish(K1)
     with pytest.raises(ValueError, match=r"link is not a regular file"), publishing as folder:
         (folder / "link").symlink_to(tmp_path)
-    publishing = store.artifacts.publish("tokens", "k1")
+    publishing = store.artifacts.publish(K1)
     with pytest.raises(ValueError, match=r"manifest\.json"), publishing as folder:
         (folder / "manifest.json").write_text("{}")
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
 
 
 def flip_bit(path: Path) -> None:
@@ -141,17 +144,17 @@ def test_corruption_is_found_named_and_repaired_under_the_lock(store, caplog, na
     CORRUPTIONS[corruption](folder / name)
     before = files_of(store)
     with caplog.at_level(logging.WARNING):
-        assert store.artifacts.find("tokens", "k1") is None
+        assert store.artifacts.find(K1) is None
     assert len(caplog.messages) == 1
     assert name in caplog.text
     assert "k1" in caplog.text
     assert files_of(store) == before  # a reader moves nothing: a job may be using the files
-    with store.artifacts.lock("tokens", "k1"):
-        assert store.artifacts.find("tokens", "k1") is None
+    with store.artifacts.lock(K1):
+        assert store.artifacts.find(K1) is None
         assert not folder.exists()
         assert publish(store) == published
-    assert store.artifacts.find("tokens", "k2") == other
-    assert store.artifacts.find("tokens", "k1") == published
+    assert store.artifacts.find(ArtifactId("tokens", "k2")) == other
+    assert store.artifacts.find(K1) == published
     quarantined = Path(store.uri) / "quarantine/tokens-k1-1"
     assert name in (quarantined / "reason.txt").read_text()
     assert (quarantined / "empty").exists()
@@ -165,10 +168,10 @@ def test_what_is_in_place_of_an_artifact_is_moved_to_quarantine(store, replace):
     folder = store.artifacts.path(publish(store))
     shutil.rmtree(folder)
     replace(folder)
-    with store.artifacts.lock("tokens", "k1"):
-        assert store.artifacts.find("tokens", "k1") is None
+    with store.artifacts.lock(K1):
+        assert store.artifacts.find(K1) is None
         published = publish(store)
-    assert store.artifacts.find("tokens", "k1") == published
+    assert store.artifacts.find(K1) == published
     quarantined = Path(store.uri) / "quarantine/tokens-k1-1"
     assert {path.name for path in quarantined.iterdir()} == {"k1", "reason.txt"}
 
@@ -181,7 +184,7 @@ def test_what_is_in_place_of_a_folder_of_the_store_is_named(tmp_path, replace, f
     replace(path)
     store = Store(str(tmp_path / "store"))
     expected = f"is where a folder belongs; move it away: '{path}'"
-    with pytest.raises(NotADirectoryError, match=re.escape(expected)), store.artifacts.lock("tokens", "k1"):
+    with pytest.raises(NotADirectoryError, match=re.escape(expected)), store.artifacts.lock(K1):
         publish(store)
 
 
@@ -192,28 +195,28 @@ def test_a_failed_read_is_raised_and_changes_nothing(store, monkeypatch, at, err
     published, before = publish(store), files_of(store)
     with monkeypatch.context() as patch:
         faults.inject(patch, Path(store.uri), faults.failing("scandir", "open", path=at, error=error))
-        with pytest.raises(OSError, match=os.strerror(error)), store.artifacts.lock("tokens", "k1"):
-            store.artifacts.find("tokens", "k1")
+        with pytest.raises(OSError, match=os.strerror(error)), store.artifacts.lock(K1):
+            store.artifacts.find(K1)
     assert files_of(store) == before
-    assert store.artifacts.find("tokens", "k1") == published
+    assert store.artifacts.find(K1) == published
 
 
 def test_a_holder_that_lost_the_lock_publishes_nothing(store):
     def late() -> None:
-        with store.artifacts.lock("tokens", "k1") as lock, store.artifacts.publish("tokens", "k1") as folder:
+        with store.artifacts.lock(K1) as lock, store.artifacts.publish(K1) as folder:
             (folder / "model.bin").write_bytes(b"late")
             store.backend.create(f"locks/tokens-k1/{lock.ticket + 1}", locks._state(60.0))
 
     with pytest.raises(locks.LockLost, match="tokens-k1"):
         late()
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
 
 
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/../../escaped"])
 def test_a_manifest_that_names_files_outside_its_artifact_is_corrupted(name):
-    hostile = Manifest.of_listing({name: 1}, "tokens", "k1").to_bytes()
+    hostile = Manifest.of_listing({name: 1}, K1).to_bytes()
     with pytest.raises(Corrupted, match=r"manifest\.json"):
-        Manifest.from_bytes(hostile, "tokens", "k1")
+        Manifest.from_bytes(hostile, K1)
 
 
 @settings(max_examples=40)
@@ -226,47 +229,47 @@ def test_any_flipped_bit_of_any_file_is_found(tmp_path_factory, data):
     content = bytearray(path.read_bytes())  # the manifest's length varies with the recorded seconds
     content[data.draw(st.integers(0, 10**6)) % len(content)] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
 
 
 def test_a_deleted_artifact_is_missing_without_a_warning(store, caplog):
     folder = store.artifacts.path(publish(store))
     for path in sorted(folder.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
     assert caplog.messages == []
     assert publish(store)
 
 
 def test_find_verifies_required_artifacts_and_only_the_corrupted_one_is_rebuilt(store, caplog):
     shards = [publish(store, key=key) for key in ("k1", "k2")]
-    requires = [{"kind": shard.kind, "key": shard.key} for shard in shards]
+    requires = [shard.id for shard in shards]
     corpus = publish(store, "dataset", "d1", {"corpus.json": b"{}"}, requires=requires)
     flip_bit(store.artifacts.path(shards[1]) / "model.bin")
-    assert store.artifacts.find("dataset", "d1") is None
+    assert store.artifacts.find(D1) is None
     assert "tokens k2: model.bin" in caplog.text
-    assert store.artifacts.find("tokens", "k1") == shards[0]
+    assert store.artifacts.find(K1) == shards[0]
     publish(store, key="k2")
-    assert store.artifacts.find("dataset", "d1") == corpus
-    store.artifacts.remove("tokens", "k1")
-    assert store.artifacts.find("dataset", "d1") is None
+    assert store.artifacts.find(D1) == corpus
+    store.artifacts.remove(K1)
+    assert store.artifacts.find(D1) is None
     assert "requires tokens k1" in caplog.text
 
 
 def test_the_first_of_two_writers_wins(store):
-    with store.artifacts.publish("tokens", "k1", {"by": "second"}) as folder:
+    with store.artifacts.publish(K1, {"by": "second"}) as folder:
         (folder / "file").write_bytes(b"second")
         first = publish(store)
-    assert store.artifacts.find("tokens", "k1") == first
+    assert store.artifacts.find(K1) == first
     assert all((store.artifacts.path(first) / name).exists() for name in FILES)
     assert not (store.artifacts.path(first) / "file").exists()
 
 
 def test_the_second_writer_replaces_a_corrupted_artifact(store):
-    with store.artifacts.publish("tokens", "k1", {"by": "second"}) as folder:
+    with store.artifacts.publish(K1, {"by": "second"}) as folder:
         (folder / "file").write_bytes(b"second")
         flip_bit(store.artifacts.path(publish(store)) / "model.bin")
-    assert store.artifacts.find("tokens", "k1").summary == {"by": "second"}
+    assert store.artifacts.find(K1).summary == {"by": "second"}
 
 
 def test_concurrent_processes_publish_one_complete_artifact(store):
@@ -275,7 +278,7 @@ def test_concurrent_processes_publish_one_complete_artifact(store):
         while not os.path.exists(sys.argv[1] + "-go"):
             pass
         for number in range(40):
-            with artifacts.publish("tokens", f"k{number}", {"by": os.getpid()}) as folder:
+            with artifacts.publish(ArtifactId("tokens", f"k{number}"), {"by": os.getpid()}) as folder:
                 for name in "abc":
                     (folder / name).write_bytes(str(os.getpid()).encode() * 5000)
         """
@@ -286,8 +289,8 @@ def test_concurrent_processes_publish_one_complete_artifact(store):
     for writer in writers:
         assert writer.wait(60) == 0
     for number in range(40):
-        artifact = store.artifacts.expect("tokens", f"k{number}")
-        assert store.artifacts.find("tokens", f"k{number}") == artifact
+        artifact = store.artifacts.expect(ArtifactId("tokens", f"k{number}"))
+        assert store.artifacts.find(ArtifactId("tokens", f"k{number}")) == artifact
         content = str(artifact.summary["by"]).encode() * 5000
         assert {(store.artifacts.path(artifact) / name).read_bytes() for name in "abc"} == {content}
     assert not [name for name in files_of(store) if name.startswith("staging")]
@@ -295,19 +298,19 @@ def test_concurrent_processes_publish_one_complete_artifact(store):
 
 def test_a_process_killed_before_the_manifest_publishes_nothing(store, caplog):
     code = """
-        with artifacts.publish("tokens", "k1") as folder:
+        with artifacts.publish(K1) as folder:
             (folder / "model.bin").write_bytes(b"x" * 10000)
             print("written", flush=True)
             time.sleep(60)
         """
     writer = start(store, code)
     assert writer.stdout.readline() == "written\n"
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
     publish(store, key="k2")  # keeps the staging folder of a live process
     assert any("model.bin" in name for name in files_of(store) if name.startswith("staging"))
     writer.send_signal(signal.SIGKILL)
     writer.wait()
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
     with caplog.at_level(logging.INFO):
         publish(store)
     assert "interrupted process" in caplog.text
@@ -316,20 +319,20 @@ def test_a_process_killed_before_the_manifest_publishes_nothing(store, caplog):
 
 def test_a_process_killed_between_manifest_and_rename_publishes_nothing(store):
     code = """
-        type(artifacts)._move_into_place = lambda *arguments: os.kill(os.getpid(), 9)
-        with artifacts.publish("tokens", "k1") as folder:
+        type(artifacts)._publish = lambda *arguments: os.kill(os.getpid(), 9)
+        with artifacts.publish(K1) as folder:
             (folder / "model.bin").write_bytes(b"x")
         """
     assert start(store, code).wait(60) == -signal.SIGKILL
     assert any("manifest.json" in name for name in files_of(store))
-    assert store.artifacts.find("tokens", "k1") is None
+    assert store.artifacts.find(K1) is None
     assert publish(store)
 
 
 def test_a_store_can_be_moved(store, tmp_path):
     published = publish(store)
     Path(store.uri).rename(tmp_path / "elsewhere")
-    found = Store(str(tmp_path / "elsewhere")).artifacts.find("tokens", "k1")
+    found = Store(str(tmp_path / "elsewhere")).artifacts.find(K1)
     assert (found.key, found.summary) == (published.key, published.summary)
     with pytest.raises(FileNotFoundError, match="tokens k1 is not in the store"):
         store.artifacts.path(published)
@@ -339,36 +342,36 @@ def test_files_beyond_the_hash_limit_are_verified_by_size(store):
     limit = 5000
     published = publish(store)
     flip_bit(store.artifacts.path(published) / "model.bin")  # 7000 bytes
-    assert store.artifacts.find("tokens", "k1", limit) == published
+    assert store.artifacts.find(K1, limit) == published
     os.truncate(store.artifacts.path(published) / "model.bin", 6999)
-    assert store.artifacts.find("tokens", "k1", limit) is None
+    assert store.artifacts.find(K1, limit) is None
 
 
 def test_many_required_artifacts_of_a_kind_are_listed_with_one_request(remote, monkeypatch):
-    monkeypatch.setattr(artifacts, "LIST_WHOLE_KIND", 3)
+    monkeypatch.setattr(mirrored_artifacts, "LIST_WHOLE_KIND", 3)
     store = remote("here")
     keys = ["k1", "k2", "k3"]
     for key in keys:
         publish(store, key=key)
-    requires = [{"kind": "tokens", "key": key} for key in keys]
+    requires = [ArtifactId("tokens", key) for key in keys]
     corpus = publish(store, "dataset", "d1", {}, requires=requires)
     listed, list_files = [], ObjectBackend.files
     monkeypatch.setattr(
         ObjectBackend, "files", lambda self, path: [listed.append(path), list_files(self, path)][1]
     )
-    assert remote("there").artifacts.find("dataset", "d1") == corpus
+    assert remote("there").artifacts.find(D1) == corpus
     assert listed == ["artifacts/dataset/d1", "artifacts/tokens"]
     store.backend.remove("artifacts/tokens/k2/model.bin")
-    assert remote("there").artifacts.find("dataset", "d1") is None
+    assert remote("there").artifacts.find(D1) is None
 
 
 def test_a_remote_artifact_and_what_it_requires_are_downloaded_to_another_machine(remote):
     here, there = remote("here"), remote("there")
-    with here.artifacts.lock("tokens", "k1"):
+    with here.artifacts.lock(K1):
         shard = publish(here)
-    requires = [{"kind": "tokens", "key": "k1"}]
+    requires = [K1]
     corpus = publish(here, "dataset", "d1", {"corpus.json": b"{}"}, requires=requires)
-    assert there.artifacts.find("dataset", "d1") == corpus
+    assert there.artifacts.find(D1) == corpus
     folder = there.artifacts.path(corpus)
     assert (folder / "corpus.json").read_bytes() == b"{}"
     assert (folder.parent.parent / "tokens/k1/deep/er/tokens.idx").read_bytes() == FILES["deep/er/tokens.idx"]
@@ -380,9 +383,9 @@ def test_a_remote_artifact_without_a_manifest_does_not_exist(remote):
     here, there = remote("here"), remote("there")
     publish(here)
     here.backend.remove("artifacts/tokens/k1/manifest.json")  # as after an interrupted upload
-    assert there.artifacts.find("tokens", "k1") is None
+    assert there.artifacts.find(K1) is None
     published = publish(there)
-    assert published == there.artifacts.find("tokens", "k1") == here.artifacts.find("tokens", "k1")
+    assert published == there.artifacts.find(K1) == here.artifacts.find(K1)
 
 
 def test_a_corrupted_remote_artifact_is_never_returned(remote):
@@ -391,10 +394,10 @@ def test_a_corrupted_remote_artifact_is_never_returned(remote):
     here.backend.write("artifacts/tokens/k1/model.bin", b"Weights" * 1000)
     with pytest.raises(Corrupted, match=r"model\.bin"):  # sizes are equal, so it is found by downloading
         there.artifacts.path(published)
-    assert there.artifacts.find("tokens", "k1") is None
+    assert there.artifacts.find(K1) is None
     assert publish(there)
     here.backend.write("artifacts/tokens/k1/model.bin", b"short")
-    assert there.artifacts.find("tokens", "k1") is None
+    assert there.artifacts.find(K1) is None
     assert publish(there)
     assert (there.artifacts.path(published) / "model.bin").read_bytes() == FILES["model.bin"]
     contents = [there.backend.read(f"quarantine/tokens-k1-{number}/model.bin") for number in (1, 2, 3)]
@@ -411,8 +414,8 @@ def test_an_artifact_that_is_replaced_during_its_download_is_downloaded_again(tm
 
     def replaced(self, *arguments) -> None:
         monkeypatch.setattr(ObjectBackend, "download", download)
-        with here.artifacts.lock("tokens", "k1"):
-            here.artifacts.quarantine("tokens", "k1", "replaced")
+        with here.artifacts.lock(K1):
+            here.artifacts.quarantine(K1, "replaced")
             if files:
                 publish(here, files=files)
         download(self, *arguments)

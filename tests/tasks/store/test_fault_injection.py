@@ -12,6 +12,7 @@ import s3fs
 from parallel.checkpoint.locations import MARKER
 from profiles import state_files
 from tasks.store import run_artifacts
+from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 from tests import faults, s3
 from tests.tasks.store.test_artifacts import FILES, publish
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 SEEDS = 100
 SHARE = 0.1  # of the operations fail
 STATE = {"profile.yaml": b"model: tiny\n", "metrics.jsonl": b'{"step": 1}\n' * 50, "graphs.json": b"{}"}
-TRAINING = ("training", "t1")
+TRAINING = ArtifactId("training", "t1")
 CHECKPOINT = {"0.distcp": b"weights" * 500, MARKER: b'{"step": 4}'}
 
 
@@ -52,21 +53,23 @@ def persistently(operation, *arguments):
 
 def make(store: Store, kind: str, key: str, files, requires=()):
     """A step: find under the lock, else publish."""
-    with store.artifacts.lock(kind, key):
-        return store.artifacts.find(kind, key) or publish(store, kind, key, files, requires=requires)
+    with store.artifacts.lock(ArtifactId(kind, key)):
+        return store.artifacts.find(ArtifactId(kind, key)) or publish(
+            store, kind, key, files, requires=requires
+        )
 
 
 def train(store: Store):
     """The end of the training step."""
-    with store.artifacts.lock(*TRAINING):
-        found = run_artifacts.find(store, *TRAINING, "tiny")
-        return found or run_artifacts.publish(store, *TRAINING, "tiny", "checkpoints/step_4", {})
+    with store.artifacts.lock(TRAINING):
+        found = run_artifacts.find(store, TRAINING, "tiny")
+        return found or run_artifacts.publish(store, TRAINING, "tiny", "checkpoints/step_4", {})
 
 
 def work(store: Store, other: Store) -> None:
     """What a flow does with a store, and what another process, or another machine, finds there."""
     tokens = persistently(make, store, "tokens", "k1", FILES)
-    requires = [{"kind": "tokens", "key": "k1"}]
+    requires = [ArtifactId("tokens", "k1")]
     dataset = persistently(make, store, "dataset", "d1", {"corpus.json": b"{}"}, requires)
     run = store.run_folder("tiny")
     folder = persistently(run.prepare, "identity")
@@ -77,8 +80,8 @@ def work(store: Store, other: Store) -> None:
     persistently(run.sync().upload)
     trained = persistently(train, store)
     for seen in (store, other):
-        assert persistently(seen.artifacts.find, "dataset", "d1") == dataset
-        assert persistently(run_artifacts.find, seen, *TRAINING, "tiny") == trained
+        assert persistently(seen.artifacts.find, ArtifactId("dataset", "d1")) == dataset
+        assert persistently(run_artifacts.find, seen, TRAINING, "tiny") == trained
         persistently(seen.artifacts.path, tokens)
         persistently(seen.run_folder("tiny").prepare, "identity")
         assert persistently(seen.run_folder("tiny").checkpoint_steps) == [4]
@@ -87,7 +90,7 @@ def work(store: Store, other: Store) -> None:
 def check(*stores: Store) -> None:
     """Everything is there, once, and nothing in quarantine."""
     for store in stores:
-        folder = store.artifacts.path(store.artifacts.expect("tokens", "k1"))
+        folder = store.artifacts.path(store.artifacts.expect(ArtifactId("tokens", "k1")))
         assert {name: (folder / name).read_bytes() for name in FILES} == FILES
         run = store.run_folder("tiny").path
         assert {name: (run / name).read_bytes() for name in STATE} == STATE

@@ -18,9 +18,10 @@ from parallel.checkpoint import locations
 from profiles import retries, state_files
 from profiles.errors import ProfileError
 from tasks.sources import remote
-from tasks.store.artifacts import LIST_WHOLE_KIND
+from tasks.store.artifacts import ArtifactId
 from tasks.store.backends.backend import FileInfo
 from tasks.store.backends.objects import ObjectBackend
+from tasks.store.mirrored_artifacts import LIST_WHOLE_KIND
 from tasks.store.store import Store
 from tests import s3
 from tests.tasks.store.test_artifacts import FILES, publish
@@ -65,9 +66,9 @@ def test_failed_requests_are_retried(network, tmp_path, fault, caplog):
     here, there = Store(address, tmp_path / "here"), Store(address, tmp_path / "there")
     requests = itertools.count()
     proxy.fault = lambda method, path: fault if next(requests) % 3 == 0 else None
-    with here.artifacts.lock("tokens", "k1"):
+    with here.artifacts.lock(ArtifactId("tokens", "k1")):
         made = publish(here, files={**FILES, **LARGE})
-    assert there.artifacts.find("tokens", "k1") == made
+    assert there.artifacts.find(ArtifactId("tokens", "k1")) == made
     assert contents(there, made) == {**FILES, **LARGE}
     assert proxy.faults > 5
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in caplog.text
@@ -183,7 +184,7 @@ def test_web_page_in_place_of_an_answer_is_an_outage(network, tmp_path, monkeypa
     here.backend.write("runs/a/report.html", page := b"<html><body>a report</body></html>")
     assert here.backend.read("runs/a/report.html") == page
     assert locations.claimed_by(location) == "this run"
-    assert there.artifacts.find("tokens", "k1") == made  # nothing counted as corrupted
+    assert there.artifacts.find(ArtifactId("tokens", "k1")) == made  # nothing counted as corrupted
     assert [step for step, _ in locations.complete_checkpoints(location)] == [2]
 
 
@@ -210,12 +211,12 @@ def test_a_failed_upload_publishes_nothing_and_is_repeated_from_the_local_copy(
     with pytest.raises(OSError, match="artifacts/tokens/k1: Connection was closed"):
         publish(here, files={**FILES, **LARGE})
     proxy.fault = lambda method, path: None
-    assert there.artifacts.find("tokens", "k1") is None
-    assert here.artifacts.find("tokens", "k1")  # uploads the local copy
+    assert there.artifacts.find(ArtifactId("tokens", "k1")) is None
+    assert here.artifacts.find(ArtifactId("tokens", "k1"))  # uploads the local copy
     assert "tokens k1 is missing in the store; uploading the local copy" in caplog.text
-    assert contents(there, there.artifacts.find("tokens", "k1")) == {**FILES, **LARGE}
-    here.artifacts.remove("tokens", "k1")
-    assert here.artifacts.find("tokens", "k1") is None
+    assert contents(there, there.artifacts.find(ArtifactId("tokens", "k1"))) == {**FILES, **LARGE}
+    here.artifacts.remove(ArtifactId("tokens", "k1"))
+    assert here.artifacts.find(ArtifactId("tokens", "k1")) is None
 
 
 @pytest.mark.s3
@@ -231,8 +232,9 @@ def test_a_process_killed_during_its_upload_publishes_nothing(network, tmp_path)
     proxy.fault = slow
     code = """
         import os, sys
+        from tasks.store.artifacts import ArtifactId
         from tasks.store.store import Store
-        with Store(sys.argv[1], sys.argv[2]).artifacts.publish("tokens", "k1") as folder:
+        with Store(sys.argv[1], sys.argv[2]).artifacts.publish(ArtifactId("tokens", "k1")) as folder:
             for part in range(4):
                 (folder / f"{part}-large.bin").write_bytes(os.urandom(12 << 20))
         """
@@ -244,7 +246,7 @@ def test_a_process_killed_during_its_upload_publishes_nothing(network, tmp_path)
         writer.wait()
     proxy.fault = lambda method, path: None
     there = Store(address, tmp_path / "there")
-    assert there.artifacts.find("tokens", "k1") is None
+    assert there.artifacts.find(ArtifactId("tokens", "k1")) is None
     assert contents(there, publish(there)) == FILES
 
 
@@ -262,7 +264,7 @@ def test_concurrent_writers_leave_one_complete_artifact(network, tmp_path):
     for thread in threads:
         thread.join()
     there = Store(address, tmp_path / "there")
-    assert contents(there, there.artifacts.find("tokens", "k1")) in files
+    assert contents(there, there.artifacts.find(ArtifactId("tokens", "k1"))) in files
 
 
 @pytest.mark.s3
@@ -273,15 +275,15 @@ def test_many_artifacts_are_listed_over_several_pages(tmp_path, monkeypatch):
     with s3.bucket(monkeypatch) as address:
         local = Store(str(tmp_path / "local"))
         for key in shards:
-            with local.artifacts.publish("tokens", key) as folder:
+            with local.artifacts.publish(ArtifactId("tokens", key)) as folder:
                 for number in range(files):
                     (folder / f"{number}.idx").write_bytes(key.encode())
-        publish(local, "dataset", "d1", FILES, requires=[{"kind": "tokens", "key": key} for key in shards])
+        publish(local, "dataset", "d1", FILES, requires=[ArtifactId("tokens", key) for key in shards])
         s3.fill(tmp_path / "local/artifacts", f"{address}/artifacts")
         there = Store(address, tmp_path / "there")
         assert s3fs.S3FileSystem().call_s3("list_objects_v2", Bucket=address[5:])["IsTruncated"]
         assert len(there.backend.files("artifacts/tokens")) == (files + 1) * len(shards)
-        assert there.artifacts.find("dataset", "d1").summary == {"tokens": 3}
+        assert there.artifacts.find(ArtifactId("dataset", "d1")).summary == {"tokens": 3}
 
 
 @pytest.mark.s3

@@ -12,10 +12,13 @@ from profiles import state_files
 from profiles.errors import ProfileError
 from profiles.file_locks import locked
 from tasks.store import run_artifacts
+from tasks.store.artifacts import ArtifactId
 from tasks.store.backends.objects import ObjectBackend
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 from tests import faults
+
+TRAINING = ArtifactId("training", "t1")
 
 
 def test_prepare_returns_the_existing_folder_of_the_same_identity(store):
@@ -179,7 +182,7 @@ def test_only_complete_checkpoints_at_their_path_count(store):
     (folder / "checkpoints/step_30").mkdir()
     assert store.run_folder("tiny").checkpoint_steps() == [26]
     with pytest.raises(RuntimeError, match=r"step_28: has no files"):
-        run_artifacts.publish(store, "training", "t1", "tiny", "checkpoints/step_28", {})
+        run_artifacts.publish(store, TRAINING, "tiny", "checkpoints/step_28", {})
 
 
 def test_a_corrupted_checkpoint_goes_to_quarantine_under_the_lock_only(store):
@@ -187,13 +190,13 @@ def test_a_corrupted_checkpoint_goes_to_quarantine_under_the_lock_only(store):
     folder.mkdir(parents=True)
     for name in ("complete.json", "0.distcp"):
         (folder / name).write_text(name)
-    made = run_artifacts.publish(store, "training", "t1", "tiny", "checkpoints/step_4", {})
-    assert run_artifacts.find(store, "training", "t1", "tiny") == made
+    made = run_artifacts.publish(store, TRAINING, "tiny", "checkpoints/step_4", {})
+    assert run_artifacts.find(store, TRAINING, "tiny") == made
     (folder / "0.distcp").write_text("1.distcp")
-    assert run_artifacts.find(store, "training", "t1", "tiny") is None
+    assert run_artifacts.find(store, TRAINING, "tiny") is None
     assert (folder / "complete.json").exists()
-    with store.artifacts.lock("training", "t1"):
-        assert run_artifacts.find(store, "training", "t1", "tiny") is None
+    with store.artifacts.lock(TRAINING):
+        assert run_artifacts.find(store, TRAINING, "tiny") is None
     assert store.run_folder("tiny").checkpoint_steps() == []
     moved = folder.parent / "quarantine/step_4"
     assert (moved / "0.distcp").read_text() == "1.distcp"
@@ -209,22 +212,22 @@ def test_a_checkpoint_that_was_trained_again_replaces_the_copies_of_its_artifact
     def train(store, name: str):
         store.backend.write(f"runs/tiny/checkpoints/step_4/{name}.distcp", name.encode())
         store.backend.write("runs/tiny/checkpoints/step_4/complete.json", b"{}")
-        return run_artifacts.publish(store, "training", "t1", "tiny", "checkpoints/step_4", {})
+        return run_artifacts.publish(store, TRAINING, "tiny", "checkpoints/step_4", {})
 
-    with here.artifacts.lock("training", "t1"):
+    with here.artifacts.lock(TRAINING):
         train(here, "first")
-    assert run_artifacts.find(there, "training", "t1", "tiny")
+    assert run_artifacts.find(there, TRAINING, "tiny")
     here.backend.remove("runs/tiny/checkpoints/step_4")
-    with here.artifacts.lock("training", "t1"):
-        assert run_artifacts.find(here, "training", "t1", "tiny") is None
-        assert there.artifacts.find("training", "t1") is None  # its copy is not uploaded meanwhile
+    with here.artifacts.lock(TRAINING):
+        assert run_artifacts.find(here, TRAINING, "tiny") is None
+        assert there.artifacts.find(TRAINING) is None  # its copy is not uploaded meanwhile
         made = train(here, "second")
     for store in (here, there):
-        with store.artifacts.lock("training", "t1"):
-            assert run_artifacts.find(store, "training", "t1", "tiny") == made
+        with store.artifacts.lock(TRAINING):
+            assert run_artifacts.find(store, TRAINING, "tiny") == made
     assert here.run_folder("tiny").checkpoint_steps() == [4]
-    here.artifacts.remove("training", "t1")
-    assert here.artifacts.find("training", "t1") is None
+    here.artifacts.remove(TRAINING)
+    assert here.artifacts.find(TRAINING) is None
 
 
 def test_a_checkpoint_is_downloaded_as_it_is_now_and_removed_by_its_last_user(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from profiles.resolve import load
 from tasks.fork import find_parent
 from tasks.launchers import Job, create
 from tasks.store import activities, runs
+from tasks.store.artifacts import ArtifactId
 from tasks.store.garbage import find_garbage
 
 
@@ -89,7 +90,7 @@ def test_a_path_is_no_name_of_a_run_and_files_of_other_programs_are_no_runs(stor
 
 def test_what_a_run_on_another_disk_uses_is_no_garbage(store, tmp_path):
     folder = runs.open_run(store, load("tiny"), "identity", "flow run", {"dataset": "d"})
-    with store.artifacts.publish("dataset", "d", {}):
+    with store.artifacts.publish(ArtifactId("dataset", "d"), {}):
         pass
     moved = folder.rename(tmp_path / "disk")
     folder.symlink_to(moved)

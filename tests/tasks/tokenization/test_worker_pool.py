@@ -16,6 +16,7 @@ from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
+from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 from tasks.tokenization import worker
 from tasks.tokenization.dataset_plan import DatasetPlan
@@ -80,7 +81,7 @@ def test_worker_processes_listed_shards_of_a_plan_file(wanted, store, tmp_path):
     assert DatasetPlan.from_json(json.loads(path.read_text())) == plan
     arguments = ["--plan", str(path), "--store", store.uri, "--shards", str(numbers)]
     assert worker.main([*arguments, "--index", "1", "--of", "2"]) == 0
-    made = [bool(store.artifacts.find("tokens", plan.key(k))) for k in range(5)]
+    made = [bool(store.artifacts.find(ArtifactId("tokens", plan.key(k)))) for k in range(5)]
     assert made == [False, False, False, True, False]
 
 
