@@ -23,8 +23,8 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, LastStep, ProfileName, RunName
 from flows.run_setup import (
+    admitted,
     check_plan,
-    flow_context,
     open_run,
     read_lockfile,
     resolve_inputs,
@@ -34,19 +34,14 @@ from flows.run_setup import (
     write_lockfile,
 )
 from flows.runner import THREADS, Background, Runner
-from flows.start_checks import RunCommand, check_last_step, find_parent_of, load, suggest_commands
+from flows.start_checks import RunCommand, check_last_step, load
 from modeling import run_files
 from modeling.planning.planner import plan
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.experiments import forecasts
-from tasks.fork import (
-    copy_checkpoint,
-    hold_checkpoint,
-    record_data,
-)
-from tasks.inputs import locate_runs
+from tasks.fork import copy_checkpoint, hold_checkpoint, record_data
 from tasks.report import ReportStep, read_initial_evaluation
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, with_steps
@@ -55,10 +50,10 @@ from tasks.steps.graphs import GraphsStep
 from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep, check_fits, check_records
 from tasks.steps.training import TrainingStep
-from tasks.store import activities, ledger, runs
+from tasks.store import activities, ledger
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import Parent
-from tasks.store.store import Store, open_store
+from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -103,44 +98,23 @@ def pretrain(
     run = load(profile, overrides, name or None)
     check_last_step(run, until)
     command = RunCommand(profile, overrides, name or None, store, fork=fork)
-    return train_profile(run, command, update=update, replace=replace, fork=fork, until=until)
+    return train_profile(run, command, update=update, replace=replace, until=until)
 
 
 def train_profile(
-    run: Profile,
-    command: RunCommand,
-    *,
-    update: bool = False,
-    replace: bool = False,
-    fork: str = "",
-    until: str = "",
+    profile: Profile, command: RunCommand, *, update: bool = False, replace: bool = False, until: str = ""
 ) -> dict[str, Any]:
     """Train and export one profile within a flow run; result and other arguments as for `pretrain`.
 
     Args:
-        run: the resolved profile.
+        profile: of the run, resolved.
         command: the command line that it was resolved from.
     """
-    opened = open_store(command.store, run.cluster.work_dir or "store")
-    named, run = run, locate_runs(run, opened)
-    if not replace:
-        run = runs.recorded_compilation(opened, run)
-    if not replace and activities.holder(opened, "run", run.name) is not None:
-        with suggest_commands(command, run.name):
-            runs.check_name(opened, run)  # rather than wait for a run that this one cannot continue
-    with (
-        activities.begin(opened, "run", run.name) as lock,
-        Runner(flow_context(run, opened), lock, until) as runner,
-    ):
-        run, parent = find_parent_of(opened, run, fork, replace=replace)
-        if not replace:
-            with suggest_commands(command, run.name):
-                runs.check_name(opened, run)
+    with admitted(profile, command, until, replace=replace) as (runner, parent):
         planned = check_plan(runner)
-        if parent:
-            hold_checkpoint(opened, parent, run.name)  # the parent may remove it before the data is prepared
         compiling = runner.start(GraphsStep())
-        tokenizer, dataset, converting = _prepare(runner, run, parent, update)
+        tokenizer, dataset, converting = _prepare(runner, parent, update)
+        run, store = runner.context.profile, runner.context.store
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
             planned = plan(run)  # again: the number of steps follows from the data
@@ -150,19 +124,19 @@ def train_profile(
         identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
 
         inputs = {"tokenizer": tokenizer.key, "dataset": dataset.key, "checkpoint": weights and weights.key}
-        lock.check()  # another process may have taken over the run while this one was suspended
+        runner.require_lock()  # another process may have taken over the run while this one was suspended
         options = {"parent": parent, "replace": replace, "warnings": warnings}
         with (
             open_run(runner, run, identity, inputs, planned, command, **options) as overview,
             runner.until_reached(),
         ):
             # Before training: a run that never ends may be forked.
-            ledger.record(opened, run.name, identity, dataset, parent and parent.identity)
+            ledger.record(store, run.name, identity, dataset, parent and parent.identity)
             if parent:
-                record_data(opened, parent)
-                copy_checkpoint(opened, parent, run.name)
+                record_data(store, parent)
+                copy_checkpoint(store, parent, run.name)
             # A ladder does not locate its target's tokenizer, whose location depends on the machine.
-            _take_forecast(opened, run.model_copy(update={"tokenizer": named.tokenizer}))
+            _take_forecast(store, run.model_copy(update={"tokenizer": profile.tokenizer}))
             graphs = compiling.result()
             settle_compilation(runner, graphs)
             evaluated, exported = _train(runner, identity, tokenizer, dataset, weights, graphs)
@@ -174,14 +148,15 @@ def train_profile(
                 "parameters": planned.parameters,
                 "steps": [asdict(outcome) for outcome in runner.outcomes],
             }
-    return {"run": run.name, "until": until, "steps": [asdict(outcome) for outcome in runner.outcomes]}
+    return {"run": profile.name, "until": until, "steps": [asdict(outcome) for outcome in runner.outcomes]}
 
 
-def _prepare(
-    runner: Runner, run: Profile, parent: Parent | None, update: bool
-) -> tuple[Artifact, Artifact, Background]:
+def _prepare(runner: Runner, parent: Parent | None, update: bool) -> tuple[Artifact, Artifact, Background]:
     """Resolve the inputs; tokenizer and dataset, and the step that converts weights in the background."""
-    lockfile = None if update else read_lockfile(runner.context.store, run.name, parent)
+    run, store = runner.context.profile, runner.context.store
+    if parent:
+        hold_checkpoint(store, parent, run.name)  # the parent may remove it before the data is prepared
+    lockfile = None if update else read_lockfile(store, run.name, parent)
     # A fork keeps the weights that its parent's checkpoint was trained from.
     resolve_inputs(runner, lockfile, keep_exports=parent is not None)
     write_lockfile(runner.context)
@@ -189,7 +164,7 @@ def _prepare(
     # A tokenizer is small: what it lacks is found before weights and data are fetched.
     check_fits(run, tokenizer.summary)
     if lockfile is None:
-        check_records(run, runner.context.store.artifacts.path(tokenizer))
+        check_records(run, store.artifacts.path(tokenizer))
     converting = runner.start(CheckpointStep())
     return tokenizer, runner.run(DatasetStep(tokenizer)), converting
 

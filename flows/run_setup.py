@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 from flows.alerts.events import alerts
 from flows.runner import Runner
 from flows.server.secrets import hub_token
-from flows.start_checks import RunCommand, suggest_commands
+from flows.start_checks import RunCommand, admit, suggest_commands
 from flows.ui.overview import Overview
 from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
@@ -28,10 +28,10 @@ from tasks.fork import rate_warnings
 from tasks.inputs import Inputs, Lockfile, resolve
 from tasks.reporting.advice import data_warnings
 from tasks.step import Context
-from tasks.store import runs
+from tasks.store import activities, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import Parent, RunFolder
-from tasks.store.store import Store
+from tasks.store.store import Store, open_store
 from tasks.tracking.process import labels_of, results, tracking
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,25 @@ RESOLVE_RETRIES = len(
 def flow_context(profile: Profile, store: Store, folder: Path | None = None) -> Context:
     """Context for the steps of the current flow run, with the hub token if the profile needs one."""
     return Context(profile, store, folder, token=hub_token(profile), flow_run=str(flow_run.id))
+
+
+@contextmanager
+def admitted(
+    profile: Profile, command: RunCommand, until: str = "", *, replace: bool = False
+) -> Iterator[tuple[Runner, Parent | None]]:
+    """Admit a run to its store, and hold its name for the block.
+
+    Yields its runner, which ends with the step `until`, and the checkpoint that it is forked from. Errors: see `admit`.
+    """
+    store = open_store(command.store, profile.cluster.work_dir or "store")
+    if not replace and activities.holder(store, "run", profile.name) is not None:
+        admit(
+            store, profile, command, replace=False
+        )  # rather than wait for a run that this one cannot continue
+    with activities.begin(store, "run", profile.name) as lock:
+        run, parent = admit(store, profile, command, replace=replace)
+        with Runner(flow_context(run, store), lock, until) as runner:
+            yield runner, parent
 
 
 def check_plan(runner: Runner) -> planner.Plan:

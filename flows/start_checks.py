@@ -126,21 +126,30 @@ def check_run(profile: Profile, command: RunCommand, *, replace: bool = False) -
     """
     run = check_plan(profile)
     store = Store(command.store, run.cluster.work_dir or "store")
-    run, _ = find_parent_of(store, locate_runs(run, store), command.fork, replace=replace)
+    run, _ = admit(store, run, command, replace=replace)
     if not store.run_folder(run.name).read(run_files.LOCKFILE):  # it has its inputs
         check_folder(run)
+
+
+def admit(
+    store: Store, profile: Profile, command: RunCommand, *, replace: bool
+) -> tuple[Profile, Parent | None]:
+    """The profile with which a run starts in a store, and the checkpoint that it is forked from.
+
+    Raises:
+        ProfileError: the store lacks a run that it needs, or it cannot be forked from that checkpoint.
+        RunExists: the name belongs to another run.
+    """
+    run, parent = locate_runs(profile, store), None
+    if not replace:
+        run = runs.recorded_compilation(store, run)
+    if command.fork:
+        parent = find_parent(store, command.fork, run.name)
+        run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
+        require_forkable(store, parent, run, replace=replace)
+        if not replace:
+            require_new_name(store, parent, run.name)
     if not replace:
         with suggest_commands(command, run.name):
             runs.check_name(store, run)
-
-
-def find_parent_of(store: Store, run: Profile, fork: str, *, replace: bool) -> tuple[Profile, Parent | None]:
-    """The profile of a run or of a fork, and what it forks from, which must be possible."""
-    if not fork:
-        return run, None
-    parent = find_parent(store, fork, run.name)
-    run = with_value(with_value(run, "checkpoint.resume", "newest"), "checkpoint.weights", False)
-    require_forkable(store, parent, run, replace=replace)
-    if not replace:
-        require_new_name(store, parent, run.name)
     return run, parent

@@ -39,6 +39,13 @@ def pretrain(prefect_server, profile):
     return call
 
 
+@pytest.fixture(scope="module")
+def finished(pretrain, tmp_path_factory):
+    """A store with one finished run, and the flow's result."""
+    store = tmp_path_factory.mktemp("finished") / "store"
+    return store, pretrain(store, torchrun=True)
+
+
 @pytest.fixture
 def webhook():
     """A webhook server on loopback."""

@@ -132,6 +132,12 @@ def settings(*overrides: str) -> list[str]:
     return list(itertools.chain.from_iterable(("--set", override) for override in overrides))
 
 
+def done(result: dict) -> list[str]:
+    """The steps of a flow run that made an artifact."""
+    steps = [step for step, how in result["how"].items() if how == "done"]
+    return [step for step in steps if step not in ("plan", "resolve", "report")]
+
+
 def losses(folder: Path) -> dict[int, float]:
     """Training loss of each step; fails if a step occurs twice."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -26,7 +26,7 @@ from tasks.store import activities
 from tasks.store.store import Store
 from tests import faults
 from tests.docs.test_extending import EXAMPLES
-from tests.flows.micro import exported, losses, settings, shown
+from tests.flows.micro import done, exported, losses, settings, shown
 
 STEPS = [
     "plan",
@@ -43,13 +43,6 @@ STEPS = [
 WORK = ["tokenizer", "dataset", "train", "evaluate", "export"]
 
 
-@pytest.fixture(scope="module")
-def finished(pretrain, tmp_path_factory):
-    """A store with one finished run, and the flow's result."""
-    store = tmp_path_factory.mktemp("finished") / "store"
-    return store, pretrain(store, torchrun=True)
-
-
 @pytest.fixture
 def store(finished, tmp_path):
     """A copy of the finished run's store, to modify."""
@@ -60,14 +53,6 @@ def store(finished, tmp_path):
 def said(caplog):
     caplog.set_level(logging.INFO)
     return lambda: [record.getMessage() for record in caplog.records]
-
-
-def done(result: dict) -> list[str]:
-    return [
-        step
-        for step, how in result["how"].items()
-        if how == "done" and step not in ("plan", "resolve", "report")
-    ]
 
 
 def test_first_run_executes_every_step(finished):

@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import s3
-from tests.flows.micro import losses
-
-
-def done(result: dict) -> list[str]:
-    return [
-        step
-        for step, how in result["how"].items()
-        if how == "done" and step not in ("plan", "resolve", "report")
-    ]
+from tests.flows.micro import done, losses
 
 
 @pytest.mark.s3
