@@ -105,6 +105,12 @@ def stacked_bar(parts: Mapping[str, float]) -> str:
 
 def svg_data_uri(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
     """Data URI of the chart as SVG (about 10 kB), for viewers that only show images; "" without points."""
+    text = svg(series, x_label=x_label, y_label=y_label)
+    return text and f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def svg(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
+    """The chart as an SVG image; "" without points."""
     shown = _finite(series, MAX_POINTS // 2)
     if not shown:
         return ""
@@ -138,8 +144,7 @@ def svg_data_uri(series: Sequence[Series], *, x_label: str, y_label: str) -> str
         (y_label, f'x="20" y="{middle:.0f}" transform="rotate(-90 20 {middle:.0f})"'),
     ):
         parts.append(f'<text {position} text-anchor="middle" {text}>{escape(caption)}</text>')
-    svg = "".join([*parts, "</svg>"])
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+    return "".join([*parts, "</svg>"])
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from flows.cli.deployments import listed
 from flows.cli.main import main, parser
 from profiles import resolve
 from profiles.documentation import page
+from tests.docs import notebook
 from tests.docs.columns import rows_of, undocumented_columns
 from tests.flows.micro import write_profile
 from tests.forked_jobs import forked_jobs
@@ -158,6 +159,35 @@ def test_documented_commands_succeed(prefect_server, tmp_path, monkeypatch, page
         if not cluster and "trainshed" in text:
             assert missing(sample, said.getvalue()) == [], said.getvalue()
     assert undocumented_columns(tmp_path / "store/runs") == set(), "docs/training/metrics.md"
+
+
+def test_notebook_shows_what_its_cells_print(prefect_server, tmp_path, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    write_profile(tmp_path / "texts")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])  # the command replaces them
+
+    def run(command: str) -> str:
+        root.handlers.clear()
+        arguments = shlex.split(reduced(notebook.NOTEBOOK, command))[1:]
+        if arguments[0] == "run":
+            arguments += ["--set", "evaluate.every=2"]
+        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()), forked_jobs():
+            assert main(arguments) == 0, command
+        return printed.getvalue()
+
+    shown = json.loads(notebook.NOTEBOOK.read_text())
+    for cell, printed, value in notebook.execute(shown, run):
+        now = notebook.outputs(printed, value)
+        assert [(each["output_type"], {*each.get("data", ())}) for each in now] == [
+            (each["output_type"], {*each.get("data", ())}) for each in cell["outputs"]
+        ], cell["source"]
+        if cell["source"][0].startswith("!"):  # the summary below the steps of a run, or everything
+            (sample,) = (each["text"] for each in cell["outputs"])
+            assert missing("".join(sample[-5:] if "run" in cell["source"][0] else sample), printed) == []
 
 
 @functools.cache
