@@ -277,7 +277,12 @@ class ShardedAdamW:
         Args:
             skip: 0-dim on the device; unless it is 0, no rank changes anything either.
             row_factors: by which rows are multiplied after their update, flat float32 on the device, equal on all ranks.
+
+        Raises:
+            ValueError: rows have factors, but none are given, or the reverse.
         """
+        if (row_factors is None) != (self._row_factors is None):
+            raise ValueError("step: row_factors are given exactly if the optimizer was made with row_factors")
         self.reduce()
         clipped = [bucket for bucket in self.buckets if bucket.rule.clipped]
         self._wait_for(self._resident)

@@ -30,6 +30,8 @@ def test_logits_are_scaled_to_the_threshold_by_queries_and_keys_only(name):
                 parameter.normal_(std=0.5)
         before = {name: weight.detach().clone() for name, weight in weights.items()}
         found = logits_of(trainer, optimizer)
+        with pytest.raises(ValueError, match="row_factors are given exactly if"):
+            optimizer.step(0.0)
         skipped = optimizer.step(0.0, torch.ones(()), found.row_factors).skipped
         assert (found.results(skipped)[1], found.logits.min() > -torch.inf) == (0, True)
         assert all(torch.equal(weights[name], value) for name, value in before.items())  # a skipped step
