@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,28 @@ class Constant:
         local.fill_(self.value)
 
 
+class _Drawn(ABC):
+    """Initializer: independent draws."""
+
+    @abstractmethod
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Values of a block of rows."""
+
+    def fill(self, local: Tensor, box: GlobalBox, seed: int) -> None:
+        row_size = math.prod(box.shape[1:])
+        rows = max(1, BLOCK_ELEMENTS // max(1, row_size))
+        first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
+        inner = box.index()[1:]
+        for block in range(first // rows, math.ceil(last / rows)):
+            start = block * rows
+            stop = min(start + rows, box.shape[0])
+            drawn = self.draw((stop - start, *box.shape[1:]), _generator(seed, box.name, block))
+            low, high = max(start, first), min(stop, last)
+            local[low - first : high - first].copy_(drawn[(slice(low - start, high - start), *inner)])
+
+
 @dataclass(frozen=True)
-class Normal:
+class Normal(_Drawn):
     """Initializer: independent draws from N(0, std²)."""
 
     std: float
@@ -54,19 +75,26 @@ class Normal:
         """
         return self.rate * math.sqrt(self.width)
 
-    def fill(self, local: Tensor, box: GlobalBox, seed: int) -> None:
-        row_size = math.prod(box.shape[1:])
-        rows = max(1, BLOCK_ELEMENTS // max(1, row_size))
-        first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
-        inner = box.index()[1:]
-        for block in range(first // rows, math.ceil(last / rows)):
-            start = block * rows
-            stop = min(start + rows, box.shape[0])
-            drawn = torch.randn(stop - start, *box.shape[1:], generator=_generator(seed, box.name, block))
-            low, high = max(start, first), min(stop, last)
-            local[low - first : high - first].copy_(
-                drawn[(slice(low - start, high - start), *inner)].mul_(self.std)
-            )
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        return torch.randn(*shape, generator=generator).mul_(self.std)
+
+
+@dataclass(frozen=True)
+class Uniform(_Drawn):
+    """Initializer: a function of independent draws from [low, high)."""
+
+    low: float
+    high: float
+    function: Callable[[Tensor], Tensor]
+    rate: float = 1.0  # learning-rate multiplier
+
+    @property
+    def matrix_rate(self) -> float:
+        """Learning-rate multiplier of updates that are orthogonal matrices."""
+        return self.rate
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        return self.function(torch.empty(*shape).uniform_(self.low, self.high, generator=generator))
 
 
 def _generator(seed: int, *key: object) -> torch.Generator:

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -293,31 +294,48 @@ def load(name: str) -> str:
         TypeError: the entry point names something else.
     """
     if name not in _kernels:
-        found = _entry_points(name)
-        if len(found) > 1:
-            raise RuntimeError(
-                f"attention kernel {name!r}: several entry points of the group {GROUP} have this name, "
-                f"{', '.join(sorted(found))}; uninstall all but one of their packages"
-            )
-        for value, point in found.items():
-            try:
-                kernel = point.load()
-            except (ImportError, AttributeError) as error:
-                raise RuntimeError(
-                    f"attention kernel {name!r}: its entry point {value} cannot be imported: {error}; remove its package"
-                ) from error
-            if not (isinstance(kernel, type) and issubclass(kernel, Kernel)):
-                raise TypeError(
-                    f"attention kernel {name!r}: its entry point {value} is no subclass of parallel.attention.kernels.Kernel"
-                )
-            register_kernel(name, kernel())
+        kernel = installed(GROUP, name, "attention kernel", Kernel)
+        if kernel is not None:
+            register_kernel(name, kernel)
     return name if name in _kernels else "math"
 
 
+def installed(group: str, name: str, what: str, base: type[Any]) -> Any:
+    """An instance of the class that an entry point of a group names; None if no package has one.
+
+    Args:
+        what: the kind of object, for errors.
+        base: that it must be a subclass of.
+
+    Raises:
+        RuntimeError: several packages have one of this name, or it cannot be imported.
+        TypeError: the entry point names something else.
+    """
+    found = _entry_points(group, name)
+    if len(found) > 1:
+        raise RuntimeError(
+            f"{what} {name!r}: several entry points of the group {group} have this name, "
+            f"{', '.join(sorted(found))}; uninstall all but one of their packages"
+        )
+    for value, point in found.items():
+        try:
+            kernel = point.load()
+        except (ImportError, AttributeError) as error:
+            raise RuntimeError(
+                f"{what} {name!r}: its entry point {value} cannot be imported: {error}; remove its package"
+            ) from error
+        if not (isinstance(kernel, type) and issubclass(kernel, base)):
+            raise TypeError(
+                f"{what} {name!r}: its entry point {value} is no subclass of {base.__module__}.{base.__name__}"
+            )
+        return kernel()
+    return None
+
+
 @cache
-def _entry_points(name: str) -> dict[str, metadata.EntryPoint]:
-    """Entry points of this name, by the object that they refer to."""
-    return {point.value: point for point in metadata.entry_points(group=GROUP, name=name)}
+def _entry_points(group: str, name: str) -> dict[str, metadata.EntryPoint]:
+    """Entry points of a group of this name, by the object that they refer to."""
+    return {point.value: point for point in metadata.entry_points(group=group, name=name)}
 
 
 def get_kernel(name: str) -> Kernel:

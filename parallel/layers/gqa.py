@@ -6,7 +6,7 @@ Over t tensor ranks with n query and k KV heads:
     t > k    m = t/k neighbouring ranks replicate a KV head; each holds n/t of its query heads
 
 Query heads keep their natural order: rank r holds heads [r·n/t, (r+1)·n/t), whose KV head is r // m. A rank's weight is
-[q; k; v] stacked by rows.
+[q; k; v] stacked by rows; with gates of the query heads, [gate; q; k; v].
 
 Gradients: each of the m replicas of a KV head sees only the gradient from its own query heads. The replicas' weight gradients
 must be the same sum, so dK and dV are summed (not averaged) over the replicas before dW. The input's gradient is summed over
@@ -82,7 +82,8 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         kv_heads: k KV heads; divides n.
         head_dim: d.
         mesh: its tensor axis, unfolded to (kv shard, kv replica), has max(1, t/k) replicas.
-        bias: whether to add a bias to Q, K and V.
+        gated: whether to project a gate of as many elements as Q too.
+        bias: whether to add a bias to Q, K, V and the gate.
         sequence_parallel: whether the input is (b·s/t, h).
         products: how matrix products are computed.
 
@@ -98,6 +99,7 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         head_dim: int,
         mesh: Mesh,
         *,
+        gated: bool = False,
         bias: bool = False,
         sequence_parallel: bool = False,
         products: Products = EXACT,
@@ -120,7 +122,10 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         self.heads = heads // degree
         self.kv_heads = kv_heads * replicas // degree
         q, kv = heads * head_dim, kv_heads * head_dim
-        sections = (("q", q, 1), ("k", kv, replicas), ("v", kv, replicas))
+        sections = [("q", q, 1), ("k", kv, replicas), ("v", kv, replicas)]
+        if gated:
+            sections.insert(0, ("gate", q, 1))
+        self.query_width = (2 if gated else 1) * self.heads * head_dim  # columns that no other rank has
         rows = tuple(Section(name, (size, hidden), 0, m) for name, size, m in sections)
         self.weight = parameter(Layout(rows, degree, initializer or Normal(0.02)), dtype, device)
         self.bias = None
@@ -131,7 +136,7 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
         """(b·s, h) or (b·s/t, h) -> (b·s, (n + 2k)·d) with this rank's n and k: its Q heads, then K, then V.
 
-        `keys` are for the dropout of an attached update (lora.py).
+        With gates (b·s, (2n + 2k)·d), the gates first. `keys` are for the dropout of an attached update (lora.py).
         """
         check_input(self, x, self.hidden)
         weight, output = self.autograd_inputs(x)
@@ -140,7 +145,7 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
         inputs, options = (x, weight, self.bias, self.axis), (self.sequence_parallel, self.products, output)
         if self.replicas.size == 1:
             return ColumnLinear.apply(*inputs, *options)
-        return ReplicatedKVLinear.apply(*inputs, self.replicas, self.heads * self.head_dim, *options)
+        return ReplicatedKVLinear.apply(*inputs, self.replicas, self.query_width, *options)
 
 
 def _check_degree(heads: int, kv_heads: int, degree: int) -> None:

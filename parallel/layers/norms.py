@@ -83,7 +83,7 @@ class RMSNorm(nn.Module):
 
 
 class UnitOffsetNorm(RMSNorm):
-    """x / sqrt(mean(x²) + ε) · (1 + w), with w initially zero (Gemma); arguments as for RMSNorm."""
+    """x / sqrt(mean(x²) + ε) · (1 + w), with w initially zero (Gemma, Qwen3-Next); arguments as for RMSNorm."""
 
     def __init__(self, hidden: int, axis: Axis, *, initializer: Initializer = ONES, **arguments: Any) -> None:
         super().__init__(hidden, axis, initializer=ZEROS, **arguments)
@@ -209,3 +209,56 @@ class ProjectionNorm(nn.Module):
         squares = collectives.copy(collectives.reduce(squares / self.replicas, self.axis), self.axis)
         hat = wide * torch.rsqrt(squares / self.size + self.epsilon)
         return (hat * self.weight.view(x.shape[-2:])).to(x.dtype)
+
+
+class GatedHeadNorm(nn.Module):
+    """RMSNorm of each head, with one weight (u) for all, times silu(gate) (Gated DeltaNet).
+
+    Args:
+        head_dim: u.
+        axis: tensor axis, over which heads are sharded and the weight replicated; its gradient is a partial sum.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        axis: Axis,
+        *,
+        epsilon: float = 1e-6,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        partial_axes = ("tensor",) if axis.size > 1 else ()
+        layout = Layout((Section("", (head_dim,), None),), axis.size, ONES, partial_axes)
+        self.weight = parameter(layout, dtype, device)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalize heads x (..., u) and multiply them by the activated gate (..., u)."""
+        y = _RMSNorm.apply(x.flatten(0, -2), self.weight, self.epsilon).view(x.shape)
+        return (y * F.silu(gate.to(torch.promote_types(x.dtype, torch.float32)))).to(x.dtype)
+
+
+class _UnitNorm(Function):
+    """With u = x·r, r = 1 / sqrt(Σ x² + ε), and y = scale·u: dx = scale·r·(g - u·(g·u))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, epsilon: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        inverse = torch.rsqrt((wide * wide).sum(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, inverse)
+        ctx.scale = scale
+        return wide * (inverse * scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, inverse = ctx.saved_tensors
+        unit = x.to(grad.dtype) * inverse
+        along = (grad * unit).sum(-1, keepdim=True)
+        return torch.addcmul(grad, unit, along, value=-1).mul_(inverse * ctx.scale).to(x.dtype), None, None
+
+
+def unit_norm(x: Tensor, scale: float = 1.0, epsilon: float = 1e-6) -> Tensor:
+    """Heads (..., d) of length `scale`, in float32 or wider: x · scale / sqrt(Σ x² + ε)."""
+    return _UnitNorm.apply(x, scale, epsilon)
