@@ -58,6 +58,13 @@ OF_FAMILIES = {
     "use_parallel_residual",
     "rope_local_base_freq",
     "query_pre_attn_scalar",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "linear_allow_neg_eigval",
+    "shared_expert_intermediate_size",
 }
 # Features of a package's `Family` that change its model without changing the shapes of weights, or its class.
 FEATURES = (

@@ -33,7 +33,6 @@ from modeling.conversion.nxd import files as nxd_files
 from modeling.conversion.tensor_files import File, file_sha256
 from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations
-from parallel.constraints import valid_tensor_degrees
 from parallel.pipeline.stages import cut_layers
 from profiles import state_files
 from profiles.arguments import Parser
@@ -183,10 +182,13 @@ def destination_files(weights: Weights, options: Options) -> Sequence[File]:
     model = weights.model
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, model.num_hidden_layers
     widths = model.mlp_widths.values()
-    valid = [t for t in valid_tensor_degrees(heads, kv_heads) if not any(width % t for width in widths)]
+    valid = [t for t in model.tensor_degrees if not any(width % t for width in widths)]
     if options.tensor not in valid:
         mlp = " or ".join(map(str, widths))
-        reason = f"does not split {heads} query heads, {kv_heads} KV heads and an MLP of {mlp}"
+        kinds = f"{heads} query heads, {kv_heads} KV heads"
+        if model.linear_num_key_heads:
+            kinds += f", {model.linear_num_key_heads} key heads of linear attention"
+        reason = f"does not split {kinds} and an MLP of {mlp}"
         raise ProfileError("--tensor", options.tensor, reason, neighbours(options.tensor, valid))
     if not 1 <= options.pipeline <= layers:
         nearest = min(max(options.pipeline, 1), layers)

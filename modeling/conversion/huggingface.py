@@ -14,6 +14,7 @@ import logging
 import re
 import shutil
 import struct
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.conversion import block_scales, mxfp4, torch_files
+from modeling.conversion import block_scales, hybrid_names, mxfp4, torch_files
 from modeling.conversion.tensor_files import PreallocatedFile, TensorEntry
 from modeling.conversion.torch_files import LazyTensor, stamp
 from modeling.conversion.weights import (
@@ -151,7 +152,7 @@ def read(
         described: whether the model is that of the config.json beside the files. transformers saves no modules for multi-token
             prediction, but their number, so the model has none if the files have none.
     """
-    found = _read_all(files)
+    found = hybrid_names.normalized(_read_all(files), model)
     modules = {name for name in found if _layer(name) in model.prediction_layers}
     if described and model.prediction_layers and not modules:
         log.info("the files have no modules for multi-token prediction, unlike their config.json")
@@ -194,13 +195,15 @@ def read(
     rest -= _compare_copies(found, model)
     buffers = {name for name in rest if name.endswith(BUFFERS)}
     modules = {name for name in rest - buffers if _is_beyond_last_layer(name, model)}
+    others = {name for name in rest if hybrid_names.is_left_out(name, model)}
     depth = (
         f"modules for multi-token prediction beyond num_nextn_predict_layers {len(model.prediction_layers)}"
     )
-    for names, reason in ((buffers, "not weights of this model"), (modules, depth)):
+    kinds = (buffers, "not weights of this model"), (modules, depth), (others, hybrid_names.LEFT_OUT)
+    for names, reason in kinds:
         if names:
             log.info("%d tensors are not read, as %s: %s", len(names), reason, summarize(sorted(names)))
-    for name in rest - buffers - modules:
+    for name in rest - buffers - modules - others:
         # unknown tensors, which `Weights` rejects by name
         parts[name] = [Part((), (), found[name].dtype, partial(read_mapped, found[name].open))]
     return Weights(model, parts, dtype, lambda name: families.huggingface_tensor(model, name).name)
@@ -296,13 +299,6 @@ def _rows(
     if not mapped.index and not mapped.transposed:
         yield from weights.blocks(name, (low, *[0] * (len(stored) - 1)), (high - low, *stored[1:]))
         return
-    if mapped.by_head:
-        complete = torch.empty(stored, dtype=weights.dtype_of(name))
-        for name, mapped in sources:
-            shape = weights.shapes[name]
-            mapped.place(weights.read(name, (0,) * len(shape), shape), complete)
-        yield complete[low:high]
-        return
     result = torch.empty(high - low, *stored[1:], dtype=weights.dtype_of(name))
     for name, mapped in sources:
         offsets, sizes = [0] * len(weights.shapes[name]), [*weights.shapes[name]]
@@ -312,12 +308,19 @@ def _rows(
                 block = weights.read(name, tuple(offsets), tuple(sizes))
                 result[(rows - low, *columns)] = mapped.write(block)
             continue
-        first, dim = rows.start or 0, 1 if mapped.transposed else 0  # the dim of our tensor that is its rows
-        start, stop = max(low, first), min(high, first + sizes[dim])
+        dim = 1 if mapped.transposed else 0  # the dim of our tensor that is its rows
+        located = mapped.rows_in(stored[0], sizes[dim])
+        start, stop = bisect_left(located, low), bisect_left(located, high)
         if start < stop:
-            offsets[dim], sizes[dim] = start - first, stop - start
+            offsets[dim], sizes[dim] = start, stop - start
             block = weights.read(name, tuple(offsets), tuple(sizes))
-            result[(slice(start - low, stop - low), *columns)] = mapped.write(block)
+            found = located[start:stop]
+            at = (
+                slice(found[0] - low, found[-1] + 1 - low)
+                if isinstance(found, range)
+                else [row - low for row in found]
+            )
+            result[(at, *columns)] = mapped.write(block)
     yield result
 
 

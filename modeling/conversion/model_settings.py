@@ -9,7 +9,8 @@ from profiles.sections.model import Model
 # Settings with which weights of the same shapes belong to another model: a difference is an error.
 STRUCTURE = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
-    *("v_head_dim", "tie_word_embeddings"),
+    *("v_head_dim", "tie_word_embeddings", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
 )
 # Other settings that cannot be inferred from weights. A run may change them, for example for a longer context: a warning.
 NOT_IN_WEIGHTS = (
@@ -18,6 +19,7 @@ NOT_IN_WEIGHTS = (
     *("attention_multiplier", "residual_multiplier", "logits_scaling", "query_pre_attn_scalar"),
     *("rope_local_base_freq", "use_parallel_residual"),
     *("clip_qkv", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
+    "linear_allow_neg_eigval",
 )
 
 

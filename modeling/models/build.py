@@ -241,9 +241,16 @@ def rule_of(profile: Profile) -> ChooseRule:
 
 
 def is_block_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix of a block, except routers, which classify, and LoRA's factors."""
+    """Whether a parameter is a matrix of a block.
+
+    Except routers and gates of experts, which classify, the filters of convolutions, and LoRA's factors.
+    """
     parts = name.split(".")
-    return parts[0] == "layers" and parameter.dim() > 1 and not {"router", "lora"} & {*parts}
+    return (
+        parts[0] == "layers"
+        and parameter.dim() > 1
+        and not {"router", "shared_gate", "convolution", "lora"} & {*parts}
+    )
 
 
 def weight_decay_of(profile: Profile) -> WeightDecay:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from functools import cache
 
 from modeling.models.lora_targets import layers_of
+from parallel.attention import delta_rule
 from profiles.schema import Profile
+from profiles.sections.model_checks import LINEAR
 
 
 def layer_multiply_adds(profile: Profile) -> list[int]:
@@ -17,8 +19,9 @@ def layer_multiply_adds(profile: Profile) -> list[int]:
 
     Per layer: h·d·(2n + 2k) of the attention projections (of latent attention, including those from and to the latents), 3·h·f
     (gated) or 2·h·f (gpt) of the MLP, and 2·n·d for each key that a token sees on average: s/2 in causal attention, w - w²/2s in
-    a sliding window of w. Of experts, the router and the MLPs of a token's routed and shared experts count. LoRA's updates are
-    not included. A module for multi-token prediction is a layer with a projection of 2·h² and the head.
+    a sliding window of w. Of a Gated DeltaNet, the convolution and the products of its rule (`delta_rule.multiply_adds`) count
+    instead. Of experts, the router and the MLPs of a token's routed and shared experts count. LoRA's updates are not included. A
+    module for multi-token prediction is a layer with a projection of 2·h² and the head.
     """
     costs = [weights + scores for weights, scores in _weights_and_scores(profile)]
     layers, modules = costs[: profile.model.num_hidden_layers], costs[profile.model.num_hidden_layers :]
@@ -33,11 +36,20 @@ def _weights_and_scores(profile: Profile) -> list[tuple[int, int]]:
     both = model.num_attention_heads * (model.head_dim + (model.v_head_dim or model.head_dim))
 
     @cache
-    def of_kind(has_experts: bool, window: int | None) -> tuple[int, int]:
-        weights = model.layer_weights(model.num_experts_per_tok if has_experts else None)
-        return weights, int(visible_keys(s, window) * both)
+    def of_kind(has_experts: bool, window: int | None, linear: bool) -> tuple[int, int]:
+        weights = model.layer_weights(model.num_experts_per_tok if has_experts else None, linear)
+        return weights, _rule(profile) if linear else int(visible_keys(s, window) * both)
 
-    return [of_kind(model.has_experts(i), model.window(i)) for i in range(model.num_layers)]
+    kinds = [(model.has_experts(i), model.window(i), model.is_linear(i)) for i in range(model.num_layers)]
+    return [of_kind(*kind) for kind in kinds]
+
+
+def _rule(profile: Profile) -> int:
+    """Forward multiply-adds per token of a Gated DeltaNet besides its projections."""
+    model = profile.model
+    _, n, d, u, taps = (int(getattr(model, name)) for name in LINEAR)
+    convolved = sum(model.linear_widths[part] for part in "qkv") * taps
+    return convolved + n * delta_rule.multiply_adds(d, u)
 
 
 def _head(profile: Profile) -> int:

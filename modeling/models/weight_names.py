@@ -1,8 +1,8 @@
 """Weight names: the Hugging Face tensor, or part of one, that holds each of ours; a map per family.
 
 Most tensors only differ in name. Others are parts of a larger one: GPT-2 has q, k and v side by side, DBRX one below the other,
-GPT-NeoX those of each head, and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out) where ours are
-(out, in).
+GPT-NeoX and Qwen3-Next those of each head, and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out)
+where ours are (out, in).
 """
 
 from __future__ import annotations
@@ -27,25 +27,18 @@ class HuggingFaceTensor:
     transposed: bool = False  # whether it is stored as (in, out)
     locate: Locate | None = None
     index: Index = ()  # of our tensor, if it is a part; slices have a start and a stop, or neither
-    by_head: bool = False  # whether the rows of each head are together, with the index of ours among them
-    heads: int = 1  # of such a tensor
-
-    def view(self, stored: Tensor) -> Tensor:
-        """The part of the stored tensor that is ours, with a dim for heads if it is stored by head."""
-        if self.by_head:
-            return stored.unflatten(0, (self.heads, -1))[(slice(None), *self.index)]
-        return stored[self.index] if self.index else stored
+    # number of equal groups of rows, for example of a head each, in each of which `index` locates a part of ours; None: one
+    groups: Callable[[Model], int] | None = None
+    group_count: int = 1
+    rename: Callable[[Model, Sequence[int]], str] | None = None  # names that differ between layers
 
     def read(self, stored: Tensor) -> Tensor:
-        """Our tensor as a view of the stored one, or a copy if it is stored by head."""
-        tensor = self.view(stored)
-        if self.by_head:
-            return tensor.flatten(0, 1)
+        """Our tensor as a view of the stored one; of one in groups, a copy."""
+        if self.group_count > 1:
+            rows, *columns = self.index
+            return stored.unflatten(0, (self.group_count, -1))[(slice(None), rows, *columns)].flatten(0, 1)
+        tensor = stored[self.index] if self.index else stored
         return tensor.t() if self.transposed else tensor
-
-    def place(self, tensor: Tensor, stored: Tensor) -> None:
-        """Copy our tensor into the stored one, which is by head."""
-        self.view(stored).copy_(tensor.unflatten(0, (self.heads, -1)))
 
     def write(self, tensor: Tensor) -> Tensor:
         """Our tensor in the stored orientation."""
@@ -61,9 +54,20 @@ class HuggingFaceTensor:
             else:
                 size = remaining.pop(0)
                 sizes.append(size if at.stop is None else at.stop)
-        if self.by_head:
-            sizes[0] *= self.heads
+        if self.group_count > 1:
+            sizes[0] *= self.group_count
         return (*sizes, *remaining)
+
+    def rows_in(self, stored: int, count: int) -> range | list[int]:
+        """The rows of the stored tensor, of this many, that hold our tensor's, of which there are `count`."""
+        at = self.index[0] if self.index else slice(None)
+        if not isinstance(at, slice):
+            raise TypeError(f"{self.name}: one row holds all of our tensor")
+        first = at.start or 0
+        if self.group_count == 1:
+            return range(first, first + count)
+        width, own = stored // self.group_count, count // self.group_count
+        return [group * width + first + row for group in range(self.group_count) for row in range(own)]
 
 
 def rows_of(part: int, model: Model) -> slice:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from modeling.planning.operator_costs import Shape, operator_product, operator_volume, tensor_bytes
+from parallel.attention import delta_rule
 from parallel.attention.kernels import Kernel
 from parallel.attention.maxima import SCORES
 from parallel.experts import dropless
@@ -59,6 +60,12 @@ class Meter(TorchDispatchMode):
             updated = any(isinstance(each, Tensor) for each in inputs[7 + backward : 11 + backward])
             scratch = dropless.scratch_bytes(x, indices, gate_up, backward, updated)
             self.peak = max(self.peak, self.live + scratch)
+        if packet in (torch.ops.trainshed.gated_delta_rule, torch.ops.trainshed.gated_delta_rule_backward):
+            backward = packet is torch.ops.trainshed.gated_delta_rule_backward
+            k, v, decay = inputs[1 + 2 * backward], inputs[2 + 2 * backward], inputs[3 + 2 * backward]
+            self.peak = max(
+                self.peak, self.live + delta_rule.scratch_bytes(k, v, decay, inputs[-1], backward)
+            )
         results = function(*inputs, **(named or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor):

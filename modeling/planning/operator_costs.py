@@ -2,7 +2,7 @@
 
 FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 products in forward and 5 in backward (recomputed
          scores, dV, dP, dQ, dK), its largest scores 1; causal attention counts half of each, and a sliding window only the keys
-         in it
+         in it. Of the gated delta rule, every product of its chunks, which backward computes again
 volume   bytes that one rank sends, with collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
          twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
          gradients n-1 times, and for the largest scores K n-1 times; experts exchange the rows of T·k choices twice in forward,
@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from modeling.models.flops import visible_keys
-from parallel.attention import attention, maxima, ring  # noqa: F401  registers their operators
+from parallel.attention import (
+    attention,  # noqa: F401  registers its operators
+    delta_rule,
+    maxima,  # noqa: F401  registers its operators
+    ring,  # noqa: F401  registers its operators
+)
 from parallel.experts import dropless  # noqa: F401  registers its operators
 from parallel.layers.products import mx_product  # noqa: F401  registers the operator
 from parallel.mesh import Axis, Mesh
@@ -48,6 +53,7 @@ _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
 _EXPERTS = (_ours.experts, _ours.experts_backward)
 # products of scores, by operator
 _FLEX = {torch.ops.higher_order.flex_attention: 2, torch.ops.higher_order.flex_attention_backward: 5}
+_RULES = (_ours.gated_delta_rule, _ours.gated_delta_rule_backward)
 _ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS, _ours.max_scores)
 
 
@@ -86,6 +92,12 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
         return _attention(operator, call["q"], call["k"], call["causal"], call.get("size", 1), call["window"])
     if packet in _EXPERTS:
         return _experts(operator, _bind(operator, arguments))
+    if packet in _RULES:
+        call = _bind(operator, arguments)
+        (b, s, n, u), d, chunk = call["v"].shape, call["k"].shape[-1], call["chunk"]
+        padded = s + -s % chunk
+        each = delta_rule.executed_multiply_adds(d, u, chunk, packet is _ours.gated_delta_rule_backward)
+        return ("matmul", chunk, d, u), 2 * b * padded * n * each
     if packet.__name__.startswith("_scaled_dot_product"):  # torch's own kernels
         call = _bind(operator, arguments)
         return _attention(operator, call["query"], call["key"], call["is_causal"])

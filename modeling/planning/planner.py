@@ -30,7 +30,7 @@ from modeling.planning.optimizer_traffic import optimizer_traffic
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts, counts_choices
 from modeling.planning.step_time import estimate, layer_rate
 from parallel import parameter_count
-from parallel.constraints import valid_expert_degrees, valid_tensor_degrees
+from parallel.constraints import valid_expert_degrees
 from profiles.check import passes, with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
@@ -202,7 +202,7 @@ def _savings(profile: Profile) -> Iterator[tuple[str, Sequence[Any]]]:
     yield "parallel.data_sharding", ["fsdp"] if parallel.data_sharding != "fsdp" else []
     lightest = min(map(MODES.index, modes_of(train.recompute)))
     yield "train.recompute", MODES[lightest + 1 :]
-    degrees = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
+    degrees = model.tensor_degrees
     node = profile.cluster.devices_per_node
     yield "parallel.tensor", [t for t in degrees if parallel.tensor < t <= node]
     if model.num_experts is not None:

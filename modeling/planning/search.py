@@ -18,7 +18,7 @@ from typing import Any
 from modeling.planning.auto import AUTO, resolve_auto
 from modeling.planning.planner import CONTEXT_TOKENS, Plan, plan
 from modeling.planning.stage_costs import CostCache
-from parallel.constraints import valid_expert_degrees, valid_tensor_degrees
+from parallel.constraints import valid_expert_degrees
 from profiles.check import check, get_value, with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
@@ -96,7 +96,7 @@ def _shardings(profile: Profile, degrees: dict[str, int]) -> Iterator[dict[str, 
 
 def _degrees(profile: Profile) -> Iterator[dict[str, int]]:
     model, cluster, world = profile.model, profile.cluster, profile.world_size
-    valid = valid_tensor_degrees(model.num_attention_heads, model.num_key_value_heads)
+    valid = model.tensor_degrees
     powers = _powers(cluster.devices_per_node)
     contexts = _powers(profile.train.sequence_length // CONTEXT_TOKENS) | {1, profile.parallel.context}
     for tensor in sorted({t for t in powers | set(valid) if t <= cluster.devices_per_node}):

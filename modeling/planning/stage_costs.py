@@ -1,8 +1,8 @@
 """Costs of a pipeline stage's layers on one rank: memory, FLOPs and communication of one microbatch.
 
-A model has a first layer (with the embedding), middle layers, which differ only in their attention's window and in whether they
-have experts, and a last layer (with the final norm and the loss). Each kind is built once on the meta device and run forward and
-backward under a `Meter`.
+A model has a first layer (with the embedding), middle layers, which differ only in their attention (linear, or its window) and in
+whether they have experts, and a last layer (with the final norm and the loss). Each kind is built once on the meta device and run
+forward and backward under a `Meter`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class StageCosts:
         """A stage on the meta device with the same parameters as the stage of `layers`."""
         count = self.profile.model.num_hidden_layers
         experts = sum(map(self.profile.model.has_experts, layers))
-        key = (*self._setting, 0 in layers, count - 1 in layers, len(layers), experts)
+        linear = sum(map(self.profile.model.is_linear, layers))
+        key = (*self._setting, 0 in layers, count - 1 in layers, len(layers), experts, linear)
         if key not in self._cache:
             self._cache[key] = build_model(self.profile, self.mesh, layers, META)
         return self._cache[key]
@@ -130,7 +131,10 @@ class StageCosts:
         """Costs of a layer with a mode of activation checkpointing; equal layers share one object."""
         train, model = self.profile.train, self.profile.model
         last = layer == model.num_hidden_layers - 1
-        kind = model.window(layer), model.has_experts(layer), model.has_rope(layer)
+        kind = (
+            *(model.window(layer), model.has_experts(layer), model.has_rope(layer)),
+            model.is_linear(layer),
+        )
         shape = (self.profile.micro_batch_rows, train.sequence_length // self.profile.parallel.context)
         # the loss's chunk depends on the accelerator's memory and speed
         accelerator = self.profile.cluster.accelerator if last else None

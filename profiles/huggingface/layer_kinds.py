@@ -21,7 +21,7 @@ FIELDS = (
     *("sliding_window", "full_attention_every", "max_window_layers", "no_rope_layer_interval"),
     *("partial_rotary_factor", "rope_theta", "rope_scaling"),
 )
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Keys of RoPE parameters that have no effect in any kind, or only in some.
 ROPE_UNUSED = {"original_max_position_embeddings", "finetuned"}
 
@@ -32,19 +32,29 @@ def keys(family: Family) -> set[str]:
     """Keys of a config.json that `read` reads, besides `family.fields`."""
     further = {"sliding_window": "layer_types", "max_window_layers": "use_sliding_window"}
     further |= {"no_rope_layer_interval": "no_rope_layers", "rope_local_base_freq": "sliding_window_pattern"}
-    return {"rope_parameters", *(key for name, key in further.items() if name in family.fields)}
+    found = {"rope_parameters", *(key for name, key in further.items() if name in family.fields)}
+    return found if family.linear_attention == "none" else found | {"layer_types", "full_attention_interval"}
 
 
 def read(config: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:
     """Values of FIELDS, from a config with the family's defaults. Raises ProfileError for other patterns."""
     values: dict[str, Any] = {}
-    if "full_attention_every" in family.fields:
+    if family.linear_attention != "none":
+        values |= _hybrid(config, architecture, family)
+    elif "full_attention_every" in family.fields:
         values |= _alternating_windows(config, architecture, family)
     elif "max_window_layers" in family.fields:
         values |= _windows_after(config, architecture)
     elif "sliding_window" in family.fields:
         values |= _equal_windows(config, architecture)
-    if "no_rope_layer_interval" in family.fields:
+    if (
+        family.linear_attention == "separate"
+    ):  # RoPE in all layers with full attention, or, with a base of null, in none
+        given = config.get("rope_parameters") or config
+        values["no_rope_layer_interval"] = 1 if given.get("rope_theta", 0) is None else None
+        if values["no_rope_layer_interval"]:
+            return values
+    elif "no_rope_layer_interval" in family.fields:
         values["no_rope_layer_interval"] = _no_rope_layer_interval(config)
     return values | _rope(config, family)
 
@@ -80,6 +90,35 @@ def _alternating_windows(config: Mapping[str, Any], architecture: str, family: F
         reason = f"is not a repetition of sliding_attention, with full_attention at the end of each, over {count} layers"
         raise ProfileError("layer_types", ", ".join(types), f"{reason}; not supported for {architecture}")
     return {"sliding_window": window, "full_attention_every": every}
+
+
+def _hybrid(config: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:
+    """full_attention_every of a family with linear attention, and its sizes where they follow from others."""
+    values: dict[str, Any] = {}
+    if family.linear_attention == "separate":
+        heads, keys = config["num_attention_heads"], config.get("linear_num_key_heads")
+        size = config.get("linear_key_head_dim") or int(0.75 * config["hidden_size"] / (keys or heads))
+        defaults = {
+            "linear_num_key_heads": heads,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": size,
+            "linear_value_head_dim": 2 * size,
+        }
+        values = {name: default for name, default in defaults.items() if config.get(name) is None}
+    return values | {"full_attention_every": _full_attention_every(config, architecture)}
+
+
+def _full_attention_every(config: Mapping[str, Any], architecture: str) -> int | None:
+    """From layer_types, or full_attention_interval."""
+    count, types = config["num_hidden_layers"], config.get("layer_types")
+    every: int | None = config.get("full_attention_interval") or config["full_attention_every"]
+    if not types:
+        return every
+    every = types.index(FULL) + 1 if FULL in types else None
+    if types != [LINEAR if every is None or i % every else FULL for i in range(1, count + 1)]:
+        reason = f"is not a repetition of linear_attention, with full_attention at the end of each, over {count} layers"
+        raise ProfileError("layer_types", ", ".join(types), f"{reason}; not supported for {architecture}")
+    return every
 
 
 def _windows_after(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -132,7 +171,7 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         share = scaling.pop("partial_rotary_factor", share)
         values["partial_rotary_factor"] = None if share == 1 else share
     known = {*kinds[kind].model_fields} if kind in kinds else set()
-    for name in scaling.keys() - known - ROPE_UNUSED:
+    for name in scaling.keys() - known - ROPE_UNUSED - {*family.unused}:
         if name not in config_keys.DEFAULTS or scaling[name] != config_keys.DEFAULTS[name]:
             raise ProfileError(f"{section}.{name}", scaling[name], f"is not known for rope_type {kind}")
     fields = {name: value for name, value in scaling.items() if name in known}
@@ -175,13 +214,17 @@ def write(model: Model) -> dict[str, Any]:
         fields["sliding_window"] = window
         if {"full_attention_every", "max_window_layers"} & family.fields.keys():
             fields["layer_types"] = [SLIDING if model.window(layer) else FULL for layer in range(count)]
-    if window is None and "full_attention_every" in family.fields:
+    if family.linear_attention != "none":
+        fields["layer_types"] = [LINEAR if model.is_linear(layer) else FULL for layer in range(count)]
+        if model.no_rope_layer_interval == 1:
+            return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    elif window is None and "full_attention_every" in family.fields:
         # transformers needs one, even if layer_types names no layer that has it
         fields["sliding_window"] = family.defaults["sliding_window"]
     if "max_window_layers" in family.fields:
         leading = count if window is None else model.max_window_layers or 0
         fields |= {"use_sliding_window": window is not None, "max_window_layers": leading}
-    if "no_rope_layer_interval" in family.fields:
+    if "no_rope_layer_interval" in family.fields and family.linear_attention == "none":
         fields["no_rope_layers"] = [int(model.has_rope(layer)) for layer in range(count)]
         fields["no_rope_layer_interval"] = model.no_rope_layer_interval or count + 1
     scaling = model.rope_scaling and model.rope_scaling.model_dump(exclude_none=True)

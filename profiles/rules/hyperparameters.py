@@ -27,6 +27,9 @@ def check_precision(profile: Profile) -> None:
     train, cluster, model = profile.train, profile.cluster, profile.model
     if train.precision != "fp8":
         return
+    if model.family.linear_attention != "none":
+        reason = f"is not supported for model.architecture {model.architecture}, which has linear attention"
+        raise ProfileError("train.precision", "fp8", reason, ["bf16"])
     supported = FP8[train.fp8_recipe]
     if cluster.accelerator not in supported:
         device = cluster.accelerator or f"a {cluster.device} device of unknown model (cluster.accelerator)"

@@ -136,6 +136,9 @@ def _lora(profile: Profile) -> None:
     if not lora.rank:
         return
     model = profile.model
+    if model.family.linear_attention != "none":
+        reason = f"is not supported for model.architecture {model.architecture}, which has linear attention"
+        raise ProfileError("lora.rank", lora.rank, reason, ["null"])
     latent = [target for target in lora.targets if LORA_LAYERS[target] == "qkv"]
     if model.kv_lora_rank is not None and latent:
         reason = f"names {latent[0]}, but model.architecture {model.architecture} has no q, k and v projections of hidden states"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from parallel.constraints import invalid_cuts, minimum_stages, supports_microbatches, valid_tensor_degrees
 from profiles.errors import ProfileError
 from profiles.schema import Profile
+from profiles.sections.model_checks import neighbours
 
 
 def check_tensor(profile: Profile) -> None:
@@ -18,6 +19,9 @@ def check_tensor(profile: Profile) -> None:
         else:
             reason = f"neither divides {kv_heads} KV heads nor is a multiple of them"
         raise ProfileError("parallel.tensor", tensor, reason)
+    if tensor not in model.tensor_degrees:
+        reason = f"does not divide {model.linear_num_key_heads} key heads of linear attention, which are not replicated"
+        raise ProfileError("parallel.tensor", tensor, reason, neighbours(tensor, model.tensor_degrees))
     for name, width in model.mlp_widths.items():
         if width % tensor:
             raise ProfileError("parallel.tensor", tensor, f"does not divide model.{name} {width}")
@@ -67,6 +71,10 @@ def check_context(profile: Profile) -> None:
     if parallel.context > 1:
         parts = 2 * parallel.context
         _multiple("train.sequence_length", s, parts, f"each context rank holds 2 of {parts} equal parts")
+        before = (profile.model.linear_conv_kernel_dim or 1) - 1
+        if s // parts < before:
+            reason = f"has parts of {s // parts} tokens; the convolution of linear attention reads {before} before each"
+            raise ProfileError("train.sequence_length", s, reason, [before * parts])
     if parallel.sequence_parallel and size * s // parallel.context % parallel.tensor:
         parts = parallel.context * parallel.tensor * (2 if parallel.context > 1 else 1)
         reason = f"sequence parallelism divides it among {parallel.tensor} tensor ranks"

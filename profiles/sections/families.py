@@ -11,39 +11,27 @@ instance of `Family`, as an entry point of the group `trainshed.models`, here as
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from profiles import plugins
 from profiles.errors import ProfileError
-from profiles.sections.family import OPTIONAL, Family
+from profiles.sections.family import EXPERTS, FIXED, OPTIONAL, Family, own, same
+from profiles.sections.hybrid_families import HYBRIDS
 
 __all__ = ["OPTIONAL", "Family"]
 
 GROUP = "trainshed.models"  # of entry points
 NXD_SHARDS = ("llama", "mistral", "mixtral", "dbrx")  # architectures whose NxD shards are read and written
 
-
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-def _own(model: str, huggingface: str, source: str, **facts: Any) -> Family:
-    """A family of this package, whose model class, `module:name`, is in modeling/models/families."""
-    return Family(f"modeling.models.families.{model}", f"{huggingface}ForCausalLM", source=source, **facts)
-
-
-_FIXED = {"attention_dropout": 0.0}
-_EXPERTS = _same("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 _FEW_EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 _NO_BIAS = {"attention_bias": (False,)}
 _POST_NORMS = {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _FUSED_MLP = dict.fromkeys(("mlp.gate_up.gate", "mlp.gate_up.up"), "mlp.gate_up_proj")
 _FUSED_QKV = dict.fromkeys(("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), "self_attn.qkv_proj")
-_MULTIPLIERS = _same("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_MULTIPLIERS = same("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _NO_WINDOW = ("sliding_window", "max_window_layers")  # have no effect, because use_sliding_window is false
 
 OWN = {
-    "llama": _own(
+    "llama": own(
         "llama:Llama",
         "Llama",
         "arXiv 2307.09288, 2407.21783",
@@ -51,26 +39,26 @@ OWN = {
         defaults={"rms_norm_eps": 1e-6},
         parametrized=True,
     ),
-    "mistral": _own(
+    "mistral": own(
         "llama:Llama",
         "Mistral",
         "arXiv 2310.06825",
-        fields=_same("sliding_window"),
+        fields=same("sliding_window"),
         values=_NO_BIAS,
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
         parametrized=True,
     ),
-    "qwen3": _own(
+    "qwen3": own(
         "llama:Llama",
         "Qwen3",
         "arXiv 2505.09388",
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "head_dim": 128},
-        fixed={**_FIXED, "use_sliding_window": False},
+        fixed={**FIXED, "use_sliding_window": False},
         unused=_NO_WINDOW,
         qk_norm="heads",
         parametrized=True,
     ),
-    "olmo2": _own(
+    "olmo2": own(
         "llama:Llama",
         "Olmo2",
         "arXiv 2501.00656",
@@ -79,11 +67,11 @@ OWN = {
         qk_norm="projections",
         tensors=_POST_NORMS,
     ),
-    "qwen2": _own(
+    "qwen2": own(
         "llama:Llama",
         "Qwen2",
         "arXiv 2407.10671, 2412.15115",
-        fields=_same("sliding_window", "max_window_layers"),
+        fields=same("sliding_window", "max_window_layers"),
         values={"attention_bias": (True,)},
         defaults={
             "rms_norm_eps": 1e-6,
@@ -93,11 +81,11 @@ OWN = {
         },
         output_bias=False,
     ),
-    "olmo3": _own(
+    "olmo3": own(
         "llama:Llama",
         "Olmo3",
         "allenai.org/papers/olmo3",
-        fields=_same("sliding_window", "full_attention_every"),
+        fields=same("sliding_window", "full_attention_every"),
         defaults={
             "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0,
@@ -109,11 +97,11 @@ OWN = {
         local_rope=True,
         tensors=_POST_NORMS,
     ),
-    "smollm3": _own(
+    "smollm3": own(
         "llama:Llama",
         "SmolLM3",
         "huggingface.co/blog/smollm3",
-        fields=_same("no_rope_layer_interval"),
+        fields=same("no_rope_layer_interval"),
         values={"mlp_bias": (False, True), "tie_word_embeddings": (True, False)},
         defaults={
             "rms_norm_eps": 1e-6,
@@ -122,10 +110,10 @@ OWN = {
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
         },
-        fixed={**_FIXED, "use_sliding_window": False},
+        fixed={**FIXED, "use_sliding_window": False},
         unused=_NO_WINDOW,
     ),
-    "granite": _own(
+    "granite": own(
         "llama:Llama",
         "Granite",
         "huggingface.co/ibm-granite/granite-3.3-8b-base",
@@ -133,11 +121,11 @@ OWN = {
         values={"mlp_bias": (False, True)},
         defaults={"rms_norm_eps": 1e-6, **dict.fromkeys(_MULTIPLIERS, 1.0)},
     ),
-    "glm4": _own(
+    "glm4": own(
         "llama:Llama",
         "Glm4",
         "huggingface.co/zai-org/GLM-4-9B-0414",
-        fields=_same("partial_rotary_factor"),
+        fields=same("partial_rotary_factor"),
         values={"attention_bias": (True, False)},
         defaults={
             "rms_norm_eps": 1.5625e-7,
@@ -154,16 +142,14 @@ OWN = {
             "mlp_output_norm": "post_mlp_layernorm",
         },
     ),
-    "gemma3": _own(
+    "gemma3": own(
         "llama:Llama",
         "Gemma3",
         "arXiv 2503.19786",
         model_type="gemma3_text",
         fields={
             "hidden_act": "hidden_activation",
-            **_same(
-                "sliding_window", "full_attention_every", "rope_local_base_freq", "query_pre_attn_scalar"
-            ),
+            **same("sliding_window", "full_attention_every", "rope_local_base_freq", "query_pre_attn_scalar"),
         },
         values={"hidden_act": ("gelu_pytorch_tanh",), "tie_word_embeddings": (True, False)},
         defaults={
@@ -178,7 +164,7 @@ OWN = {
             "tie_word_embeddings": True,
         },
         fixed={
-            **_FIXED,
+            **FIXED,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "use_bidirectional_attention": False,
@@ -195,30 +181,30 @@ OWN = {
             "mlp_output_norm": "post_feedforward_layernorm",
         },
     ),
-    "phi3": _own(
+    "phi3": own(
         "llama:Llama",
         "Phi3",
         "arXiv 2404.14219, 2412.08905",
-        fields=_same("sliding_window", "partial_rotary_factor"),
+        fields=same("sliding_window", "partial_rotary_factor"),
         values={**_NO_BIAS, "rope_scaling": (None,)},
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
-        fixed={**_FIXED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        fixed={**FIXED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         unused=("original_max_position_embeddings",),  # of LongRoPE, which is rejected
         tensors={**_FUSED_QKV, **_FUSED_MLP},
     ),
-    "ministral": _own(
+    "ministral": own(
         "llama:Llama",
         "Ministral",
         "huggingface.co/mistralai/Ministral-8B-Instruct-2410",
-        fields=_same("sliding_window", "full_attention_every"),
+        fields=same("sliding_window", "full_attention_every"),
         values=_NO_BIAS,
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "starcoder2": _own(
+    "starcoder2": own(
         "llama:Llama",
         "Starcoder2",
         "arXiv 2402.19173",
-        fields={**_same("sliding_window"), "norm_eps": "norm_epsilon"},
+        fields={**same("sliding_window"), "norm_eps": "norm_epsilon"},
         values={
             "hidden_act": ("gelu_pytorch_tanh",),
             "attention_bias": (True,),
@@ -232,27 +218,27 @@ OWN = {
             "tie_word_embeddings": True,
             "initializer_range": 0.018042,
         },
-        fixed={**_FIXED, "residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True},
+        fixed={**FIXED, "residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True},
         norm="layer",
         mlp_matrices=2,
         tensors={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
     ),
-    "stablelm": _own(
+    "stablelm": own(
         "llama:Llama",
         "StableLm",
         "arXiv 2402.17834",
         fields={
-            **_same("partial_rotary_factor"),
+            **same("partial_rotary_factor"),
             "norm_eps": "layer_norm_eps",
             "attention_bias": "use_qkv_bias",
         },
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "partial_rotary_factor": 0.25},
-        fixed={**_FIXED, "hidden_dropout": 0.0, "qk_layernorm": False, "use_parallel_residual": False},
+        fixed={**FIXED, "hidden_dropout": 0.0, "qk_layernorm": False, "use_parallel_residual": False},
         norm="layer",
         free_head_dim=False,
         output_bias=False,
     ),
-    "gpt_neox": _own(
+    "gpt_neox": own(
         "llama:Llama",
         "GPTNeoX",
         "arXiv 2204.06745, 2304.01373",
@@ -260,7 +246,7 @@ OWN = {
             "norm_eps": "layer_norm_eps",
             "rope_theta": "rotary_emb_base",
             "partial_rotary_factor": "rotary_pct",
-            **_same("use_parallel_residual"),
+            **same("use_parallel_residual"),
         },
         values={
             "hidden_act": ("gelu", "gelu_pytorch_tanh"),
@@ -269,7 +255,7 @@ OWN = {
             "tie_word_embeddings": (False,),
         },
         defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "use_parallel_residual": True},
-        fixed={**_FIXED, "hidden_dropout": 0.0},
+        fixed={**FIXED, "hidden_dropout": 0.0},
         norm="layer",
         free_head_dim=False,
         mlp_matrices=2,
@@ -283,11 +269,11 @@ OWN = {
         root="gpt_neox",
         ends={"embedding": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
     ),
-    "mixtral": _own(
+    "mixtral": own(
         "mixtral:Mixtral",
         "Mixtral",
         "arXiv 2401.04088",
-        fields={**_FEW_EXPERTS, **_same("sliding_window")},
+        fields={**_FEW_EXPERTS, **same("sliding_window")},
         values=_NO_BIAS,
         defaults={
             "rms_norm_eps": 1e-5,
@@ -297,13 +283,13 @@ OWN = {
             "num_experts": 8,
             "num_experts_per_tok": 2,
         },
-        fixed={**_FIXED, "router_jitter_noise": 0.0},
+        fixed={**FIXED, "router_jitter_noise": 0.0},
     ),
-    "qwen3_moe": _own(
+    "qwen3_moe": own(
         "mixtral:Qwen3Moe",
         "Qwen3Moe",
         "arXiv 2505.09388",
-        fields=_EXPERTS,
+        fields=EXPERTS,
         defaults={
             "rms_norm_eps": 1e-6,
             "num_key_value_heads": 4,
@@ -312,15 +298,15 @@ OWN = {
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,
         },
-        fixed={**_FIXED, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        fixed={**FIXED, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1},
         unused=_NO_WINDOW,
         qk_norm="heads",
     ),
-    "dbrx": _own(
+    "dbrx": own(
         "dbrx:Dbrx",
         "Dbrx",
         "databricks.com/blog/introducing-dbrx-new-state-art-open-llm",
-        fields=_same("num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"),
+        fields=same("num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"),
         values={
             **_NO_BIAS,
             "norm_eps": (1e-5,),  # not in the config.json
@@ -329,11 +315,11 @@ OWN = {
         fixed={},
         norm="centered",
     ),
-    "gpt_oss": _own(
+    "gpt_oss": own(
         "gpt_oss:GptOss",
         "GptOss",
         "arXiv 2508.10925",
-        fields={**_FEW_EXPERTS, **_same("sliding_window", "full_attention_every")},
+        fields={**_FEW_EXPERTS, **same("sliding_window", "full_attention_every")},
         values={"attention_bias": (True, False)},
         defaults={
             "rms_norm_eps": 1e-5,
@@ -345,21 +331,21 @@ OWN = {
             "num_experts": 128,
             "num_experts_per_tok": 4,
         },
-        fixed={**_FIXED, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        fixed={**FIXED, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
         unused=("experts_per_token", "initial_context_length"),
         expert_bias=True,
         further_parameters=lambda model: model.num_attention_heads,  # sinks
     ),
-    "deepseek_v3": _own(
+    "deepseek_v3": own(
         "deepseek_v3:DeepseekV3",
         "DeepseekV3",
         "arXiv 2412.19437",
         fields={
-            **_EXPERTS,
+            **EXPERTS,
             "num_experts": "n_routed_experts",
-            **_same("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
-            **_same("routed_scaling_factor", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
-            **_same("qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers"),
+            **same("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+            **same("routed_scaling_factor", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
+            **same("qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers"),
         },
         values=_NO_BIAS,
         defaults={
@@ -381,7 +367,7 @@ OWN = {
             "num_nextn_predict_layers": 1,
         },
         fixed={
-            **_FIXED,
+            **FIXED,
             "attention_bias": False,
             "rope_interleave": True,
             "scoring_func": "sigmoid",
@@ -392,15 +378,15 @@ OWN = {
         selection_bias=True,
         further_parameters=lambda model: (model.q_lora_rank or 0) + (model.kv_lora_rank or 0),  # norms
     ),
-    "glm4_moe": _own(
+    "glm4_moe": own(
         "deepseek_v3:Glm4Moe",
         "Glm4Moe",
         "arXiv 2508.06471",
         fields={
-            **_EXPERTS,
+            **EXPERTS,
             "num_experts": "n_routed_experts",
-            **_same("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
-            **_same(
+            **same("n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
+            **same(
                 "routed_scaling_factor", "partial_rotary_factor", "use_qk_norm", "num_nextn_predict_layers"
             ),
         },
@@ -424,6 +410,7 @@ OWN = {
         output_bias=False,
         selection_bias=True,
     ),
+    **HYBRIDS,
     "gpt": Family(
         "modeling.models.families.gpt:GPT",
         "GPT2LMHeadModel",

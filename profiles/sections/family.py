@@ -26,6 +26,7 @@ OPTIONAL = {
     "use_qk_norm": "choice of norms of heads",
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), "experts"),
     "n_shared_experts": "shared experts",
+    "shared_expert_intermediate_size": "gated shared expert",
     **dict.fromkeys(("n_group", "topk_group"), "groups of experts"),
     "first_k_dense_replace": "leading layers of another kind",
     "routed_scaling_factor": "factor of its experts' weights",
@@ -33,6 +34,13 @@ OPTIONAL = {
     **dict.fromkeys(
         ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         "latent attention",
+    ),
+    **dict.fromkeys(
+        (
+            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+            *("linear_value_head_dim", "linear_conv_kernel_dim", "linear_allow_neg_eigval"),
+        ),
+        "linear attention",
     ),
 }
 # Supported values of fields, the default first.
@@ -60,8 +68,13 @@ class Family:
         unused: further config.json keys that training does not need; other unknown keys are rejected.
         rotary: whether it has RoPE, and Llama's names in config.json.
         norm: "rms", with 1 + weight ("unit_offset"), or LayerNorm with a bias ("layer") or without ("centered").
-        norm_position: of a layer's norms: before attention and MLP, after them, or around them.
+        norm_position: of a layer's norms: before attention and MLP, after them, or around them. Those of layers with linear
+            attention are always before them.
         qk_norm: RMSNorm of query and key heads before rotation, each ("heads") or all of a token's together ("projections").
+        gated_attention: whether attention's output is multiplied by the sigmoid of a projected gate.
+        linear_attention: how layers without full attention mix tokens, if not by attention within a window: "fused", "split" or
+            "separate" by the projections in transformers that the Gated DeltaNet has (modeling/models/families/hybrid.py).
+        linear_norm_eps: epsilon of the norm of its output; None: `norm_eps`.
         free_head_dim: whether head_dim may differ from hidden_size / num_attention_heads.
         output_bias: whether attention's biases include that of the output projection.
         adjacent_pairs: whether RoPE rotates adjacent elements, instead of those of the two halves of a head.
@@ -91,6 +104,9 @@ class Family:
     norm: Literal["rms", "unit_offset", "layer", "centered"] = "rms"
     norm_position: Literal["before", "after", "around"] = "before"
     qk_norm: Literal["none", "heads", "projections"] = "none"
+    gated_attention: bool = False
+    linear_attention: Literal["none", "fused", "split", "separate"] = "none"
+    linear_norm_eps: float | None = None
     free_head_dim: bool = True
     output_bias: bool = True
     adjacent_pairs: bool = False
@@ -116,3 +132,17 @@ class Family:
         """Whether transformers has the parts of a layer, `attention.qkv` or `mlp.gate_up`, in one tensor."""
         parts = [theirs for ours, theirs in self.tensors.items() if ours.startswith(f"{layer}.")]
         return len(set(parts)) < len(parts)
+
+
+def same(*names: str) -> dict[str, str]:
+    """Fields that have the same names in config.json."""
+    return {name: name for name in names}
+
+
+def own(model: str, huggingface: str, source: str, **facts: Any) -> Family:
+    """A family of this package, whose model class, `module:name`, is in modeling/models/families."""
+    return Family(f"modeling.models.families.{model}", f"{huggingface}ForCausalLM", source=source, **facts)
+
+
+FIXED = {"attention_dropout": 0.0}
+EXPERTS = same("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")

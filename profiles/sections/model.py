@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from parallel.constraints import valid_tensor_degrees
 from profiles.errors import ProfileError
 from profiles.sections import families, model_checks, roles
 from profiles.sections.base import Count, Natural, Section, Size
+from profiles.sections.model_checks import LINEAR
 from profiles.sections.rope import RopeScaling
 
 Multiplier = Annotated[float, Field(gt=0)] | None
@@ -76,18 +78,21 @@ class Model(Section):
     )
     full_attention_every: Count | None = Field(
         default=None,
-        description="n: every n-th layer has full attention, the others the sliding window (olmo3, gemma3, ministral, gpt_oss)",
+        description="n: every n-th layer has full attention, the others the sliding window (olmo3, gemma3, ministral, gpt_oss) "
+        "or linear attention (qwen3_next, qwen3_5, olmo_hybrid)",
     )
     max_window_layers: Natural | None = Field(
         default=None,
         description="number of leading layers with full attention, before those with the sliding window; null: none (qwen2)",
     )
     no_rope_layer_interval: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="n: every n-th layer has no RoPE; null: all have it (smollm3)"
+        default=None,
+        description="n: every n-th layer has no RoPE, 1: none has it; null: all have it (smollm3, olmo_hybrid)",
     )
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm, gpt_neox, glm4_moe)",
+        description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm, gpt_neox, "
+        "glm4_moe, qwen3_next, qwen3_5)",
     )
     rope_local_base_freq: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
@@ -96,6 +101,27 @@ class Model(Section):
     query_pre_attn_scalar: Size | None = Field(
         default=None,
         description="number whose root divides attention scores; null: head_dim (gemma3)",
+    )
+    linear_num_key_heads: Size | None = Field(
+        default=None,
+        description="number of query and of key heads of linear attention (qwen3_next, qwen3_5, olmo_hybrid)",
+    )
+    linear_num_value_heads: Size | None = Field(
+        default=None, description="number of value heads of linear attention, a multiple of its key heads"
+    )
+    linear_key_head_dim: Size | None = Field(
+        default=None, description="size of a query or key head of linear attention"
+    )
+    linear_value_head_dim: Size | None = Field(
+        default=None, description="size of a value head of linear attention"
+    )
+    linear_conv_kernel_dim: Annotated[int, Field(ge=2, le=16)] | None = Field(
+        default=None,
+        description="tokens that the short convolution of linear attention covers, itself included",
+    )
+    linear_allow_neg_eigval: bool | None = Field(
+        default=None,
+        description="whether the step size of the delta rule is up to 2 instead of 1; null: false (olmo_hybrid)",
     )
     embedding_multiplier: Multiplier = Field(
         default=None, description="multiplies token embeddings; null: 1 (granite)"
@@ -147,12 +173,12 @@ class Model(Section):
     )
     num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None,
-        description="experts per layer (mixtral, qwen3_moe, dbrx, gpt_oss, deepseek_v3, glm4_moe); aliases: num_local_experts, "
-        "n_routed_experts",
+        description="experts per layer (mixtral, qwen3_moe, qwen3_next, dbrx, gpt_oss, deepseek_v3, glm4_moe); "
+        "aliases: num_local_experts, n_routed_experts",
     )
     num_experts_per_tok: Count | None = Field(default=None, description="experts per token")
     moe_intermediate_size: Size | None = Field(
-        default=None, description="width of an expert (qwen3_moe, deepseek_v3, glm4_moe)"
+        default=None, description="width of an expert (qwen3_moe, qwen3_next, deepseek_v3, glm4_moe)"
     )
     norm_topk_prob: bool = Field(
         default=True,
@@ -161,6 +187,10 @@ class Model(Section):
     n_shared_experts: Count | None = Field(
         default=None,
         description="shared experts, used by every token in addition to its routed ones (deepseek_v3, glm4_moe)",
+    )
+    shared_expert_intermediate_size: Size | None = Field(
+        default=None,
+        description="width of the shared expert, whose output is multiplied by the sigmoid of a gate (qwen3_next)",
     )
     first_k_dense_replace: Natural | None = Field(
         default=None,
@@ -231,10 +261,27 @@ class Model(Section):
         full = layer < (self.max_window_layers or 0) or (every is not None and (layer + 1) % every == 0)
         return None if full else self.sliding_window
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has linear attention."""
+        if self.family.linear_attention == "none":
+            return False
+        every = self.full_attention_every
+        return every is None or (layer + 1) % every != 0
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Number of layers that have linear attention."""
+        return sum(map(self.is_linear, range(self.num_hidden_layers)))
+
+    def norm_position(self, layer: int) -> str:
+        """Position of a layer's norms, as `Family.norm_position`."""
+        return "before" if self.is_linear(layer) else self.family.norm_position
+
     def has_rope(self, layer: int) -> bool:
         """Whether a layer rotates its query and key heads."""
         every = self.no_rope_layer_interval
-        return self.family.rotary and (every is None or (layer + 1) % every != 0)
+        rotated = every is None or (layer + 1) % every != 0
+        return self.family.rotary and rotated and not self.is_linear(layer)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts instead of an MLP."""
@@ -279,23 +326,46 @@ class Model(Section):
         return self.qk_rope_head_dim or int(self.head_dim * (self.partial_rotary_factor or 1))
 
     @property
-    def projection_weights(self) -> int:
-        """Elements of a layer's attention projections, without biases."""
+    def linear_widths(self) -> dict[str, int]:
+        """Widths of linear attention's projections: queries, keys, values, gate, step size, decay."""
+        k, n, d, u, _ = (getattr(self, name) or 0 for name in LINEAR)
+        return {"q": k * d, "k": k * d, "v": n * u, "gate": n * u, "b": n, "a": n}
+
+    def projection_weights(self, linear: bool = False) -> int:
+        """Elements of a layer's attention projections, or of those of its linear attention, without biases."""
         h, n = self.hidden_size, self.num_attention_heads
+        if linear:
+            return h * (sum(self.linear_widths.values()) + self.linear_widths["v"])
         if self.kv_lora_rank is None:
-            return h * self.head_dim * (2 * n + 2 * self.num_key_value_heads)
+            gates = n if self.family.gated_attention else 0
+            return h * self.head_dim * (2 * n + gates + 2 * self.num_key_value_heads)
         widths: list[int] = [getattr(self, name) for name in model_checks.LATENT]
         latent, plain, rotated, value = widths
         queries = (h + n * self.head_dim) * self.q_lora_rank if self.q_lora_rank else h * n * self.head_dim
         return queries + h * (latent + rotated) + latent * n * (plain + value) + n * value * h
 
-    def layer_weights(self, experts: int | None) -> int:
-        """Elements of a layer's weight matrices, with this many routed experts; None: with an MLP instead."""
+    def layer_weights(self, experts: int | None, linear: bool = False) -> int:
+        """Elements of a layer's weight matrices.
+
+        Args:
+            experts: number of routed experts; None: it has an MLP instead.
+            linear: whether it has linear attention, whose short convolution is not included.
+        """
         h, mlp = self.hidden_size, self.family.mlp_matrices * self.hidden_size
+        projections = self.projection_weights(linear)
         if experts is None:
-            return self.projection_weights + mlp * self.intermediate_size
-        used = experts + (self.n_shared_experts or 0)
-        return self.projection_weights + used * mlp * self.expert_width + h * (self.num_experts or 0)
+            return projections + mlp * self.intermediate_size
+        shared = (self.n_shared_experts or 0) * self.expert_width
+        if self.shared_expert_intermediate_size is not None:
+            shared += self.shared_expert_intermediate_size
+            projections += h  # of its gate
+        return projections + mlp * (experts * self.expert_width + shared) + h * (self.num_experts or 0)
+
+    @property
+    def tensor_degrees(self) -> list[int]:
+        """Ascending tensor degrees that divide the heads of all layers, or replicate KV heads."""
+        degrees = valid_tensor_degrees(self.num_attention_heads, self.num_key_value_heads)
+        return [t for t in degrees if (self.linear_num_key_heads or t) % t == 0]
 
     @property
     def projection_of_module(self) -> int:
@@ -313,8 +383,9 @@ class Model(Section):
         widths = {}
         if self.num_expert_layers < self.num_layers or self.moe_intermediate_size is None:
             widths["intermediate_size"] = self.intermediate_size
-        if self.moe_intermediate_size is not None:
-            widths["moe_intermediate_size"] = self.moe_intermediate_size
+        for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+            if (width := getattr(self, name)) is not None:
+                widths[name] = width
         return widths
 
     @property
@@ -331,13 +402,19 @@ class Model(Section):
         """Parameters of a model with this many experts per layer."""
         h, family, routed = self.hidden_size, self.family, self.num_expert_layers
         layers, dense, modules = self.num_layers, self.num_layers - routed, len(self.prediction_layers)
+        linear = self.num_linear_layers
         weights = dense * self.layer_weights(None) + routed * self.layer_weights(experts)
+        weights += linear * (self.projection_weights(linear=True) - self.projection_weights())
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm = 2 * h if family.norm == "layer" else h
         norms = norm * (4 if family.norm_position == "around" else 2)
-        norms += {"none": 0, "heads": 2 * self.head_dim, "projections": q + kv}[self.qk_norm]
-        biases = self.attention_bias * (q + 2 * kv + h * family.output_bias)
-        vectors = layers * (norms + biases + family.further_parameters(self))
+        qk_norms = {"none": 0, "heads": 2 * self.head_dim, "projections": q + kv}[self.qk_norm]
+        biases = self.attention_bias * (q + 2 * kv + h * family.output_bias + q * family.gated_attention)
+        vectors = layers * (norms + family.further_parameters(self)) + (layers - linear) * (qk_norms + biases)
+        if linear:
+            _, n, _, u, width = (getattr(self, name) or 0 for name in LINEAR)
+            convolved = sum(self.linear_widths[part] for part in "qkv")
+            vectors += linear * (convolved * width + 2 * n + u)  # and decays, their biases, the norm
         if family.expert_bias or self.mlp_bias:
             inner, used = family.mlp_matrices - 1, (experts or 0) + (self.n_shared_experts or 0)
             vectors += dense * (inner * self.intermediate_size + h)

@@ -11,8 +11,12 @@ from profiles.sections.rope import YarnRope
 if TYPE_CHECKING:
     from profiles.sections.model import Model
 
-# Required keys of latent attention.
+# Required keys of latent attention, and of linear attention.
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LINEAR = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
 
 
 def check(model: Model) -> None:
@@ -32,7 +36,8 @@ def check(model: Model) -> None:
             reason = f"is not supported for {model.architecture}"
             choices = ["null" if each is None else each for each in supported]
             raise ProfileError(name, value, reason, choices)
-    for name in ("full_attention_every", "max_window_layers"):
+    windows = () if family.linear_attention != "none" else ("full_attention_every", "max_window_layers")
+    for name in windows:
         if (value := getattr(model, name)) is not None and model.sliding_window is None:
             reason = "is set, but sliding_window, which the other layers need, is not"
             raise ProfileError(name, value, reason, ["null"])
@@ -45,6 +50,7 @@ def check(model: Model) -> None:
     _check_experts(model)
     _check_groups(model)
     _check_latents(model)
+    _check_linear(model)
     _check_parametrization(model)
     if not family.rotary:
         if kv_heads != heads:
@@ -134,6 +140,25 @@ def _check_groups(model: Model) -> None:
         raise ProfileError("topk_group", chosen, reason, [fewest if chosen < fewest else groups])
 
 
+def _check_linear(model: Model) -> None:
+    if model.family.linear_attention == "none":
+        return
+    for name in LINEAR:
+        if getattr(model, name) is None:
+            raise ProfileError(name, None, f"is missing; {model.architecture} has linear attention", [])
+    heads, values = model.linear_num_key_heads or 1, model.linear_num_value_heads or 1
+    if values % heads:
+        reason = f"is not a multiple of linear_num_key_heads {heads}"
+        below = values // heads * heads
+        raise ProfileError("linear_num_value_heads", values, reason, [n for n in (below, below + heads) if n])
+    if model.num_linear_layers == 0:
+        reason = "leaves no layer with linear attention"
+        raise ProfileError("full_attention_every", model.full_attention_every, reason, ["null", 4])
+    if (every := model.no_rope_layer_interval) not in (None, 1):
+        reason = f"is not supported for {model.architecture}: its layers with full attention all have RoPE, or none has"
+        raise ProfileError("no_rope_layer_interval", every, reason, ["null", 1])
+
+
 def _check_experts(model: Model) -> None:
     kind, experts, chosen = model.architecture, model.num_experts, model.num_experts_per_tok
     fields = model.family.fields
@@ -150,6 +175,9 @@ def _check_experts(model: Model) -> None:
     if "moe_intermediate_size" in fields and model.moe_intermediate_size is None:
         reason = f"is missing; it is the width of {kind}'s experts"
         raise ProfileError("moe_intermediate_size", None, reason, [model.intermediate_size])
+    if "shared_expert_intermediate_size" in fields and model.shared_expert_intermediate_size is None:
+        reason = f"is missing; {kind} has a shared expert"
+        raise ProfileError("shared_expert_intermediate_size", None, reason, [model.expert_width])
 
 
 def neighbours(value: int, valid: list[int]) -> list[int]:

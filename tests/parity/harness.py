@@ -46,6 +46,10 @@ GPT = {
     "num_key_value_heads": 8,
     "vocab_size": 101,
 }  # with biases and tied embeddings
+LINEAR = {
+    "num_hidden_layers": 3, "full_attention_every": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 MODELS = {
     "llama": LLAMA,
     "llama 4 layers": {**LLAMA, "num_hidden_layers": 4},
@@ -98,6 +102,14 @@ MODELS = {
         **LLAMA, "architecture": "deepseek_v3", "num_key_value_heads": 8, "first_k_dense_replace": 1, "kv_lora_rank": 16,
         "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4,
         "num_experts_per_tok": 2, "n_shared_experts": 1, "num_nextn_predict_layers": 2, "vocab_size": 101,
+    },
+    "qwen3_next": {
+        **LLAMA, **LINEAR, "architecture": "qwen3_next", "head_dim": 16, "partial_rotary_factor": 0.25,
+        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_5": {**LLAMA, **LINEAR, "architecture": "qwen3_5", "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    "olmo_hybrid": {
+        **LLAMA, **LINEAR, "architecture": "olmo_hybrid", "linear_allow_neg_eigval": True, "no_rope_layer_interval": 1,
     },
     "gpt": GPT,
     "gpt 4 layers": {**GPT, "num_hidden_layers": 4},

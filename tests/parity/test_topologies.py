@@ -89,6 +89,19 @@ CASES = {
         sharding="fsdp",
         recompute="selective",
     ),
+    "context 4, tensor 2, qwen3_5": Case("qwen3_5", context=4, tensor=2),
+    "context 2, tensor 2, expert 2, fsdp 4, documents, qwen3_next": Case(
+        "qwen3_next", context=2, tensor=2, data=2, expert=2, sharding="fsdp", documents=True
+    ),
+    "tensor 4, pipeline 2, no sequence parallelism, documents, qwen3_5": Case(
+        "qwen3_5", tensor=4, pipeline=2, sequence_parallel=False, documents=True
+    ),
+    "pipeline 3, context 2, selective activation checkpointing, qwen3_next": Case(
+        "qwen3_next", pipeline=3, context=2, recompute="selective"
+    ),
+    "context 4, fsdp 8, documents, full activation checkpointing, olmo_hybrid": Case(
+        "olmo_hybrid", context=4, data=2, sharding="fsdp", documents=True, recompute="full"
+    ),
     "fsdp 4, tensor 2": Case(tensor=2, context=2, data=2, sharding="fsdp", native=True),
     "fsdp 2, pipeline 2, tied": Case("llama tied", data=2, pipeline=2, sharding="fsdp"),
     "fsdp 2, pipeline 2, interleaved, weights kept": Case(

@@ -64,9 +64,31 @@ RECORDS = ("tokenizer.source=org/name",)
 ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_size=1")
 
 
+LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.linear_num_value_heads=2",
+          "model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_conv_kernel_dim=4")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "value", "reason", "choices"),
     [
+        (
+            [*LINEAR, "parallel.tensor=4"],
+            *("parallel.tensor", 4, "does not divide 2 key heads of linear attention, which are not", (2,)),
+        ),
+        (
+            [*LINEAR, "train.precision=fp8"],
+            *("train.precision", "fp8", "is not supported for model.architecture qwen3_5", ("bf16",)),
+        ),
+        ([*LINEAR, "lora.rank=4"], "lora.rank", 4, "which has linear attention", ("null",)),
+        (
+            [*LINEAR, "parallel.context=2", "cluster.devices_per_node=4", "train.sequence_length=8"],
+            *(
+                "train.sequence_length",
+                8,
+                "has parts of 2 tokens; the convolution of linear attention",
+                (12,),
+            ),
+        ),
         (["parallel.tensor=3"], "parallel.tensor", 3, "does not divide 8 query heads", (2,)),
         (["parallel.tensor=16"], "parallel.tensor", 16, "does not divide 8 query heads", (2,)),
         (

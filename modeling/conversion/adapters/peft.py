@@ -155,9 +155,9 @@ def _second_factor(model: Model, parts: Sequence[Factors]) -> Tensor:
     """The second factor of a module, of whose weight each part's tensor is a part."""
     places = [huggingface_tensor(model, part.tensor) for part in parts]
     stored = torch.cat([part.b for part in parts])
-    if places[0].by_head:
+    if places[0].group_count > 1:
         for part, where in zip(parts, places, strict=True):
-            where.place(part.b, stored)
+            stored[where.rows_in(len(stored), len(part.b))] = part.b
     return stored
 
 

@@ -56,4 +56,6 @@ def huggingface_tensor(model: Model, name: str) -> HuggingFaceTensor:
         raise ValueError(f"{name}: {model.architecture} has no tensor of this name")
     numbers = [int(number) for number in _NUMBER.findall(name)]
     index = entry.locate(model, numbers) if entry.locate else ()
-    return replace(entry, name=entry.name.format(*numbers), index=index, heads=model.num_attention_heads)
+    stored = entry.rename(model, numbers) if entry.rename else entry.name
+    groups = entry.groups(model) if entry.groups else 1
+    return replace(entry, name=stored.format(*numbers), index=index, group_count=groups)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Unpack
 
 import torch
@@ -50,7 +51,8 @@ class Attention(nn.Module):
         self.rotates, self.adjacent = model.has_rope(layer), family.adjacent_pairs
         h, n, k = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
         options["bias"] = model.attention_bias
-        self.qkv = GQAQKVColumnParallelLinear(h, n, k, self.d, mesh, **options)
+        self.gated = family.gated_attention
+        self.qkv = GQAQKVColumnParallelLinear(h, n, k, self.d, mesh, gated=self.gated, **options)
         self.register_parameter("sinks", None)  # only some families have them
         self.maxima: ScoreMaxima | None = None  # with QK-clip
         options["initializer"] = parametrization.residual(model)
@@ -69,8 +71,10 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None, keys: Keys | None = None
     ) -> Tensor:
         heads, kv_heads = self.qkv.heads, self.qkv.kv_heads  # on this rank: n/t and k/t
-        qkv = self.project(x, keys)  # (b·s/c, (n + 2k)/t·d)
-        qkv = qkv.view(-1, cos.shape[1], heads + 2 * kv_heads, self.d)  # (b, s/c, (n + 2k)/t, d)
+        qkv = self.project(x, keys)  # (b·s/c, (n + 2k)/t·d), with gates (b·s/c, (2n + 2k)/t·d)
+        qkv = qkv.view(-1, cos.shape[1], qkv.shape[-1] // self.d, self.d)  # (b, s/c, (n + 2k)/t, d)
+        if self.gated:
+            gate, qkv = qkv[:, :, :heads], qkv[:, :, heads:]  # (b, s/c, n/t, d), (b, s/c, (n + 2k)/t, d)
         qk = self.normalize(qkv[:, :, : heads + kv_heads])
         qk = self.rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
         q, k = qk[:, :heads], qk[:, heads:]  # (b, n/t, s/c, d), (b, k/t, s/c, d)
@@ -79,7 +83,10 @@ class Attention(nn.Module):
         y = attention(q, k, v, self.context, scale=self.scale, **masks)  # (b, n/t, s/c, d)
         if self.maxima is not None:
             y = self.maxima(y, q, k, self.context, scale=self.scale, documents=documents, window=self.window)
-        return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
+        y = y.transpose(1, 2)  # (b, s/c, n/t, d)
+        if self.gated:
+            y = y * gate.sigmoid()
+        return self.output(y.reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
     def project(self, x: Tensor, keys: Keys | None) -> Tensor:
         """Hidden states to Q, K and V heads (b·s/c, (n + 2k)/t·d); overridden by families that clip them."""
@@ -129,34 +136,34 @@ class MLP(nn.Module):
         return self.down(self.activation(gate) * up, keys)  # (b·s/c, h)
 
 
-class Block(nn.Module):
-    attention_layer: type[Attention] = Attention
+class Sublayers(nn.Module):
+    """What a block consists of, without its forward pass."""
+
+    attention_layer: type[nn.Module] = Attention
 
     def __init__(
         self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__()
-        self.norm_position, self.factor = model.family.norm_position, model.residual_multiplier
+        self.norm_position, self.factor = model.norm_position(layer), model.residual_multiplier
         self.side_by_side = bool(model.use_parallel_residual)
         build_norm = partial(NORMS[model.family.norm], model.hidden_size, mesh.tensor, **norm)
         self.attention_norm = build_norm()
-        self.attention = self.attention_layer(model, mesh, layer, **options)
+        self.attention = self.build_attention(model, mesh, layer, **options)
         self.mlp_norm = build_norm()
         self.mlp = self.build_mlp(model, mesh, layer, **options)
         if self.norm_position == "around":
             self.attention_output_norm, self.mlp_output_norm = build_norm(), build_norm()
 
+    def build_attention(
+        self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]
+    ) -> nn.Module:
+        """The layer that mixes tokens; overridden by families with several kinds."""
+        return self.attention_layer(model, mesh, layer, **options)
+
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         """The layer after attention; overridden by families with experts."""
         return MLP(model, mesh, **options)
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
-    ) -> Tensor:
-        if self.side_by_side:
-            return x + self.added("attention", x, cos, sin, documents, keys) + self.added("mlp", x, keys)
-        x = self.sublayer("attention", x, cos, sin, documents, keys)
-        return self.sublayer("mlp", x, keys)
 
     def sublayer(self, name: str, x: Tensor, *arguments: Any) -> Tensor:
         """Add the output of `attention` or `mlp` to the hidden states, with the norms of the family."""
@@ -171,6 +178,16 @@ class Block(nn.Module):
         if self.norm_position == "around":
             y = getattr(self, f"{name}_output_norm")(y)
         return y if self.factor is None else y * self.factor
+
+
+class Block(Sublayers):
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None, keys: Keys | None = None
+    ) -> Tensor:
+        if self.side_by_side:
+            return x + self.added("attention", x, cos, sin, documents, keys) + self.added("mlp", x, keys)
+        x = self.sublayer("attention", x, cos, sin, documents, keys)
+        return self.sublayer("mlp", x, keys)
 
 
 MODULES = {  # of a layer: ours, and Llama's in transformers
@@ -220,8 +237,11 @@ def layer_weights(modules: Mapping[str, str], *, by_head: bool = False) -> dict[
     def where(name: str, ours: str, theirs: str) -> HuggingFaceTensor:
         if names.count(theirs) == 1:
             return HuggingFaceTensor(name)
-        heads = by_head and ours in PARTS_OF_HEAD
-        return HuggingFaceTensor(name, locate=(PARTS_OF_HEAD if heads else PARTS)[ours], by_head=heads)
+        if by_head and ours in PARTS_OF_HEAD:
+            return HuggingFaceTensor(
+                name, locate=PARTS_OF_HEAD[ours], groups=attrgetter("num_attention_heads")
+            )
+        return HuggingFaceTensor(name, locate=PARTS[ours])
 
     return {
         f"layers.{{}}.{ours}.{kind}": where(f"model.layers.{{}}.{theirs}.{kind}", ours, theirs)
@@ -242,7 +262,7 @@ WEIGHTS = {
 class Llama(LanguageModel):
     """Llama, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
-    block = Block
+    block: type[nn.Module] = Block
     weights = WEIGHTS
 
     def __init__(

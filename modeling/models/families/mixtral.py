@@ -25,7 +25,9 @@ from parallel.random import Keys
 from profiles.sections.model import Model
 
 
-class Block(llama.Block):
+class ExpertSublayers(llama.Sublayers):
+    """What a block with experts consists of."""
+
     # further arguments of `MixtureOfExperts`, set by other families
     expert_options: Mapping[str, object] = MappingProxyType({})
 
@@ -38,6 +40,8 @@ class Block(llama.Block):
         """How tokens choose experts."""
         return Routing(model.num_experts, model.num_experts_per_tok, normalize=model.norm_topk_prob)
 
+
+class Block(ExpertSublayers):
     def forward(
         self,
         x: Tensor,

@@ -40,7 +40,7 @@ from profiles.huggingface.config import GENERATION_CONFIG, TOKEN_IDS
 from profiles.sections import families
 from tests.modeling.conversion.nxd import nxd_shards
 from tests.modeling.conversion.trained import save_trained
-from tests.modeling.models.families.test_families import CONFIGS, SIZES
+from tests.modeling.models.families.test_families import CONFIGS, MIXED, SIZES
 from tests.parity.harness import Case
 
 LLAMA = {
@@ -64,10 +64,16 @@ MODELS = {
     **{
         name: lambda name=name, fields=configs[-1]: AutoModelForCausalLM.from_config(
             AutoConfig.for_model(
-                families.OWN[name].model_type or name, **{**SIZES, "intermediate_size": 56, **fields}
+                families.OWN[name].model_type or name,
+                **{
+                    **SIZES,
+                    "intermediate_size": 56,
+                    **fields,
+                    **({"linear_num_key_heads": 4, "linear_num_value_heads": 8} if name in MIXED else {}),
+                },
             )
         )
-        for name, configs in CONFIGS.items()
+        for name, configs in {**CONFIGS, **MIXED}.items()
         if name != "llama"
     },
     "dbrx": lambda: DbrxForCausalLM(

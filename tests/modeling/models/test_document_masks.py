@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from modeling.models.families.gpt import GPT
+from modeling.models.families.hybrid import Hybrid
 from modeling.models.families.llama import Llama
 from parallel import Mesh, initialize
 from tests.modeling.data.datasets import write_dataset
 from tests.parity.harness import MODELS, Case
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", Llama), ("mistral", Llama), ("gpt", GPT)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", Llama), ("mistral", Llama), ("gpt", GPT), ("qwen3_5", Hybrid)]
+)
 def test_packed_documents_match_documents_computed_alone(name, kind):
     model = Case(name).profile().model.model_copy(update=MODELS[name])
     network = kind(model, Mesh(1, 1, 1, 1, 1), dtype=torch.float64)

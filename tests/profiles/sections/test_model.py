@@ -62,6 +62,17 @@ DEEPSEEK = {
 MULTIPLIERS = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22, "logits_scaling": 16.0,
 }  # fmt: skip
+LINEAR = {
+    **LLAMA,
+    "num_hidden_layers": 3,
+    "full_attention_every": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+QWEN = {**LINEAR, "architecture": "qwen3_5"}
 MODELS = [
     LLAMA,
     {**LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -109,6 +120,18 @@ MODELS = [
     {**LLAMA, "architecture": "ministral", "sliding_window": 128, "full_attention_every": 2},
     {**LLAMA, "architecture": "starcoder2", "sliding_window": 128},
     {**LLAMA, "architecture": "stablelm", "partial_rotary_factor": 0.25, "attention_bias": True},
+    {**LINEAR, "architecture": "qwen3_5", "partial_rotary_factor": 0.25, "tie_word_embeddings": True},
+    {**LINEAR, "architecture": "olmo_hybrid", "linear_allow_neg_eigval": True},
+    {
+        **LINEAR,
+        "architecture": "qwen3_next",
+        "partial_rotary_factor": 0.25,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "attention_bias": True,
+    },
     GPT,
     {**GPT, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
 ]
@@ -165,6 +188,11 @@ def test_aliases_of_norm_eps_set_it(name):
         (DEEPSEEK, {"n_group": 4}, "n_group = 4: does not divide 4 experts into groups of two or more; nearest valid: 2"),
         (DEEPSEEK, {"topk_group": 3}, "topk_group = 3: is not between 1, which hold num_experts_per_tok 2, and n_group 2"),
         (DEEPSEEK, {"first_k_dense_replace": 2}, "leaves none of 2 layers with experts; nearest valid: 1"),
+        (LLAMA, {"linear_num_key_heads": 2}, "linear_num_key_heads = 2: llama has no linear attention; nearest valid: null"),
+        (QWEN, {"linear_num_value_heads": 3}, "linear_num_value_heads = 3: is not a multiple of linear_num_key_heads 2"),
+        (QWEN, {"linear_key_head_dim": None}, "linear_key_head_dim: is missing; qwen3_5 has linear attention"),
+        (QWEN, {"full_attention_every": 1}, "full_attention_every = 1: leaves no layer with linear attention"),
+        (QWEN, {"architecture": "olmo_hybrid", "no_rope_layer_interval": 2}, "all have RoPE, or none has"),
         (LLAMA, {"residual_multiplier": 0.2}, "residual_multiplier = 0.2: llama has no multipliers; nearest valid: null"),
         (LLAMA, {"architecture": "qwen2", "max_window_layers": 1}, "max_window_layers = 1: is set, but sliding_window"),
         (LLAMA, {"architecture": "glm4", "partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4: rotates 3 elements"),
@@ -198,6 +226,13 @@ def test_impossible_models_are_rejected(base, changes, message):
         {**GPT, "attention_bias": False},
         {**GPT, "mlp_bias": False},
         {**GPT, "attention_bias": False, "mlp_bias": False},
+        {
+            **LINEAR,
+            "architecture": "olmo_hybrid",
+            "rope_theta": 1e4,
+            "linear_allow_neg_eigval": False,
+            "no_rope_layer_interval": 1,
+        },
     ],
 )
 def test_config_json_round_trip(values):
@@ -328,6 +363,10 @@ LACKING = [  # features that a family has in transformers, or families, that are
     ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type = longrope: is not supported"),
     ("gemma2", {}, "model_type = gemma2: is not a supported architecture"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: is not supported for gemma3"),
+    ("qwen3_5_text", {"layer_types": ["full_attention", *["linear_attention"] * 2]}, "is not a repetition of linear_attention"),
+    ("qwen3_5", {}, "model_type = qwen3_5: is not a supported architecture"),
+    ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate = false: is not supported"),
+    ("qwen3_next", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]: is not supported"),
 ]  # fmt: skip
 
 

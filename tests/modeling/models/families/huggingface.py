@@ -39,9 +39,11 @@ def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, 
     """A model's tensors as stored in files: one per expert, where transformers fuses experts in memory."""
     if architecture == "gpt_neox":  # whose head is called lm_head in memory
         return {name.replace("lm_head", "embed_out"): tensor for name, tensor in tensors.items()}
-    layer = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp", "deepseek_v3": "mlp", "glm4_moe": "mlp"}.get(
-        architecture
-    )
+    if architecture == "olmo_hybrid":
+        return as_stored_by_olmo_hybrid(tensors)
+    layer = {
+        "mixtral": "block_sparse_moe", **dict.fromkeys(("qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next"), "mlp"),
+    }.get(architecture)  # fmt: skip
     if layer is None:
         return tensors
     gate, up, down = (
@@ -75,6 +77,24 @@ def module_tensors(tensors: dict[str, torch.Tensor], first: int) -> dict[str, to
     return stored
 
 
+def as_stored_by_olmo_hybrid(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One filter each for queries, keys and values, and layers' norms under the published names."""
+    stored = {}
+    for name, tensor in tensors.items():
+        layer, _, rest = name.partition(".linear_attn.conv1d")
+        if rest:
+            key = len(tensors[f"{layer}.linear_attn.q_proj.weight"])
+            for part, rows in zip("qkv", tensor.split((key, key, len(tensor) - 2 * key)), strict=True):
+                stored[f"{layer}.linear_attn.{part}_conv1d.weight"] = rows
+            continue
+        layer = name.removesuffix(".input_layernorm.weight").removesuffix(".post_attention_layernorm.weight")
+        if layer != name and f"{layer}.linear_attn.A_log" in tensors:
+            kind = "attention" if "input_layernorm" in name else "feedforward"
+            name = f"{layer}.{kind}_layer_norm.weight"
+        stored[name] = tensor
+    return stored
+
+
 def build_pair(
     kind: Callable[[PretrainedConfig], PreTrainedModel], config: PretrainedConfig
 ) -> tuple[PreTrainedModel, torch.nn.Module, Model]:
@@ -95,6 +115,8 @@ def build_pair(
         for name, parameter in theirs.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-5, -1)  # strong decays are rounded more in transformers
             elif parameter.dim() == 1:  # of a norm
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for name, buffer in theirs.named_buffers():

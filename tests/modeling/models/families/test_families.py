@@ -77,7 +77,29 @@ CONFIGS["gpt_neox"] = [
     {**NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
     NEOX,
 ]
-CASES = [(name, fields) for name, configs in CONFIGS.items() for fields in configs]
+# Those with linear attention, in patterns that do not divide the layers, and chunks that do not divide the tokens.
+LINEAR = {
+    "initializer_range": 0.05,  # with larger gates, the gradients of decays mostly cancel, in transformers too
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+MIXED = {
+    "qwen3_next": [
+        {**LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False,
+         "shared_expert_intermediate_size": 14, "attention_bias": True, "partial_rotary_factor": 0.5},
+        {**LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "linear_num_value_heads": 2,
+         "shared_expert_intermediate_size": 24, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.5},
+    ],
+    "qwen3_5": [
+        {**LINEAR, "tie_word_embeddings": True, "partial_rotary_factor": 0.5},
+        {**LINEAR, "linear_num_key_heads": 4, "partial_rotary_factor": 0.5},
+    ],
+    "olmo_hybrid": [
+        {**LINEAR, "head_dim": 10, "linear_allow_neg_eigval": False},
+        {**LINEAR, "head_dim": 10, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ],
+}  # fmt: skip
+CASES = [(name, fields) for name, configs in {**CONFIGS, **MIXED}.items() for fields in configs]
 
 
 def test_every_dense_family_has_a_config_and_a_source():
@@ -90,8 +112,9 @@ def test_every_dense_family_has_a_config_and_a_source():
 def test_logits_loss_and_gradients_match_transformers(name, fields):
     config = AutoConfig.for_model(families.OWN[name].model_type or name, **{**SIZES, **fields})
     assert from_config_json(config.to_dict())["architecture"] == name
-    # windows are of 5 tokens
-    assert_match(AutoModelForCausalLM.from_config, config, lengths=(24, 7, 6, 5, 4, 1))
+    # windows are of 5 tokens, chunks of linear attention of 64
+    lengths = (130, 7, 1) if name in MIXED else (24, 7, 6, 5, 4, 1)
+    assert_match(AutoModelForCausalLM.from_config, config, lengths=lengths)
 
 
 def test_a_window_that_ends_within_the_sequence_matches_transformers():
