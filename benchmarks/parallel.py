@@ -24,6 +24,8 @@ MINUTES, STEPS = 20, 10
 OUT = Path("build/benchmarks/parallel.jsonl")
 # With experts: rounding can send a token with two nearly equal router scores to the other expert.
 EXPERT_TOLERANCE = 5e-4
+# With linear attention: transformers rounds strong decays more.
+LINEAR_TOLERANCE = 5e-5
 
 COMPARISONS: tuple[Comparison, ...] = (
     TrainingComparison(
@@ -77,6 +79,19 @@ COMPARISONS: tuple[Comparison, ...] = (
         ),
         ours=("--expert", "2"),
         workload="mixtral",
+        tolerance=EXPERT_TOLERANCE,
+    ),
+    TrainingComparison(
+        *("qwen3-5", "Qwen3.5, one process", "Hugging Face", 1.25, ("hugging_face",)),
+        processes=1,
+        workload="qwen3-5",
+        tolerance=LINEAR_TOLERANCE,
+    ),
+    TrainingComparison(
+        *("qwen3-next", "Qwen3-Next, one process", "Hugging Face, grouped_mm", 1.25),
+        peer=("hugging_face", "--experts", "grouped_mm"),
+        processes=1,
+        workload="qwen3-next",
         tolerance=EXPERT_TOLERANCE,
     ),
     RingComparison("ring-8k", 8192),

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness.timing import make_parser
-from modeling.conversion.weights import global_shapes
-from modeling.models.families import huggingface_tensor
+from modeling.conversion.huggingface import entries
+from modeling.conversion.weights import Part, Weights, global_shapes
 from parallel import device as devices
 from profiles.sections.model import Model
 
@@ -84,6 +84,27 @@ TINY_MIXTRAL = llama(
     num_experts_per_tok=2,
     max_position_embeddings=64,
 )
+# three layers of four with linear attention, whose heads are as large as half of a published model's
+HYBRID = {
+    "full_attention_every": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 2048,
+}
+SMALL_QWEN3_5 = llama(*(256, 688, 4, 4, 2, 4096), architecture="qwen3_5", **HYBRID)
+SMALL_QWEN3_NEXT = llama(
+    *(256, 512, 4, 4, 2, 4096),
+    architecture="qwen3_next",
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=256,
+    shared_expert_intermediate_size=256,
+    **HYBRID,
+)
 LLAMA_1B = llama(
     *(2048, 8192, 16, 32, 8, 128256),  # Llama 3.2 1B: 1.24e9 parameters
     max_position_embeddings=8192,
@@ -102,6 +123,8 @@ WORKLOADS = {
     "tiny-mixtral": Workload(TINY_MIXTRAL, sequence=64, batch=4),
     "small": Workload(SMALL, sequence=512, batch=4),
     "mixtral": Workload(SMALL_MIXTRAL, sequence=512, batch=4),
+    "qwen3-5": Workload(SMALL_QWEN3_5, sequence=2048, batch=1),
+    "qwen3-next": Workload(SMALL_QWEN3_NEXT, sequence=2048, batch=1),
     "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
     "8b-layers": Workload(llama_8b(4), sequence=8192, batch=1),
     "8b-2-layers": Workload(llama_8b(2), sequence=8192, batch=1),
@@ -160,9 +183,14 @@ def initial_weights(model: Model, device: str | torch.device) -> dict[str, Tenso
 
 
 def huggingface_weights(model: Model, device: str | torch.device) -> dict[str, Tensor]:
-    """The initial weights by the names of Hugging Face's files."""
-    weights = initial_weights(model, device)
-    return {huggingface_tensor(model, name).name: weight for name, weight in weights.items()}
+    """The initial weights as the tensors of Hugging Face's files."""
+    drawn = initial_weights(model, device)
+    parts = {
+        name: [Part((0,) * weight.dim(), tuple(weight.shape), weight.dtype, weight.__getitem__)]
+        for name, weight in drawn.items()
+    }
+    stored = entries(Weights(model, parts))
+    return {each.name: torch.cat([*each.rows(0, each.shape[0])]) for each in stored}
 
 
 @torch.no_grad()

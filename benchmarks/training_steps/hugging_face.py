@@ -1,23 +1,22 @@
-"""Hugging Face's Llama or Mixtral in a plain training loop, one process, eager or compiled."""
+"""Hugging Face's model in a plain training loop, one process, eager or compiled."""
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.harness import workload
 from benchmarks.training_steps.llama import cross_entropy
 from profiles.huggingface.config import to_config_json
 
-CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "mixtral": (MixtralConfig, MixtralForCausalLM)}
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 def main() -> None:
     parser = workload.workload_parser(__doc__)
-    parser.add_argument("--experts", choices=EXPERTS, help="implementation of Mixtral's experts")
+    parser.add_argument("--experts", choices=EXPERTS, help="implementation of experts")
     options, work, _, _ = workload.start(parser)
-    config_class, model_class = CLASSES[work.model.architecture]
-    config = config_class.from_dict({**to_config_json(work.model), "use_cache": False})
+    model_class = getattr(transformers, work.model.family.huggingface)
+    config = model_class.config_class.from_dict({**to_config_json(work.model), "use_cache": False})
     drawn = workload.huggingface_weights(work.model, options.device)
     weights = {name: weight.cpu() for name, weight in drawn.items()}
     model = model_class.from_pretrained(None, config=config, state_dict=weights, attn_implementation="sdpa")

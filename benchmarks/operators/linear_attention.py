@@ -1,0 +1,63 @@
+"""Measure the cost per token of linear attention, and of full attention, in sequences of different lengths.
+
+Runs forward and backward of one layer of each kind, of the workload `qwen3-5`, in one process, eager, in float32. The sides
+alternate; prints medians. Full attention, whose cost per token grows, is measured up to --longest-full tokens.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.harness.timing import alternate_timed, make_parser, positive, print_table
+from benchmarks.harness.workload import SMALL_QWEN3_5
+from modeling.models.families.hybrid import Hybrid
+from parallel import Mesh, initialize
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
+LAYERS = {"linear": "0", "full": "3"}
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=3)
+    about = "tokens of the sequences (default: 2048 to 32768)"
+    parser.add_argument("--lengths", nargs="+", type=positive, default=LENGTHS, metavar="TOKENS", help=about)
+    about = "longest sequence of full attention (default: 8192)"
+    parser.add_argument("--longest-full", type=positive, default=8192, metavar="TOKENS", help=about)
+    parser.add_argument("--threads", type=positive, default=2, help="torch threads (default: 2)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    mesh = Mesh()
+    network = Hybrid(SMALL_QWEN3_5, mesh)
+    initialize(network.named_parameters(), mesh.tensor, 0)
+    rows = []
+    for length in sorted(options.lengths):
+        kinds = [kind for kind in LAYERS if kind == "linear" or length <= options.longest_full]
+        seconds = alternate_timed(
+            {kind: make_step(network, kind, length) for kind in kinds}, options.rounds + 1
+        )
+        medians = {
+            kind: statistics.median(times[1:]) for kind, times in seconds.items()
+        }  # the first warms up
+        rows.append(
+            (length, *(f"{medians[kind] / length * 1e6:.1f}" if kind in medians else "" for kind in LAYERS))
+        )
+    print_table("forward and backward of a layer, µs per token", ("tokens", *LAYERS), rows)
+
+
+def make_step(network: Hybrid, kind: str, length: int) -> Callable[[], None]:
+    """Forward and backward of the attention of a layer of this kind, over one sequence."""
+    layer = network.layers[LAYERS[kind]].attention
+    x = torch.randn(length, network.model.hidden_size, requires_grad=True)
+    grad = torch.randn_like(x)
+    cos, sin, offsets = network.block_arguments(torch.arange(length), None)
+    arguments = (length, offsets, None) if kind == "linear" else (cos, sin, None)
+
+    def step() -> None:
+        layer(x, *arguments).backward(grad)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
