@@ -38,6 +38,11 @@ GPT = (
     *("model.architecture=gpt", "model.num_key_value_heads=8", "model.hidden_act=gelu", "model.dropout=0.1"),
     *("model.tie_word_embeddings=true", "model.attention_bias=true", "model.mlp_bias=true"),
 )
+HYBRID = (
+    *("model.architecture=qwen3_5", "model.full_attention_every=4", "model.linear_num_key_heads=2"),
+    *("model.linear_num_value_heads=4", "model.linear_key_head_dim=64", "model.linear_value_head_dim=64"),
+    *("model.linear_conv_kernel_dim=4", "model.partial_rotary_factor=0.25"),
+)
 SINGLE = ("parallel.tensor=1", "cluster.devices_per_node=1")
 FSDP = ("parallel.data_sharding=fsdp", "train.micro_batch_size=2")
 PIPELINE = ("parallel.pipeline=2", "train.micro_batch_size=1")
@@ -48,6 +53,11 @@ CASES = {
     "tensor 2, full": ("train.recompute=full",),
     "tensor 2, selective": ("train.recompute=selective",),
     "tensor 2, gpt with dropout": GPT,
+    "one process, hybrid": (*HYBRID, *SINGLE),
+    "tensor 2, hybrid": HYBRID,
+    "context 2, hybrid, selective": (
+        *(*HYBRID, "parallel.tensor=1", "parallel.context=2", "train.recompute=selective"),
+    ),
     "tensor 2, muon": ("train.optimizer=muon",),
     "data 2": ("parallel.tensor=1",),
     "fsdp 2": ("parallel.tensor=1", *FSDP),

@@ -29,10 +29,11 @@ from tests.profiles.published import published
 pytestmark = pytest.mark.slow
 
 LONGER = ["train.sequence_length=32768", "model.max_position_embeddings=32768"]
+RUNS = "one process", "tensor 2, full", "data 2", "pipeline 2 x tensor 2", "context 2, hybrid, selective"
 ZERO1 = ("parallel.data_sharding=zero1",)
 
 
-@pytest.mark.parametrize("name", ["one process", "tensor 2, full", "data 2", "pipeline 2 x tensor 2"])
+@pytest.mark.parametrize("name", RUNS)
 def test_planned_bytes_match_a_real_run(pool, name):
     profile = case(CASES[name])
     planned = plan(profile).stages

@@ -117,14 +117,17 @@ def test_logits_loss_and_gradients_match_transformers(name, fields):
     assert_match(AutoModelForCausalLM.from_config, config, lengths=lengths)
 
 
-def test_a_window_that_ends_within_the_sequence_matches_transformers():
-    """4,097 tokens, more than a window of a published model and no multiple of any block of attention."""
-    fields = {
-        "num_hidden_layers": 2,
-        "sliding_window": 4096,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }
-    config = AutoConfig.for_model("olmo3", **{**SIZES, **fields})
+WINDOW = {
+    "num_hidden_layers": 2,
+    "sliding_window": 4096,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize(("name", "fields"), [("olmo3", WINDOW), ("qwen3_next", MIXED["qwen3_next"][0])])
+def test_long_sequences_match_transformers(name, fields):
+    """4,097 tokens, more than a window of a published model and no multiple of any block of attention or chunk."""
+    config = AutoConfig.for_model(name, **{**SIZES, **fields})
     assert_match(AutoModelForCausalLM.from_config, config, lengths=(4097,))
 
 
