@@ -27,6 +27,7 @@ from flows.hooks import EXPERIMENT_HOOKS, HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import run_name
 from flows.run_setup import (
+    admitted,
     check_plan,
     flow_context,
     open_run,
@@ -36,6 +37,7 @@ from flows.run_setup import (
     with_training_progress,
 )
 from flows.runner import THREADS, Runner
+from flows.start_checks import RunCommand
 from modeling import run_files
 from modeling.planning.auto import resolve_auto
 from modeling.scaling.planned_run import PlannedRun
@@ -203,13 +205,9 @@ def proxy_round(
         start: Run from whose latest checkpoint it starts; empty: from scratch.
     """
     run = resolve_auto(resolve.load(profile, overrides, name))
-    opened = open_store(store, run.cluster.work_dir or "store")
-    run = locate_runs(run, opened)
-    with (
-        activities.begin(opened, "run", name) as lock,
-        Runner(flow_context(run, opened), lock) as runner,
-        ExitStack() as stack,
-    ):
+    command = RunCommand(profile, overrides, name, store)
+    with admitted(run, command, replace=True) as (runner, _), ExitStack() as stack:
+        run, opened = runner.context.profile, runner.context.store
         corpus, sets = (opened.artifacts.expect(DatasetStep.id(key)) for key in (dataset, held_out))
         weights, origin = None, None
         if start:
