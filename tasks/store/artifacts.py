@@ -78,15 +78,6 @@ class HashBudget:
     remaining: int
 
 
-@dataclass(frozen=True)
-class _Held:
-    """An artifact's lock that this process holds."""
-
-    lock: locks.Lock
-    thread: int
-    since: float  # time.monotonic()
-
-
 class ArtifactStore(ABC):
     """Finds, publishes and locks artifacts.
 
@@ -99,7 +90,7 @@ class ArtifactStore(ABC):
 
     def __init__(self, backend: Backend, folder: FolderBackend) -> None:
         self._backend, self.folder = backend, folder
-        self._held: dict[ArtifactId, _Held] = {}
+        self._held: dict[ArtifactId, locks.Lock] = {}  # those of this process
 
     def find(
         self, id: ArtifactId, hash_limit: int = HASH_LIMIT, sizes: Files | None = None
@@ -181,7 +172,7 @@ class ArtifactStore(ABC):
         the manifest of an artifact published within the block count from here.
         """
         with locks.acquire(self._backend, f"locks/{id.file_name}", watch=watch) as lock:
-            self._held[id] = _Held(lock, threading.get_ident(), time.monotonic())
+            self._held[id] = lock
             try:
                 yield lock
             finally:
@@ -250,7 +241,7 @@ class ArtifactStore(ABC):
     def _check_lock(self, id: ArtifactId) -> None:
         """Raise LockLost if this process lost the artifact's lock, which it held."""
         if held := self._held.get(id):
-            held.lock.check()
+            held.check()
 
     def _changing(self, id: ArtifactId) -> AbstractContextManager[locks.Lock]:
         """Hold the lock to upload, replace or move an artifact's files, for seconds to minutes."""

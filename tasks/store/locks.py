@@ -42,10 +42,12 @@ class Lock:
 
     Attributes:
         ticket: its fencing token; higher than that of every earlier holder.
+        thread: identifier of the thread that has acquired it.
+        since: time.monotonic() when it was acquired.
     """
 
     def __init__(self, backend: Backend, name: str, ticket: int, expiry: float) -> None:
-        self.ticket = ticket
+        self.ticket, self.thread, self.since = ticket, threading.get_ident(), time.monotonic()
         self._backend, self._name, self._expiry = backend, name, expiry
         self._lost = False
         self._stopped = threading.Event()
