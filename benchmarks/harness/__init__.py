@@ -2,5 +2,5 @@
 
 Start with `timing`: alternating rounds, median ratios, tables and command-line parsers. `processes` runs programs in their own
 processes and reads their measurements. `workload` defines the model, batches and loop of a training step; `training` trains a
-profile in this process. May import none of the other folders of `benchmarks`.
+profile in this process; `rungs` describes a ladder. May import none of the other folders of `benchmarks`.
 """

@@ -1,0 +1,170 @@
+"""Measure in how many tokens Muon reaches AdamW's loss: `python -m benchmarks.optimizers --seed 0`
+
+Both optimizers train the ladder of harness/rungs.py, eight rungs of three widths, on real text: that of the Python
+installation, as bytes, none of which repeats. Learning rates are tuned on the smallest rung, with a seed of their own;
+`model.parametrization: completep` carries them over to other widths.
+
+The laws of both ladders forecast, with an interval, the ratio of tokens of the two at the target's loss. Only then AdamW trains
+the target, and Muon models of its size for several shares of its tokens, each with its own schedule; the ratio is interpolated
+between their losses. The ratio counts tokens, not seconds. Each seed takes about four minutes of CPU time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+from benchmarks.harness import rungs as shapes
+from benchmarks.harness.text import documents
+from benchmarks.harness.timing import make_parser
+from benchmarks.harness.training import train_and_evaluate
+from modeling.scaling.fit import Fit, Observation, fit, run_noise
+from modeling.scaling.law import Law
+from modeling.scaling.planned_run import PlannedRun, target_of
+from modeling.scaling.rungs import rungs_of
+from profiles.experiments.ladder import Ladder
+
+Optimizer = Literal["adamw", "muon"]
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")
+MEGABYTES, HELD_OUT = 3, 32  # one in HELD_OUT documents is held out
+VALIDATION = 2048  # windows
+RATES = tuple(5e-4 * 2**power for power in range(9))
+TUNING_SEED = 10**6
+SHARES = (0.2, 0.35, 0.5, 0.7, 1.0)  # of the target's tokens, for which Muon trains its model
+BYTES = ["model.vocab_size=256", "tokenizer.vocabulary_size=256"]
+
+
+class Text:
+    """Windows of a text's bytes; none has a byte of another, except its last."""
+
+    def __init__(self, text: np.ndarray, seed: int, windows: int | None = None) -> None:
+        self._text = text
+        self._order = np.random.default_rng(seed).permutation((len(text) - 1) // shapes.SEQUENCE)[:windows]
+        self.windows = len(self._order)
+
+    def batch(self, first: int, count: int) -> np.ndarray:
+        """Windows [first, first + count), each of one token more than the sequence length."""
+        assert first + count <= self.windows, "a window would repeat"
+        starts = self._order[first : first + count] * shapes.SEQUENCE
+        return self._text[starts[:, None] + np.arange(shapes.SEQUENCE + 1)].astype(np.int64)
+
+
+@cache
+def texts() -> tuple[np.ndarray, np.ndarray]:
+    """Bytes for training, and held out."""
+    found = [*documents(MEGABYTES)]
+    held_out = found[::HELD_OUT]
+    del found[::HELD_OUT]
+    train, validation = (np.frombuffer("\n".join(part).encode(), np.uint8) for part in (found, held_out))
+    return train, validation
+
+
+def describe(optimizer: Optimizer, rate: float, seed: int, share: float = 1.0) -> Ladder:
+    """The ladder of an optimizer, whose target trains for a share of the tokens."""
+    warmup = round(share * shapes.STEPS / 20)
+    settings = {"optimizer": optimizer, "steps": round(share * shapes.STEPS), "warmup_steps": warmup, "seed": seed,
+                "learning_rate": rate, "minimum_learning_rate": rate / 20}  # fmt: skip
+    sizes = shapes.WIDTHS.items()
+    return Ladder.model_validate(
+        {
+            "name": f"{optimizer}-{seed}",
+            "target": "tiny",
+            "overrides": [
+                *shapes.OVERRIDES,
+                *BYTES,
+                *(f"train.{key}={value}" for key, value in settings.items()),
+            ],
+            "rungs": [{"hidden_size": width, "tokens_per_parameter": lengths} for width, lengths in sizes],
+        }
+    )
+
+
+def loss_of(run: PlannedRun) -> float:
+    """Train a run; its loss on held-out text, in nats per byte."""
+    train, validation = texts()
+    samples = Text(train, run.profile.train.seed)
+    return train_and_evaluate(run.profile, samples, Text(validation, 0, VALIDATION)).loss
+
+
+def tune(optimizer: Optimizer) -> float:
+    """The rate of the lowest loss of the smallest rung."""
+    losses = {}
+    for rate in RATES:
+        ladder = describe(optimizer, rate, TUNING_SEED)
+        losses[rate] = loss_of(rungs_of(ladder, target_of(ladder))[0])
+    print(f"{optimizer}: " + ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items()), flush=True)
+    return min(losses, key=lambda rate: losses[rate])
+
+
+def tokens_to(loss: float, law: Law, n: float) -> float:
+    """Tokens after which a model reaches a loss by a law; infinite if it never does."""
+    unit_n, unit_d = law.scale
+    rest = loss - law.irreducible - law.size * (n / unit_n) ** -law.alpha
+    return unit_d * (law.data / rest) ** (1 / law.beta) if rest > 0 else math.inf
+
+
+def forecast(adamw: Fit, muon: Fit, target: PlannedRun, seed: int) -> tuple[float, float, float]:
+    """Forecast the ratio of tokens at the target's loss, with the interval of 90%."""
+    n, d = target.n, target.tokens
+    chance = np.random.default_rng(seed)
+    noises = np.exp(math.hypot(adamw.noise, muon.noise) * run_noise(chance, len(adamw.draws)))
+    drawn = zip(adamw.draws, muon.draws, noises, strict=True)
+    ratios = [tokens_to(float(one.loss(n, d)) * noise, other, n) / d for one, other, noise in drawn]
+    low, high = np.quantile(ratios, (0.05, 0.95), method="nearest")
+    return tokens_to(float(adamw.law.loss(n, d)), muon.law, n) / d, float(low), float(high)
+
+
+def reached(loss: float, losses: Sequence[float]) -> float:
+    """The share of SHARES at which Muon reaches a loss; 0 or infinite if outside of them."""
+    if not losses[-1] <= loss <= losses[0]:
+        return 0.0 if loss > losses[0] else math.inf
+    return math.exp(np.interp(-loss, [-each for each in losses], np.log(SHARES)))
+
+
+def measure(seed: int, rates: dict[Optimizer, float]) -> tuple[float, bool]:
+    """Forecast and measure the ratio with one seed; returns it, and whether the interval has it."""
+    begun, fits = time.process_time(), []
+    for optimizer in OPTIMIZERS:
+        ladder = describe(optimizer, rates[optimizer], seed)
+        rungs = rungs_of(ladder, target_of(ladder))
+        losses = [loss_of(rung) for rung in rungs]
+        print(f"seed {seed}, {optimizer}: " + ", ".join(f"{loss:.4f}" for loss in losses), flush=True)
+        points = zip(rungs, losses, strict=True)
+        fits.append(fit([Observation(rung.n, rung.tokens, loss) for rung, loss in points], seed))
+    target = target_of(describe("adamw", rates["adamw"], seed))
+    adamw, muon = fits
+    ratio, low, high = forecast(adamw, muon, target, seed)
+    print(
+        f"seed {seed}: forecast {ratio:.2f} of AdamW's tokens, 90% interval {low:.2f} to {high:.2f}",
+        flush=True,
+    )
+    loss = loss_of(target)
+    found = [loss_of(target_of(describe("muon", rates["muon"], seed, share))) for share in SHARES]
+    outcome = reached(loss, found)
+    curve = ", ".join(f"{share:g}: {each:.4f}" for share, each in zip(SHARES, found, strict=True))
+    print(
+        f"seed {seed}: AdamW {loss:.4f}; Muon {curve}; outcome {outcome:.2f}; {time.process_time() - begun:.0f} s of CPU time",
+        flush=True,
+    )
+    return outcome, low <= outcome <= high
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
+    options = parser.parse_args()
+    rates = {optimizer: tune(optimizer) for optimizer in OPTIMIZERS}
+    outcomes, inside = zip(*(measure(seed, rates) for seed in options.seed), strict=True)
+    print(
+        f"Muon needs {min(outcomes):.2f} to {max(outcomes):.2f} of AdamW's tokens; {sum(inside)} of {len(inside)} inside the "
+        "interval"
+    )
+
+
+if __name__ == "__main__":
+    main()
