@@ -172,6 +172,29 @@ class HeadNorm(nn.Module):
         return _HeadRMSNorm.apply(qk, weight, self.epsilon)
 
 
+class _ProjectionRMSNorm(Function):
+    """`_RMSNorm` of heads (..., n, d) with a weight (n, d), over `size` elements: those of all ranks of an axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, size: int, epsilon: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = collectives.all_reduce(wide.square().sum((-2, -1), keepdim=True), axis)
+        inverse = torch.rsqrt(squares / size + epsilon)  # (..., 1, 1)
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.axis, ctx.size = axis, size
+        return (wide * inverse * weight.to(wide.dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        wide, grad = x.to(inverse.dtype), grad.to(inverse.dtype)
+        grad_weight = (grad * (wide * inverse)).flatten(0, -3).sum(0)  # (n, d)
+        grad = grad * weight.to(inverse.dtype)
+        sums = collectives.all_reduce((grad * wide).sum((-2, -1), keepdim=True), ctx.axis)  # (..., 1, 1)
+        grad_x = grad * inverse + wide * (sums * inverse**3 / -ctx.size)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
+
+
 class ProjectionNorm(nn.Module):
     """RMSNorm over all query or all key heads of a token together, with a weight per element (OLMo 2).
 
@@ -204,11 +227,8 @@ class ProjectionNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads (..., n/t, d)."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.square().sum((-2, -1), keepdim=True)  # (..., 1, 1)
-        squares = collectives.copy(collectives.reduce(squares / self.replicas, self.axis), self.axis)
-        hat = wide * torch.rsqrt(squares / self.size + self.epsilon)
-        return (hat * self.weight.view(x.shape[-2:])).to(x.dtype)
+        weight = self.weight.view(x.shape[-2:])
+        return _ProjectionRMSNorm.apply(x, weight, self.axis, self.size * self.replicas, self.epsilon)
 
 
 class GatedHeadNorm(nn.Module):

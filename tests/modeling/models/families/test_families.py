@@ -72,11 +72,6 @@ CONFIGS = {
     "starcoder2": [{"sliding_window": 5}, {"tie_word_embeddings": False}],
     "stablelm": [{"head_dim": 10}, {"head_dim": 10, "partial_rotary_factor": 0.4, "use_qkv_bias": True}],
 }  # fmt: skip
-NEOX = {"num_key_value_heads": 4, "head_dim": 10, "hidden_dropout": 0.0, "rotary_pct": 0.4}
-CONFIGS["gpt_neox"] = [
-    {**NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
-    NEOX,
-]
 # Those with linear attention, in patterns that do not divide the layers, and chunks that do not divide the tokens.
 LINEAR = {
     "initializer_range": 0.05,  # with larger gates, the gradients of decays mostly cancel, in transformers too
