@@ -57,6 +57,7 @@ class Device:
     reserve: float = 0.05  # share of the memory that a plan leaves free
     bandwidth: float | None = None  # memory bandwidth of one device in bytes/s; None: unknown
     chip: int = 1  # devices of one chip, which share its memory
+    architecture: str | None = None  # of GPUs: "ampere", "hopper" or "blackwell"; None: others, or unknown
     link: float | None = None  # bandwidth from one device to others in its node in bytes/s; None: unknown
     # one device's share of its node's network bandwidth in bytes/s; None: unknown
     network: float | None = None
@@ -247,6 +248,7 @@ FRAGMENTED = replace(NEURON, reserve=0.10)
 def _accelerator(
     base: Device, chip: int, memory_bytes: int, bandwidth: float, link: float, network: float, **peak: float
 ) -> Device:
+    """A device with its figures; `link` and `network`: bytes/s of one device."""
     figures: dict[str, Any] = {"memory_bytes": memory_bytes, "bandwidth": bandwidth, "peak_flops": peak}
     return replace(base, chip=chip, link=link, network=network, **figures)
 
@@ -256,19 +258,30 @@ def _accelerator(
 # H100's, is for what a plan does not count: the driver keeps 0.6 to 0.7 GiB of that total (a B200 of 183,359 MiB reports 178.35
 # GiB to programs, pytorch/ao 4002), a process's CUDA context 0.3 to 0.5 GiB (pytorch 107667), NCCL's buffers 0.5 to 0.7 GiB for
 # each communicator with connections of its own (NVIDIA/nccl 964), and the allocator's fragmentation the rest.
+AMPERE, HOPPER, BLACKWELL = (replace(CUDA, architecture=name) for name in ("ampere", "hopper", "blackwell"))
 ACCELERATORS = {
     "trn1": _accelerator(NEURON, 2, 16 * GIB, 820 * GIB / 2, 384 * GIB / 2, 800e9 / 8 / 32, bf16=95e12),
     "trn2": _accelerator(FRAGMENTED, 4, 24 * GIB, 2.9e12 / 4, 1.28e12 / 4, 3200e9 / 8 / 64, bf16=166.8e12),
     "trn3": _accelerator(
         FRAGMENTED, 4, 36 * GIB, 4.9e12 / 4, 2.56e12 / 4, 12800e9 / 8 / 64, bf16=167.8e12, fp8=2.517e15 / 4
     ),
+    "a100": _accelerator(AMPERE, 1, 81_920 * MIB, 2.039e12, 300e9, 200e9 / 8, bf16=312e12, float32=19.5e12),
     "h100": _accelerator(
-        CUDA, 1, 81_559 * MIB, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+        HOPPER, 1, 81_559 * MIB, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+    ),
+    # With 96 GB of HBM2e and 500 instead of 700 W, as torchtitan's published runs have it. Its peak is not published; it is
+    # fitted to them, 0.71 of the H100's (benchmarks/published.py).
+    "h100_96": _accelerator(
+        HOPPER, 1, 97_871 * MIB, 2.4e12, 450e9, 400e9 / 8, bf16=703e12, float32=48e12, fp8=1407e12
+    ),
+    # An H100 with 400 instead of 900 GB/s of NVLink, both directions together.
+    "h800": _accelerator(
+        HOPPER, 1, 81_559 * MIB, 3.35e12, 200e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
     ),
     "h200": _accelerator(
-        CUDA, 1, 143_771 * MIB, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
+        HOPPER, 1, 143_771 * MIB, 4.8e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
     ),
-    "b200": _accelerator(CUDA, 1, 183_359 * MIB, 8e12, 900e9, 400e9 / 8, bf16=2.25e15, fp8=4.5e15),
+    "b200": _accelerator(BLACKWELL, 1, 183_359 * MIB, 8e12, 900e9, 400e9 / 8, bf16=2.25e15, fp8=4.5e15),
 }
 # trn2: the first generation that native PyTorch supports
 KINDS = {"cpu": CPU, "cuda": CUDA, "neuron": ACCELERATORS["trn2"]}

@@ -57,7 +57,7 @@ def _choose_recompute(profile: Profile, cache: CostCache) -> Profile:
         return without
     costs, partition, ranks = StageCosts(profile, cache), partition_layers(profile), profile.parallel.pipeline
     chosen: list[list[str]] = [[]] * len(partition)
-    plan_buckets = memory.bucket_planner(profile)
+    plan_buckets = memory.bucket_planner(profile, cache)
     for rank in range(ranks):
         layers, microbatches = partition[rank::ranks], memory.microbatches_in_flight(profile, rank)
         buckets = plan_buckets(*map(costs.module, layers))

@@ -27,9 +27,9 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 FOLDER = Path("calibration")
-PEAK_SHARE = 0.55  # share of the published peak that layers are assumed to reach between collectives without a measurement
-MEMORY_SHARE = 0.8  # share of the published memory bandwidth that the optimizer is assumed to reach
-UNCALIBRATED = f"uncalibrated, published peaks × {PEAK_SHARE}"
+# Without a measurement: shares of the published peak that layers reach between collectives, except on GPUs (efficiency.py), and
+# of the published memory bandwidth.
+PEAK_SHARE, MEMORY_SHARE = 0.55, 0.8
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Calibration:
     def rate(self, precision: str, shape: Shape) -> float:
         """FLOP/s of a product in a model of this precision: that of the measured one with the nearest sizes."""
         operation, *sizes = shape
-        measured = "matmul" if operation == "fp8" else operation
+        measured = "matmul" if operation in ("fp8", "experts") else operation
         rows = [row for row in self.products[product_precision(precision, shape)] if row[0] == measured]
 
         def distance(row: Sequence[Any]) -> float:
@@ -110,16 +110,6 @@ def path_of(accelerator: str, deterministic: bool | None = None) -> Path:
     """Path of an accelerator's table ("cpu" for CPUs), for kernels as `kernels_of` returns them."""
     suffix = {None: "", True: "-deterministic", False: "-fastest"}[deterministic]
     return FOLDER / f"{accelerator}{suffix}.json"
-
-
-def basis(profile: Profile) -> str:
-    """What a plan's times are based on, as text for the plan, the search and the report."""
-    table = find(profile)
-    if table:
-        return f"calibrated: {table.accelerator} measured on {table.measured} with torch {table.torch} ({table.path})"
-    if device_of(profile).peak(profile.train.precision):
-        return UNCALIBRATED
-    return f"no published peak of {profile.cluster.device}, uncalibrated"
 
 
 @lru_cache(maxsize=8)

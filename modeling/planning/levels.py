@@ -16,8 +16,10 @@ from modeling.models.build import device_of
 from modeling.planning import calibration
 from profiles.schema import Profile
 
-# Shares of published bandwidths that large transfers reach; that of the network follows from AWS's published throughputs on trn1.
+# Shares of published bandwidths that large transfers reach. That of the network follows from AWS's published throughputs on trn1;
+# those of GPUs are what NCCL's tests print for NVLink (360 of 450 GB/s on an H100) and for RDMA.
 SHARES = {"chip": 0.6, "node": 0.6, "network": 0.3}
+GPU_SHARES = {"chip": 0.8, "node": 0.8, "network": 0.9}
 
 
 def level(profile: Profile, axis: str) -> str:
@@ -37,9 +39,11 @@ def bandwidth(profile: Profile, axis: str) -> float | None:
     device = device_of(profile)
     table = calibration.find(profile)
     measured = table.links if table else {}
-    published = {"chip": device.chip_link, "node": device.link, "network": device.network}
+    cluster, shares = profile.cluster, GPU_SHARES if device.architecture else SHARES
+    network = cluster.network and cluster.network * 1e9 / 8 / cluster.devices_per_node
+    published = {"chip": device.chip_link, "node": device.link, "network": network or device.network}
     speeds = {
-        name: measured.get(name) or (speed and speed * SHARES[name]) for name, speed in published.items()
+        name: measured.get(name) or (speed and speed * shares[name]) for name, speed in published.items()
     }
     slowest = level(profile, axis)
     if device.chip == 1 and slowest == "chip":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 from torch import nn
@@ -22,7 +21,7 @@ from modeling.models.build import (
     rule_of,
     weight_decay_of,
 )
-from modeling.planning.stage_costs import LayerCosts, counts_choices
+from modeling.planning.stage_costs import CostCache, LayerCosts, counts_choices
 from parallel.layout import layout_of
 from parallel.optimizer.buckets import pack
 from parallel.optimizer.grouping import Group, group_parameters
@@ -93,9 +92,46 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
     ]
 
 
-def bucket_planner(profile: Profile) -> Callable[..., list[PlannedBucket]]:
-    """`plan_buckets` of stages given one by one, once for all ranks that share their stages."""
-    return cache(lambda *stages: plan_buckets(profile, stages))
+def bucket_planner(profile: Profile, costs: CostCache | None = None) -> Callable[..., list[PlannedBucket]]:
+    """`plan_buckets` of stages given one by one, once for all ranks, and plans with `costs`, that share their stages."""
+    known: CostCache = {} if costs is None else costs
+    setting = (
+        profile.parallel.data_sharding,
+        profile.weight_replicas,
+        profile.shard_degree,
+        profile.expert_shard_degree,
+        profile.train.model_dump_json(exclude={"micro_batch_size", "recompute"}),
+    )
+
+    def buckets(*stages: nn.Module) -> list[PlannedBucket]:
+        # Modules of a cache live as long as it does, so that their identities stay theirs.
+        key = ("buckets", *setting, *map(id, stages))
+        if key not in known:
+            known[key] = plan_buckets(profile, stages)
+        return known[key]
+
+    return buckets
+
+
+def least_bytes(profile: Profile) -> float:
+    """Bytes of parameters, gradients and optimizer states that the fullest rank needs at least, without building the model."""
+    model, parallel, train = profile.model, profile.parallel, profile.train
+    experts, chosen = model.num_experts or 0, model.num_experts_per_tok or 0
+    routed = (model.parameters - model.active_parameters) * experts / max(1, experts - chosen)
+    width = DTYPES[train.precision].itemsize
+    if profile.lora.rank:
+        per_parameter = per_expert = float(width) if parallel.data_sharding != "fsdp" else 0.0
+    else:
+        # At least one float32 state (Muon's momentum), and master weights unless the parameters are their own.
+        gradient, states = DTYPES[train.gradient_dtype].itemsize, 4 if train.precision == "float32" else 8
+        resident = width + gradient if parallel.data_sharding != "fsdp" else 0
+        sharded = states if parallel.data_sharding != "fsdp" else gradient + 8
+        if parallel.data_sharding == "none":
+            resident, sharded = resident + states, 0
+        per_parameter = resident + sharded / profile.shard_degree
+        per_expert = resident + sharded / profile.expert_shard_degree
+    ranks = parallel.tensor * parallel.pipeline
+    return ((model.parameters - routed) * per_parameter + routed * per_expert / parallel.expert) / ranks
 
 
 def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str, int]:

@@ -58,7 +58,7 @@ _ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS, _ours.max_scor
 
 
 Shape = tuple[str, int, int, int]
-"""A product: "matmul", or "fp8" in 8 bits, rows, inner and columns; or "attention", queries, keys and head size."""
+"""A product: "matmul", "fp8" in 8 bits or "experts", rows, inner and columns; or "attention", queries, keys and head size."""
 
 
 def operator_flops(operator: OpOverload, arguments: Sequence[Any], result: Any) -> int:
@@ -119,7 +119,7 @@ def _experts(operator: OpOverload, call: Mapping[str, Any]) -> tuple[Shape, int]
         for letter in "ab"
         if (factor := call[f"{name}_{letter}"]) is not None
     )
-    shape = ("matmul", max(1, rows // count), hidden, wide)
+    shape = ("experts", max(1, rows // count), hidden, wide)
     return shape, int(rows * (products * 3 * wide * hidden + 2 * updates))
 
 

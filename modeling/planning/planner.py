@@ -25,10 +25,11 @@ from modeling.cores import usable_memory
 from modeling.models.build import device_of, partition_layers
 from modeling.models.flops import flops_per_token, idle_updates
 from modeling.planning import memory
+from modeling.planning.efficiency import OURS, Software
 from modeling.planning.levels import level
 from modeling.planning.optimizer_traffic import optimizer_traffic
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts, counts_choices
-from modeling.planning.step_time import estimate, layer_rate
+from modeling.planning.step_time import estimate, layer_speed
 from parallel import parameter_count
 from parallel.constraints import valid_expert_degrees
 from profiles.check import passes, with_value
@@ -53,6 +54,7 @@ class StagePlan:
     bytes: dict[str, int]  # by kind
     flops: float  # of one rank in a step, recomputation and padding included
     rate: float | None  # its layers' FLOP/s; None if unknown
+    attention: float  # share of its layers' time that attention takes; 0 if unknown
     communication: dict[str, int]  # bytes that one rank sends in a step, by mesh axis
     # bytes of memory that its optimizer reads and writes in a step: during the microbatches, and after the last one
     accumulated: int
@@ -121,17 +123,18 @@ def fits(stages: Sequence[StagePlan], host: int, device: int, reserve: float) ->
     return max(stage.total for stage in stages) + host <= (1 - reserve) * device
 
 
-def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
+def plan(profile: Profile, cache: CostCache | None = None, software: Software = OURS) -> Plan:
     """Plan a profile that `profiles.resolve.check` accepts.
 
     Args:
         cache: measurements of layers in other plans, to reuse and extend.
+        software: whose kernels and exchanges to assume where nothing is measured.
 
     Raises:
         ProfileError: the device's memory is known neither to this machine nor to the profile.
     """
     parallel, settings = profile.parallel, profile.train
-    stages = _stages(profile, StageCosts(profile, cache))
+    stages = _stages(profile, StageCosts(profile, cache), software)
     host, device, reserve = host_bytes(profile), device_bytes(profile), reserved_share(profile)
     communication = {
         axis: max(stage.communication[axis] for stage in stages) for axis in stages[0].communication
@@ -159,7 +162,7 @@ def plan(profile: Profile, cache: CostCache | None = None) -> Plan:
         communication=communication,
         levels={axis: level(profile, axis) for axis, size in communication.items() if size},
         kv_replication=profile.kv_replication,
-        **asdict(estimate(profile, stages, len(stages[0].layers))),
+        **asdict(estimate(profile, stages, len(stages[0].layers), software)),
     )
 
 
@@ -235,11 +238,11 @@ def require_devices(profile: Profile) -> None:
         raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [available])
 
 
-def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
+def _stages(profile: Profile, costs: StageCosts, software: Software) -> tuple[StagePlan, ...]:
     """The plan of each pipeline rank, which has several stages with interleaving."""
     ranks, partition = profile.parallel.pipeline, partition_layers(profile)
 
-    plan_buckets = memory.bucket_planner(profile)
+    plan_buckets = memory.bucket_planner(profile, costs.cache)
 
     def plan_rank(rank: int) -> StagePlan:
         layers = partition[rank::ranks]
@@ -249,12 +252,14 @@ def _stages(profile: Profile, costs: StageCosts) -> tuple[StagePlan, ...]:
         working = memory.eager_working_bytes(stages, microbatches)
         held = memory.rank_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         traffic = optimizer_traffic(profile, buckets)
+        rate, attention = layer_speed(profile, [layer for stage in stages for layer in stage], software)
         return StagePlan(
             layers=tuple((stage.start, stage.stop) for stage in layers),
             parameters=_parameters(profile, modules, rank),
             bytes=held,
             flops=profile.accumulation_steps * sum(layer.flops for stage in stages for layer in stage),
-            rate=layer_rate(profile, [layer for stage in stages for layer in stage]),
+            rate=rate,
+            attention=attention,
             communication=_communication_bytes(profile, costs, stages, buckets),
             accumulated=traffic.accumulated,
             updated=traffic.updated,

@@ -8,7 +8,7 @@ forward and backward under a `Meter`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
 
@@ -35,6 +35,7 @@ from parallel.layers.lora import without_updates
 from parallel.logits import full_logits
 from parallel.random import sample_keys
 from parallel.torch_internals import dynamo  # noqa: F401 operators on the meta device import it; here it is part of a program's start
+from profiles.check import with_value
 from profiles.schema import Profile
 
 META = torch.device("meta")
@@ -51,7 +52,8 @@ class LayerCosts:
     # FLOPs of forward and backward by shape, including recomputation, padding and the passes without gradients: the reference
     # model's, and the one that counts experts' choices
     products: Mapping[Shape, int]
-    moved: int  # bytes that other operators read and write
+    # bytes that other operators read and write; in FP8 those of bf16, as quantization belongs to its products (efficiency.py)
+    moved: int
     communication: Mapping[str, int]  # bytes that the rank sends, by mesh axis
 
     @property
@@ -78,7 +80,7 @@ class StageCosts:
 
     def __init__(self, profile: Profile, cache: CostCache | None = None) -> None:
         self.profile = profile
-        self._cache: CostCache = {} if cache is None else cache
+        self.cache: CostCache = {} if cache is None else cache
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -103,9 +105,9 @@ class StageCosts:
         experts = sum(map(self.profile.model.has_experts, layers))
         linear = sum(map(self.profile.model.is_linear, layers))
         key = (*self._setting, 0 in layers, count - 1 in layers, len(layers), experts, linear)
-        if key not in self._cache:
-            self._cache[key] = build_model(self.profile, self.mesh, layers, META)
-        return self._cache[key]
+        if key not in self.cache:
+            self.cache[key] = build_model(self.profile, self.mesh, layers, META)
+        return self.cache[key]
 
     @cached_property
     def _modes(self) -> list[str]:
@@ -141,10 +143,14 @@ class StageCosts:
         key = (*self._setting, *shape, layer == 0, last, accelerator, *kind, mode)
         key += (self.profile.scores_pairs_in_step, self.profile.compile.possible, self.profile.document_masks)
         key += (counts_choices(self.profile), last and train.loss is not None, self.profile.padding_masks)
-        if key not in self._cache:
+        if key not in self.cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
-            self._cache[key] = self._measure(stage, mode)
-        return self._cache[key]
+            costs = self._measure(stage, mode)
+            if train.precision == "fp8":
+                unquantized = StageCosts(with_value(self.profile, "train.precision", "bf16"), self.cache)
+                costs = replace(costs, moved=unquantized.layer(layer, mode).moved)
+            self.cache[key] = costs
+        return self.cache[key]
 
     def _measure(self, stage: LanguageModel, mode: str) -> LayerCosts:
         """Run one microbatch forward and backward as the trainer does."""

@@ -1,13 +1,15 @@
 """Step time, estimated from ranks' FLOPs, communication and memory traffic.
 
-    work      of a rank: FLOPs / rate + bytes of tensor, context and expert communication / bandwidth + bytes that it accesses to
-              accumulate gradients / memory bandwidth
+    work      of a rank: FLOPs / rate + exchanges of tensor, context and expert groups + bytes that it accesses to accumulate
+              gradients / memory bandwidth
     step      slowest rank's work · (1 + bubble) + exposed exchange of gradients and weights + bytes that its update accesses /
               memory bandwidth + FLOPs of its update (Muon) / rate
 
-`rate` is measured by shape or 0.55 of the published peak (calibration.py), the bandwidth is that of a group's slowest links
-(levels.py), the memory bandwidth is measured or 0.8 of the published one. ZeRO-1 exchanges after the last microbatch; FSDP
-overlaps gathering weights and scattering gradients with the compute of every microbatch, so that only the excess is exposed.
+`rate` is measured by shape (calibration.py) or assumed (efficiency.py), the bandwidth is that of a group's slowest links
+(levels.py), the memory bandwidth is measured or 0.8 of the published one. FSDP overlaps gathering weights and scattering
+gradients with the compute of every microbatch; on GPUs ZeRO-1 overlaps its exchange with the backward of the last and the forward
+of the first one, and a ring's messages overlap with attention. Of what overlaps, only the excess is exposed; on GPUs it also
+slows the compute down.
 Uncalibrated estimates are 0.91 to 1.13 of AWS's eight published throughputs on trn1 (tests/modeling/planning/test_planner.py).
 """
 
@@ -20,8 +22,8 @@ from typing import Protocol
 
 from modeling.models.build import device_of
 from modeling.models.flops import flops_per_token
-from modeling.planning import calibration
-from modeling.planning.calibration import PEAK_SHARE, product_precision
+from modeling.planning import calibration, efficiency
+from modeling.planning.efficiency import CONTENTION, OURS, Software, exposed, sent_share
 from modeling.planning.levels import bandwidth, level
 from modeling.planning.stage_costs import LayerCosts
 from parallel.pipeline.schedules import bubble
@@ -37,6 +39,7 @@ class RankCosts(Protocol):
 
     Attributes:
         flops, rate: FLOPs and the layers' FLOP/s; None: unknown.
+        attention: share of the layers' time that attention takes.
         communication: bytes that it sends, by mesh axis.
         accumulated, updated: bytes of memory that the optimizer accesses during and after the microbatches.
         update_flops: FLOPs of its matrix products, at the layers' rate.
@@ -44,6 +47,7 @@ class RankCosts(Protocol):
 
     flops: float
     rate: float | None
+    attention: float
     communication: Mapping[str, int]
     accumulated: int
     updated: int
@@ -65,45 +69,59 @@ class Estimate:
     assumptions: tuple[str, ...] = ()
 
 
-def layer_rate(profile: Profile, layers: Sequence[LayerCosts]) -> float | None:
-    """Average FLOP/s of layers, including their other operators; None if the device's speed is unknown."""
-    precision, table = profile.train.precision, calibration.find(profile)
-    device = device_of(profile)
-    if table is None and (precision != "fp8" or device.peak("bf16") is None):
-        peak = device.peak(precision)
-        return peak and peak * PEAK_SHARE
-
-    def seconds(layer: LayerCosts) -> float:
-        if table is not None:
-            return table.seconds(precision, layer.products, layer.moved)
-        peaks = ((device.peak(product_precision(precision, shape)), n) for shape, n in layer.products.items())
-        return sum(n / (peak * PEAK_SHARE) for peak, n in peaks)
-
+def layer_speed(
+    profile: Profile, layers: Sequence[LayerCosts], software: Software = OURS
+) -> tuple[float | None, float]:
+    """Average FLOP/s of layers, other operators included, and attention's share of their time; (None, 0) if unknown."""
     counts = Counter(map(id, layers))
     distinct = {id(layer): layer for layer in layers}
+    times = {key: _layer_times(profile, layer, software) for key, layer in distinct.items()}
+    known = {key: found for key, found in times.items() if found}
+    if len(known) < len(times):
+        return None, 0.0
     flops = sum(layer.flops * counts[key] for key, layer in distinct.items())
-    return flops / sum(seconds(layer) * counts[key] for key, layer in distinct.items())
+    seconds, attention = (sum(known[key][i] * counts[key] for key in known) for i in (0, 1))
+    return flops / seconds, attention / seconds
 
 
-def layer_seconds(profile: Profile, layer: LayerCosts) -> float:
-    """Estimated seconds of a microbatch in a layer; in an arbitrary unit if the device's speed is unknown."""
-    seconds = layer.flops / (layer_rate(profile, [layer]) or 1.0)
+def _layer_times(profile: Profile, layer: LayerCosts, software: Software) -> tuple[float, float] | None:
+    """Seconds of a microbatch in a layer, and those of attention in it, without exchanges; None: unknown."""
+    precision, table = profile.train.precision, calibration.find(profile)
+    if table is None:
+        return efficiency.layer_seconds(profile, layer, software)
+    attention = {shape: n for shape, n in layer.products.items() if shape[0] == "attention"}
+    return table.seconds(precision, layer.products, layer.moved), table.seconds(precision, attention, 0)
+
+
+def layer_seconds(profile: Profile, layer: LayerCosts, overlaps: bool = False) -> float:
+    """Estimated seconds of a microbatch in a layer; in an arbitrary unit if the device's speed is unknown.
+
+    Args:
+        overlaps: leave out exchanges that may overlap with compute.
+    """
+    seconds = layer.flops / (layer_speed(profile, [layer])[0] or 1.0)
+    hidden = {"context", *(["tensor", "kv_replica"] if _overlaps_tensor(profile, OURS) else [])}
     for kind, size in layer.communication.items():
+        if overlaps and kind in hidden:
+            continue
         speed = bandwidth(profile, "tensor" if kind == "kv_replica" else kind)
         seconds += size / speed if speed else 0.0
     return seconds
 
 
-def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int) -> Estimate:
+def estimate(
+    profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int, software: Software = OURS
+) -> Estimate:
     """Times of a step and of the run.
 
     Args:
         ranks: costs of each pipeline rank.
         stages_per_rank: more than one with interleaving.
+        software: whose exchanges overlap.
     """
     parallel, train, cluster = profile.parallel, profile.train, profile.cluster
     idle = bubble(parallel.schedule, parallel.pipeline, profile.accumulation_steps, stages_per_rank)
-    basis = calibration.basis(profile)
+    basis, device = efficiency.basis(profile), device_of(profile)
     speeds = {
         axis: bandwidth(profile, axis) for rank in ranks for axis, size in rank.communication.items() if size
     }
@@ -115,24 +133,39 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
     def seconds(rank: RankCosts, *axes: str) -> float:
         return sum(rank.communication[axis] / speeds[axis] for axis in axes if rank.communication.get(axis))
 
-    works = [
-        rank.flops / rank.rate + seconds(rank, "tensor", "context", "expert") + rank.accumulated / memory
-        for rank in ranks
-    ]
-    hidden = 0.0  # share of the work with which the exchange of weights and gradients overlaps
+    def work(rank: RankCosts) -> float:
+        assert rank.rate is not None
+        compute = rank.flops / rank.rate
+        attention = compute * rank.attention
+        rings = (
+            device.architecture is not None and not profile.document_masks
+        )  # else keys and values are gathered
+        experts = sent_share(profile, software) * seconds(rank, "expert")
+        return (
+            compute
+            + exposed(seconds(rank, "tensor"), compute if _overlaps_tensor(profile, software) else 0, device)
+            + exposed(seconds(rank, "context"), attention if rings else 0, device)
+            + exposed(experts, compute if "expert" in software.overlapped else 0, device)
+            + rank.accumulated / memory
+        )
+
+    works = [work(rank) for rank in ranks]
+    # Share of the work with which the exchange of weights and gradients overlaps.
+    hidden = 1 / profile.accumulation_steps if device.architecture else 0.0
     if parallel.data_sharding == "fsdp":
         hidden = 1 / profile.accumulation_steps if parallel.keep_gathered else 1.0
-    exposed = max(
-        max(0.0, seconds(rank, "data", "expert_data") - hidden * work)
-        + seconds(rank, "replica", "expert_replica")
-        for rank, work in zip(ranks, works, strict=True)
+    data, replicas = ("data", "expert_data"), ("replica", "expert_replica")
+    beside, after = ((*data, *replicas), ()) if device.architecture else (data, replicas)
+    exchanged = max(
+        exposed(seconds(rank, *beside), hidden * each, device) + seconds(rank, *after)
+        for rank, each in zip(ranks, works, strict=True)
     )
     update = max(rank.updated / memory + rank.update_flops / rank.rate for rank in ranks)
-    step = max(works) * (1 + idle) + exposed + update
+    step = max(works) * (1 + idle) + exchanged + update
     tokens = profile.step_tokens
     total = step * train.steps if train.steps else None
     hours = total and total / 3600 * cluster.nodes
-    peak = device_of(profile).peak(train.precision)
+    peak = device.peak(train.precision)
     return Estimate(
         idle,
         basis,
@@ -144,6 +177,13 @@ def estimate(profile: Profile, ranks: Sequence[RankCosts], stages_per_rank: int)
         hours and cluster.node_price and hours * cluster.node_price,
         _assumptions(profile, speeds, memory, ranks),
     )
+
+
+def _overlaps_tensor(profile: Profile, software: Software) -> bool:
+    """Whether exchanges of tensor groups overlap with products; ours only in eager mode (layers/overlap.py)."""
+    if software is OURS:
+        return device_of(profile).concurrent_collectives and not profile.compile.possible
+    return "tensor" in software.overlapped
 
 
 def is_too_short(profile: Profile) -> bool:
@@ -164,8 +204,10 @@ def _assumptions(
     published = device_of(profile).bandwidth
     of_published = f", {memory / published:.0%} of {published / 1e9:,.0f}" if published else ""
     exchange = "do not"
-    if profile.parallel.data_sharding == "fsdp":
+    if profile.parallel.data_sharding == "fsdp" or device_of(profile).architecture:
         exchange = "overlap with compute, up to its duration"
+    if device_of(profile).architecture:
+        exchange += f", and slow it down by {CONTENTION:.0%} of theirs"
     return (
         f"layers at {ranks[0].rate / 1e12:.3g} TFLOP/s per device{share}",
         f"optimizer at {memory / 1e9:,.0f} GB/s of memory per device{of_published}",

@@ -6,7 +6,11 @@ from profiles.errors import ProfileError
 from profiles.schema import Profile
 
 CPU_PROCESSES = 16
-ACCELERATORS = {"cpu": (), "cuda": ("h100", "h200", "b200"), "neuron": ("trn1", "trn2", "trn3")}
+ACCELERATORS = {
+    "cpu": (),
+    "cuda": ("a100", "h100", "h100_96", "h800", "h200", "b200"),
+    "neuron": ("trn1", "trn2", "trn3"),
+}
 # Accelerators that can be planned and converted for but not trained on: the reason, and alternatives.
 TRN1 = "native PyTorch does not train on it, nor does AWS's older stack since SDK 2.30"
 PLANNED_ONLY = {"trn1": (TRN1, ["trn2", "trn3"])}
@@ -59,6 +63,9 @@ def check_trainable(profile: Profile) -> None:
         raise ProfileError("cluster.accelerator", cluster.accelerator, *PLANNED_ONLY[cluster.accelerator])
     if profile.train.precision == "fp8" and cluster.device == "neuron":
         reason = f"can only be planned on {cluster.accelerator}: native PyTorch has no MXFP8 product for it"
+        raise ProfileError("train.precision", "fp8", reason, ["bf16"])
+    if profile.train.precision == "fp8" and profile.model.num_experts is not None:
+        reason = "can only be planned for a model with experts, whose products have no FP8 kernel here"
         raise ProfileError("train.precision", "fp8", reason, ["bf16"])
 
 

@@ -31,8 +31,6 @@ def check(profile: Profile) -> None:
     if parallel.schedule == "zero_bubble" and parallel.pipeline > 1:
         reason = "splits the backward pass, which would count the load of experts twice"
         raise ProfileError("parallel.schedule", "zero_bubble", reason, ["1f1b", "interleaved"])
-    if train.precision == "fp8":
-        raise ProfileError("train.precision", "fp8", "does not support experts", ["bf16"])
     if train.balance == "bias" and not model.family.selection_bias:
         reason = f"adjusts a bias in the selection of experts, which exports of {model.architecture} have no tensor for"
         raise ProfileError("train.balance", "bias", reason, ["sequence", "global", "none"])

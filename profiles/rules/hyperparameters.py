@@ -9,7 +9,8 @@ from profiles.schema import Profile
 from profiles.sections import families
 
 # FP8 recipes, with the accelerators that support them.
-FP8 = {"tensorwise": ("h100", "h200", "b200"), "rowwise": ("h100", "h200", "b200"), "mxfp8": ("b200", "trn3")}
+SCALED = ("h100", "h100_96", "h800", "h200", "b200")
+FP8 = {"tensorwise": SCALED, "rowwise": SCALED, "mxfp8": ("b200", "trn3")}
 
 
 def check_recompute(profile: Profile) -> None:

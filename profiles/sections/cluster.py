@@ -16,7 +16,7 @@ LABEL = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 PATH = r"^/[^\x00-\x1f\x7f]*$"
 QUANTITY = r"^[\w./-]+=[\w.-]+$"
 VARIABLE = r"^[A-Za-z_]\w*=[^\x00-\x1f\x7f]*$"
-Accelerator = Literal["trn1", "trn2", "trn3", "h100", "h200", "b200"]
+Accelerator = Literal["trn1", "trn2", "trn3", "a100", "h100", "h100_96", "h800", "h200", "b200"]
 TIME = r"^(\d+-)?\d+(:\d+){0,2}$"
 
 
@@ -95,6 +95,10 @@ class Cluster(Section):
     )
     node_price: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="price per node hour in any currency, for planning"
+    )
+    network: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="bandwidth of a node's network in Gbit/s, for planning; null: that of nodes usual for the accelerator",
     )
     work_dir: str | None = Field(
         default=None, min_length=1, description="local folder for runs if the store is on S3; null: ./store"

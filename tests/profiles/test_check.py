@@ -104,7 +104,7 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
             *(
                 "train.precision",
                 "fp8",
-                "fp8_recipe rowwise runs on h100 and h200 and b200, not on a cpu device",
+                "fp8_recipe rowwise runs on h100 and h100_96 and h800 and h200 and b200, not on a cpu device",
                 ("bf16",),
             ),
         ),
@@ -462,7 +462,8 @@ def test_fine_tuning_is_planned_without_initial_weights_but_not_started():
 
 def test_accelerator_must_match_the_device():
     assert rejection("cluster.accelerator=trn1").choices == ("null",)
-    assert rejection("cluster.device=cuda", "cluster.accelerator=trn1").choices == ("h100", "h200", "b200")
+    gpus = ("a100", "h100", "h100_96", "h800", "h200", "b200")
+    assert rejection("cluster.device=cuda", "cluster.accelerator=trn1").choices == gpus
     accepted("cluster.device=neuron", "cluster.accelerator=trn1")
 
 

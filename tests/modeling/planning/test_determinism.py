@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from modeling.check_device import isolation
-from modeling.planning import calibration
+from modeling.planning import calibration, efficiency
 from modeling.planning.calibration import Calibration
-from modeling.planning.determinism import DETERMINISTIC, FASTEST, describe_cost, seconds_per_flop
+from modeling.planning.determinism import describe_cost
+from modeling.planning.efficiency import ATTENTION
 from modeling.planning.planner import plan
 from parallel import device as devices
 from profiles import resolve
@@ -32,8 +33,9 @@ def test_each_setting_has_its_own_table_and_both_give_the_cost(profile, tmp_path
     fastest = with_value(profile, "train.deterministic", False)
     measured(False, 500e12).save(calibration.path_of("h200", False))
     assert plan(fastest).basis.startswith("calibrated: h200")
-    assert plan(profile).basis == calibration.UNCALIBRATED  # the other setting's table is not used
-    assert "not measured" in describe_cost(profile, plan(profile))
+    assert plan(profile).basis == efficiency.basis(profile)
+    assert plan(profile).basis.startswith("uncalibrated")  # the other setting's table is not used
+    assert "neither measured nor estimated" in describe_cost(profile, plan(profile))
     measured(True, 200e12).save(calibration.path_of("h200", True))
     slow, fast = plan(profile), plan(fastest)
     assert slow.basis.endswith("(calibration/h200-deterministic.json)")
@@ -46,7 +48,10 @@ def test_each_setting_has_its_own_table_and_both_give_the_cost(profile, tmp_path
 
 def test_unmeasured_cost_is_an_estimate_with_its_source(profile, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert seconds_per_flop(DETERMINISTIC) / seconds_per_flop(FASTEST) == pytest.approx(2.58, abs=0.02)
+    # Of the 7 products of forward and backward, at the two published speeds in TFLOP/s, of a peak of 989.
+    for kernel, forward, backward in (("deterministic", 306.2, 166.0), ("cudnn", 565.7, 469.8)):
+        average = 7 / (2 / forward + 5 / backward)
+        assert ATTENTION[kernel]["hopper"] == pytest.approx(average / 989, abs=0.005)
     text = describe_cost(profile, plan(profile))
     assert "not measured" in text
     assert "estimate: published speeds of FlashAttention-2 and cuDNN on a Hopper GPU" in text

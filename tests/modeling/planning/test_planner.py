@@ -86,7 +86,7 @@ def test_planned_step_includes_the_memory_traffic_of_the_optimizer():
         planned = plan(profile)
         (stage,) = planned.stages
         traffic[size] = [bytes / planned.parameters for bytes in (stage.accumulated, stage.updated)]
-        work = stage.flops / (0.55 * 989e12)
+        work = stage.flops / stage.rate
         optimizer = (stage.accumulated + stage.updated) / (0.8 * 3.35e12)
         assert planned.step_seconds == pytest.approx(work + optimizer)
         assert "optimizer at 2,680 GB/s of memory per device, 80% of 3,350" in planned.assumptions
@@ -342,7 +342,7 @@ def test_plans_leave_more_memory_free_on_neuron_where_it_fragments(device, fit):
 
 def test_gpu_of_unknown_memory_needs_an_accelerator_name():
     overrides = ["cluster.device=cuda", "parallel.tensor=1", "cluster.devices_per_node=1"]
-    with pytest.raises(ProfileError, match=r"cluster\.accelerator.*h100, h200, b200"):
+    with pytest.raises(ProfileError, match=r"cluster\.accelerator.*a100, h100, h100_96, h800, h200, b200"):
         plan(resolve.load(PAIR, overrides))
 
 
@@ -480,16 +480,16 @@ def test_head_and_attention_of_an_fp8_model_are_planned_in_bf16():
     table = Calibration("h100", "", "", rows, {"fp8": 1e9}, 1e9)
     shapes = ("fp8", 64, 64, 64), ("matmul", 64, 64, 64), ("attention", 8, 8, 64)
     assert [table.rate("fp8", shape) for shape in shapes] == [4e9, 1e9, 2e9]
-    profile = resolve.load("llama3-8b-h100", ["train.precision=fp8"])
-    (stage,) = plan(profile).stages
+    profile, cache = resolve.load("llama3-8b-h100", ["train.precision=fp8", "train.deterministic=false"]), {}
     products = [
-        layer.products for layer in StageCosts(profile).layers(range(profile.model.num_hidden_layers))
+        layer.products for layer in StageCosts(profile, cache).layers(range(profile.model.num_hidden_layers))
     ]
     eight = sum(n for each in products for shape, n in each.items() if shape[0] == "fp8")
     rest = sum(n for each in products for shape, n in each.items() if shape[0] != "fp8")
-    seconds = (eight / 1979e12 + rest / 989e12) / 0.55
-    assert stage.rate == pytest.approx((eight + rest) / seconds)
     assert 0.5 < eight / (eight + rest) < 0.9
+    bf16 = plan(with_value(profile, "train.precision", "bf16"), cache)
+    # Published: 1.15 to 1.29, with quantization and all that stays in bf16.
+    assert 1.1 < bf16.step_seconds / plan(profile, cache).step_seconds < 1.35
 
 
 def test_unreadable_calibration_is_an_error(tmp_path, monkeypatch):
