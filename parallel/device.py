@@ -270,9 +270,9 @@ ACCELERATORS = {
         HOPPER, 1, 81_559 * MIB, 3.35e12, 450e9, 400e9 / 8, bf16=989e12, float32=67e12, fp8=1979e12
     ),
     # With 96 GB of HBM2e and 500 instead of 700 W, as torchtitan's published runs have it. Its peak is not published; it is
-    # fitted to them, 0.71 of the H100's (benchmarks/published.py).
+    # fitted to them, 0.89 of the H100's (benchmarks/published_fit.py), which is the cube root of the power's ratio.
     "h100_96": _accelerator(
-        HOPPER, 1, 97_871 * MIB, 2.4e12, 450e9, 400e9 / 8, bf16=703e12, float32=48e12, fp8=1407e12
+        HOPPER, 1, 97_871 * MIB, 2.4e12, 450e9, 400e9 / 8, bf16=880e12, float32=60e12, fp8=1761e12
     ),
     # An H100 with 400 instead of 900 GB/s of NVLink, both directions together.
     "h800": _accelerator(

@@ -14,7 +14,7 @@ from rich.text import Text
 from flows.cli.exit_codes import DONE, REJECTED
 from flows.ui.console import TrimmedConsole, print_json, print_stderr, waiting
 from flows.ui.summaries import cluster_summary
-from modeling.planning import calibration
+from modeling.planning.efficiency import basis
 from modeling.planning.planner import device_bytes, reserved_share
 from modeling.planning.search import RejectedDegrees, Topology, explain, search
 from profiles.check import get_value
@@ -31,7 +31,7 @@ NUMBER = re.compile(r"\b\d+\b")
 def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_json: bool) -> int:
     """Print topologies that fit; returns REJECTED if none. `typed` names the profile on the command line."""
     with waiting(lambda: f"searching topologies of {profile.name}"):
-        found, rejected = search(profile)
+        found, rejected = search(profile, vary=True)
     if as_json:
         result = {"topologies": list(map(_describe, found)), "rejected": list(map(asdict, rejected))}
         result["reasons"] = explain(found, rejected) if found else []
@@ -80,7 +80,7 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
             table.add_row(str(rank), *_row(profile, topology))
         console.print(table)
         if timed:
-            console.print(calibration.basis(profile), style="dim")
+            console.print(basis(profile), style="dim")
             console.print(Text(f"first because {'; '.join(explain(found, rejected))}"))
     if rejected:
         console.print(

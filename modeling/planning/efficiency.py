@@ -1,4 +1,4 @@
-"""Speeds that plans assume without a measurement: a layer's products, attention and other operators, and what overlaps.
+"""Speeds that plans assume without a measurement: products, attention, other operators, overlap.
 
 GPUs       product    FLOPs / (SHARES · peak), or the bytes of its factors and its result / memory bandwidth if that is longer; in
                       FP8 also the bytes that quantize its factors
@@ -7,8 +7,8 @@ GPUs       product    FLOPs / (SHARES · peak), or the bytes of its factors and 
 others     0.55 of the published peak for everything, which agrees with AWS's published throughputs on trn1
 
 Where this product's own code was measured on a GPU (docs/devices/gpus.md), its figures are used. The others are fitted to
-published steps of other frameworks (benchmarks/published.py), and judged on those of sources that the fit has not seen. What such
-a framework does otherwise than this one, `Software` states; a plan of a run has `OURS`.
+published steps of other frameworks (benchmarks/published_fit.py). What such a framework does otherwise than this one, `Software`
+states; a plan of a run has `OURS`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from profiles.schema import Profile
 # Share of the bf16 peak of products by architecture. Hopper: measured on an H100, 760 to 800 TFLOP/s in training. Ampere: fitted.
 # Blackwell, with too few published steps: as Hopper.
 SHARES = {"ampere": 0.75, "hopper": 0.78, "blackwell": 0.78}
-FP8 = 0.75  # share of the FP8 peak; the fit's upper bound, since no published product is faster (1,480 TFLOP/s on an H100)
+FP8 = 0.70  # share of the FP8 peak; fitted, at most 0.75: no published product is faster (1,480 TFLOP/s on an H100)
 FUSED = 2.2  # bytes that eager operators move, for each that compiled kernels move; from the measured layers of an 8B
-CONTENTION = (
-    0.53  # of an exchange that overlaps with compute, the share by which it slows the compute down; fitted
-)
+CONTENTION = 0.57  # seconds by which a second of overlapping exchange slows the compute down; fitted
 # Share of the bf16 peak of causal attention with heads of 128, forward and backward together, by kernel and architecture.
 # "flash-1", in Triton: FlashAttention-2's paper (arXiv 2307.08691), figure 4, on A100; on H100, which lacks a figure, as fast as
 # "deterministic". "flash-2": the same figure, and 335 TFLOP/s on H100 (figure 7).
@@ -50,16 +48,19 @@ LONG = 32768  # tokens of a sequence
 # By kind of run, published ÷ planned steps as this product runs them: 10th and 90th percentile, and number of steps
 # (benchmarks/published.py). Others' experts and long contexts are faster: a node gets tokens once, and attention is cuDNN's.
 ERRORS = {
-    "FSDP or ZeRO-1 alone": (0.86, 1.32, 31),
+    "FSDP or ZeRO-1 alone": (0.91, 1.3, 31),
     "TP or PP": (0.9, 1.12, 17),
-    "long context": (0.57, 1.09, 10),
+    "long context": (0.61, 1.09, 10),
     "experts": (0.42, 0.81, 7),
 }
 
 
 @dataclass(frozen=True)
 class Software:
-    """What a framework does otherwise than this one; published steps are compared with plans of their own software."""
+    """What a framework does otherwise than this one.
+
+    Published steps are compared with plans of their own software.
+    """
 
     attention: str | None = None  # kernel (ATTENTION); None: by `train.deterministic`
     fuses: bool | None = None  # whether operators other than products are fused; None: by `compile.enabled`
@@ -77,7 +78,7 @@ OURS = Software()
 def layer_seconds(
     profile: Profile, layer: LayerCosts, software: Software = OURS
 ) -> tuple[float, float] | None:
-    """Seconds of a microbatch in a layer, and those of attention in it; None if the device's peak is unknown."""
+    """Seconds of a microbatch in a layer, and those of attention in it; None if they are unknown."""
     device, precision = device_of(profile), profile.train.precision
     if device.architecture is None:
         return _flat_seconds(device, precision, layer.products)
@@ -147,7 +148,10 @@ def exposed(seconds: float, hidden: float, device: Device) -> float:
 
 
 def sent_share(profile: Profile, software: Software = OURS) -> float:
-    """Share of experts' rows that a rank sends: less than 1 if each node gets a token once, or tensor ranks split tokens."""
+    """Share of experts' rows that a rank sends.
+
+    Less than 1 if each node gets a token once, or tensor ranks split tokens.
+    """
     parallel, model = profile.parallel, profile.model
     share = 1.0 / parallel.tensor if software.splits_tokens else 1.0
     nodes = parallel.expert * parallel.tensor // profile.cluster.devices_per_node

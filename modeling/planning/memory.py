@@ -93,7 +93,11 @@ def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedB
 
 
 def bucket_planner(profile: Profile, costs: CostCache | None = None) -> Callable[..., list[PlannedBucket]]:
-    """`plan_buckets` of stages given one by one, once for all ranks, and plans with `costs`, that share their stages."""
+    """`plan_buckets` of stages given one by one, once for all that share their stages.
+
+    Args:
+        costs: cache of other plans, whose buckets are reused.
+    """
     known: CostCache = {} if costs is None else costs
     setting = (
         profile.parallel.data_sharding,
@@ -114,7 +118,10 @@ def bucket_planner(profile: Profile, costs: CostCache | None = None) -> Callable
 
 
 def least_bytes(profile: Profile) -> float:
-    """Bytes of parameters, gradients and optimizer states that the fullest rank needs at least, without building the model."""
+    """Bytes of parameters, gradients and optimizer states that the fullest rank needs at least.
+
+    They follow from the profile, without building the model.
+    """
     model, parallel, train = profile.model, profile.parallel, profile.train
     experts, chosen = model.num_experts or 0, model.num_experts_per_tok or 0
     routed = (model.parameters - model.active_parameters) * experts / max(1, experts - chosen)

@@ -3,8 +3,9 @@
 Combinations of degrees: a tensor degree (the valid ones within a node, and powers of two to explain why they are invalid), a
 pipeline degree that divides the remaining ranks, a context degree for long sequences, an expert degree for models with experts,
 and a sharding over the data and context ranks: ZeRO-1, FSDP over all of them, or HSDP, which shards over the ranks of a node and
-replicates across nodes. Each uses the least recomputation that fits, and keeps gathered weights where that is faster. Nodes,
-devices, batch sizes, sequence length and schedule are those of the profile.
+replicates across nodes. Each uses the least recomputation that fits, and keeps gathered weights where that is faster. The fastest
+of them are then changed step by step, also in what the combinations leave as in the profile: microbatches, stages per rank, HSDP
+degrees and context degrees of short sequences (variations.py). Nodes, devices, batch and sequence length are the profile's.
 """
 
 from __future__ import annotations
@@ -15,16 +16,29 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
+
+from modeling.models.build import device_of, partition_layers
+from modeling.planning import memory
 from modeling.planning.auto import AUTO, resolve_auto
-from modeling.planning.planner import CONTEXT_TOKENS, Plan, plan
-from modeling.planning.stage_costs import CostCache
+from modeling.planning.planner import CONTEXT_TOKENS, Plan, device_bytes, plan, reserved_share
+from modeling.planning.stage_costs import CostCache, StageCosts
+from modeling.planning.step_time import layer_seconds
+from modeling.planning.variations import Variation
 from parallel.constraints import valid_expert_degrees
-from profiles.check import check, get_value, with_value
+from parallel.pipeline.schedules import bubble
+from profiles.check import check, get_value, passes, with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
 
 DERIVED = ("parallel.pipeline_cuts",)
+STARTS = 2  # topologies that the search changes step by step
+VARIATIONS = 100  # plans after which it stops
+GAIN = 0.01  # share of a step that a change must save; plans are not more exact
+MANY = 64  # combinations above which those that are slow for certain are left out
+SLOW = 1.1  # of the fastest step
+SLOWER = f"is more than {SLOW} times as slow as the first, with other degrees"
 
 
 @dataclass(frozen=True)
@@ -44,27 +58,100 @@ class RejectedDegrees:
     needs: int | None = None  # least bytes that the fullest rank needs, if memory is the reason
 
 
-def search(profile: Profile) -> tuple[list[Topology], list[RejectedDegrees]]:
+def search(profile: Profile, vary: bool = False) -> tuple[list[Topology], list[RejectedDegrees]]:
     """The best topology of each combination that fits, fastest first, and the rejected degrees.
 
     On devices of unknown speed, topologies are ordered by communication volume.
+
+    Args:
+        vary: whether to change the fastest ones step by step, their microbatches and schedule included (`refine`).
     """
     cache: CostCache = {}
     topologies: list[Topology] = []
     rejected: list[RejectedDegrees] = []
-    for degrees in _degrees(profile):
+    combinations = [*_degrees(profile)]
+    bounds = [0.0] * len(combinations)
+    if len(combinations) > MANY:
+        keys = [{f"parallel.{name}": size for name, size in degrees.items()} for degrees in combinations]
+        bounds = [_least_seconds(profile, each, cache) if len(each) > 1 else 0.0 for each in keys]
+        combinations = [combinations[i] for i in np.argsort(bounds, kind="stable")]
+        bounds.sort()
+    for degrees, bound in zip(combinations, bounds, strict=True):
+        if topologies and bound > SLOW * min(map(_seconds, topologies)):
+            rejected.append(RejectedDegrees(degrees, SLOWER))
+            continue
         tried = [_best(profile, degrees, sharding, cache) for sharding in _shardings(profile, degrees)]
         fitting = [each for each in tried if isinstance(each, Topology)]
         topologies += fitting
         if not fitting:
             rejected.append(min((each for each in tried if isinstance(each, RejectedDegrees)), key=_needs))
-    topologies.sort(
-        key=lambda found: (
-            found.plan.step_seconds or sum(found.plan.communication.values()),
-            found.plan.needs,
-        )
-    )
+    topologies.sort(key=_order)
+    if vary and topologies and topologies[0].plan.step_seconds is not None:
+        known = {Variation.of(profile, each.overrides) for each in topologies}
+        refined = refine(profile, topologies[:STARTS], cache)
+        topologies += [each for place, each in refined.items() if place not in known]
+        topologies.sort(key=_order)
     return topologies, rejected
+
+
+def _order(found: Topology) -> tuple[float, int]:
+    return _seconds(found), found.plan.needs
+
+
+def _seconds(found: Topology) -> float:
+    """Seconds of a step; on devices of unknown speed, the bytes that it sends."""
+    return found.plan.step_seconds or sum(found.plan.communication.values())
+
+
+def _least_seconds(profile: Profile, keys: dict[str, Any], cache: CostCache) -> float:
+    """Seconds that a step takes at least; 0 if that is unknown or the keys are invalid.
+
+    Its layers without recomputation, and the bubble.
+    """
+    candidate = profile
+    for key, value in {**_reset_derived(profile), **keys, "train.recompute": "none"}.items():
+        candidate = with_value(candidate, key, value)
+    model, parallel, layers = candidate.model, candidate.parallel, candidate.model.num_hidden_layers
+    if device_of(candidate).peak(candidate.train.precision) is None or layers < 3 or not passes(candidate):
+        return 0.0
+    middle = layers - 2
+    seconds = layer_seconds(candidate, StageCosts(candidate, cache).layer(middle, "none"), overlaps=True)
+    alike = sum(
+        all(kind(each) == kind(middle) for kind in (model.window, model.has_experts, model.is_linear))
+        for each in range(layers)
+    )
+    count, stages = candidate.accumulation_steps, len(partition_layers(candidate))
+    idle = bubble(parallel.schedule, parallel.pipeline, count, stages // parallel.pipeline)
+    return count * alike / parallel.pipeline * seconds * (1 + idle)
+
+
+def refine(profile: Profile, starts: Sequence[Topology], cache: CostCache) -> dict[Variation, Topology]:
+    """The topologies that result from changing each start as long as that makes its step shorter."""
+    planned: dict[Variation, Topology | None] = {}
+
+    def at(variation: Variation, limit: float) -> Topology | None:
+        """The topology of a variation, planned if its step may take less than `limit`."""
+        if variation not in planned:
+            keys = variation.keys(profile)
+            if _least_seconds(profile, keys, cache) >= limit:
+                return None
+            found = plan_keys(profile, keys, cache)
+            planned[variation] = found if isinstance(found, Topology) else None
+        return planned[variation]
+
+    ends: dict[Variation, Topology] = {}
+    for start in starts:
+        best, place = start, Variation.of(profile, start.overrides)
+        while len(planned) < VARIATIONS:
+            limit = (1 - GAIN) * _seconds(best)
+            tried = [(found, each) for each in place.neighbours(profile) if (found := at(each, limit))]
+            nearest = min(tried, key=lambda pair: _order(pair[0]), default=None)
+            if nearest is None or _seconds(nearest[0]) > limit:
+                break
+            best, place = nearest
+        if best is not start:
+            ends[place] = best
+    return ends
 
 
 def neighbours(profile: Profile) -> list[Topology]:
@@ -117,10 +204,20 @@ def _best(
     profile: Profile, degrees: dict[str, int], sharding: dict[str, Any], cache: CostCache
 ) -> Topology | RejectedDegrees:
     """The combination's topology with the least recomputation that fits, or why there is none."""
+    keys = {f"parallel.{key}": value for key, value in (degrees | sharding).items()}
+    found = plan_keys(profile, keys, cache)
+    return found if isinstance(found, Topology) else RejectedDegrees(degrees, *found)
+
+
+def plan_keys(profile: Profile, keys: dict[str, Any], cache: CostCache) -> Topology | tuple[str, int | None]:
+    """The topology of these keys with the least recomputation that fits.
+
+    Returns:
+        Otherwise the rule that they break, or "memory", and the bytes that they need.
+    """
     rule, needs = "", None
     for mode in ("none", "auto"):
-        overrides = {f"parallel.{key}": value for key, value in (degrees | sharding).items()}
-        overrides |= {"train.recompute": mode, **_reset_derived(profile)}
+        overrides = {**_reset_derived(profile), **keys, "train.recompute": mode}
         candidate = profile
         for key, value in overrides.items():
             candidate = with_value(candidate, key, value)
@@ -129,6 +226,9 @@ def _best(
         except ProfileError as error:
             rule = rule or str(ProfileError(error.key, error.value, error.reason))
             continue
+        room = (1 - reserved_share(candidate)) * device_bytes(candidate)
+        if (least := memory.least_bytes(candidate)) > room:
+            return "memory", int(least)
         candidate = resolve_auto(candidate, cache)
         planned = plan(candidate, cache)
         if planned.fits:
@@ -136,7 +236,7 @@ def _best(
             overrides["parallel.keep_gathered"] = candidate.parallel.keep_gathered
             return Topology(overrides, planned)
         needs = planned.needs
-    return RejectedDegrees(degrees, rule if needs is None else "memory", needs)
+    return rule if needs is None else "memory", needs
 
 
 def explain(found: Sequence[Topology], rejected: Sequence[RejectedDegrees]) -> list[str]:

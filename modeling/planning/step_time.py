@@ -72,7 +72,11 @@ class Estimate:
 def layer_speed(
     profile: Profile, layers: Sequence[LayerCosts], software: Software = OURS
 ) -> tuple[float | None, float]:
-    """Average FLOP/s of layers, other operators included, and attention's share of their time; (None, 0) if unknown."""
+    """Average FLOP/s of layers, other operators included, and attention's share of their time.
+
+    Returns:
+        None and 0 if they are unknown.
+    """
     counts = Counter(map(id, layers))
     distinct = {id(layer): layer for layer in layers}
     times = {key: _layer_times(profile, layer, software) for key, layer in distinct.items()}
@@ -180,7 +184,7 @@ def estimate(
 
 
 def _overlaps_tensor(profile: Profile, software: Software) -> bool:
-    """Whether exchanges of tensor groups overlap with products; ours only in eager mode (layers/overlap.py)."""
+    """Whether exchanges of tensor groups overlap with products; ours only in eager mode."""
     if software is OURS:
         return device_of(profile).concurrent_collectives and not profile.compile.possible
     return "tensor" in software.overlapped

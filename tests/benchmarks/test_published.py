@@ -1,12 +1,14 @@
-"""Plans against published steps of other frameworks: the documented table is current and reaches its goal."""
+"""Plans against published steps: the documented table is current, and the goal reached."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from benchmarks import published_fit
 from benchmarks.published import HELD_OUT, SOFTWARE, compare, errors, read
 from modeling.planning.efficiency import ERRORS, kind_of
 from modeling.planning.stage_costs import CostCache
@@ -37,12 +39,30 @@ def test_page_has_every_published_step(rows, documented):
     assert {row.source for row in rows.values()} == SOFTWARE.keys()
 
 
+@pytest.fixture(scope="module")
+def cache() -> CostCache:
+    return {}
+
+
 @pytest.mark.slow
-def test_documented_ratios_are_those_of_plans(rows, documented):
-    cache: CostCache = {}
+def test_documented_ratios_are_those_of_plans(rows, documented, cache):
     for name in PLANNED:
         found = compare(rows[name], cache)
         assert documented[name][3:5] == [f"{found.ratio:.2f}", f"{found.ours:.2f}"]
+
+
+@pytest.mark.slow
+def test_fit_finds_figures_that_explain_steps_made_with_others(rows, cache):
+    steps, code = [published_fit.Planned.of(rows[name], cache) for name in PLANNED[:2]], published_fit.used()
+    try:
+        published_fit.assume(code | {"ampere": 0.8, "fp8": 0.5})
+        made = [replace(step, row=replace(step.row, seconds=step.seconds())) for step in steps]
+        found = published_fit.fit(made, code)
+        assert all(low <= found[name] <= high for name, (low, high) in published_fit.BOUNDS.items())
+        assert published_fit.mean_error(made, code) > 0.02
+        assert published_fit.mean_error(made, found) < 0.005
+    finally:
+        published_fit.assume(code)
 
 
 def test_plans_of_sources_that_the_fit_has_not_seen_are_near_the_published_steps(documented):
