@@ -17,7 +17,7 @@ BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
 
 
 def install(folder: Path) -> Path:
-    """Build and install the wheel into a new environment, whose dependencies are those of this one; returns `trainshed`."""
+    """Install the wheel into a new environment with this one's dependencies; returns `trainshed`."""
     source = folder / "source"  # a copy, since building writes beside the packages
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""Measure the cost per token of linear attention, and of full attention, in sequences of different lengths.
+"""Measure the cost per token of linear and of full attention, in sequences of different lengths.
 
 Runs forward and backward of one layer of each kind, of the workload `qwen3-5`, in one process, eager, in float32. The sides
 alternate; prints medians. Full attention, whose cost per token grows, is measured up to --longest-full tokens.

@@ -83,7 +83,7 @@ class RMSNorm(nn.Module):
 
 
 class UnitOffsetNorm(RMSNorm):
-    """x / sqrt(mean(x²) + ε) · (1 + w), with w initially zero (Gemma, Qwen3-Next); arguments as for RMSNorm."""
+    """x / sqrt(mean(x²) + ε) · (1 + w), with w initially zero (Gemma, Qwen3-Next); otherwise as RMSNorm."""
 
     def __init__(self, hidden: int, axis: Axis, *, initializer: Initializer = ONES, **arguments: Any) -> None:
         super().__init__(hidden, axis, initializer=ZEROS, **arguments)

@@ -1,6 +1,7 @@
-"""Execute docs/notebook.ipynb without Jupyter: `python -m tests.docs.notebook` writes its outputs, in a few minutes.
+"""Execute docs/notebook.ipynb without Jupyter.
 
-A cell consists either of commands (`!trainshed …`) or of Python, of whose last expression the value is shown.
+`python -m tests.docs.notebook` writes its outputs, in a few minutes. A cell consists either of commands (`!trainshed …`) or of
+Python, of whose last expression the value is shown.
 """
 
 import ast
@@ -20,10 +21,13 @@ SHOWN = {"image/svg+xml": "_repr_svg_", "text/html": "_repr_html_"}
 
 
 def execute(notebook: dict[str, Any], run: Callable[[str], str]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Execute the cells in the working folder; yields each with its printed text and the value of its last expression.
+    """Execute the cells in the working folder.
 
     Args:
         run: runs a command and returns what it printed.
+
+    Yields:
+        Each cell with its printed text and the value of its last expression.
     """
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in notebook["cells"]:

@@ -395,7 +395,7 @@ def smoothed(logits, targets):
 def test_run_prints_steps_final_loss_and_output_paths(
     command, profile, prefect_server, tmp_path, tmp_path_factory, monkeypatch
 ):
-    """The wheel, where a folder on PYTHONPATH has modules of the same names; then a cached run with its output closed."""
+    """The wheel, beside modules of the same names on PYTHONPATH; then a cached run with closed output."""
     write_shadowing_modules(tmp_path)
     monkeypatch.setattr(Command, "program", (str(wheel.install(tmp_path_factory.mktemp("wheel"))),))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

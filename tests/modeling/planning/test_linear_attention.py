@@ -1,4 +1,4 @@
-"""Plans of linear attention: FLOPs and memory in proportion to the tokens, and states that are exchanged."""
+"""Plans of linear attention: FLOPs and memory in proportion to the tokens, and exchanged states."""
 
 from itertools import product
 

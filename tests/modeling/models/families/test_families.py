@@ -121,7 +121,7 @@ WINDOW = {
 
 @pytest.mark.parametrize(("name", "fields"), [("olmo3", WINDOW), ("qwen3_next", MIXED["qwen3_next"][0])])
 def test_long_sequences_match_transformers(name, fields):
-    """4,097 tokens, more than a window of a published model and no multiple of any block of attention or chunk."""
+    """4,097 tokens: more than a published window, and no multiple of a block of attention or a chunk."""
     config = AutoConfig.for_model(name, **{**SIZES, **fields})
     assert_match(AutoModelForCausalLM.from_config, config, lengths=(4097,))
 
