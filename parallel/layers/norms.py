@@ -173,7 +173,7 @@ class HeadNorm(nn.Module):
 
 
 class _ProjectionRMSNorm(Function):
-    """`_RMSNorm` of heads (..., n, d) with a weight (n, d), over `size` elements: those of all ranks of an axis."""
+    """`_RMSNorm` of heads (..., n, d) with a weight (n, d), over all `size` elements of an axis."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, size: int, epsilon: float) -> Tensor:
