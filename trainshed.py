@@ -1,4 +1,4 @@
-"""The command `trainshed`: imports Trainshed's own packages, whatever is on PYTHONPATH, and calls `flows.cli.main`.
+"""The command `trainshed`, which imports Trainshed's own packages, whatever is on PYTHONPATH.
 
 Python searches the folders in PYTHONPATH before installed packages, and names such as `flows` and `tasks` are common: with a
 module tasks.py there, Trainshed would import that one. The name of this module is Trainshed's alone.
@@ -16,7 +16,9 @@ HOME = str(Path(__file__).resolve().parent)
 
 
 def put_own_packages_first() -> list[str]:
-    """Search Trainshed's folder first, here and in child processes, if PYTHONPATH has other packages of these names.
+    """Search Trainshed's folder first if PYTHONPATH has other packages of these names.
+
+    Child processes do so too.
 
     Returns:
         Their files. They are not imported; everything else in their folders still is.

@@ -42,9 +42,9 @@ from rich.table import Table
 
 from benchmarks.harness.timing import make_parser
 from flows.cli.main import main as command
-from profiles import state_files
 from profiles.errors import ProfileError
-from profiles.state_files import CorruptedState
+from profiles.files import state_files
+from profiles.files.state_files import CorruptedState
 from tasks.failures import FatalError
 from tasks.sources.shard import SOURCE_ERRORS
 from tests.flows.micro import write_profile

@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.harness.processes import training_ranks
 from benchmarks.harness.timing import make_parser
-from modeling import run_files
 from profiles import resolve
+from profiles.files import run_files
 from tests.flows.micro import settings, write_profile
 from tests.slurm.cluster import Cluster, missing
 

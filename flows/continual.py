@@ -40,8 +40,7 @@ from flows.run_setup import (
 from flows.runner import THREADS, Runner
 from flows.start_checks import load
 from flows.verdicts import Judge, check_gates, missing_held_out, on_cluster_of, show_series
-from modeling import run_files
-from profiles import state_files
+from profiles.files import run_files, state_files
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.rules.continual import check_round, check_same_training, stand_in_data
 from profiles.schema import Profile

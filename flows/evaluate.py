@@ -20,9 +20,9 @@ from flows.hooks import SHOW_FAILURE
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from flows.ui.artifacts import show_table
-from modeling import run_files
 from modeling.training.metrics import OF_TASKS
-from profiles import resolve, state_files
+from profiles import resolve
+from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation import request, results

@@ -8,9 +8,9 @@ from prefect.runtime import flow_run
 from flows.final_states import final_states
 from flows.hooks import SHOW_FAILURE
 from flows.runner import Runner
-from modeling import run_files
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import run_files
 from tasks.inputs import EXPORT
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep

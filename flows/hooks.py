@@ -27,8 +27,8 @@ from flows import working_folder
 from flows.chained_runs import chained_runs
 from flows.ui.artifacts import PrefectArtifact
 from flows.ui.overview import KEY, Overview, failure_markdown, stop_markdown
-from modeling import run_files
 from profiles import resolve
+from profiles.files import run_files
 from profiles.schema import Profile
 from tasks.launchers import Launcher, create, latest_jobs
 from tasks.store import runs

@@ -35,8 +35,8 @@ from flows.run_setup import (
 )
 from flows.runner import THREADS, Background, Runner
 from flows.start_checks import RunCommand, check_last_step, load
-from modeling import run_files
 from modeling.planning.planner import plan
+from profiles.files import run_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep

@@ -17,12 +17,11 @@ from flows.start_checks import RunCommand, admit, suggest_commands
 from flows.ui.overview import Overview
 from flows.ui.progress import TrainingProgress, progress_reporter
 from flows.ui.summaries import inputs_summary, plan_summary
-from modeling import run_files
 from modeling.planning import planner
 from profiles import resolve as resolve_profile
-from profiles import state_files
 from profiles.check import with_value
-from profiles.retry_policies import STEP
+from profiles.files import run_files, state_files
+from profiles.files.retry_policies import STEP
 from profiles.schema import Profile
 from tasks.fork import rate_warnings
 from tasks.inputs import Inputs, Lockfile, resolve

@@ -36,10 +36,9 @@ from flows.step_names import PREPARATION
 from flows.ui.artifacts import show_table
 from flows.ui.console import ProgressFilter, log_outcome, one_line
 from flows.ui.progress import progress_reporter
-from modeling import run_files
 from modeling.training.metrics import record_event
-from profiles import retry_policies, state_files
 from profiles.errors import ProfileError
+from profiles.files import retry_policies, run_files, state_files
 from profiles.schema import Profile
 from tasks.failures import RESTARTING, FatalError
 from tasks.launchers import JobFailed

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flows.step_names import STEPS
-from modeling import run_files
 from modeling.planning import planner
 from modeling.planning.auto import resolve_auto
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError, closest
+from profiles.files import run_files
 from profiles.local_paths import RUN, local_path
 from profiles.schema import Profile
 from tasks.fork import find_parent, require_forkable, require_new_name

@@ -14,10 +14,10 @@ from pathlib import Path
 from flows.runner import Runner
 from flows.ui import series as ui
 from flows.ui.artifacts import PrefectArtifact, show_table
-from modeling import run_files
 from modeling.training.metrics import OF_TASKS
-from profiles import resolve, state_files
+from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import run_files, state_files
 from profiles.schema import Continual, Profile
 from tasks import keys
 from tasks.continual import gates, held_out, page, rounds, series, stand_in

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 
-from modeling import exit_codes
+from profiles.files import exit_codes
 
 
 def replace_unencodable() -> None:

@@ -2,6 +2,5 @@
 
 Start at schema.py (every key) and resolve.py (`load`: file, `extends`, overrides). check.py runs the
 rules between keys, which are in `rules/` by subject, and errors.py has the error type that all of them raise. Shipped profiles
-are in `shipped/`, with ladders and branches. state_files.py, file_locks.py, retries.py and retry_policies.py are utilities that
-other folders use too. Imports `parallel`.
+are in `shipped/`, with ladders and branches. `files/` is what other folders use too. Imports `parallel`.
 """

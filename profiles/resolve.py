@@ -18,9 +18,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiles import local_paths, yaml_text
+from profiles import local_paths
 from profiles.check import check, check_start
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError
+from profiles.files import yaml_text
 from profiles.huggingface.config import read_config_json
 from profiles.huggingface.hub import REPOSITORY, config_json
 from profiles.schema import Profile

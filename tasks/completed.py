@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modeling import run_files
-from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.files import run_files, state_files
 from profiles.recompute import AUTO
 from profiles.schema import Profile
 from tasks import keys

@@ -1,6 +1,6 @@
 """Classifies failed jobs: whether to retry, and what to change if a retry would fail again.
 
-Job modules report the cause by exit code (modeling/exit_codes.py); running out of memory is also recognised by the
+Job modules report the cause by exit code (profiles/files/exit_codes.py); running out of memory is also recognised by the
 system's messages. Everything else counts as a failure of the machines and is retried.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import re
 
-from modeling import exit_codes
 from modeling.planning import planner
+from profiles.files import exit_codes
+from profiles.files.state_files import NotRegularFile
 from profiles.schema import Profile
-from profiles.state_files import NotRegularFile
 from tasks.launchers import JobFailed
 from tasks.launchers.base import Unavailable
 from tasks.launchers.causes import OUT_OF_MEMORY

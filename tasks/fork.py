@@ -15,15 +15,15 @@ from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
-from modeling import run_files
 from modeling.data.sample_order import quotas
 from modeling.supervision.time_account import TOTALS
 from modeling.training.learning_rate import learning_rate
 from parallel.checkpoint.locations import MARKER, QUARANTINE
-from profiles import resolve, state_files
+from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import run_files, state_files
+from profiles.files.jsonl import is_metrics
 from profiles.schema import Profile, Train
-from tasks.jsonl import is_metrics
 from tasks.keys import POSITION
 from tasks.steps.dataset import DatasetStep
 from tasks.store import ledger, runs

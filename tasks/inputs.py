@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from profiles.errors import ProfileError
+from profiles.files.state_files import CorruptedState
 from profiles.huggingface.hub import resolve_commit
 from profiles.resolve import names as profile_names
 from profiles.rules.pretrained import RUN
 from profiles.schema import Data, Profile, Source, Tokenizer
-from profiles.state_files import CorruptedState
 from tasks import keys
 from tasks.sources import corpus, weights
 from tasks.sources.digest_cache import DigestCache

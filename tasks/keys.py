@@ -20,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from profiles import state_files, user_functions
+from profiles import user_functions
+from profiles.files import state_files
 from profiles.schema import Objective, Profile, Train
 from profiles.sections import families
 from profiles.sections.model import PARAMETRIZATION

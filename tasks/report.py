@@ -18,10 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.planning.planner import Plan
 from modeling.tracing import traced_plan
-from profiles import resolve, state_files
+from profiles import resolve
+from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from tasks.evaluation import results
 from tasks.experiments import forecasts

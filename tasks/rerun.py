@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
-from profiles import state_files
 from profiles.errors import format_value
+from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from profiles.sections.base import Section, sections_in
 from profiles.sections.roles import Role, closure, own_role, roles

@@ -125,7 +125,7 @@ def _logging():
 def waits(monkeypatch):
     """Seconds of each wait before a retry of a network call; the waits are skipped."""
     seconds = []
-    monkeypatch.setattr("profiles.retries.sleep", seconds.append)
+    monkeypatch.setattr("profiles.files.retries.sleep", seconds.append)
     return seconds
 
 

@@ -2,5 +2,5 @@
 
 Start with `events.py`, which emits the events from the flow process as the files of the run folder change. `automations.py` has
 the notifications that `flows.registration` installs, `evaluation.py` the automation that evaluates each completed checkpoint
-(`trainshed up --evaluate`). Imports `flows.server`, `modeling`, `profiles` and `tasks`.
+(`trainshed up --evaluate`). Imports `flows.server`, `profiles` and `tasks`.
 """

@@ -17,11 +17,10 @@ from typing import Any
 from prefect.events import emit_event
 
 from flows.server.prefect_settings import EVENT, RESOURCE
-from modeling import run_files
-from profiles import state_files
+from profiles.files import run_files, state_files
+from profiles.files.jsonl import LogFollower, is_event
 from profiles.schema import Profile
 from tasks.failures import HUNG
-from tasks.jsonl import LogFollower, is_event
 from tasks.launchers.base import NODE_FAILED
 from tasks.store.run_folder import RunFolder
 

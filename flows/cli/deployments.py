@@ -37,9 +37,10 @@ from flows.server.secrets import without_tokens
 from flows.server.shared_server import start_module
 from flows.ui.console import print_stderr, waiting
 from flows.ui.summaries import cluster_summary
-from profiles import resolve, state_files
+from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.retry_policies import SERVER_BUSY
+from profiles.files import state_files
+from profiles.files.retry_policies import SERVER_BUSY
 from profiles.rules.cluster import ACCELERATORS
 
 VARIABLE = "trainshed_deployments"

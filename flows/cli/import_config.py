@@ -14,8 +14,9 @@ from rich.text import Text
 
 from flows.cli.exit_codes import DONE
 from flows.ui.console import TrimmedConsole, print_json, print_stderr, waiting
-from profiles import nxdt, resolve, state_files
+from profiles import nxdt, resolve
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.nxdt.translation import Effect, Line
 from profiles.rules.cluster import PLANNED_ONLY
 from profiles.schema import Profile

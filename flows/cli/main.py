@@ -21,7 +21,7 @@ from flows.ui.console import one_line, print_stderr, redirect_to_devnull, save_t
 from modeling import start
 from modeling.conversion.choices import FORMATS, NXD_LAYOUTS, QKV_FORM_NAMES
 from profiles.errors import ProfileError
-from profiles.state_files import CorruptedState
+from profiles.files.state_files import CorruptedState
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -41,8 +41,8 @@ from flows.ui.console import (
 from modeling.start import without_garbage_collection
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files.state_files import CorruptedState
 from profiles.schema import Profile
-from profiles.state_files import CorruptedState
 from tasks.gate import GateMissed
 from tasks.reporting.format import format_perplexity
 from tasks.reporting.outcome import Outcome

@@ -47,7 +47,7 @@ from flows.server.secrets import without_tokens
 from flows.server.serve import UP
 from flows.server.shared_server import SERVE, start_module, start_server, wait_healthy
 from flows.ui.console import print_stderr, relative, waiting
-from profiles import state_files
+from profiles.files import state_files
 
 GRACE = 60.0  # seconds for the worker and the server to stop
 WORKER_SECONDS = 60.0  # for a worker to report to the server

@@ -22,11 +22,11 @@ from flows.hooks import EXPERIMENT_HOOKS
 from flows.pretrain import pretrain
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
-from modeling import run_files
 from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.experiments.branches import Branches
 from profiles.experiments.load import load_experiment
+from profiles.files import run_files
 from tasks.evaluation.average import MODEL, AverageStep, identity_of
 from tasks.experiments.branches import members_of
 from tasks.reporting import branches_page

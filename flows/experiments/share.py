@@ -38,13 +38,13 @@ from flows.run_setup import (
 )
 from flows.runner import THREADS, Runner
 from flows.start_checks import RunCommand
-from modeling import run_files
 from modeling.planning.auto import resolve_auto
 from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.share_runs import round_of
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments.share import Share
+from profiles.files import run_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.continual import gates, held_out, proxy_data, replay, series

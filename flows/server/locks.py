@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from flows.server.prefect_settings import PRIVATE
-from profiles import file_locks, state_files
 from profiles.errors import ProfileError
+from profiles.files import file_locks, state_files
 
 
 class ServerLocks:

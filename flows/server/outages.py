@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 from flows.server.prefect_settings import authorization
-from profiles.retry_policies import SERVER_START, STOPPED_SERVER
+from profiles.files.retry_policies import SERVER_START, STOPPED_SERVER
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from profiles import file_locks, state_files
-from profiles.retry_policies import SERVER
+from profiles.files import file_locks, state_files
+from profiles.files.retry_policies import SERVER
 
 POOL = "trainshed"  # the work pool
 ALERT_KINDS = {  # kinds of events, and when they are emitted (flows/alerts)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import LOGIN
 from modeling.start import without_garbage_collection
-from profiles.retry_policies import SERVER_HOME
+from profiles.files.retry_policies import SERVER_HOME
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -13,10 +13,9 @@ from typing import Any
 from uuid import UUID
 
 from flows.ui.artifacts import PrefectArtifact
-from modeling import run_files
 from modeling.planning.planner import Plan
-from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from tasks.failures import FatalError
 from tasks.reporting.advice import rise_warning

@@ -16,9 +16,9 @@ from typing import Any
 from flows.ui.artifacts import PrefectArtifact, ProgressBar, table_data
 from flows.ui.console import log_progress
 from flows.ui.overview import Overview
-from modeling import run_files
+from profiles.files import run_files
+from profiles.files.jsonl import LogFollower, is_metrics
 from profiles.schema import Profile
-from tasks.jsonl import LogFollower, is_metrics
 from tasks.reporting.advice import lower_evaluation, rise_warning
 from tasks.reporting.format import format_duration, format_value, validation_name
 from tasks.reporting.history import RECENT, seconds_left

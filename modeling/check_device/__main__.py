@@ -17,13 +17,13 @@ from dataclasses import asdict
 
 import torch
 
-from modeling import exit_codes
 from modeling.check_device import checks, isolation
 from modeling.check_device.checks import Check, Result
 from parallel import device as devices
 from profiles import resolve
 from profiles.arguments import Parser
 from profiles.errors import ProfileError
+from profiles.files import exit_codes
 
 
 def main(arguments: list[str] | None = None) -> int:

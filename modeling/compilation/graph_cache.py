@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from modeling import run_files
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from parallel import device as devices
@@ -39,9 +38,9 @@ from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.layers.tied import TiedWeight, add
 from parallel.loss import LossPrograms, chunk_loss, chunk_token_losses
 from parallel.optimizer.arithmetic import Compile
-from profiles import state_files
 from profiles.errors import ProfileError
-from profiles.file_locks import locked
+from profiles.files import run_files, state_files
+from profiles.files.file_locks import locked
 from profiles.schema import Profile
 
 CACHE = "cache.tar"

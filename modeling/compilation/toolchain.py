@@ -15,7 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from profiles import file_locks
+from profiles.files import file_locks
 
 COMPILERS = ("g++", "clang++")
 # What inductor's code needs: Python's and OpenMP's headers, and C++20.

@@ -34,9 +34,9 @@ from modeling.conversion.tensor_files import File, file_sha256
 from modeling.conversion.weights import AveragedWeights, Weights
 from parallel.checkpoint import locations
 from parallel.pipeline.stages import cut_layers
-from profiles import state_files
 from profiles.arguments import Parser
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.sections.model_checks import neighbours
 
 RECIPE = 5  # changed when the same inputs are converted differently

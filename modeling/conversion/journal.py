@@ -17,8 +17,8 @@ from threading import Lock
 from typing import Any
 
 from modeling.conversion.tensor_files import File, file_sha256
-from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.files import state_files
 
 JOURNAL, RECORD = "conversion.jsonl", "conversion.json"
 log = logging.getLogger(__name__)

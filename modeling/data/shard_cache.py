@@ -21,8 +21,8 @@ from pathlib import Path
 
 from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import reject_page_file
-from profiles import retries, retry_policies
-from profiles.file_locks import locked
+from profiles.files import retries, retry_policies
+from profiles.files.file_locks import locked
 
 SUFFIXES = (".bin", ".idx")
 PARALLEL_DOWNLOADS = 4

@@ -2,5 +2,5 @@
 
 Start at torchrun.py, which starts one process per device and watches their heartbeats externally. Inside each process watchdog.py
 monitors the training loop and ends a rank that makes no progress; stragglers.py detects the rank that slows the others down.
-Imports `modeling`, `parallel` and `profiles`.
+Imports `parallel` and `profiles`.
 """

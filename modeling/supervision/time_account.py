@@ -26,8 +26,7 @@ from typing import Any
 
 import psutil
 
-from modeling import run_files
-from profiles import state_files
+from profiles.files import run_files, state_files
 
 # environment variable of ranks: when their job's torchrun began, in seconds since 1970
 BEGUN = "TRAINSHED_BEGUN"

@@ -29,10 +29,10 @@ import psutil
 from torch.distributed import TCPStore, run
 from torch.distributed.elastic import multiprocessing
 
-from modeling.exit_codes import HANG_MESSAGE
 from modeling.supervision import heartbeat
 from modeling.supervision.stragglers import node_name
 from modeling.supervision.time_account import BEGUN
+from profiles.files.exit_codes import HANG_MESSAGE
 
 GRACE = 1.5  # seconds after the deadline in which a rank can dump its own stacks
 POLL = 0.5  # seconds

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from modeling.exit_codes import HANG_MESSAGE, HUNG
 from modeling.supervision.compiler_processes import CompilerProcesses
 from modeling.supervision.heartbeat import Heartbeat
 from modeling.supervision.stragglers import node_name
@@ -38,6 +37,7 @@ from modeling.supervision.timeouts import (
     STEP,
     Timeouts,
 )
+from profiles.files.exit_codes import HANG_MESSAGE, HUNG
 
 if TYPE_CHECKING:
     from torch.distributed import Store

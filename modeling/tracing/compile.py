@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from modeling import job_log, run_files
+from modeling import job_log
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled, Compiler
 from modeling.compilation.graph_cache import RegionBackends
@@ -31,6 +31,7 @@ from modeling.training.trainer import threads
 from parallel import device as devices
 from parallel.torch_internals import FakeTensorMode, unset_fake_temporarily
 from profiles.arguments import Parser
+from profiles.files import run_files
 from profiles.resolve import load
 from profiles.schema import Profile
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule
 
-from modeling import exit_codes, job_log, run_files
+from modeling import job_log
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiled
 from modeling.compilation.graph_cache import (
@@ -69,6 +69,7 @@ from parallel.layers.lora import without_updates
 from parallel.random import sample_keys
 from parallel.torch_internals import FakeTensorMode
 from profiles.arguments import Parser
+from profiles.files import exit_codes, run_files
 from profiles.resolve import load
 from profiles.schema import Profile
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from modeling import exit_codes, job_log, run_files
+from modeling import job_log
 from modeling.compilation import compilers
 from modeling.compilation.compilers import Compiler
 from modeling.compilation.graph_cache import OPTIONS
@@ -25,6 +25,7 @@ from modeling.models.build import DTYPES
 from modeling.models.flops import flops_per_token
 from parallel.torch_internals import inductor_config
 from profiles.arguments import Parser
+from profiles.files import exit_codes, run_files
 from profiles.resolve import load
 from profiles.schema import Profile
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modeling import exit_codes, job_log, run_files
+from modeling import job_log
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
@@ -31,7 +31,7 @@ from modeling.training.recovery.resume import reject_beyond_last_step
 from modeling.training.trainer import Trainer, job_parser
 from parallel.checkpoint import checkpoint
 from parallel.device import Download
-from profiles import state_files
+from profiles.files import exit_codes, run_files, state_files
 from profiles.resolve import load
 
 log = logging.getLogger(__name__)

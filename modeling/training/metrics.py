@@ -13,9 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.supervision.time_account import TOTALS
-from profiles import state_files
+from profiles.files import run_files, state_files
 
 log = logging.getLogger(__name__)
 

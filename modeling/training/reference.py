@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from modeling import exit_codes, job_log, run_files
+from modeling import job_log
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.records import RecordSamples, open_samples
@@ -23,6 +23,7 @@ from modeling.models.build import build_optimizer
 from modeling.training.recovery.checkpoints import load_base
 from modeling.training.trainer import Trainer, job_parser
 from parallel.checkpoint import checkpoint
+from profiles.files import exit_codes, run_files
 from profiles.resolve import load
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.models.flops import flops_per_token
 from modeling.supervision.stragglers import Stragglers
 from modeling.supervision.telemetry import Telemetry
@@ -21,7 +20,7 @@ from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import MetricsWriter, record_event
 from modeling.training.step import StepRecord
 from modeling.training.trainer import Trainer
-from profiles import state_files
+from profiles.files import run_files, state_files
 
 log = logging.getLogger(__name__)
 

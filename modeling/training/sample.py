@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modeling import exit_codes, job_log, run_files
+from modeling import job_log
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.training.evaluate import load_checkpoint
 from modeling.training.generate import FULL, next_tokens, sampled_rows
 from modeling.training.trainer import Trainer, job_parser
 from parallel.checkpoint import checkpoint
-from profiles import state_files
+from profiles.files import exit_codes, run_files, state_files
 from profiles.resolve import load
 
 PROGRESS = 10  # log lines

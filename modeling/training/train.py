@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from modeling import exit_codes, job_log, run_files
+from modeling import job_log
 from modeling.compilation.graph_cache import prepare_cache
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
@@ -43,7 +43,7 @@ from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statist
 from modeling.training.trainer import Trainer, job_parser, timeouts_of
 from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
-from profiles import state_files
+from profiles.files import exit_codes, run_files, state_files
 from profiles.resolve import load
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from profiles import yaml_text
 from profiles.errors import ProfileError
 from profiles.experiments.experiment import Experiment
+from profiles.files import yaml_text
 from profiles.validation_errors import profile_error
 
 Kind = TypeVar("Kind", bound=Experiment)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from profiles import yaml_text
 from profiles.errors import ProfileError
+from profiles.files import yaml_text
 from profiles.huggingface import config_keys, dbrx_config, layer_kinds
 from profiles.sections import families
 from profiles.sections.model import Model

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from profiles import retries, retry_policies
 from profiles.errors import ProfileError
+from profiles.files import retries, retry_policies
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")

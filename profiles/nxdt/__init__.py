@@ -4,7 +4,7 @@ Start at importer.py. config.py reads the file and resolves its references; tran
 line for each key; rules.py has the keys that are translated one by one; architecture.py, experts.py, vocabulary.py, data.py and
 objective.py have those that depend on each other, and published.py the models whose numbers a config may state. The meaning of
 each key follows the source code of NxD Training, and of NeMo and NxD Core, which it builds on. Imports `profiles`,
-`profiles.huggingface` and `profiles.sections`.
+`profiles.files`, `profiles.huggingface` and `profiles.sections`.
 """
 
 from profiles.nxdt.config import read

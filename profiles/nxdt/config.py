@@ -19,8 +19,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from profiles import yaml_text
 from profiles.errors import ProfileError, format_value
+from profiles.files import yaml_text
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 SECTIONS = {"trainer", "distributed_strategy"}  # that only a config has

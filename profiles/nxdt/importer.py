@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from profiles import yaml_text
+from profiles.files import yaml_text
 from profiles.nxdt import architecture, data, objective, rules, vocabulary
 from profiles.nxdt.config import read
 from profiles.nxdt.translation import Effect, Line, Translation

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from modeling import run_files
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.replay import HistoryStream
+from profiles.files import run_files
 from tasks import keys
 from tasks.continual.replay import GENERATED, Entry, History, Part
 from tasks.step import Context, Step

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from modeling import run_files
 from modeling.data.indexed import map_index, map_tokens, read_header
-from profiles import yaml_text
 from profiles.errors import ProfileError
+from profiles.files import run_files, yaml_text
 from profiles.rules import data_sources
 from profiles.schema import Data, Profile
 from tasks.sources.shard import local_path

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Self
 
 from modeling.data.replay import stream_shares
-from profiles import state_files
+from profiles.files import state_files
 from tasks import keys
 from tasks.continual.held_out import round_origin
 from tasks.continual.replay import History, publish

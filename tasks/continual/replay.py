@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from modeling import run_files
 from modeling.data.records import Rows, rows_path
 from modeling.data.replay import HistoryStream, Replay, plan
 from modeling.data.sample_order import WindowOrder, sample_number
 from parallel.checkpoint.locations import MARKER
-from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.files import run_files, state_files
 from tasks import keys
 from tasks.continual.series import Promoted
 from tasks.steps.dataset import CORPUS, DatasetStep, read_file

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Set
 from dataclasses import replace
 from pathlib import Path
 
-from modeling import run_files
 from modeling.data.replay import HistoryStream
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import run_files
 from tasks import inputs
 from tasks.continual import series, stand_in
 from tasks.continual.replay import Entry, tokens_of

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modeling import run_files
-from profiles import state_files
 from profiles.errors import ProfileError, closest
+from profiles.files import run_files, state_files
 from tasks.continual import series
 from tasks.continual.gates import RISES, Row, Verdict
 from tasks.continual.series import Promoted

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from modeling import run_files
-from profiles import resolve, state_files
+from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import run_files, state_files
 from profiles.schema import Continual, Profile
 from tasks.continual.held_out import FIRST, HeldOut, by_hash_of_run
 from tasks.continual.schedule import constant_rate_steps

@@ -6,8 +6,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from modeling import run_files
 from profiles.errors import ProfileError
+from profiles.files import run_files
 from profiles.rules.continual import stand_in_data
 from profiles.schema import Profile
 from tasks import inputs

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.conversion.convert import Options, convert
 from modeling.conversion.journal import RECORD
 from profiles.errors import ProfileError
+from profiles.files import run_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep

@@ -17,10 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.training.metrics import OF_TASKS
-from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation.harness import PACKAGE

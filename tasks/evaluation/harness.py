@@ -17,10 +17,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiles import state_files
 from profiles.arguments import Parser
 from profiles.errors import ProfileError
-from profiles.retries import seconds_to_wait
+from profiles.files import state_files
+from profiles.files.retries import seconds_to_wait
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
-from profiles import state_files
+from profiles.files import run_files, state_files
 from tasks import failures, keys
 from tasks.launchers import Job
 from tasks.reporting.format import format_perplexity, format_value

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from modeling import run_files
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import run_files
 from profiles.schema import Profile
 from tasks.store.store import Store
 

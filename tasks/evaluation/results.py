@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.training.metrics import tag
-from profiles import state_files
-from tasks.jsonl import LogFollower, is_metrics
+from profiles.files import run_files, state_files
+from profiles.files.jsonl import LogFollower, is_metrics
 from tasks.store.store import Store
 
 TENSORBOARD = "tensorboard/evaluations"  # separate from the folder that training writes

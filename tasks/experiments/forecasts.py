@@ -14,15 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.scaling import forecast as forecasts
 from modeling.scaling.fit import Observation
 from modeling.scaling.metrics import forecast_metrics
 from modeling.scaling.planned_run import PlannedRun
-from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.files import run_files, state_files
+from profiles.files.state_files import retried
 from profiles.schema import Profile
-from profiles.state_files import retried
 from tasks import keys
 from tasks.evaluation import results
 from tasks.experiments import json_artifacts

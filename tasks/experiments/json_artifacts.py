@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from profiles.state_files import retried
+from profiles.files.state_files import retried
 from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 

@@ -2,5 +2,5 @@
 
 Start with `fleet.py`, which reads what changed since the last read; `run_summary.py` reads one run at a cost that does not depend
 on its length, `goodput.py` divides its time by category, and `page.py` renders the page. Imports `modeling`, `profiles`,
-`tasks`, `tasks.reporting` and `tasks.store`.
+`tasks.reporting` and `tasks.store`.
 """

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from profiles import state_files
+from profiles.files import state_files
 from tasks.fleet.goodput import CATEGORIES, STARTED, WAITING, TimeUse, time_use
 from tasks.fleet.run_summary import FILES, RunSummary, read_summary
 from tasks.store import activities

@@ -15,12 +15,11 @@ from typing import Any
 
 import orjson
 
-from modeling import run_files
 from modeling.supervision.time_account import TOTALS, usual_step
-from profiles import yaml_text
+from profiles.files import run_files, yaml_text
+from profiles.files.jsonl import is_event
 from profiles.sections.objective import rows_per_sample
 from tasks.fleet.goodput import FAILURES
-from tasks.jsonl import is_event
 from tasks.reporting.downsampling import downsample
 from tasks.reporting.outcome import final_evaluation, validation_in_training
 from tasks.store.backends.backend import Backend, FileInfo

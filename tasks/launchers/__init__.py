@@ -2,8 +2,7 @@
 
 Start with `base`: the `Launcher` protocol, the job types and `execute`. `local`, `slurm` and `kubernetes` implement the protocol,
 `plugins` finds them and those of other packages, `conformance` tests any of them. `batch` writes the Slurm batch script,
-`manifests` those of Kubernetes, and `causes` finds the cause of a failure in a log. Imports `modeling`, `parallel`,
-`profiles` and `tasks`.
+`manifests` those of Kubernetes, and `causes` finds the cause of a failure in a log. Imports `parallel` and `profiles`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from profiles import state_files
+from profiles.files import state_files
 from tasks.launchers.base import HANDLE, Handle, Job, JobFailed, Launcher, Status, execute
 from tasks.launchers.plugins import create
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from profiles import state_files
-from profiles.retry_policies import STATUS
+from profiles.files import state_files
+from profiles.files.retry_policies import STATUS
 
 log = logging.getLogger(__name__)
 

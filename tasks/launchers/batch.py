@@ -23,10 +23,9 @@ from pathlib import Path
 from shlex import quote
 from string import Template
 
-from modeling import exit_codes
 from parallel import device as devices
-from profiles import state_files
-from profiles.retry_policies import REQUEUE
+from profiles.files import exit_codes, state_files
+from profiles.files.retry_policies import REQUEUE
 from profiles.schema import Cluster
 from tasks.launchers import environment
 from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job

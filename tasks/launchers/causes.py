@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modeling import exit_codes
+from profiles.files import exit_codes
 from tasks.launchers.base import Handle, JobFailed, Status
 
 LOG_TAIL = 256 * 1024  # bytes at the end of a log that are searched for the cause

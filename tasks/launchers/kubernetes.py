@@ -17,12 +17,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from modeling import exit_codes
 from parallel import device as devices
-from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.files import exit_codes, state_files
+from profiles.files.jsonl import size_of
 from profiles.sections.cluster import Cluster
-from tasks.jsonl import size_of
 from tasks.launchers import causes, manifests
 from tasks.launchers.base import NODE_FAILED, Handle, Job, JobFailed, Status, Unavailable, next_attempt
 from tasks.launchers.environment import log_differences

@@ -20,7 +20,7 @@ from functools import partial
 
 import psutil
 
-from profiles import state_files
+from profiles.files import state_files
 from tasks.launchers import causes
 from tasks.launchers.base import (
     HANDLE,

@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any
 
 from parallel import device as devices
-from profiles import retry_policies, state_files
 from profiles.errors import ProfileError
+from profiles.files import retry_policies, state_files
+from profiles.files.jsonl import size_of
 from profiles.schema import Cluster
-from tasks.jsonl import size_of
 from tasks.launchers import batch, causes
 from tasks.launchers.base import HANDLE, NODE_FAILED, Handle, Job, JobFailed, Status
 from tasks.launchers.environment import log_differences

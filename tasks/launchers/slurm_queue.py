@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel import device as devices
-from profiles.retry_policies import SCHEDULER
+from profiles.files.retry_policies import SCHEDULER
 from tasks.launchers.base import JobFailed, Unavailable, job_environment
 
 COMMAND_TIMEOUT = 60.0  # seconds

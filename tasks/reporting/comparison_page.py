@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from profiles.errors import ProfileError, format_value
+from profiles.files import run_files
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from modeling import run_files
 from modeling.supervision.time_account import usual_step
+from profiles.files import run_files
+from profiles.files.jsonl import LogFollower, is_metrics
 from profiles.schema import Profile
-from tasks.jsonl import LogFollower, is_metrics
 from tasks.reporting.advice import lower_evaluation
 from tasks.reporting.chart import LINE_STYLES, Points, Series
 from tasks.reporting.downsampling import Curve, Sample

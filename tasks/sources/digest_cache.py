@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiles import state_files
+from profiles.files import state_files
 from tasks.keys import file_digest
 
 CLOCK_RESOLUTION = 2.0  # seconds: the coarsest among file systems in use

@@ -14,8 +14,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TypeVar
 
-from profiles import retries
 from profiles.errors import ProfileError
+from profiles.files import retries
 from profiles.schema import Profile
 from tasks.sources import remote
 from tasks.sources.digest_cache import DigestCache

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from parallel.checkpoint import locations
 from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.object_stores import explained, guard_answers
-from profiles import retries
+from profiles.files import retries
 from profiles.huggingface import hub
 
 BLOCK = 1 << 23  # bytes per request to a remote file

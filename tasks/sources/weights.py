@@ -14,8 +14,8 @@ from typing import Any
 from modeling.conversion import formats
 from modeling.conversion.nxd import newest
 from parallel.checkpoint import locations
-from profiles import retries
 from profiles.errors import ProfileError
+from profiles.files import retries
 from profiles.huggingface import hub
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.huggingface.hub import REPOSITORY, resolve_commit

@@ -23,9 +23,9 @@ from modeling.data.records import RECORD_DTYPE, rows_path
 from modeling.data.sample_order import MAX_PATTERN_LENGTH, quotas
 from profiles import check
 from profiles.errors import ProfileError
+from profiles.files.state_files import retried
 from profiles.rules import data_sources
 from profiles.schema import Profile
-from profiles.state_files import retried
 from tasks import keys
 from tasks.sources import duplicates
 from tasks.sources.changes import unchanged

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
-from profiles import state_files
+from profiles.files import run_files, state_files
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.schema import Profile
 from tasks import keys

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from modeling import job_log, run_files
-from profiles import state_files
+from modeling import job_log
+from profiles.files import run_files, state_files
+from profiles.files.jsonl import LogFollower, size_of
 from profiles.schema import Profile
 from tasks import failures
-from tasks.jsonl import LogFollower, size_of
 from tasks.launchers import Job, JobFailed, create, execute
 from tasks.step import Context
 from tasks.store.artifacts import Artifact

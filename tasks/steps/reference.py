@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modeling import run_files
 from modeling.data.records import REFERENCE
-from profiles import state_files
+from profiles.files import run_files, state_files
 from tasks import keys
 from tasks.step import Context, Step
 from tasks.steps.jobs import cluster_job, run_job

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.supervision.time_account import record_attempt
 from modeling.training.metrics import evaluated, record_event
 from parallel.checkpoint.locations import MARKER
-from profiles import retry_policies, state_files
+from profiles.files import retry_policies, run_files, state_files
 from profiles.schema import Profile
 from tasks import failures, keys
 from tasks.launchers import JobFailed, Status, create, execute

@@ -26,7 +26,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from profiles.state_files import make_folder, retried
+from profiles.files.state_files import make_folder, retried
 from tasks.store import locks
 from tasks.store.artifact_id import ArtifactId as ArtifactId  # callers need both names
 from tasks.store.backends.backend import Backend

@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
-from profiles import yaml_text
 from profiles.errors import ProfileError
-from profiles.state_files import CorruptedState, require_json
+from profiles.files import run_files, yaml_text
+from profiles.files.state_files import CorruptedState, require_json
 from tasks.store import activities
 from tasks.store.artifacts import ArtifactId
 from tasks.store.backends.backend import NAME

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from profiles.state_files import CorruptedState, retried
+from profiles.files.state_files import CorruptedState, retried
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 

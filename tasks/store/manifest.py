@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from profiles.state_files import retried
+from profiles.files.state_files import retried
 from tasks import keys
 from tasks.store.artifact_id import ArtifactId
 from tasks.store.backends.backend import checked_path

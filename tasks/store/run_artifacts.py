@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from parallel.checkpoint.locations import MARKER
-from profiles import state_files
+from profiles.files import run_files, state_files
 from tasks.store.artifacts import HASH_LIMIT, Artifact, ArtifactId
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.manifest import Corrupted, Manifest

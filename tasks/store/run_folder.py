@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from modeling import run_files
 from parallel.checkpoint import locations
-from profiles import state_files
 from profiles.errors import ProfileError
-from profiles.file_locks import locked
-from profiles.state_files import make_folder, retried
+from profiles.files import run_files, state_files
+from profiles.files.file_locks import locked
+from profiles.files.state_files import make_folder, retried
 from tasks.store.backends.backend import Backend, checked_name
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.backends.objects import ObjectBackend

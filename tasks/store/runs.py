@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modeling import run_files
 from modeling.training.learning_rate import same_until
-from profiles import resolve, state_files, yaml_text
+from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError, closest, format_value
+from profiles.files import run_files, state_files, yaml_text
+from profiles.files.jsonl import LogFollower, is_event, last_row
 from profiles.recompute import AUTO
 from profiles.schema import Checkpoint, Profile, Train
-from tasks.jsonl import LogFollower, is_event, last_row
 from tasks.keys import NOT_MATHEMATICS, POSITION, SCHEDULE, train_values
 from tasks.launchers import create, latest_jobs
 from tasks.store import activities

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from profiles import state_files
-from profiles.state_files import retried
+from profiles.files import state_files
+from profiles.files.state_files import retried
 from tasks.store.lock_owner import LockOwner
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from profiles import state_files
 from profiles.errors import ProfileError, closest
+from profiles.files import state_files
 from profiles.rules import credentials
 from tasks.store import locks
 from tasks.store.artifacts import ArtifactStore, LocalArtifacts

@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from modeling import run_files
-from profiles import state_files
+from profiles.files import run_files, state_files
 from tasks.store.backends.backend import Backend
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.backends.objects import ObjectBackend

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from modeling.exit_codes import REJECTED
+from profiles.files.exit_codes import REJECTED
 from profiles.schema import Cluster
 from tasks import keys
 from tasks.launchers import Job, JobFailed, create, execute

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from modeling import job_log
-from modeling.exit_codes import REJECTED
 from profiles.arguments import Parser
 from profiles.errors import ProfileError
+from profiles.files.exit_codes import REJECTED
 from tasks.sources import duplicates
 from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan

@@ -2,5 +2,5 @@
 
 Start with `protocol`, what a tracker implements. `process` is the flow's side: it starts `worker` once for each tracker, a
 separate process that follows metrics.jsonl and calls the tracker. `wandb`, `mlflow` and `trackio` are imported nowhere else.
-Imports `modeling`, `profiles`, `tasks`, `tasks.launchers`, `tasks.reporting` and `tasks.store`.
+Imports `modeling`, `profiles`, `tasks.launchers`, `tasks.reporting` and `tasks.store`.
 """

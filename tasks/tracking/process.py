@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from modeling import run_files
 from profiles.errors import ProfileError
+from profiles.files import run_files
 from profiles.resolve import load
 from profiles.schema import Profile
 from tasks.launchers.base import SAFE_PATH

@@ -23,12 +23,11 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from modeling import run_files
 from modeling.training.metrics import scalars
-from profiles import retry_policies, state_files
+from profiles.files import retry_policies, run_files, state_files
+from profiles.files.jsonl import LogFollower, is_metrics
 from profiles.rules.credentials import redacted
 from profiles.user_functions import search_path
-from tasks.jsonl import LogFollower, is_metrics
 from tasks.tracking.protocol import TrackedRun, Tracker
 
 POLL_SECONDS = 1.0

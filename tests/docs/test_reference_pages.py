@@ -6,14 +6,14 @@ import re
 import shlex
 from pathlib import Path
 
-from modeling import run_files
 from modeling.supervision import profiling
 from modeling.supervision.telemetry import neuron_readings
 from modeling.training import multi_token
 from modeling.training.expert_load import ExpertLoad
 from modeling.training.metrics import GROUPS, tag
 from parallel.checkpoint import locations
-from profiles import resolve, retry_policies
+from profiles import resolve
+from profiles.files import retry_policies, run_files
 from profiles.role_tables import with_tables
 from profiles.rules.objectives import PAIR_METRICS
 from tasks.keys import NOT_MATHEMATICS, SCHEDULE

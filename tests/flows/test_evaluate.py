@@ -17,8 +17,8 @@ import yaml
 from flows.alerts import events
 from flows.cli.main import main
 from parallel.checkpoint.locations import MARKER
-from profiles import state_files
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.resolve import load
 from tasks.failures import FatalError
 from tasks.store import runs

@@ -16,9 +16,10 @@ import pytest
 from flows import runner
 from flows.cli.main import main
 from modeling.planning.planner import plan
-from profiles import resolve, state_files
+from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from tasks import completed
 from tasks.keys import file_digest
 from tasks.reporting.format import format_bytes, format_count

@@ -13,8 +13,8 @@ from prefect.runtime import flow_run
 
 from flows import runner
 from flows.runner import THREADS, Runner
-from modeling import run_files
 from profiles import resolve
+from profiles.files import run_files
 from tasks import keys
 from tasks.failures import FatalError
 from tasks.step import Context, Step

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from modeling import exit_codes
 from profiles import resolve
-from profiles.state_files import NotRegularFile
+from profiles.files import exit_codes
+from profiles.files.state_files import NotRegularFile
 from tasks.failures import FatalError, classify, is_outage
 from tasks.launchers import Handle, Job, JobFailed, Status, causes
 from tests.profiles.pair import PAIR

@@ -8,6 +8,7 @@ from flows.cli.main import main
 from modeling.supervision.time_account import TOTALS
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files.jsonl import LogFollower, is_metrics
 from profiles.resolve import load
 from profiles.schema import Profile
 from profiles.sections.data import MixtureChange
@@ -23,7 +24,6 @@ from tasks.fork import (
     require_new_name,
     require_same_mixture,
 )
-from tasks.jsonl import LogFollower, is_metrics
 from tasks.store import ledger, runs
 from tasks.store.artifacts import ArtifactId
 from tasks.store.run_folder import Parent

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from flows.cli import run as run_command
-from modeling import run_files
-from profiles import yaml_text
+from profiles.files import run_files, yaml_text
 from tasks.fork import decay_overrides, find_parent, parent_profile
 from tasks.store import runs
 from tasks.store.store import Store, open_store

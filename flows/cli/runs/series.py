@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_table, relative, table_console
 from profiles.errors import ProfileError
-from profiles.state_files import write
+from profiles.files.state_files import write
 from tasks.continual import page
 from tasks.continual.gates import COLUMNS
 from tasks.continual.rounds import read_series, to_json

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 from flows.cli.exit_codes import DONE, FAILED
 from flows.ui.console import print_stderr
-from modeling import run_files
 from profiles.errors import ProfileError
+from profiles.files import run_files
 from tasks.store.runs import unknown_local_run
 from tasks.store.store import Store
 

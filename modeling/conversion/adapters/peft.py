@@ -19,7 +19,7 @@ from modeling.conversion.adapters import peft_experts
 from modeling.conversion.adapters.adapters import Adapters, Factors
 from modeling.conversion.weights import global_shapes
 from modeling.models.families import huggingface_tensor
-from profiles import state_files
+from profiles.files import state_files
 from profiles.sections.model import Model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

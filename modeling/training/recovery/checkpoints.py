@@ -23,7 +23,6 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from modeling import run_files
 from modeling.supervision.stragglers import node_name
 from modeling.training.learning_rate import learning_rate
 from modeling.training.metrics import record_event
@@ -41,7 +40,7 @@ from modeling.training.trainer import Trainer
 from parallel import Mesh, ShardedAdamW
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
-from profiles import retry_policies, state_files
+from profiles.files import retry_policies, run_files, state_files
 from profiles.schema import Profile
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from modeling import run_files
 from modeling.training.metrics import checkpoint_completed
 from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
-from profiles import state_files
+from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from profiles.sections.model import PARAMETRIZATION
 

@@ -11,10 +11,9 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from modeling import run_files
 from parallel.checkpoint.locations import Location, filesystem
 from parallel.checkpoint.object_stores import explained
-from profiles import state_files
+from profiles.files import run_files, state_files
 
 # The attempt is last, as in a sync: until it is uploaded, the others count as the earlier attempt's.
 FILES = (run_files.METRICS, run_files.EVENTS, run_files.RESUMED, run_files.ATTEMPT)

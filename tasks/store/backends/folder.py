@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from profiles import state_files
-from profiles.state_files import retried
+from profiles.files import state_files
+from profiles.files.state_files import retried
 from tasks.store.backends.backend import FileInfo
 
 REMOVED = "removed-"  # begins the names of folders that are being removed

@@ -16,7 +16,7 @@ from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import reject_page, reject_page_file
 from parallel.checkpoint.object_stores import delete, explained, guard_answers, is_not_supported
 from profiles.errors import ProfileError
-from profiles.state_files import retried
+from profiles.files.state_files import retried
 from tasks.store.backends.backend import FileInfo, checked_path
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from flows.cli.experiments.branches import _print_result
 from flows.cli.main import main
 from flows.experiments.plans import load_branches as load
-from modeling import run_files
 from modeling.conversion.convert import Options, convert
 from parallel.checkpoint.locations import MARKER
 from profiles.errors import ProfileError
+from profiles.files import run_files
 from tasks.evaluation.average import AverageStep
 from tasks.experiments.branches import members_of
 from tasks.failures import FatalError

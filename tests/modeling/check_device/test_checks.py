@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling import exit_codes
 from modeling.check_device import checks, isolation, kernel_errors, product_errors
 from modeling.check_device.__main__ import main
 from modeling.check_device.kernel_check import KernelCheck, errors_of
@@ -26,6 +25,7 @@ from parallel.experts import grouped
 from parallel.layers import products
 from parallel.layers.products import Float8
 from profiles import resolve
+from profiles.files import exit_codes
 from tests.ports import free_port
 from tests.profiles.pair import PAIR
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modeling.compilation import toolchain
-from profiles import file_locks
+from profiles.files import file_locks
 
 
 def compiler(folder: Path, script: str) -> Path:

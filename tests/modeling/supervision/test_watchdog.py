@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from modeling import exit_codes
 from modeling.supervision import watchdog
 from modeling.supervision.timeouts import COMPILE, PHASES, REPORT, STEP, Timeouts
+from profiles.files import exit_codes
 from tests.forkserver import forkserver
 from tests.slurm.conftest import until
 

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from modeling import exit_codes
 from modeling.training import train
+from profiles.files import exit_codes
 from tests.emulation import usage
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from modeling import exit_codes
 from modeling.data.corpus import Samples
 from modeling.data.indexed import IndexedDatasetBuilder, token_dtype
 from modeling.data.sample_order import sample_number
 from modeling.supervision.stragglers import WINDOW, Stragglers
 from modeling.training.anomalies import AnomalyGuard
+from profiles.files import exit_codes
 from profiles.schema import Train
 from tests.modeling import micro
 

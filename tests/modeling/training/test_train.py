@@ -13,9 +13,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from modeling import exit_codes
 from modeling.supervision import time_account
 from modeling.training import train
+from profiles.files import exit_codes
 from tests.modeling import micro
 from tests.modeling.training.test_user_functions import shadow_packages
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from flows.cli.main import main
 from modeling.planning.planner import plan
-from profiles import nxdt, resolve, yaml_text
+from profiles import nxdt, resolve
 from profiles.errors import ProfileError
+from profiles.files import yaml_text
 from profiles.nxdt.rules import CALLBACK
 from profiles.nxdt.translation import Effect
 from tests.profiles.test_training import alone, losses, small

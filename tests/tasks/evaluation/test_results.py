@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx2
 import pytest
 
-from modeling import run_files
+from profiles.files import run_files
 from profiles.resolve import load
 from tasks.evaluation import checkpoints, harness, results
 from tasks.evaluation.checkpoints import CheckpointEvaluationStep, TaskStep, digest_of_tasks, metrics_of

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from profiles.files.jsonl import LogFollower
 from tasks.fleet.goodput import CATEGORIES, time_use
-from tasks.jsonl import LogFollower
 from tasks.store.runs import last_training_row
 from tests.tasks.fleet.histories import EVALUATE_EVERY, SAVE_EVERY, SimulatedRun
 

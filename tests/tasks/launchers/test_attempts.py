@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from profiles import state_files
+from profiles.files import state_files
 from tasks.launchers import base, batch
 
 

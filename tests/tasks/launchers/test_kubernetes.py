@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from modeling import exit_codes
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import exit_codes
 from tasks.launchers import Job, create, execute, manifests
 from tasks.launchers.base import Unavailable
 from tasks.launchers.conformance import SECRET, facts, wait

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.jsonl import LogFollower
+from profiles.files.jsonl import LogFollower
 from tasks.launchers import Job, JobFailed, base, create, execute, local
 from tasks.launchers.local import MARKER, LocalLauncher
 from tests.waiting import until, until_written

@@ -8,8 +8,8 @@ import httpx2
 import pyarrow.parquet as parquet
 import pytest
 
-from profiles import retries
 from profiles.errors import ProfileError
+from profiles.files import retries
 from tasks.sources import weights
 from tests.hub import TOKEN, Hub
 from tests.tasks.source_files import DOCUMENTS, joined, lines, list_shards, profile, table, texts

@@ -9,8 +9,8 @@ import fsspec
 import psutil
 import pytest
 
-from modeling import exit_codes
-from profiles import resolve, state_files
+from profiles import resolve
+from profiles.files import exit_codes, state_files
 from tasks.failures import FatalError
 from tasks.launchers import JobFailed
 from tasks.step import Context

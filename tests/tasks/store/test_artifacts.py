@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiles import state_files
+from profiles.files import state_files
 from tasks.store import locks, mirrored_artifacts
 from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.backends.objects import ObjectBackend

@@ -10,7 +10,7 @@ import pytest
 import s3fs
 
 from parallel.checkpoint.locations import MARKER
-from profiles import state_files
+from profiles.files import state_files
 from tasks.store import run_artifacts
 from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store

@@ -15,8 +15,8 @@ import pytest
 import s3fs
 
 from parallel.checkpoint import locations
-from profiles import retries, state_files
 from profiles.errors import ProfileError
+from profiles.files import retries, state_files
 from tasks.sources import remote
 from tasks.store.artifacts import ArtifactId
 from tasks.store.backends.backend import FileInfo

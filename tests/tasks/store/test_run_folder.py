@@ -8,9 +8,9 @@ from unittest.mock import Mock
 import fsspec
 import pytest
 
-from profiles import state_files
 from profiles.errors import ProfileError
-from profiles.file_locks import locked
+from profiles.files import state_files
+from profiles.files.file_locks import locked
 from tasks.store import run_artifacts
 from tasks.store.artifacts import ArtifactId
 from tasks.store.backends.objects import ObjectBackend

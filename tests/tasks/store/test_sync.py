@@ -6,7 +6,7 @@ import fsspec
 import pytest
 import s3fs
 
-from profiles import state_files
+from profiles.files import state_files
 from tasks.launchers.conformance import wait
 from tasks.store import sync
 from tasks.store.backends.objects import ObjectBackend

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli.main import main
-from profiles import resolve, state_files
+from profiles import resolve
+from profiles.files import state_files
 from tasks.fleet.fleet import UNREADABLE, read_fleet
 from tasks.fleet.page import render
 from tasks.store.store import Store
@@ -158,6 +159,6 @@ def test_runs_of_a_store_that_cannot_be_written_are_shown(healthy, monkeypatch, 
     def fail(*_, **__):
         raise OSError(30, "Read-only file system", "fleet.json")
 
-    monkeypatch.setattr("profiles.state_files.write", fail)
+    monkeypatch.setattr("profiles.files.state_files.write", fail)
     assert main(["runs", "--store", str(healthy), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2

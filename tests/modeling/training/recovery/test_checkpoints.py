@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from modeling import exit_codes
 from modeling.training.recovery.checkpoints import comparable_loss, retained
 from parallel.checkpoint import checkpoint
+from profiles.files import exit_codes
 from profiles.resolve import load
 from tasks.store import runs
 from tests import disk

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-from profiles import retry_policies
+from profiles.files import retry_policies
 
 MAX_WAIT = 600.0  # seconds; limit of a wait, even if the server asks for more
 TIMEOUT, EARLY, THROTTLED, SERVER_ERROR = 408, 425, 429, 500  # HTTP status codes; the last one and above

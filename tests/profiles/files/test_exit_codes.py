@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from modeling import exit_codes
 from modeling.training.trainer import Trainer
 from parallel import device as devices
+from profiles.files import exit_codes
 
 
 @pytest.mark.parametrize(

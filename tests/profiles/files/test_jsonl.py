@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tasks import jsonl
-from tasks.jsonl import LogFollower, is_metrics, last_row
+from profiles.files import jsonl
+from profiles.files.jsonl import LogFollower, is_metrics, last_row
 
 
 def test_reads_only_new_complete_lines(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 
 from modeling.compilation import graph_cache
 from modeling.training import metrics
-from profiles import state_files
-from tasks.jsonl import LogFollower
+from profiles.files import state_files
+from profiles.files.jsonl import LogFollower
 from tasks.store import runs
 from tasks.store.store import Store, open_store
 from tests import faults

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
 
-from profiles import retry_policies
+from profiles.files import retry_policies
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

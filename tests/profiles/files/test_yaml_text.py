@@ -2,8 +2,9 @@
 
 import pytest
 
-from profiles import resolve, yaml_text
+from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import yaml_text
 
 
 def test_anchor_that_merges_another_may_be_merged_itself():

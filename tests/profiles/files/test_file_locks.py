@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from profiles.file_locks import locked, supported
+from profiles.files.file_locks import locked, supported
 from tests import faults
 
 

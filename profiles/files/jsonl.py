@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from profiles.state_files import open_file, parse, retried
+from profiles.files.state_files import open_file, parse, retried
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """How long outages are survived: delays before retries of files, networks, schedulers and servers.
 
-All such delays are here, and `python -m profiles.retry_policies` prints the table of docs/operating/outages.md. The library
+All such delays are here, and `python -m profiles.files.retry_policies` prints the table of docs/operating/outages.md. The library
 `parallel` imports none of this and has the delays of CHECKPOINT_READ itself.
 """
 
