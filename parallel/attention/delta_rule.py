@@ -22,7 +22,6 @@ tokens. In chunks, heads are (k, n/k), and tensors of key heads alone (k, 1).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -63,16 +62,22 @@ class DeltaRule(ABC):
         """Gradients of q, k, v, decay, beta and the state, in their dtypes; without one, as if it were zero."""
 
 
-@cache
+_KERNELS: dict[str, DeltaRule] = {}  # by type of device
+
+
 def kernel_of(device: str) -> DeltaRule:
     """The kernel for a type of device: that of an entry point of GROUP with its name, or the formulas.
+
+    Layers look it up when they are built, because entry points cannot be read while a graph is traced.
 
     Raises:
         RuntimeError: several packages have one, or it cannot be imported.
         TypeError: the entry point names something else.
     """
-    found: DeltaRule | None = installed(GROUP, device, "kernel of the gated delta rule for", DeltaRule)
-    return found or Chunked()
+    if device not in _KERNELS:
+        found: DeltaRule | None = installed(GROUP, device, "kernel of the gated delta rule for", DeltaRule)
+        _KERNELS[device] = found or Chunked()
+    return _KERNELS[device]
 
 
 def gated_delta_rule(

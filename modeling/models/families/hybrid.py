@@ -30,6 +30,7 @@ from modeling.models.language_model import LayerOptions, NormOptions
 from modeling.models.weight_names import HuggingFaceTensor, Index, Locate
 from parallel import ColumnParallelLinear, Constant, Mesh, RowParallelLinear
 from parallel.attention.delta_context import context_delta_rule, halves, tokens_before
+from parallel.attention.delta_rule import kernel_of
 from parallel.attention.short_convolution import short_convolution
 from parallel.initialization import Normal, Uniform
 from parallel.layers.linear import ReplicatedLinear
@@ -72,6 +73,7 @@ class GatedDeltaNet(nn.Module):
         filters = {part: (widths[part], taps) for part in CONVOLVED}
         self.convolution = own(filters, Normal(model.initializer_range))  # (channels, taps)
         self.decay = own({"": (values,)}, DECAYS)  # A (n/t)
+        kernel_of(self.decay.device.type)
         rates = RATES if model.family.linear_attention == "separate" else Constant(1.0)
         self.rate_bias = own({"": (values,)}, rates)  # (n/t)
         epsilon = model.family.linear_norm_eps or model.norm_eps

@@ -67,6 +67,14 @@ def test_chunks_equal_the_recurrence(s):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
+def test_rule_in_the_graph_is_one_graph_without_breaks():
+    tensors, weight = inputs(7)
+    expected = results(gated_delta_rule, tensors, weight, chunk=4, in_graph=True)
+    compiled = torch.compile(gated_delta_rule, fullgraph=True, dynamic=False, backend="aot_eager")
+    for one, other in zip(results(compiled, tensors, weight, chunk=4, in_graph=True), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
 def test_chunk_sizes_are_equal_in_float32():
     tensors, weight = inputs(4097, torch.float32, b=1, k=1, n=2)
     exact, *others = (results(gated_delta_rule, tensors, weight, chunk=chunk) for chunk in (64, 16, 128))
@@ -158,12 +166,9 @@ def test_an_installed_kernel_is_used(monkeypatch):
     tensors, weight = inputs(9)
     expected = results(gated_delta_rule, tensors, weight)
     monkeypatch.setattr(kernels, "_entry_points", lambda group, name: {point.value: point})
-    delta_rule.kernel_of.cache_clear()
-    try:
-        for in_graph in (False, True):
-            found = results(gated_delta_rule, tensors, weight, in_graph=in_graph)
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
-        assert Counted.calls == 4
-    finally:
-        delta_rule.kernel_of.cache_clear()
+    monkeypatch.setattr(delta_rule, "_KERNELS", {})
+    for in_graph in (False, True):
+        found = results(gated_delta_rule, tensors, weight, in_graph=in_graph)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+    assert Counted.calls == 4
