@@ -27,7 +27,7 @@ from modeling.planning.step_time import layer_seconds
 from modeling.planning.variations import Variation
 from parallel.constraints import valid_expert_degrees
 from parallel.pipeline.schedules import bubble
-from profiles.check import check, get_value, passes, with_value
+from profiles.check import broken_rule, get_value, passes, with_value
 from profiles.errors import ProfileError
 from profiles.recompute import MODES, modes_of
 from profiles.schema import Profile
@@ -221,9 +221,7 @@ def plan_keys(profile: Profile, keys: dict[str, Any], cache: CostCache) -> Topol
         candidate = profile
         for key, value in overrides.items():
             candidate = with_value(candidate, key, value)
-        try:
-            check(candidate)
-        except ProfileError as error:
+        if error := broken_rule(candidate):
             rule = rule or str(ProfileError(error.key, error.value, error.reason))
             continue
         room = (1 - reserved_share(candidate)) * device_bytes(candidate)
