@@ -76,7 +76,7 @@ SETUP = {
     "modeling/training/anomalies.py:AnomalyGuard.__init__",
     "modeling/training/trainer.py:Trainer.__init__",
     "parallel/checkpoint/reader.py:Reader.load.<locals>.copy",
-    "parallel/initialization.py:Normal.fill",
+    "parallel/initialization.py:_Drawn.fill",
     "parallel/layers/linear.py:_first_row",
     "parallel/optimizer/adamw.py:AdamW.constants",
     "parallel/optimizer/buckets.py:Bucket._norm_weights",
