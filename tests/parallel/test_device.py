@@ -129,7 +129,9 @@ def test_gpus_use_deterministic_kernels_and_reductions_if_asked(deterministic, m
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10, "cuda"),
         ("NVIDIA H100 PCIe", 85, "cuda"),
         ("NVIDIA GH200 480GB", 100, "cuda"),
-        ("NVIDIA A100-SXM4-80GB", 85, "cuda"),
+        ("NVIDIA A100-SXM4-80GB", 85, "a100"),
+        ("NVIDIA A100-SXM4-40GB", 42, "cuda"),
+        ("NVIDIA A100 80GB PCIe", 85, "cuda"),
     ],
 )
 def test_gpu_has_the_figures_of_its_name_unless_it_is_another_variant(monkeypatch, gpu, gigabytes, name):
