@@ -46,8 +46,8 @@ with a warning that names it.
 `model.config` names a config.json, its folder or a Hugging Face repository whose architecture to train, instead of the model that
 the profile extends; keys of `model` beside it take precedence: `trainshed plan llama3-8b --set model.config=Qwen/Qwen3-8B`.
 
-Every model has a profile for trn2 under its plain name, and profiles that end in `-h200` and `-h100`: the same run with a
-topology for that hardware.
+Every model but `tiny` has a profile for trn2 under its plain name, and two that end in `-h200` and `-h100`: the same run with a
+topology for that hardware. Profiles that fine-tune are for trn2 only, except those of `tiny`.
 
 Unknown keys, wrong types and impossible combinations are errors that name the key, its value, the reason and the nearest choices
 with which the profile is valid, one line for each error:

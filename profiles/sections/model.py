@@ -23,7 +23,7 @@ NORM_EPS_ALIASES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
 
 
 class Model(Section):
-    """A model of one of the families in `families.py`, or of a plugin."""
+    """A model of one of the families in `profiles/sections/families.py`, or of a plugin."""
 
     default_role = roles.MODEL
 
@@ -117,7 +117,7 @@ class Model(Section):
     )
     linear_conv_kernel_dim: Annotated[int, Field(ge=2, le=16)] | None = Field(
         default=None,
-        description="tokens that the short convolution of linear attention covers, itself included",
+        description="number of tokens that the short convolution of linear attention covers, the current one included",
     )
     linear_allow_neg_eigval: bool | None = Field(
         default=None,
