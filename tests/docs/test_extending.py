@@ -116,15 +116,15 @@ class TestNiceLauncher(LauncherConformance):
         assert type(OfThePage().create()) is type(self.create())
 
 
-def test_csv_reader_of_the_page_rejects_a_file_without_the_column(examples):
-    import csv_reader
+def test_reader_of_the_page_rejects_a_file_without_the_column(examples):
+    import tsv_reader
 
     from tasks.sources.shard import Shard, SourceError
 
-    (examples / "notes.csv").write_text("id,text\n1,one\n")
-    shard = Shard("notes.csv", "csv", "", (str(examples / "notes.csv"),), column="body")
+    (examples / "notes.tsv").write_text("id\ttext\n1\tone\n")
+    shard = Shard("notes.tsv", "tsv", "", (str(examples / "notes.tsv"),), column="body")
     with pytest.raises(SourceError, match="no column body"):
-        list(csv_reader.documents(shard, None))
+        list(tsv_reader.documents(shard, None))
 
 
 def test_model_of_the_page_equals_transformers_trains_and_is_exported(examples, prefect_server):
