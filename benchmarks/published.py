@@ -1,9 +1,9 @@
 """Compare plans with published training steps of other frameworks: planned ÷ published.
 
 `published.csv` holds the facts: model and topology as keys of a profile, the accelerator, and the published throughput, step time
-or memory, each with its source. Every row is planned with what its framework does otherwise than this one (`SOFTWARE`), and once
-more as this product would run it. Five figures of the plans are fitted to the rows of some sources (published_fit.py), not to
-those of the others, HELD_OUT, which `random.Random(0).shuffle` of the sources drew before the first fit. Takes a minute of CPU.
+or memory, each with its source. Every row is planned with what its framework does differently (`SOFTWARE`), and once more as
+Trainshed would run it. Five figures of the plans are fitted to the rows of some sources (published_fit.py), not to those of the
+others, HELD_OUT, which `random.Random(0).shuffle` of the sources drew before the first fit. Takes a minute of CPU.
 
 Exit codes: 0; 1 if the ranges in efficiency.py are not those of the rows.
 """

@@ -85,14 +85,14 @@ class Results:
         self.result = self.stopped = None
 
     def stop(self, saved: str) -> None:
-        """Keep what is saved of a stopped flow, unless another flow has called it."""
+        """Record what a stopped flow has saved, unless another flow has called it."""
         with self._lock:
             if self._active == 0:
                 self.stopped = saved
 
     @contextlib.contextmanager
     def outermost(self) -> Iterator[Callable[[R], R]]:
-        """Yields a function that keeps the result of a flow, unless another flow has called it."""
+        """Yields a function that records the result of a flow, unless another flow has called it."""
         with self._lock:
             self._active += 1
             called = self._active > 1

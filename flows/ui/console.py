@@ -180,7 +180,7 @@ class _Trimming(RenderHook):
 
 @dataclass(frozen=True)
 class _Trimmed:
-    """A renderable without the blanks at the ends of its lines."""
+    """A renderable without trailing spaces in its lines."""
 
     inner: ConsoleRenderable
 

@@ -1,6 +1,6 @@
 """Test of the C++ toolchain: builds and loads a small Python extension, as inductor does on a CPU.
 
-Whatever is wrong is told in one phrase that says what to install or to change, instead of by pages of the compiler's output.
+A fault is reported in one phrase that says what to install or change, instead of pages of the compiler's output.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _fault(compiler: str, folder: Path) -> str | None:
 
 
 def of_machine(output: str) -> str | None:
-    """Which fault of this machine an error is about, as such a phrase; None if it may be the code's."""
+    """The fault of this machine that caused an error, as such a phrase; None if it may be the code's."""
     found = (phrase for pattern, phrase in FAULTS if re.search(pattern, output))
     return next(found, "").format(temporary=tempfile.gettempdir()) or None
 

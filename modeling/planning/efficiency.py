@@ -6,9 +6,9 @@ GPUs       product    FLOPs / (SHARES · peak), or the bytes of its factors and 
            others     the bytes that they move, of which compiled kernels move 1 / FUSED
 others     0.55 of the published peak for everything, which agrees with AWS's published throughputs on trn1
 
-Where this product's own code was measured on a GPU (docs/devices/gpus.md), its figures are used. The others are fitted to
-published steps of other frameworks (benchmarks/published_fit.py). What such a framework does otherwise than this one, `Software`
-states; a plan of a run has `OURS`.
+Figures that Trainshed has measured on a GPU (docs/devices/gpus.md) are used where there are any. The others are published, or
+fitted to published steps of other frameworks (benchmarks/published_fit.py). `Software` states what such a framework does
+differently from Trainshed; plans of runs have `OURS`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HALF_LENGTH = 512  # queries at which attention reaches half of its share: the c
 QUANTIZED = 5.0  # bytes for each factor's element: read for the scale, read again and written in 8 bits
 
 LONG = 32768  # tokens of a sequence
-# By kind of run, published ÷ planned steps as this product runs them: 10th and 90th percentile, and number of steps
+# By kind of run, published ÷ planned steps as Trainshed runs them: 10th and 90th percentile, and number of steps
 # (benchmarks/published.py). Others' experts and long contexts are faster: a node gets tokens once, and attention is cuDNN's.
 ERRORS = {
     "FSDP or ZeRO-1 alone": (0.91, 1.3, 31),
@@ -57,9 +57,9 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Software:
-    """What a framework does otherwise than this one.
+    """What a framework does differently from Trainshed.
 
-    Published steps are compared with plans of their own software.
+    Published steps are compared with plans for the framework that they were measured with.
     """
 
     attention: str | None = None  # kernel (ATTENTION); None: by `train.deterministic`

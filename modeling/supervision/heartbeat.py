@@ -45,7 +45,7 @@ class Heartbeat:
                 ctypes.CDLL(None).prctl(_SET_PTRACER, os.getppid(), 0, 0, 0)
 
     def set_deadline(self, deadline: float) -> None:
-        """Set the time before which this process must set a later one."""
+        """Set this process's deadline, before which it must set a later one."""
         if self._shared is not None:
             # One store of eight bytes. `struct` writes zeros first; the watchdog that reads these ends this process as hung.
             self._shared[0] = deadline

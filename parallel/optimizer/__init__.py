@@ -3,5 +3,5 @@
 Start with `sharded_adamw.py` (the optimizer step), then `grouping.py` (which parameters share a bucket), `buckets.py` (flat
 memory behind parameters and gradients), `fsdp.py` (when parameters are gathered), `rules.py` (what an update rule is),
 `adamw.py` (the first of them; on GPUs by `gpu_kernels.py`) and `muon.py` (the second, on matrices of `matrices.py`).
-`row_factors.py` multiplies rows after their update. Imports `parallel`.
+`row_factors.py` multiplies rows of weights after their update, as QK-clip does. Imports `parallel`.
 """

@@ -157,7 +157,7 @@ def judge(
 
 
 def losses(sets: Sets, origin: str) -> dict[str, float]:
-    """The losses on `old` and `new` text of a model whose sets were evaluated; origin: whose sets are new."""
+    """A model's losses on `old` and `new` text, from its evaluated sets; origin: whose sets are new."""
     found = {name: _mean(sets, names) for name, names in _selections(sets, origin).items()}
     return {name: loss for name in (OLD, NEW) if (loss := found.get(name)) is not None}
 

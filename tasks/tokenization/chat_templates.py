@@ -103,7 +103,7 @@ class ChatTemplate:
         }
 
     def uses(self, name: str, *, tools: bool = False) -> bool:
-        """Whether the template's source has a name, such as that of a message's field."""
+        """Whether the template's source contains a name, such as that of a message's field."""
         return re.search(rf"\b{re.escape(name)}\b", self._templates[tools].source) is not None
 
     def render(self, messages: Sequence[Message], *, answer_next: bool = False, **variables: Any) -> str:

@@ -1,7 +1,7 @@
 """Model families: block and model as in the paper, and Hugging Face weight names.
 
 Each family has an entry in the table of `profiles/sections/families.py`. Start with `llama.py`, which has the features of that
-table: most families need no more, and all others but GPT are based on it.
+table: most families need no more, and all others but GPT are based on it. `hybrid.py` has blocks with linear attention.
 Imports `modeling.models`, `parallel` and `profiles`.
 """
 
