@@ -26,13 +26,11 @@ from typing import Any
 from benchmarks.harness.timing import make_parser
 from benchmarks.rounds import flows, learning
 
-SHARE = 0.4  # of the ten rounds
-
 
 def main() -> int:
     parts: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
         "learning": learning.learning,
-        "ten": lambda folder: learning.ten_rounds(folder, SHARE),
+        "ten": learning.ten_rounds,
         "kills": flows.killed,
         "refused": flows.refused,
         "printed": flows.printed,

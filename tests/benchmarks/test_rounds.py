@@ -22,12 +22,12 @@ def test_rounds_in_a_row_are_compared_with_one_run_on_every_held_out_set(monkeyp
     for name, value in {
         "FIRST_STEPS": 40,
         "FIRST_DOCUMENTS": 80,
-        "SHORT_STEPS": 20,
+        "ROUND_STEPS": 20,
         "SHORT_DOCUMENTS": 80,
     }.items():
         monkeypatch.setattr(learning, name, value)
     monkeypatch.setattr(learning, "ROUNDS", 2)
-    *rows, last = learning.ten_rounds(tmp_path / "rounds", 0.3)
+    *rows, last = learning.ten_rounds(tmp_path / "rounds")
     sets = [row["row"] for row in rows if "once" in row]
     assert sets == ["first/files", "round-1/files", "round-2/files"]
     assert last["worst"] == max(row["difference"] for row in rows if "once" in row)
