@@ -255,7 +255,8 @@ def test_models_are_those_of_the_published_configs(model):
     if modules := len(published.prediction_layers):  # which the profiles leave out
         published = Model(**from_config_json({**CONFIGS[model], "num_nextn_predict_layers": 0}))
         assert modules == 1
-    assert load(model).model == published
+    # config.json files do not have the initialization of projections onto the residual stream.
+    assert load(model).model.model_copy(update={"scaled_initialization": False}) == published
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
