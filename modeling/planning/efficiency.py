@@ -2,7 +2,7 @@
 
 GPUs       product    FLOPs / (SHARES · peak), or the bytes of its factors and its result / memory bandwidth if that is longer; in
                       FP8 also the bytes that quantize its factors
-           attention  FLOPs / (share of the kernel · peak), at short lengths less
+           attention  FLOPs / (share of the kernel · peak), in float32 that of products; at short lengths less
            others     the bytes that they move, of which compiled kernels move 1 / FUSED
 others     0.55 of the published peak for everything, which agrees with AWS's published throughputs on trn1
 
@@ -82,6 +82,8 @@ def layer_seconds(
     device, precision = device_of(profile), profile.train.precision
     if device.architecture is None:
         return _flat_seconds(device, precision, layer.products)
+    if device.peak(precision) is None:
+        return None
     products = attention = 0.0
     for shape, flops in layer.products.items():
         if shape[0] == "attention":
@@ -115,7 +117,7 @@ def _product_seconds(profile: Profile, shape: Shape, flops: float, software: Sof
     # Experts are computed in FP8 by those who train them so; here such a run can only be planned.
     eight = operation == "fp8" or (operation == "experts" and precision == "fp8")
     kind = "fp8" if eight else "float32" if precision == "float32" else "bf16"
-    peak = device.peak(kind) or device.peak("bf16")
+    peak = device.peak(kind)
     assert peak is not None
     assert device.architecture is not None
     share = FP8 if eight else SHARES[device.architecture]
@@ -131,10 +133,13 @@ def _product_seconds(profile: Profile, shape: Shape, flops: float, software: Sof
 def _attention_seconds(profile: Profile, shape: Shape, flops: float, software: Software) -> float:
     device, ranks = device_of(profile), profile.parallel.context
     kernel = software.attention or ("deterministic" if profile.train.deterministic else "cudnn")
-    peak, queries = device.peak("bf16"), shape[1]
+    full, queries = profile.train.precision == "float32", shape[1]
+    peak = device.peak("float32" if full else "bf16")
     assert peak is not None
     assert device.architecture is not None
-    share = ATTENTION[kernel][device.architecture] * queries / (queries + HALF_LENGTH)
+    # These kernels are for half precision; in float32, attention is as fast as products.
+    share = SHARES[device.architecture] if full else ATTENTION[kernel][device.architecture]
+    share *= queries / (queries + HALF_LENGTH)
     # The last of n ranks sees all keys, and (n + 1) / 2n of them the average rank.
     slowest = 1.0 if software.balances_context else 2 * ranks / (ranks + 1)
     return slowest * flops / (peak * share)
