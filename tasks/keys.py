@@ -70,7 +70,7 @@ OF_FAMILIES = {
 # Features of a package's `Family` that change its model without changing the shapes of weights, or its class.
 FEATURES = (
     *("norm", "norm_position", "qk_norm", "output_bias", "adjacent_pairs", "local_rope"),
-    "scaled_embedding",
+    *("scaled_embedding", "linear_attention", "linear_norm_eps"),
 )
 # Keys of `train` that only have an effect on a model with multi-token prediction.
 MULTI_TOKEN = ("mtp_weight", "mtp_steps", "mtp_later_weight")

@@ -90,11 +90,12 @@ def test_parametrization_changes_the_identity_but_not_the_graphs_key():
 def test_features_of_a_packages_family_change_the_identity(monkeypatch):
     """Its model may be one of Trainshed's classes, whose file does not change with the package."""
     found = []
-    for features in ({}, {"norm_position": "after"}, {"norm_position": "around"}, {"adjacent_pairs": True}):
+    positions = {"norm_position": "after"}, {"norm_position": "around"}
+    for features in ({}, *positions, {"adjacent_pairs": True}, {"linear_norm_eps": 1e-5}):
         family = dataclasses.replace(families.OWN["llama"], **features)
         monkeypatch.setattr(families, "find", lambda _, family=family: family)
         found.append(identity("model.architecture=theirs"))
-    assert len({*found}) == 4
+    assert len({*found}) == 5
 
 
 def test_other_data_or_weights_change_the_identity():
