@@ -53,7 +53,10 @@ class Meter(TorchDispatchMode):
             scratch = self._kernel.scratch_bytes(inputs[1], inputs[2], causal=True)
             self.peak = max(self.peak, self.live + scratch)
         if packet is torch.ops.trainshed.max_scores:
-            self.peak = max(self.peak, self.live + SCORES.scratch_bytes(inputs[0], inputs[1], causal=True))
+            q, k, _, _, ranks, *_ = inputs
+            gathered = ranks * tensor_bytes(k) if ranks > 1 else 0
+            scratch = gathered + SCORES.scratch_bytes(q, k, causal=True)
+            self.peak = max(self.peak, self.live + scratch)
         if packet in (torch.ops.trainshed.experts, torch.ops.trainshed.experts_backward):
             backward = packet is torch.ops.trainshed.experts_backward
             x, indices, gate_up = inputs[backward], inputs[2 + backward], inputs[3 + backward]

@@ -5,9 +5,12 @@ import torch
 
 from modeling.data.prefetch import Batch
 from modeling.models import qk_clip as rule
+from modeling.planning.meter import Meter
 from modeling.training import qk_clip
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
+from parallel.attention.maxima import max_scores
+from parallel.mesh import Axis
 from tests.parity.harness import BATCH, SEQUENCE, Case, batch
 
 THRESHOLD = 0.6
@@ -62,3 +65,13 @@ def kept_rows(model, name):
     if (indices := rule.row_factors(model, name)) is None:
         return None
     return indices == 2 * model.num_layers * model.num_attention_heads
+
+
+def test_plans_count_the_keys_of_all_context_ranks():
+    q, k = (torch.empty(1, heads, 64, 16, device="meta") for heads in (4, 2))
+    peaks = []
+    for ranks in (1, 4):
+        with Meter([q, k], {"context": ranks}, None) as meter:
+            max_scores(q, k, Axis("context", ranks))
+        peaks.append(meter.peak)
+    assert peaks[1] - peaks[0] == 4 * k.nbytes
