@@ -132,11 +132,15 @@ def multiply_adds(d: int, u: int, chunk: int = CHUNK) -> int:
 
 
 def executed_multiply_adds(d: int, u: int, chunk: int, backward: bool) -> int:
-    """Those that are executed, in forward or in backward, which computes chunks and states again."""
-    solved = chunk * (d + u) // 2
-    if not backward:
-        return 3 * d * u + chunk * (2 * d + u) + solved
-    return 8 * d * u + chunk * (2 * d + 2 * u + (d + u) + 3 * d) + 2 * solved
+    """Those that are executed, in forward or in backward, which computes chunks and states again.
+
+    A key head is counted for each of its value heads.
+    """
+    inverted = max(0, chunk * chunk - 4) // 3
+    prepared = inverted + chunk * (3 * d + u)
+    if backward:
+        return prepared + 8 * d * u + chunk * (5 * d + 4 * u)
+    return prepared + 3 * d * u + chunk * u
 
 
 def scratch_bytes(k: Tensor, v: Tensor, decay: Tensor, chunk: int, backward: bool) -> int:

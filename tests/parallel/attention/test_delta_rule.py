@@ -6,11 +6,12 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness.zigzag import zigzag_merge, zigzag_split
 from parallel.attention import delta_rule, kernels
 from parallel.attention.delta_context import context_delta_rule, halves, tokens_before
-from parallel.attention.delta_rule import Chunked, gated_delta_rule
+from parallel.attention.delta_rule import Chunked, executed_multiply_adds, gated_delta_rule
 from parallel.attention.short_convolution import short_convolution
 from tests.pool import mesh
 
@@ -81,6 +82,18 @@ def test_chunk_sizes_are_equal_in_float32():
     for found in others:
         for one, other in zip(found, exact, strict=True):
             assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 16])
+def test_executed_multiply_adds_are_those_of_the_products(chunk):
+    s, n, d, u = 3 * chunk, 2, 8, 12
+    tensors, weight = inputs(s, b=1, k=n, n=n, d=d, u=u)
+    with FlopCounterMode(display=False) as forward:
+        out, _ = gated_delta_rule(*tensors, chunk=chunk, in_graph=True)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad((out * weight).sum(), tensors)
+    for counter, is_backward in ((forward, False), (backward, True)):
+        assert counter.get_total_flops() == 2 * s * n * executed_multiply_adds(d, u, chunk, is_backward)
 
 
 def test_a_state_continues_a_sequence():
