@@ -23,7 +23,8 @@ def put_own_packages_first() -> list[str]:
     Returns:
         Their files. They are not imported; everything else in their folders still is.
     """
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    given = os.environ.get("PYTHONPATH")
+    folders = given.split(os.pathsep) if given else []  # an empty one is the working folder
     specs = [PathFinder.find_spec(name, folders) for name in PACKAGES]
     # A folder without __init__.py has no origin, and does not precede an installed package.
     found = [spec.origin for spec in specs if spec is not None and spec.origin is not None]

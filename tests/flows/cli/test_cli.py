@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+import trainshed
 from flows.cli.main import main, parser
 from profiles import resolve
 from tests import wheel
@@ -382,6 +383,16 @@ def test_closed_pipe_is_not_a_failure(tmp_path, arguments):
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, timeout=120)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_the_working_folder_stays_on_pythonpath(tmp_path, monkeypatch):
+    """It is an empty entry."""
+    (tmp_path / "tasks.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}/other")
+    assert trainshed.put_own_packages_first() == [str(tmp_path / "tasks.py")]
+    assert os.environ["PYTHONPATH"] == os.pathsep.join((trainshed.HOME, "", "/other"))
 
 
 LOSS = """
