@@ -192,6 +192,11 @@ def test_aliases_of_norm_eps_set_it(name):
         (QWEN, {"linear_num_value_heads": 3}, "linear_num_value_heads = 3: is not a multiple of linear_num_key_heads 2"),
         (QWEN, {"linear_key_head_dim": None}, "linear_key_head_dim: is missing; qwen3_5 has linear attention"),
         (QWEN, {"full_attention_every": 1}, "full_attention_every = 1: leaves no layer with linear attention"),
+        (
+            QWEN,
+            {"architecture": "olmo_hybrid", "full_attention_every": None},
+            "full_attention_every: leaves no layer with full attention; nearest valid: 3",
+        ),
         (QWEN, {"architecture": "olmo_hybrid", "no_rope_layer_interval": 2}, "all have RoPE, or none has"),
         (LLAMA, {"residual_multiplier": 0.2}, "residual_multiplier = 0.2: llama has no multipliers; nearest valid: null"),
         (LLAMA, {"architecture": "qwen2", "max_window_layers": 1}, "max_window_layers = 1: is set, but sliding_window"),
