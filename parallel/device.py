@@ -97,8 +97,9 @@ class Device:
     def choose_kernels(self, deterministic: bool, precision: str = "float32") -> None:
         """Let this process use deterministic kernels only, or the fastest ones.
 
-        Unless the precision is float32, the few float32 products, those of routers, run in TF32 on tensor cores: it holds bf16
-        values exactly in forward, and rounds the gradients of the logits to 10 bits.
+        Unless the precision is float32, the few float32 products run in TF32 on tensor cores. Those of routers: it holds bf16
+        values exactly in forward, and rounds the gradients of the logits to 10 bits. And those of the gated delta rule, whose
+        factors it rounds.
         """
         if self.nondeterministic:
             torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")

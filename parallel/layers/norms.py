@@ -1,7 +1,8 @@
-"""RMSNorm and LayerNorm of hidden states, replicated over the tensor axis; RMSNorms of q and k heads.
+"""RMSNorm and LayerNorm of hidden states, replicated over the tensor axis; RMSNorms of heads.
 
 Hidden states may be full or sequence-parallel. Query and key heads are sharded over the tensor axis, and are normalized
-individually (`HeadNorm`), or all of a token's together (`ProjectionNorm`), which all-reduces a sum of squares per token.
+individually (`HeadNorm`), or all of a token's together (`ProjectionNorm`), which all-reduces a sum per token, in backward too.
+Linear attention has norms of its queries and keys (`unit_norm`) and of its output (`GatedHeadNorm`).
 """
 
 from __future__ import annotations
