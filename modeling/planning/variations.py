@@ -15,8 +15,9 @@ from parallel.pipeline.stages import cut_layers
 from profiles.recompute import AUTO
 from profiles.schema import Profile
 
-# Minimum tokens of a sequence per context rank: each rank has two parts of it, whose products must keep a device busy.
-CONTEXT_TOKENS = 1024
+# Minimum tokens of a sequence per context rank, fewer than the planner proposes (planner.py): each rank has two parts of it,
+# whose products must keep a device busy.
+LEAST_CONTEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Variation:
         return (
             self.tensor in model.tensor_degrees
             and self.stages * self.pipeline <= model.num_hidden_layers
-            and (self.context == 1 or train.sequence_length // self.context >= CONTEXT_TOKENS)
+            and (self.context == 1 or train.sequence_length // self.context >= LEAST_CONTEXT_TOKENS)
             and train.global_batch_size % (ranks * self.microbatch) == 0
             and (
                 self.shard_degree is None
