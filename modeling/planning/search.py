@@ -253,7 +253,8 @@ def explain(found: Sequence[Topology], rejected: Sequence[RejectedDegrees]) -> l
         reasons.append(f"{kind} over {ranks} ranks {where[levels['data']]}")
     smaller = [other for other in others if other.plan.mesh["tensor"] < mesh["tensor"]]
     larger = [other for other in others if other.plan.mesh["tensor"] > mesh["tensor"]]
-    if not smaller and mesh["tensor"] > 1 and any(each.reason == "memory" for each in rejected):
+    below = {each.reason for each in rejected if each.degrees["tensor"] < mesh["tensor"]}
+    if not smaller and "memory" in below and SLOWER not in below:
         reasons.append("smaller tensor degrees do not fit")
     reasons += [_compared(side[0], best) for side in (smaller, larger) if side]
     for other in others:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from modeling.planning.planner import plan
-from modeling.planning.search import search
+from modeling.planning.search import SLOWER, RejectedDegrees, Topology, explain, search
 from modeling.planning.variations import Variation
 from profiles import resolve
 
@@ -42,3 +42,12 @@ def test_variations_of_a_topology_are_valid_and_include_several_stages_per_rank(
     assert keys["parallel.schedule"] == "interleaved"
     assert len(keys["parallel.pipeline_cuts"]) == 8 * 4 - 1
     assert Variation.of(profile, keys) == four
+
+
+def test_tensor_degrees_are_said_not_to_fit_only_if_all_of_them_were_planned():
+    small = ("model.num_hidden_layers=4", "parallel.tensor=2", "parallel.data_sharding=zero1")
+    best = plan(resolve.load("deepseek-coder-1.3b-h100", [*small, "parallel.keep_gathered=false"]))
+    keys = {"parallel.data_sharding": "zero1", "parallel.shard_degree": None, "train.recompute": "none"}
+    rejected = [RejectedDegrees({"tensor": 1}, "memory"), RejectedDegrees({"tensor": 1}, SLOWER)]
+    for others, said in ((rejected[:1], True), (rejected, False)):
+        assert ("smaller tensor degrees do not fit" in explain([Topology(keys, best)], others)) == said
