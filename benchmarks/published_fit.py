@@ -1,10 +1,10 @@
-"""Fit the figures of plans that nobody has published to the published steps of other frameworks.
+"""Fit the unpublished figures that plans use to the steps that other frameworks published.
 
 The steps are those of benchmarks/published.py. Five figures: the share of the peak that products reach on A100, in FP8, and on
 H100 with llm-foundry's libraries; the peak of the H100 of 96 GB; and by how much an exchange slows down the compute that it
-overlaps with. They minimize the mean of
-|log(planned ÷ published)|, at most 0.5 a step, over the sources that are not held out: starting from START, each figure in turn
-is multiplied or divided by a factor as long as the mean gets smaller, and the factor shrinks to 1.005. Takes two minutes of CPU.
+overlaps with. They minimize the mean of |log(planned ÷ published)|, at most 0.5 a step, over the sources that are not held out:
+starting from START, each figure in turn is multiplied or divided by a factor as long as the mean gets smaller, and the factor
+shrinks to 1.005. Takes two minutes of CPU.
 
 Exit codes: 0; 1 if a figure of the code is not the fitted one.
 """

@@ -108,7 +108,7 @@ def gated_delta_rule(
         (b, s, n, u) in v's dtype, and the state (b, n, d, u) in that of `decay`.
 
     Raises:
-        ValueError: mismatched shapes, or a chunk that is no power of 2.
+        ValueError: mismatched shapes, or a chunk that is not a power of 2.
     """
     b, s, n, _ = v.shape
     if q.shape != k.shape or q.shape[:2] != (b, s) or n % k.shape[2]:
