@@ -17,6 +17,7 @@ from flows.ui.summaries import cluster_summary
 from modeling.planning.efficiency import basis
 from modeling.planning.planner import device_bytes, reserved_share
 from modeling.planning.search import RejectedDegrees, Topology, explain, search
+from modeling.planning.variations import Variation
 from profiles.check import get_value
 from profiles.errors import format_value
 from profiles.recompute import modes_of
@@ -73,11 +74,14 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
     if found:
         speed = ("step time", "tokens/s", "MFU") if timed else ("communication per step",)
         table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("", *map(AXES.get, _axes(profile)), "sharding", "recompute", *speed, "memory"):
+        counts = _counts(profile, found[:MAX_ROWS])
+        degrees = (*map(AXES.get, _axes(profile)), *counts)
+        for column in ("", *degrees, "sharding", "recompute", *speed, "memory"):
             text = column in ("", "sharding", "recompute")
             table.add_column(column, justify="left" if text else "right", no_wrap=True)
         for rank, topology in enumerate(found[:MAX_ROWS], 1):
-            table.add_row(str(rank), *_row(profile, topology))
+            shown = [str(values[rank - 1]) for values in counts.values()]
+            table.add_row(str(rank), *_row(profile, topology, shown))
         console.print(table)
         if timed:
             console.print(basis(profile), style="dim")
@@ -104,7 +108,17 @@ def _axes(profile: Profile) -> list[str]:
     return [axis for axis in AXES if axis != "expert" or profile.model.num_experts]
 
 
-def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
+def _counts(profile: Profile, shown: Sequence[Topology]) -> dict[str, list[int]]:
+    """Columns of what differs between the topologies beside degrees: stages per rank, samples of a microbatch."""
+    places = [Variation.of(profile, topology.overrides) for topology in shown]
+    columns = {
+        "stages": [place.stages for place in places],
+        "MBS": [place.microbatch for place in places],
+    }
+    return {name: values for name, values in columns.items() if len(set(values)) > 1}
+
+
+def _row(profile: Profile, topology: Topology, counts: Sequence[str]) -> tuple[str, ...]:
     planned = topology.plan
     speed = (format_bytes(sum(planned.communication.values())),)
     if planned.step_seconds is not None:
@@ -112,7 +126,7 @@ def _row(profile: Profile, topology: Topology) -> tuple[str, ...]:
         speed = (format_step_time(planned.step_seconds), rate, mfu)
     degrees = (str(planned.mesh.get(axis, 1)) for axis in _axes(profile))
     memory = f"{planned.needs / planned.device_bytes:.0%}"
-    return (*degrees, _sharding(topology), _recompute(topology), *speed, memory)
+    return (*degrees, *counts, _sharding(topology), _recompute(topology), *speed, memory)
 
 
 def _recompute(topology: Topology) -> str:

@@ -116,10 +116,8 @@ def _least_seconds(profile: Profile, keys: dict[str, Any], cache: CostCache) -> 
         return 0.0
     middle = layers - 2
     seconds = layer_seconds(candidate, StageCosts(candidate, cache).layer(middle, "none"), overlaps=True)
-    alike = sum(
-        all(kind(each) == kind(middle) for kind in (model.window, model.has_experts, model.is_linear))
-        for each in range(layers)
-    )
+    kinds = (model.window, model.has_experts, model.is_linear, model.has_rope)
+    alike = sum(all(kind(each) == kind(middle) for kind in kinds) for each in range(layers))
     count, stages = candidate.accumulation_steps, len(partition_layers(candidate))
     idle = bubble(parallel.schedule, parallel.pipeline, count, stages // parallel.pipeline)
     return count * alike / parallel.pipeline * seconds * (1 + idle)

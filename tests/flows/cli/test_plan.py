@@ -113,6 +113,9 @@ def test_printed_search_command_plans_the_first_topology(capsys, monkeypatch, tm
     name, *arguments = shlex.split(out.partition("to plan the first: ")[2])
     assert name == "trainshed"
     assert {*typed} - {*arguments} <= {"--set", "parallel.tensor=8"}  # the topology has its own
+    columns, first = (re.search(rf"^{start} +(\S.*)$", out, re.M)[1].split() for start in (" ", "1"))
+    assert ("MBS" in columns) == any(word.startswith("train.micro_batch_size=4") for word in arguments)
+    assert "MBS" not in columns or first[columns.index("MBS")] == "4"
     assert main([*arguments, "--json"]) == 0
     mesh = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
     assert json.loads(capsys.readouterr().out)["mesh"] == mesh
