@@ -180,6 +180,7 @@ def _train(
     """Train in the open run folder, evaluate and export; returns the evaluation and the export."""
     context, reference = runner.context, None
     if context.profile.precomputes_reference:  # other runs should not list a skipped step
+        assert weights is not None  # DPO starts from a model
         reference = runner.run(ReferenceStep(dataset, weights, graphs))
     training = TrainingStep(dataset, identity, graphs, weights, reference)
     runner.run(training, with_training_progress(context))

@@ -179,8 +179,10 @@ def require_same_mixture(parent: Profile, profile: Profile, run: str, step: int)
 def _phases(profile: Profile, step: int) -> dict[int, dict[str, float]]:
     """Weights by source of the mixture's phases up to a step, by first step; empty without weights."""
     sources = [source for source in profile.data.sources if source.use != "validation"]
-    base = [source.weight for source in sources] if len(sources) > 1 else [1.0]
-    if None in base:
+    base = [source.weight for source in sources if source.weight is not None]
+    if len(sources) <= 1:
+        base = [1.0]
+    elif len(base) < len(sources):
         return {}
     names = [source.model_dump_json(exclude={"weight"}) for source in sources]
     phases = {1: base} | {each.step: each.weights for each in profile.data.schedule if each.step <= step}
@@ -218,7 +220,7 @@ def rate_warnings(store: Store, parent: Parent, profile: Profile) -> list[str]:
         return []  # it resumes
     theirs, ours = resolve.load(str(parent_profile(store, parent, profile.name))).train, profile.train
     last, first = learning_rate(theirs, parent.step), learning_rate(ours, parent.step + 1)
-    following = learning_rate(theirs, min(parent.step + 1, theirs.steps))  # higher during the warm-up
+    following = learning_rate(theirs, min(parent.step + 1, theirs.last_step))  # higher during the warm-up
     if first <= RATE_RISE * max(last, following):
         return []
     return [
@@ -288,15 +290,17 @@ def record_data(store: Store, parent: Parent) -> None:
     while above and ledger.find(store, above.identity) is None:
         run = store.run_folder(above.run)
         found = state_files.parse(run.read(run_files.INPUTS) or b"") or {}
-        dataset = found.get("identity") == above.identity and store.artifacts.find(
-            DatasetStep.id(found["dataset"]), hash_limit=0
-        )
+        dataset = None
+        if found.get("identity") == above.identity:
+            dataset = store.artifacts.find(DatasetStep.id(found["dataset"]), hash_limit=0)
         if not dataset:
             message = "run %s: its training data is unknown, so continual pretraining cannot start from %s"
             log.warning(message, above.run, parent.run)
             return
-        ledger.record(store, above.run, above.identity, dataset, run.parent and run.parent.identity)
-        above = run.parent
+        grandparent = run.parent
+        from_ = grandparent.identity if grandparent else None
+        ledger.record(store, above.run, above.identity, dataset, from_)
+        above = grandparent
 
 
 def _needs_checkpoint(run: RunFolder) -> bool:
@@ -323,7 +327,7 @@ def _is_independent(run: RunFolder, parent: Parent) -> bool:
 def _held_parent(run: RunFolder) -> Parent | None:
     """The parent whose checkpoint was copied for a run that has not been opened; None if there is none."""
     found = state_files.parse(run.read(HELD_PARENT) or b"")
-    return found and Parent(**found)
+    return Parent(**found) if found else None
 
 
 def _nearest(run: RunFolder, wanted: int) -> list[str]:

@@ -36,9 +36,12 @@ def check_gate(
     values = {name: evaluation[name] for name in ("validation_loss", "perplexity")} | evaluation["metrics"]
     if before is not None:
         values[RISE] = evaluation["validation_loss"] - before["validation_loss"]
-    met, missed = [], []
+    met: list[str] = []
+    missed: list[str] = []
     for condition in settings.gate:
-        name, symbol, bound = CONDITION.fullmatch(condition).groups()
+        parts = CONDITION.fullmatch(condition)
+        assert parts is not None  # the profile's schema has the same pattern
+        name, symbol, bound = parts.groups()
         holds = OPERATORS[symbol](values[name], float(bound))
         (met if holds else missed).append(f"{name} {values[name]:.4g} (required: {symbol} {bound})")
     if not settings.gate and before is not None:

@@ -21,8 +21,8 @@ from typing import Any, Self
 from profiles.errors import ProfileError
 from profiles.files.state_files import CorruptedState
 from profiles.huggingface.hub import resolve_commit
+from profiles.local_paths import RUN
 from profiles.resolve import names as profile_names
-from profiles.rules.pretrained import RUN
 from profiles.schema import Data, Profile, Source, Tokenizer
 from tasks import keys
 from tasks.sources import corpus, weights
@@ -196,14 +196,15 @@ def _tokenizer(settings: Tokenizer, token: str | None, pin: Pin) -> dict[str, An
     if settings.source == "train":
         return None
     reference = {"tokenizer": settings.source, "revision": settings.revision}
-    if is_folder(settings.source):
-        return pin(reference, lambda: {"contents": folder_digest(settings.source)})
 
-    def find_commit() -> dict[str, Any]:
+    def find() -> dict[str, Any]:
+        if is_folder(settings.source):
+            return {"contents": folder_digest(settings.source)}
         commit = resolve_commit(settings.source, settings.revision, token, "tokenizer.source")
         return {"repository": settings.source, "commit": commit}
 
-    return pin(reference, find_commit)
+    found: dict[str, Any] = pin(reference, find)
+    return found
 
 
 def _shards(
@@ -223,8 +224,9 @@ def _shards(
 
 
 def _weights(profile: Profile, digests: DigestCache, token: str | None, pin: Pin) -> dict[str, Any] | None:
-    init = profile.init
-    if init.from_ is None:
+    source, revision = profile.init.from_, profile.init.revision
+    if source is None:
         return None
-    reference = {"weights": init.from_, "revision": init.revision}
-    return pin(reference, lambda: weights.pin(init.from_, init.revision, token, "init.from", digests))
+    reference = {"weights": source, "revision": revision}
+    found: dict[str, Any] = pin(reference, lambda: weights.pin(source, revision, token, "init.from", digests))
+    return found

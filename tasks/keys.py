@@ -173,7 +173,7 @@ def reference(profile: Profile, weights: str, dataset: str) -> str:
 def trial(profile: Profile) -> str:
     """Key of the decision whether to compile a profile's graphs, from them and the run's length."""
     return digest(
-        {"step": "trial", "graphs": graphs(profile), "tokens": profile.train.steps * profile.step_tokens}
+        {"step": "trial", "graphs": graphs(profile), "tokens": profile.train.last_step * profile.step_tokens}
     )
 
 
@@ -237,7 +237,7 @@ def _compiler(profile: Profile) -> dict[str, Any]:
     device = devices.KINDS[cluster.device]
     return {
         "backend": backend,
-        "passes": [file_digest(find_spec(module).origin) for module in PASSES.get(backend, ())],
+        "passes": [file_digest(_source_file(module)) for module in PASSES.get(backend, ())],
         "flags": profile.compile.flags,
         "async_tensor": profile.compile.async_tensor,
         "lacks": missing_requirement(profile),
@@ -265,7 +265,12 @@ def run_identity(
     train = _without(NOT_MATHEMATICS | SCHEDULE, train_values(profile.train))
     if profile.train.loss:
         train["loss"] = _function(profile.train.loss)
-    inputs = {"tokenizer": tokenizer, "dataset": dataset, "weights": weights, "parent": parent}
+    inputs: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "dataset": dataset,
+        "weights": weights,
+        "parent": parent,
+    }
     if profile.objective.kind != "pretrain":
         objective = _without(
             keys_of(Objective, "identity", other=True), profile.objective.model_dump(mode="json")
@@ -361,7 +366,7 @@ def export(run: str, identity: str, train: Train, **more: Any) -> str:
 
 
 def _of_run(step: str, run: str, identity: str, train: Train | None, **more: Any) -> str:
-    schedule = train.model_dump(mode="json", include=SCHEDULE) if train else None
+    schedule = train.model_dump(mode="json", include={*SCHEDULE}) if train else None
     return digest({"step": step, "run": run, "identity": identity, "schedule": schedule, **more})
 
 
@@ -381,11 +386,21 @@ def compiler_versions() -> Mapping[str, str]:
     return found
 
 
+def _source_file(module: str) -> str:
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return spec.origin
+
+
 def code_digest(*packages: str) -> str:
     """Hash of the source files of packages."""
     total = hashlib.sha256()
     for package in packages:
-        folder = Path(find_spec(package).submodule_search_locations[0])
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        folder = Path(spec.submodule_search_locations[0])
         for path in sorted(folder.rglob("*.py")):
             total.update(f"{package}/{path.relative_to(folder)}\0{file_digest(path)}\n".encode())
     return total.hexdigest()[:32]

@@ -21,7 +21,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from profiles.files import retry_policies
@@ -152,12 +152,15 @@ def read(path: Path) -> bytes | None:
         return None
 
 
-def open_file(path: Path, buffering: int = -1) -> BinaryIO:
+def open_file(path: Path, buffering: Literal[-1, 0] = -1) -> io.BufferedReader | io.FileIO:
     """Open a regular file for reading.
 
     Raises OSError for anything else: NotRegularFile for a pipe, which would wait for its writer, or an endless device.
     """
-    return io.open(path, "rb", buffering, opener=_open_regular)  # noqa: UP020 - as Path.open: tests replace it
+    # io.open, as Path.open: tests replace it
+    if buffering == 0:
+        return io.open(path, "rb", 0, opener=_open_regular)  # noqa: UP020
+    return io.open(path, "rb", opener=_open_regular)  # noqa: UP020
 
 
 def _open_regular(path: str, flags: int) -> int:

@@ -177,6 +177,12 @@ class Train(Section):
         return self
 
     @property
+    def last_step(self) -> int:
+        """`steps`, which also a run with `epochs` has once its dataset exists."""
+        assert self.steps is not None
+        return self.steps
+
+    @property
     def newton_schulz_dtype(self) -> Literal["float32", "bf16"]:
         """Dtype in which Muon orthogonalizes matrices."""
         return self.muon_dtype or ("float32" if self.precision == "float32" else "bf16")

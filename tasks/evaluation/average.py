@@ -50,7 +50,7 @@ class AverageStep(EvaluationStep):
     `identity` is that of the checkpoints (`identity_of`). The artifact's summary: that of an evaluation, and members.
     """
 
-    tokenizer: Artifact | None = None
+    tokenizer: Artifact = field(kw_only=True)
     members: tuple[tuple[str, int], ...] = ()  # run and step of each
     label: str = ""  # name of the average
     checkpoints: list[Path] = field(default_factory=list, init=False)  # the members on this machine

@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     manager = TaskManager(include_path=options.include)
     unknown = unknown_task(options.task, manager.all_tasks)
+    result: dict[str, Any]
     if options.model is None:
         result = {"unknown": unknown}
     elif unknown:

@@ -120,7 +120,7 @@ def _members(
 
 def _planned_checkpoints(run: PlannedRun) -> list[int]:
     """Steps of a run's checkpoints at its end: a branch also has a copy of the one that it starts from."""
-    first, end, every = run.first_step, run.profile.train.steps, run.profile.checkpoint.every
+    first, end, every = run.first_step, run.profile.train.last_step, run.profile.checkpoint.every
     between = [step for step in range(every, end, every) if step > first] if every else []
     return [*([first] if first else []), *between, end]
 
@@ -133,8 +133,8 @@ def _resolve_member(
     key = f"averages.{average.name}.of"
     if name == TRUNK:
         if not at:
-            return trunk, trunk.profile.train.steps
-        if step.isdecimal() and not int(step) % spec.every and 0 < int(step) <= trunk.profile.train.steps:
+            return trunk, trunk.profile.train.last_step
+        if step.isdecimal() and not int(step) % spec.every and 0 < int(step) <= trunk.profile.train.last_step:
             return trunk, int(step)
         reason = f"is not a checkpoint of the trunk, which saves one every {spec.every} steps"
         raise ProfileError(key, text, reason)
@@ -142,4 +142,4 @@ def _resolve_member(
     known = {run.name.removeprefix(prefix): run for run in branches}
     if name not in known or at:
         raise ProfileError(key, text, "is neither trunk, trunk@STEP nor a branch", [TRUNK, *known])
-    return known[name], known[name].profile.train.steps
+    return known[name], known[name].profile.train.last_step

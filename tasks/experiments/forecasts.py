@@ -20,7 +20,6 @@ from modeling.scaling.metrics import forecast_metrics
 from modeling.scaling.planned_run import PlannedRun
 from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
-from profiles.files.state_files import retried
 from profiles.schema import Profile
 from tasks import keys
 from tasks.evaluation import results
@@ -119,7 +118,7 @@ def record(store: Store, profile: Profile, run: RunFolder) -> dict[str, Any] | N
     """Copy the latest forecast into the folder of an untrained run; returns the recorded one, if any."""
     if known := read_recorded(run):
         return known
-    if run.checkpoint_steps() or retried((run.path / run_files.METRICS).exists):
+    if run.checkpoint_steps() or state_files.exists(run.path / run_files.METRICS):
         return None
     artifact = latest(store, profile)
     if artifact is None:

@@ -38,7 +38,9 @@ def get_or_create(
 
 def read(store: Store, artifact: Artifact) -> dict[str, Any]:
     """The contents of a document."""
-    return json.loads(retried((store.artifacts.path(artifact) / _file(artifact.kind)).read_text))
+    path = store.artifacts.path(artifact) / _file(artifact.kind)
+    contents: dict[str, Any] = json.loads(retried(path.read_text))
+    return contents
 
 
 def _file(kind: str) -> str:

@@ -203,7 +203,8 @@ def _left_out(weights: np.ndarray, losses: np.ndarray, held_out: Sequence[str]) 
 
 def _interval(values: np.ndarray) -> list[list[float]]:
     """Interval of each column."""
-    return np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=0).T.tolist()
+    ends: np.ndarray = np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=0)
+    return [[float(low), float(high)] for low, high in ends.T]
 
 
 def _rounded(weights: Mapping[str, float]) -> dict[str, float]:

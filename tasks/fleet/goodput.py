@@ -156,5 +156,6 @@ class _Timeline:
         """Time of the last record of a start: a step, a rollback or its end."""
         until = after["time"] if after else float("inf")
         recorded = [time for time in self._recorded if start["time"] <= time < until]
-        last = after.get("last_time", 0.0) if after else self._last
-        return max(start["time"], last, *recorded)
+        last: float = after.get("last_time", 0.0) if after else self._last
+        latest: float = max(start["time"], last, *recorded)
+        return latest

@@ -158,4 +158,5 @@ def facts(folder: Path, seconds: float = 5.0, rank: int = 0) -> dict[str, Any]:
     """What a rank of the job found, once it has written it."""
     path = folder / f"rank-{rank}.json"
     wait(path.exists, seconds)
-    return json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found

@@ -189,7 +189,8 @@ class KubernetesLauncher:
 
     def _pods(self, name: str) -> list[V1Pod]:
         selector = f"batch.kubernetes.io/job-name={name}"
-        return self._call(self._core.list_namespaced_pod, label_selector=selector).items
+        pods: list[V1Pod] = self._call(self._core.list_namespaced_pod, label_selector=selector).items
+        return pods
 
     def _job(self, name: str) -> V1Job | None:
         return self._read(self._jobs.read_namespaced_job, name)

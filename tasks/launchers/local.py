@@ -130,7 +130,7 @@ class LocalLauncher:
 def _read_handle(job: Job) -> Handle | None:
     """Handle of the latest job of this name and folder, whatever it ran."""
     state = state_files.read_json(job.handle_file, HANDLE, HANDLE)
-    return state and Handle(job, state["identifier"], state["log_start"])
+    return Handle(job, state["identifier"], state["log_start"]) if state else None
 
 
 def command(job: Job, grace: int) -> list[str]:

@@ -139,7 +139,7 @@ class SlurmLauncher:
             return watch.status
         if record is None and (entry is None or entry.ended):
             record = self._record(handle.job, handle.identifier, listed=True)
-            if _has_exit_code(record):
+            if record and _has_exit_code(record):
                 return Status(running=False, exit_code=record["exit_code"])
         watch.observe(entry.state if entry else "", record is not None)
         watch.due_at = now + watch.interval
@@ -232,7 +232,7 @@ class SlurmLauncher:
             with suppress(FileNotFoundError):
                 os.listdir(job.folder)
         suffixes = [f".{index}" for index in range(job.array)] or [""]
-        records = []
+        records: list[dict[str, Any]] = []
         for suffix in suffixes:
             try:
                 record = json.loads((job.folder / f"{job.name}{suffix}.exit.json").read_text())

@@ -128,7 +128,7 @@ def run_command(
 def _environment() -> dict[str, str]:
     """Environment of Slurm's commands."""
     inherited = job_environment()
-    dropped = ("SQUEUE_",)  # a user's settings could hide jobs
+    dropped: tuple[str, ...] = ("SQUEUE_",)  # a user's settings could hide jobs
     if "SLURM_JOB_ID" in inherited:
         # Also the address of the enclosing job's collectives, which a user's value would otherwise replace ours by.
         dropped += JOB_PREFIXES + tuple(

@@ -22,8 +22,9 @@ def training_tokens(profile: Profile) -> int:
 
 def tokens_of_pass(profile: Profile, dataset: Mapping[str, Any]) -> int:
     """Tokens that one pass over a dataset reads, counted as in `training_tokens`."""
-    rows = dataset.get("samples", 0) * profile.rows_per_sample
-    return rows * profile.train.sequence_length or dataset["tokens"]
+    rows: int = dataset.get("samples", 0) * profile.rows_per_sample
+    tokens: int = rows * profile.train.sequence_length or dataset["tokens"]
+    return tokens
 
 
 def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mapping[str, Any]) -> list[str]:
@@ -60,10 +61,11 @@ def passes_warning(profile: Profile, tokens: float) -> Iterator[str]:
     """A warning if the run reads this many tokens of training data too often; else nothing."""
     passes = training_tokens(profile) / tokens
     if round(passes) > WORTHWHILE_PASSES:  # the last batch of an epoch is filled up
-        steps = WORTHWHILE_PASSES * profile.train.steps / passes
+        steps = profile.train.last_step
+        worthwhile = format_number(int(WORTHWHILE_PASSES * steps / passes))
         yield (
-            f"{profile.train.steps:,} steps read the data about {format_number(passes)} times; after {WORTHWHILE_PASSES} passes, "
-            f"repetition improves the loss less and less; add data, or train at most {format_number(int(steps))} steps"
+            f"{steps:,} steps read the data about {format_number(passes)} times; after {WORTHWHILE_PASSES} passes, "
+            f"repetition improves the loss less and less; add data, or train at most {worthwhile} steps"
         )
 
 

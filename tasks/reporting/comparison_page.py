@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tasks.store.store import Store
 
 UNKNOWN = "–"
 FILES = (run_files.PROFILE, run_files.METRICS, run_files.REPORT_JSON)  # that are read
-RESULTS = {  # row: (key of `load_runs`, formatter)
+RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {  # row: (key of `load_runs`, formatter)
     "state": ("state", str),
     "parameters": ("parameters", format_count),
     "steps": ("steps", "{:,}".format),
@@ -188,13 +188,14 @@ def flat_profile(profile: Profile) -> dict[str, Any]:
 
 def _flatten(values: Any, path: str = "") -> dict[str, Any]:
     """Flatten nested dicts and lists of dicts."""
+    items: Iterable[tuple[Any, Any]]
     if isinstance(values, dict):
         items = values.items()
     elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
         items = enumerate(values)
     else:
         return {path: values}
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in items:
         flat |= _flatten(value, f"{path}.{name}" if path else str(name))
     return flat

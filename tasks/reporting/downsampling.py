@@ -40,7 +40,7 @@ class Curve:
             return
         if len(groups) == LIMIT:
             pairs = zip(groups[::2], groups[1::2], strict=True)
-            self._groups = groups = [tuple(map(sum, zip(*pair, strict=True))) for pair in pairs]
+            self._groups = groups = [(m + n, x1 + x2, y1 + y2) for (m, x1, y1), (n, x2, y2) in pairs]
             self.group_size *= 2
         groups.append((1, x, y))
 

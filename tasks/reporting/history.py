@@ -39,6 +39,10 @@ class History:
         lowest_evaluation: row with the lowest loss of the evaluations of as many tokens as the last one.
     """
 
+    last: dict[str, Any] | None
+    last_evaluation: dict[str, Any] | None
+    lowest_evaluation: Mapping[str, Any] | None
+
     def __init__(self, folder: Path) -> None:
         self._follower = LogFollower(folder / run_files.METRICS, on_restart=self._clear)
         self._clear()
@@ -65,10 +69,9 @@ class History:
 
     def _clear(self) -> None:
         self.steps, self._seconds, self._skipped = 0, 0.0, 0
-        self.last: dict[str, Any] | None = None
+        self.last = self.last_evaluation = self.lowest_evaluation = None
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self.last_evaluation: dict[str, Any] | None = None
-        self.lowest_evaluation: Mapping[str, Any] | None = None
+
         self._curves: defaultdict[str, Curve] = defaultdict(Curve)
         self._samples: defaultdict[str, Sample] = defaultdict(Sample)
         self._first: dict[str, float] = {}

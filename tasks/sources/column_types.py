@@ -77,7 +77,7 @@ def value_type(kind: Any) -> Any:
 def is_text(kind: Any) -> bool:
     """Whether a type is a string."""
     types = _types()
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def is_binary(kind: Any) -> bool:
@@ -111,11 +111,11 @@ def _has_binary(field: Any) -> bool:
 
 def _is_old_list(kind: Any) -> bool:
     types = _types()
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _is_struct(kind: Any) -> bool:
-    return _types().is_struct(kind)
+    return bool(_types().is_struct(kind))
 
 
 def _nested_fields(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

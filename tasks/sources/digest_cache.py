@@ -27,7 +27,7 @@ class DigestCache:
 
     def sha256(self, path: Path) -> str:
         """sha256 of a file's contents, in hexadecimal."""
-        return self.get(path, "sha256", lambda: file_digest(path))
+        return str(self.get(path, "sha256", lambda: file_digest(path)))
 
     def get(self, path: Path, what: str, compute: Callable[[], Any]) -> Any:
         """The cached value of `compute()`, a JSON value that depends only on the contents of the file."""

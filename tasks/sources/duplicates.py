@@ -78,20 +78,21 @@ def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> Datase
                 (folder / "shards.json").write_text(json.dumps(summary))
     folder = store.artifacts.path(store.artifacts.expect(id))
     summary = json.loads((folder / "shards.json").read_text())
-    digests = dict(zip(comparable(plan), summary["digests"], strict=True))
-    drops = tuple(digests.get(k, "") for k in range(len(plan.shards)))
+    of_shard: dict[int, str] = dict(zip(comparable(plan), summary["digests"], strict=True))
+    drops = tuple(of_shard.get(k, "") for k in range(len(plan.shards)))
     return replace(plan, drops=drops, duplicates=key)
 
 
 def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> np.ndarray:
     """Ascending indices (duplicates) of shard k's documents that are duplicates, memory-mapped."""
-    if not plan.drops or not plan.drops[k]:
+    if plan.duplicates is None or not plan.drops[k]:
         return np.empty(0, np.int64)
     folder = store.artifacts.path(store.artifacts.expect(ArtifactId(DUPLICATES, plan.duplicates)))
     counts = json.loads((folder / "shards.json").read_text())["counts"]
     rank = comparable(plan).index(k)
     start = sum(counts[:rank])
-    return np.load(folder / "numbers.npy", mmap_mode="r")[start : start + counts[rank]]
+    numbers: np.ndarray = np.load(folder / "numbers.npy", mmap_mode="r")
+    return numbers[start : start + counts[rank]]
 
 
 def find_repeated(paths: list[Path]) -> list[np.ndarray]:

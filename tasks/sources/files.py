@@ -61,7 +61,9 @@ def text_bytes(profile: Profile) -> int | None:
     """Size of a profile's training files; None unless they are unweighted, uncompressed local text."""
     total = 0
     for number, source in enumerate(profile.data.sources):
-        if source.kind != "files" or "://" in source.path or source.weight is not None:
+        if source.kind != "files" or source.weight is not None:
+            return None
+        if source.path is None or "://" in source.path:
             return None
         if source.use != "validation":
             paths = list_files(source, f"data.sources.{number}.path")

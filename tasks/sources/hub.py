@@ -25,17 +25,19 @@ def shards(source: Source, key: str, column: str, digests: DigestCache, token: s
     """Shards of a dataset's split. Raises ProfileError for an unknown name or format or a loading script."""
     from huggingface_hub import HfApi
 
+    repository = _repository(source)
     commit = huggingface.ask(
-        lambda: HfApi(token=token).dataset_info(source.repository, revision=source.revision).sha,
+        lambda: HfApi(token=token).dataset_info(repository, revision=source.revision).sha,
         f"{key}.repository",
-        source.repository,
+        repository,
         source.revision,
     )
+    assert commit is not None  # the hub's answers have one
     if source.revision == CONVERTED:
         paths = _converted_files(source, key, commit, token)
     else:
         paths = _split_files(source, key, commit, token)
-    require_known_formats(paths, f"{key}.repository", source.repository)
+    require_known_formats(paths, f"{key}.repository", repository)
     files = describe_files(paths, False, digests, token)
     return [
         replace(shard, fetch=not source.streaming, name=shard.name.removeprefix(HUB_PREFIX))
@@ -47,7 +49,7 @@ def _split_files(source: Source, key: str, commit: str, token: str | None) -> li
     """URLs of the split's files, in the dataset's order."""
     from datasets import load_dataset_builder
 
-    repository = source.repository
+    repository = _repository(source)
     try:
         builder = huggingface.ask(
             lambda: load_dataset_builder(repository, source.config, revision=commit, token=token),
@@ -81,10 +83,11 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
     """URLs in the hub's conversion: <configuration>/<split>/0000.parquet, partial-<split> if incomplete."""
     from huggingface_hub import HfApi
 
+    repository = _repository(source)
     names = huggingface.ask(
-        lambda: HfApi(token=token).list_repo_files(source.repository, revision=commit, repo_type="dataset"),
+        lambda: HfApi(token=token).list_repo_files(repository, revision=commit, repo_type="dataset"),
         f"{key}.repository",
-        source.repository,
+        repository,
         commit,
     )
     tables = sorted(name for name in names if name.endswith(".parquet") and name.count("/") == 2)
@@ -93,27 +96,33 @@ def _converted_files(source: Source, key: str, commit: str, token: str | None) -
     config = source.config or ("default" if "default" in configs else only)
     if config not in configs:
         reason = "has several configurations" if config is None else "has no such configuration"
-        raise ProfileError(f"{key}.config", source.config, f"{source.repository} {reason}", configs)
+        raise ProfileError(f"{key}.config", source.config, f"{repository} {reason}", configs)
     tables = [name for name in tables if name.startswith(f"{config}/")]
     found = [name for name in tables if name.split("/")[1] in (source.split, f"partial-{source.split}")]
     if not found:
         splits = sorted({name.split("/")[1] for name in tables})
-        raise ProfileError(f"{key}.split", source.split, f"{source.repository} has no such split", splits)
-    return [f"{HUB_PREFIX}{source.repository}@{commit}/{name}" for name in found]
+        raise ProfileError(f"{key}.split", source.split, f"{repository} has no such split", splits)
+    return [f"{HUB_PREFIX}{repository}@{commit}/{name}" for name in found]
 
 
 def _loading_script_error(source: Source, key: str, token: str | None) -> ProfileError:
     from huggingface_hub import HfApi
 
-    reason = f"{source.repository} has a loading script at this revision, and its code is never run"
+    repository = _repository(source)
+    reason = f"{repository} has a loading script at this revision, and its code is never run"
     try:
         huggingface.ask(
-            lambda: HfApi(token=token).dataset_info(source.repository, revision=CONVERTED),
+            lambda: HfApi(token=token).dataset_info(repository, revision=CONVERTED),
             f"{key}.repository",
-            source.repository,
+            repository,
             CONVERTED,
         )
     except ProfileError:
         reason += f", and the hub has no {CONVERTED} of it; choose a dataset with parquet files"
-        return ProfileError(f"{key}.repository", source.repository, reason)
+        return ProfileError(f"{key}.repository", repository, reason)
     return ProfileError(f"{key}.revision", source.revision or "main", reason, [CONVERTED])
+
+
+def _repository(source: Source) -> str:
+    assert source.repository is not None  # sources on the hub have one
+    return source.repository

@@ -46,8 +46,10 @@ def records(lines: Iterable[Line]) -> Iterator[Line]:
 def _cut(lines: Iterable[Line], is_array: bool) -> Iterator[Line]:
     base = int(is_array)  # depth of brackets at which records are
     depth, count = 0, 0
-    record, outside = [], b""  # what was read of a record, and since the last one
-    locate = begin = str
+    record: list[bytes] = []  # what was read of a record
+    outside = b""  # what was read since the last one
+    locate: Callable[[], str] = str
+    begin = locate
     for locate, line in lines:
         position = 0
         for match in BRACKET.finditer(line):

@@ -32,6 +32,7 @@ def list_files(source: Source, key: str) -> list[str]:
         ProfileError: for the profile key `key` if no file matches, or one is not a regular file or its name is not UTF-8.
         OSError: a folder cannot be read.
     """
+    assert source.path is not None  # sources of files have one
     path = source.path if "://" in source.path else str(Path(source.path).expanduser())
     filesystem, pattern = resolve_filesystem(path, anonymous=source.anonymous)
     found = _Finder(filesystem, key).find(pattern)
@@ -49,6 +50,7 @@ def list_saved_dataset(source: Source, key: str) -> list[str]:
 
     Raises ProfileError for the profile key `key` if there is none, SourceError for a corrupted state.json.
     """
+    assert source.path is not None  # sources of tokens have one
     filesystem, folder = resolve_filesystem(source.path, anonymous=source.anonymous)
     folder = folder.rstrip("/")
     if not remote.info(filesystem, f"{folder}/state.json"):
@@ -164,9 +166,9 @@ class _Finder:
     def _kind(self, info: dict[str, Any], follow: bool = True) -> str:
         """ "file", "directory", "other" or "dead link"; without `follow`, "other" for a link."""
         if info["type"] != "other" or not self._is_local or not follow or not info.get("islink"):
-            return info["type"]
+            return str(info["type"])
         try:
-            return self._filesystem.info(info["name"])["type"]
+            return str(self._filesystem.info(info["name"])["type"])
         except FileNotFoundError:
             return "dead link"
 

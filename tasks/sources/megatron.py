@@ -30,6 +30,7 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
     Raises:
         ProfileError: no pair, or an .idx file without its .bin file.
     """
+    assert source.path is not None  # sources of Megatron pairs have one
     filesystem, path = resolve_filesystem(source.path, anonymous=source.anonymous)
     prefix = source.path.removesuffix(".idx").removesuffix(".bin")
     if remote.info(filesystem, f"{path.removesuffix('.idx').removesuffix('.bin')}.idx"):
@@ -46,8 +47,9 @@ def shards(source: Source, key: str, digests: DigestCache) -> list[Shard]:
     described = (describe_files(paths, source.anonymous, digests) for paths in (indices, data))
     for index, tokens in zip(*described, strict=True):
         name = index.path.removesuffix(".idx")
-        files = {"paths": (index.path, tokens.path), "states": (index.state, tokens.state)}
-        found.append(Shard(name, "megatron", pair_digest(index, tokens), **files, anonymous=source.anonymous))
+        paths, states = (index.path, tokens.path), (index.state, tokens.state)
+        digest = pair_digest(index, tokens)
+        found.append(Shard(name, "megatron", digest, paths, states=states, anonymous=source.anonymous))
     return found
 
 

@@ -11,13 +11,16 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel.checkpoint import locations
 from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.object_stores import explained, guard_answers
 from profiles.files import retries
 from profiles.huggingface import hub
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 BLOCK = 1 << 23  # bytes per request to a remote file
 DENIED = (401, 403)  # HTTP status codes
@@ -85,11 +88,12 @@ def get_file(filesystem: Any, path: str, target: Path) -> None:
 def info(filesystem: Any, path: str) -> dict[str, Any] | None:
     """fsspec's info on a file or folder; None if it does not exist. Raises OSError if that is unknown."""
     try:
-        return call(filesystem, path, lambda: filesystem.info(path))
+        found: dict[str, Any] = call(filesystem, path, lambda: filesystem.info(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         if getattr(error.__cause__, "status", None) in DENIED:  # over HTTP
             raise PermissionError(f"{filesystem.unstrip_protocol(path)}: access denied") from error
         return None
+    return found
 
 
 def open_file(filesystem: Any, path: str, block: int | None = None) -> io.BufferedReader:
@@ -114,7 +118,7 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        return self._file.seekable()
+        return bool(self._file.seekable())
 
     def tell(self) -> int:
         return self._position
@@ -123,16 +127,18 @@ class _RemoteFile(io.RawIOBase):
         self._position = self._file.seek(offset, whence)
         return self._position
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer)
+
         def read() -> bytes:
             self._file.seek(self._position)
-            data: bytes = self._file.read(len(buffer))
+            data: bytes = self._file.read(len(view))
             if self._position == 0 and self._rejects_pages:
                 locations.reject_page(self._path, data)
             return data
 
         data = self._call(read)
-        buffer[: len(data)] = data
+        view[: len(data)] = data
         self._position += len(data)
         return len(data)
 

@@ -147,8 +147,12 @@ def _download(url: str, token: str | None) -> str:
 
     repository, _, rest = url.removeprefix(HUB_PREFIX).partition("@")
     revision, _, file = rest.partition("/")
-    options = {"repo_type": "dataset", "revision": revision.replace("%2F", "/"), "token": token}
-    return hub.ask(lambda: hf_hub_download(repository, file, **options), "data.sources", repository, revision)
+
+    def download() -> str:
+        commit = revision.replace("%2F", "/")
+        return hf_hub_download(repository, file, repo_type="dataset", revision=commit, token=token)
+
+    return hub.ask(download, "data.sources", repository, revision)
 
 
 def states(shard: Shard, token: str | None = None) -> tuple[str, ...]:

@@ -200,7 +200,7 @@ def _column_chunks(table: Any, group: int, column: str) -> list[Any]:
 def _batch_rows(table: Any, group: int, column: str) -> int:
     """Number of records of a row group that make up BATCH_BYTES."""
     chunks = _column_chunks(table, group, column)
-    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    size: int = sum(chunk.total_uncompressed_size for chunk in chunks)
     limit = MAX_DICTIONARY_ROWS if any(chunk.has_dictionary_page for chunk in chunks) else MAX_ROWS
-    rows = table.metadata.row_group(group).num_rows
+    rows: int = table.metadata.row_group(group).num_rows
     return max(1, min(limit, BATCH_BYTES * rows // max(1, size)))

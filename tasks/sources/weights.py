@@ -152,7 +152,7 @@ def _download_from_hub(repository: str, commit: str, token: str | None, key: str
 
     api = HfApi(token=token)
     siblings = hub.ask(lambda: api.model_info(repository, revision=commit).siblings, key, repository, commit)
-    patterns = select_files([file.rfilename for file in siblings], key, repository)
+    patterns = select_files([file.rfilename for file in siblings or ()], key, repository)
 
     def download() -> Path:
         return Path(snapshot_download(repository, revision=commit, token=token, allow_patterns=patterns))

@@ -49,7 +49,7 @@ class CheckpointStep(Step):
 
     def key(self, context: Context) -> str:
         """From the model and weights (contents or hub commit). Raises ProfileError if init.from has none."""
-        return keys.checkpoint(context.profile, context.inputs.weights["digest"])
+        return keys.checkpoint(context.profile, _pinned(context)["digest"])
 
     def make(self, context: Context, key: str) -> Artifact:
         """Fetch and convert the weights.
@@ -63,6 +63,8 @@ class CheckpointStep(Step):
 
         profile, store = context.profile, context.store
         init, scratch = profile.init, f"{self.kind}-{key}"
+        name, pinned = init.from_, _pinned(context)
+        assert name is not None  # without init.from there is no such step
         work = store.scratch_folder(scratch)
         config, converted = work / "config.json", work / "checkpoint"
         config.write_text(json.dumps(to_config_json(profile.model)))
@@ -70,23 +72,23 @@ class CheckpointStep(Step):
         options = Options(
             "trainshed", config, profile.parallel.tensor, cuts=cuts or None, nxd_layout=init.nxd_layout
         )
-        digests, revision = DigestCache(store.local_cache), context.inputs.weights["commit"] or init.revision
-        with weights.fetch(init.from_, revision, work / "source", context.token, "init.from") as source:
-            found = weights.pin(init.from_, revision, context.token, "init.from", digests)
-            if found["digest"] != context.inputs.weights["digest"]:
-                raise SourceChanged(init.from_, pinned=True)
+        digests, revision = DigestCache(store.local_cache), pinned["commit"] or init.revision
+        with weights.fetch(name, revision, work / "source", context.token, "init.from") as source:
+            found = weights.pin(name, revision, context.token, "init.from", digests)
+            if found["digest"] != pinned["digest"]:
+                raise SourceChanged(name, pinned=True)
             try:
                 _compare_settings(formats.locate(source), profile.model)
-                record = convert(source, converted, options, name=init.from_, replace=True)
+                record = convert(source, converted, options, name=name, replace=True)
             except ProfileError as error:  # about an option of `trainshed convert`
                 if error.key == "--nxd-layout":
                     raise ProfileError("init.nxd_layout", error.value, error.reason, error.choices) from error
                 reason = error.reason if error.key == "SOURCE" else str(error)
-                raise ProfileError("init.from", init.from_, reason) from error
+                raise ProfileError("init.from", name, reason) from error
             except ValueError as error:
-                raise ProfileError("init.from", init.from_, str(error)) from error
-            generation = _generation_config(formats.locate(source), init.from_)
-        summary = {"source": init.from_, "tensors": record["tensors"], "bytes": record["bytes"]}
+                raise ProfileError("init.from", name, str(error)) from error
+            generation = _generation_config(formats.locate(source), name)
+        summary = {"source": name, "tensors": record["tensors"], "bytes": record["bytes"]}
         summary[GENERATION] = generation
         with store.artifacts.publish(self.id(key), summary) as staging:
             for path in converted.iterdir():
@@ -141,3 +143,9 @@ def _compare_settings(source: Path, model: Model) -> None:
     if model.max_position_embeddings > longest and not any("rope" in difference for difference in changed):
         reason = f"is above {longest} in the weights' {file}, with the same RoPE; set model.rope_scaling or model.rope_theta"
         log.warning("model.max_position_embeddings = %d: %s", model.max_position_embeddings, reason)
+
+
+def _pinned(context: Context) -> Mapping[str, Any]:
+    found = context.inputs.weights
+    assert found is not None  # without init.from there is no such step
+    return found

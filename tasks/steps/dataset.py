@@ -142,7 +142,8 @@ class DatasetStep(Step):
             _require_windows(profile, plan, tokens)
         _require_room(profile, store, plan, tokens, total)
         count = total["tokens"] + total["validation_tokens"]
-        summary = {**total, "shards": len(tokens), "bytes_per_token": round(total["bytes"] / count, 3)}
+        summary: dict[str, Any] = {**total, "shards": len(tokens)}
+        summary["bytes_per_token"] = round(total["bytes"] / count, 3)
         if incomplete := _missing_by_file(plan.shards, tokens):
             summary["incomplete_files"] = dict(list(incomplete.items())[:SHOWN_FILES])
             summary["incomplete"] = len(incomplete)
@@ -209,9 +210,9 @@ class ShardJob:
         wanted = [ArtifactId(self.kind, self.key(k)) for k in numbers]
         limit = HASH_LIMIT // max(1, len(numbers))  # bytes to hash per shard; sizes are checked for all
         store = context.store.artifacts
-        artifacts = dict(zip(wanted, store.find_many(wanted, limit), strict=True))
+        artifacts = {artifact.id: artifact for artifact in store.find_many(wanted, limit) if artifact}
         # Files with the same contents have the same key and are processed once.
-        missing = {id: k for id, k in zip(wanted, numbers, strict=True) if not artifacts[id]}
+        missing = {id: k for id, k in zip(wanted, numbers, strict=True) if id not in artifacts}
         if missing:
             self._report_misread(context.store, list(missing.values()))
             self._make(context, list(missing.values()), len(numbers))
@@ -348,7 +349,7 @@ def _sources(profile: Profile, plan: DatasetPlan) -> list[dict[str, Any]]:
 
 def _report(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact]) -> list[dict[str, Any]]:
     """Counts of each source, for report.json."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for source, found in zip(profile.data.sources, _by_source(profile, plan, tokens), strict=True):
         counts = _sum(found)
         made = counts["tokens"] + counts["validation_tokens"]

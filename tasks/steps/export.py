@@ -167,6 +167,7 @@ def _trained_template(store: Store, profile: Profile, dataset: str | None) -> st
     """Source of the chat template that records were rendered with; None: the tokenizer's own."""
     found = store.artifacts.find(DatasetStep.id(dataset), hash_limit=0) if dataset else None
     if found is not None and "template" in found.summary:
-        return found.summary["template"]
+        recorded: str | None = found.summary["template"]
+        return recorded
     template = profile.objective.template
     return template and read_template(template)

@@ -66,7 +66,9 @@ def configs(
         stops: ids that also end generation.
     """
     # Null for a token that the tokenizer lacks; if omitted, transformers' defaults for the architecture would apply.
-    ids = {name: special_token_id(folder, tokenizer, name.removesuffix("_id")) for name in TOKEN_IDS}
+    ids: dict[str, Any] = {
+        name: special_token_id(folder, tokenizer, name.removesuffix("_id")) for name in TOKEN_IDS
+    }
     bos, eos, pad = TOKEN_IDS
     before, own = given.get(eos), ids[eos]
     ends = before if isinstance(before, list) else [before] if before is not None else []

@@ -112,8 +112,9 @@ class GraphsStep(Step):
         summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
         _show(context, summary)
         if failed := [entry for entry in entries if entry["error"]]:
-            faults = [toolchain.of_machine(entry["error"]) for entry in failed]
-            if profile.cluster.device == "cpu" and all(faults) and profile.compile.memory_gib is None:
+            faults = [fault for entry in failed if (fault := toolchain.of_machine(entry["error"]))]
+            all_of_machine = profile.cluster.device == "cpu" and len(faults) == len(failed)
+            if all_of_machine and profile.compile.memory_gib is None:
                 return self._publish_none(context, key, faults[0], test_again=True)
             raise GraphsFailed("; ".join(f"{entry['name']}: {entry['error']}" for entry in failed))
         with store.artifacts.publish(self.id(key), summary) as staging:
@@ -199,7 +200,8 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
     arguments = ("--run-folder", str(work), "--output", str(output), "--cache", str(work / PREPARED))
     job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
     execute(_launcher(profile, work / PREPARED), job, timeout=TIMEOUT)
-    return json.loads(output.read_text())
+    traced: dict[str, Any] = json.loads(output.read_text())
+    return traced
 
 
 def _launcher(profile: Profile, cache: Path, *, ahead_of_time: bool = False) -> Launcher:

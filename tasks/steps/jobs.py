@@ -32,7 +32,8 @@ def cluster_job(
     """Job that runs `modeling.training.<module>` on every device of the profile's cluster."""
     artifacts = context.store.artifacts
     location = str(artifacts.path(dataset, with_required=False))
-    return _job(module, context, key, location, graphs and str(artifacts.path(graphs)), arguments)
+    cache = str(artifacts.path(graphs)) if graphs else None
+    return _job(module, context, key, location, cache, arguments)
 
 
 def training_job(context: Context) -> Job:

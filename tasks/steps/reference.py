@@ -23,7 +23,7 @@ class ReferenceStep(Step):
     """Log-probabilities of both splits' answers under the initial weights. Artifact summary: source."""
 
     dataset: Artifact
-    weights: Artifact | None
+    weights: Artifact
     graphs: Artifact | None = None  # the compiled graphs; None compiles on first use
 
     kind = "reference"

@@ -73,6 +73,7 @@ class TokenizerStep(Step):
         ):
             if pinned is None:
                 shards, size = _shards_with_text(context.inputs.shards), profile.tokenizer.vocabulary_size
+                assert size is not None  # a tokenizer that is trained has one
                 context.progress(f"training a tokenizer of {size:,} tokens", None)
                 train(shards, profile.data.validation_fraction, size, folder, token)
             elif "contents" in pinned:

@@ -70,7 +70,7 @@ class TrainingStep(Step):
         profile, store, folder = context.profile, context.store, context.run_folder
         run = store.run_folder(folder.name)
         self._require_same_run(store, run)
-        self._require_own_result(run, profile.train.steps)
+        self._require_own_result(run, profile.train.last_step)
         job = cluster_job("train", context, key, self.dataset, self.graphs)
         job = replace(job, attempt_file=folder / run_files.ATTEMPT)
         if self.weights is not None:
@@ -88,15 +88,21 @@ class TrainingStep(Step):
             forwarder.forward()
             context.watch()
 
-        steps = profile.train.steps
+        steps = profile.train.last_step
         # Otherwise the job ended while no flow followed it.
         if steps not in run.checkpoint_steps() or _lacks_evaluation(profile, run):
             try:
                 with run.sync():
                     launcher = create(profile.cluster.launcher, profile.cluster)
-                    queue, grace = QueueRecorder(folder), profile.cluster.grace
-                    callbacks = {"on_submit": queue.submitted, "on_status": queue.update}
-                    execute(launcher, job, watch, grace=grace, **callbacks)
+                    queue = QueueRecorder(folder)
+                    execute(
+                        launcher,
+                        job,
+                        watch,
+                        grace=profile.cluster.grace,
+                        on_submit=queue.submitted,
+                        on_status=queue.update,
+                    )
             except JobFailed as failure:
                 raise failures.explain(profile, failure) from failure
         if steps not in run.checkpoint_steps():
@@ -145,7 +151,7 @@ def _lacks_evaluation(profile: Profile, run: RunFolder) -> bool:
 
     The next attempt makes it up. Markers of earlier versions do not say, and their runs are complete without it.
     """
-    every, steps = profile.evaluate.every, profile.train.steps
+    every, steps = profile.evaluate.every, profile.train.last_step
     if not every or steps % every or not _marker(run, steps).get("evaluation_due"):
         return False
     return not evaluated(run.path, steps)

@@ -65,7 +65,7 @@ class Conversation:
 def messages(value: Any, role: str = "user") -> Conversation:
     """Messages of a record's field, or a text as one of a `role`. Raises UnusableRecord."""
     if isinstance(value, str):
-        found = [{"role": role, "content": value}] if value else []
+        found: list[Message] = [{"role": role, "content": value}] if value else []
         return Conversation(found, [role == "assistant"] * len(found))
     if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
         raise UnusableRecord(

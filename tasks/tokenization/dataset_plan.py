@@ -57,7 +57,7 @@ class DatasetPlan:
     engine: int | None = None  # keys.ENGINE if tokens may depend on it
 
     @classmethod
-    def of(cls, profile: Profile, tokenizer: Artifact, shards: list[Shard], store: Store) -> DatasetPlan:
+    def of(cls, profile: Profile, tokenizer: Artifact, shards: Sequence[Shard], store: Store) -> DatasetPlan:
         """Plan of a profile's data, not deduplicated. Raises ProfileError if the tokenizer lacks BOS or EOS."""
         data, summary = profile.data, tokenizer.summary
         require_special_tokens(profile, summary)

@@ -146,8 +146,9 @@ class WordCacheEngine(VerifiedEngine):
             raise UnsupportedTokenizer("few words of the text repeat")
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
-        rows = [self._cache.encode(text) for text in texts]
-        if unsupported := [i for i, row in enumerate(rows) if row is None]:
+        found = [self._cache.encode(text) for text in texts]
+        rows = [row or b"" for row in found]
+        if unsupported := [i for i, row in enumerate(found) if row is None]:
             ids, counts = self._reference.encode([texts[i] for i in unsupported])
             for i, row in zip(unsupported, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
                 rows[i] = row.tobytes()
@@ -198,7 +199,7 @@ def _random_texts(tokenizer: Tokenizer) -> list[str]:
 
 def _without_special_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
     """JSON of the tokenizer without special tokens; each other token has its id in it."""
-    state = json.loads(tokenizer.to_str())
+    state: dict[str, Any] = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
     state["post_processor"] = None
     return state

@@ -100,14 +100,14 @@ class Examples:
         s = self.options.sequence_length
         if self.options.kind == "sft":
             sequence, size = self._answered(record)
-            sequences, truncated = (sequence[:s],), len(sequence) > s
+            sequences, truncated = [sequence[:s]], len(sequence) > s
         else:
             prompt, answers, size = self._pair(record)
             fitted, truncated = self._fit(prompt, answers)
-            sequences = tuple(_marked(prompt, answer) for prompt, answer in fitted)
+            sequences = [_marked(prompt, answer) for prompt, answer in fitted]
         usable = all((each[1:] >= 0).any() for each in sequences)
         dropped = not usable or (truncated and self.options.too_long == "drop")
-        return Example(() if dropped else sequences, truncated, size)
+        return Example(() if dropped else tuple(sequences), truncated, size)
 
     def _answered(self, record: Mapping[str, Any]) -> tuple[np.ndarray, int]:
         """The marked ids of a record's prompt and answer, or of its conversation, and the bytes of its text."""
@@ -126,9 +126,8 @@ class Examples:
                 if isinstance(answered, str) and conversations.is_text(record, prompts):
                     self._require_no_variables(record)
                     asked = conversations.prompt_text(record, prompts)
-                    prompt, (answer,) = _split(self._plain, asked, [answered])
-                    ids = [*self.bos, *prompt], [*answer, *self.eos]
-                    return _marked(*ids), _size(asked, answered)
+                    prompt, (ids,) = _split(self._plain, asked, [answered])
+                    return _marked([*self.bos, *prompt], [*ids, *self.eos]), _size(asked, answered)
                 answers = conversations.messages(answered, "assistant")
                 return self._conversation(conversations.prompt(record, prompts) + answers)
         raise UnusableRecord(f"no messages, and no prompt with a completion; its fields: {names(record)}")
@@ -262,7 +261,8 @@ class Examples:
     @cached_property
     def _ends(self) -> tuple[str, ...]:
         """Texts of the tokens that end a turn of the assistant."""
-        return tuple(map(self._special.id_to_token, self._chat.stop_tokens(self._special)))
+        found = map(self._special.id_to_token, self._chat.stop_tokens(self._special))
+        return tuple(token for token in found if token is not None)
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str]:

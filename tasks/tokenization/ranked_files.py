@@ -77,10 +77,6 @@ def from_tiktoken(
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     ranks = _ranks(path)
-
-    class Converter(TikTokenConverter):  # which would read the file with the package tiktoken
-        load_tiktoken_bpe = staticmethod(lambda path: ranks)
-
     kind = model.get("model_type") or {LLAMA3_SIZE: "llama", LLAMA4_SIZE: "llama4"}.get(len(ranks))
     if kind not in (*LLAMA3, *LLAMA4):
         raise ValueError(
@@ -90,7 +86,9 @@ def from_tiktoken(
     pattern, special = (
         (LLAMA4_PATTERN, _llama4_special()) if kind in LLAMA4 else (LLAMA3_PATTERN, _llama3_special())
     )
-    tokenizer = Converter(str(path), pattern).converted()
+    converter = TikTokenConverter(str(path), pattern)
+    converter.load_tiktoken_bpe = lambda path: ranks  # which would need the package tiktoken
+    tokenizer: Tokenizer = converter.converted()
     if has_special:
         return tokenizer, {}
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])

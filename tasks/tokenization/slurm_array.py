@@ -43,8 +43,10 @@ class SlurmArray:
         for name, value in contents.items():
             FolderBackend(folder).write(name, json.dumps(value).encode())
         count = min(MAX_JOBS, len(numbers))
-        options = ("--plan", folder / "plan.json", "--shards", folder / "shards.json", "--of", count)
-        options += ("--store", self._store.uri, "--work-dir", self._store.work_dir, "--operation", operation)
+        options: tuple[object, ...] = (
+            *("--plan", folder / "plan.json", "--shards", folder / "shards.json", "--of", count),
+            *("--store", self._store.uri, "--work-dir", self._store.work_dir, "--operation", operation),
+        )
         worker, arguments = "tasks.tokenization.worker", tuple(map(str, options))
         job = Job(operation, worker, arguments, folder, array=count, secrets=self._secrets)
         try:

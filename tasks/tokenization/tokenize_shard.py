@@ -89,8 +89,8 @@ def tokenize(
                 summary.update(_pair_counts(splits), pair=splits)
                 (folder / "pair.json").write_text(json.dumps(splits))
             elif plan.records:
-                counts, *found = _tokenize_records(plan, store, k, folder, report, token)
-                summary.update(vars(counts), **dict(zip(("unusable", "unused"), found, strict=True)))
+                counts, unusable, unused = _tokenize_records(plan, store, k, folder, report, token)
+                summary.update(vars(counts), unusable=unusable, unused=unused)
             else:
                 tokenizer = _ShardTokenizer(plan, store, k, threads, token)
                 summary.update(vars(tokenizer.write(folder, report)))
@@ -112,6 +112,7 @@ def _tokenize_records(
         [summary[name]] if given else []
         for name, given in (("bos", plan.prepend_bos), ("eos", plan.append_eos))
     )
+    assert plan.records is not None
     examples = Examples(store.artifacts.path(plan.tokenizer), RecordOptions(**plan.records), bos, eos)
     train, validation = (
         IndexedDatasetBuilder(folder / split, RECORD_DTYPE) for split in ("train", "validation")
@@ -202,7 +203,8 @@ class _ShardTokenizer:
 
     def _batches(self) -> Iterator[list[str] | LongText | TokenIds]:
         """Batches of up to BATCH_CHARACTERS in document order; long texts and tokenized documents one by one."""
-        batch, size = [], 0
+        batch: list[str] = []
+        size = 0
         dropped = iter(self.dropped)
         next_dropped = next(dropped, None)
         for number, document in enumerate(readers.documents(self.shard, self.token)):

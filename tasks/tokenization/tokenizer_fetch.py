@@ -43,13 +43,17 @@ def fetch_hub(repository: str, commit: str, token: str | None, into: Path) -> No
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
-    options = {"allow_patterns": [*NAMES, f"{TEMPLATES}/*.jinja"], "local_dir": into, "tqdm_class": Silent}
-    hub.ask(
-        lambda: snapshot_download(repository, revision=commit, token=token, **options),
-        "tokenizer.source",
-        repository,
-        commit,
-    )
+    def download() -> str:
+        return snapshot_download(
+            repository,
+            revision=commit,
+            token=token,
+            allow_patterns=[*NAMES, f"{TEMPLATES}/*.jinja"],
+            local_dir=into,
+            tqdm_class=Silent,
+        )
+
+    hub.ask(download, "tokenizer.source", repository, commit)
 
 
 def fetch_folder(source: str, into: Path) -> None:
@@ -79,7 +83,7 @@ def _list(source: str) -> tuple[Any, dict[str, str]]:
     if info is None or info["type"] != "directory":
         raise ProfileError("tokenizer.source", source, "folder does not exist")
     endings = ("vocab.json", "merges.txt")
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted(remote.call(filesystem, folder, lambda: filesystem.ls(folder, detail=False))):
         name = path.rstrip("/").rpartition("/")[2]
         if name == TEMPLATES:

@@ -257,7 +257,9 @@ def _load_model(path: Path, settings: Mapping[str, dict[str, Any]]) -> tuple[Tok
 
         options = {"local_files_only": True, "trust_remote_code": False}
         return AutoTokenizer.from_pretrained(path.parent, **options).backend_tokenizer, {}
-    return from_vocabulary(path, _find_file(path.parent, "merges.txt"))
+    merges = _find_file(path.parent, "merges.txt")
+    assert merges is not None  # `_model_file` found it
+    return from_vocabulary(path, merges)
 
 
 def _add_declared(tokenizer: Tokenizer, settings: Mapping[str, dict[str, Any]]) -> bool:

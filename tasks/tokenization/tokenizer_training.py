@@ -78,8 +78,10 @@ def train(shards: list[Shard], held_out: float, size: int, folder: Path, token: 
 
 def _train(texts: Iterable[str], size: int, folder: Path) -> None:
     tokenizer = byte_level(models.BPE())
-    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[EOS], **options)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(chain.from_iterable(map(cut_long_words, texts)), trainer)
     write(folder, tokenizer, {"bos_token": EOS, "eos_token": EOS, "unk_token": EOS})
 

@@ -163,8 +163,10 @@ class RegexWordCache(WordCache):
 def _space_marker(state: dict[str, Any]) -> str | None:
     """What a SentencePiece-style tokenizer writes for a space; None for other tokenizers."""
     normalizer, pre_tokenizer = state["normalizer"], state["pre_tokenizer"]
+    marker: str | None
     if pre_tokenizer and pre_tokenizer["type"] == "Metaspace" and normalizer is None:
-        return pre_tokenizer["replacement"]
+        marker = pre_tokenizer["replacement"]
+        return marker
     if pre_tokenizer is None and normalizer and len(steps := normalizer.get("normalizers", [])) == 2:
         marker = steps[0].get("prepend")
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": marker}
@@ -181,7 +183,7 @@ def _require_independent_words(model: dict[str, Any], marker: str) -> None:
         raise UnsupportedTokenizer("its tokens may span spaces")
 
 
-def _split_pre_tokenizers(state: dict[str, Any]) -> tuple[list[dict], list[dict]]:
+def _split_pre_tokenizers(state: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Pre-tokenizers that split by regex, and later ones, which see one word. Raises UnsupportedTokenizer."""
     normalizer = state["normalizer"]
     if normalizer and normalizer.get("normalizers") != []:
@@ -217,11 +219,17 @@ def _splitter(pattern: str) -> Splitter:
             raise UnsupportedTokenizer(f"{pattern} has groups or matches the empty string")
     except regex.error as error:
         raise UnsupportedTokenizer(f"{pattern}: {error}") from error
-    return splitter.findall
+    find_all: Splitter = splitter.findall
+    return find_all
 
 
 def _with_pre_tokenizers(state: dict[str, Any], pre_tokenizers: Sequence[dict[str, Any]]) -> Tokenizer:
     """The tokenizer with these pre-tokenizers, without normalizer and added tokens."""
     sequence = {"type": "Sequence", "pretokenizers": list(pre_tokenizers)}
-    changed = {"normalizer": None, "added_tokens": [], "post_processor": None, "pre_tokenizer": sequence}
+    changed: dict[str, Any] = {
+        "normalizer": None,
+        "added_tokens": [],
+        "post_processor": None,
+        "pre_tokenizer": sequence,
+    }
     return Tokenizer.from_str(json.dumps({**state, **changed}))

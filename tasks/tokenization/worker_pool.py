@@ -129,8 +129,13 @@ class Worker:
     ) -> None:
         self._forward_log = forward_log
         self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  `close` closes it
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        self._process = subprocess.Popen(command, text=True, env=environment, **streams)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, text=True, env=environment, stdin=pipe, stdout=pipe, stderr=self._errors
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
 
     def __enter__(self) -> Self:
         return self
@@ -141,9 +146,9 @@ class Worker:
     def ask(self, request: str, what: str, report: Callable[[int], None] | None = None) -> Any:
         """The result of a request; `what` is its subject, for messages. Raises as `WorkerPool.run`."""
         try:
-            self._process.stdin.write(f"{request}\n")
-            self._process.stdin.flush()
-            for line in self._process.stdout:
+            self._requests.write(f"{request}\n")
+            self._requests.flush()
+            for line in self._answers:
                 answer: dict[str, Any] = json.loads(line)
                 if "tokens" in answer:
                     if report is not None:
@@ -165,7 +170,7 @@ class Worker:
 
     def close(self, kill: bool = False) -> None:
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._requests.close()
         if kill:
             self._process.kill()
         try:
@@ -173,7 +178,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
         self._errors.close()
 
     def _last_errors(self) -> str:

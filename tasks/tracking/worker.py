@@ -19,6 +19,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,7 @@ from profiles.files import retry_policies, run_files, state_files
 from profiles.files.jsonl import LogFollower, is_metrics
 from profiles.rules.credentials import redacted
 from profiles.user_functions import search_path
-from tasks.tracking.protocol import TrackedRun, Tracker
+from tasks.tracking.protocol import State, TrackedRun, Tracker
 
 POLL_SECONDS = 1.0
 MAX_ROWS = 200  # between flushes
@@ -47,7 +48,7 @@ class EndMessage:
     """The flow's message at the run's end: its final state and files; `received` is set on arrival."""
 
     received: threading.Event = field(default_factory=threading.Event)
-    state: str = "stopped"
+    state: State = "stopped"
     files: list[tuple[str, str]] = field(default_factory=list)  # path and kind
 
     def read(self, stream: IO[str]) -> None:
@@ -104,7 +105,8 @@ class Sender:
 
     def start(self, run: TrackedRun) -> str | None:
         """Open the run; returns its identifier, None if the run ended before that was possible."""
-        return self._retry(lambda: self._tracker.start(run))
+        identifier: str | None = self._retry(lambda: self._tracker.start(run))
+        return identifier
 
     def send(self, rows: list[Row]) -> bool:
         """Log rows; returns whether the tracker has them."""
@@ -119,7 +121,7 @@ class Sender:
 
     def finish(self) -> None:
         for path, kind in self._end.files:
-            self._retry(lambda path=path, kind=kind: self._tracker.artifact(Path(path), kind))
+            self._retry(partial(self._tracker.artifact, Path(path), kind))
         self._retry(lambda: self._tracker.finish(self._end.state))
 
     def _retry(self, call: Callable[[], Any]) -> Any:
@@ -204,7 +206,8 @@ def load(name: str) -> Callable[[], Tracker]:
     """The class of a tracker."""
     module, _, attribute = TRACKERS.get(name, name).partition(":")
     sys.path[:] = search_path()
-    return getattr(importlib.import_module(module), attribute)
+    tracker: Callable[[], Tracker] = getattr(importlib.import_module(module), attribute)
+    return tracker
 
 
 if __name__ == "__main__":

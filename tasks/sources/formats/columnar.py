@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,11 @@ def _values(column: Any, position: str, first: int = 0) -> Iterator[Value]:
             continue
         for i, scalar in enumerate(part, first + low):
             scalar = scalar.value if isinstance(scalar, pyarrow.DictionaryScalar) else scalar
-            yield read(scalar, lambda i=i: f"{position}, record {i}") if scalar.is_valid else None
+            yield read(scalar, partial(_record_position, position, i)) if scalar.is_valid else None
+
+
+def _record_position(position: str, i: int) -> str:
+    return f"{position}, record {i}"
 
 
 def _short_texts(column: Any) -> list[str | None] | None:
@@ -90,7 +95,8 @@ def _short_texts(column: Any) -> list[str | None] | None:
         column = column.view(kind)  # not checked until it is decoded
     if column_types.is_text(column.type) and column.nbytes < LONG_VALUE:
         with suppress(UnicodeDecodeError):
-            return column.to_pylist()
+            texts: list[str | None] = column.to_pylist()
+            return texts
     return None
 
 

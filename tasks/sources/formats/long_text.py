@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from tokenizers import Tokenizer
 
@@ -48,7 +49,7 @@ def of_text(text: str) -> LongText:
     return LongText(lambda: (text[start : start + SEGMENT] for start in range(0, len(text), SEGMENT)))
 
 
-def of_file(open_binary: Callable[[], object], name: str, start: int = 0) -> LongText:
+def of_file(open_binary: Callable[[], BinaryIO], name: str, start: int = 0) -> LongText:
     """A UTF-8 file in chunks, starting at a byte.
 
     Raises SourceError with `name` and the byte's position while reading.

@@ -15,6 +15,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, BinaryIO
 from uuid import uuid4
 
@@ -51,7 +52,7 @@ def _text(shard: Shard, token: str | None) -> Iterator[Document]:
             start = file.read(LONG_FILE)
             is_long, mark = len(start) == LONG_FILE, len(start) - len(start := without_bom(start, path))
             if is_long:
-                yield long_text.of_file(lambda path=path: open_file(shard, path, token), path, mark)
+                yield long_text.of_file(partial(open_file, shard, path, token), path, mark)
                 continue
         try:
             yield start.decode()
@@ -113,9 +114,12 @@ def _plain_lines(shard: Shard, token: str | None) -> Iterator[Line]:
                 return
             if not offset:
                 offset, line = len(line) - len(start := without_bom(line, path)), start
-            position = f"{path}, line {number}" + (f" after byte {shard.start}" if shard.start else "")
-            yield (lambda position=position: position), line
+            yield partial(_line_position, path, number, shard.start), line
             offset += len(line)
+
+
+def _line_position(path: str, number: int, start: int = 0) -> str:
+    return f"{path}, line {number}" + (f" after byte {start}" if start else "")
 
 
 def _numbered(shard: Shard, content: Iterable[bytes], compression: str) -> Iterator[Line]:
@@ -125,7 +129,7 @@ def _numbered(shard: Shard, content: Iterable[bytes], compression: str) -> Itera
         for number, line in enumerate(content, 1):
             if number == 1:
                 line = without_bom(line, path)
-            yield (lambda number=number: f"{path}, line {number}"), line
+            yield partial(_line_position, path, number), line
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if not is_corruption(error):
             raise
