@@ -119,14 +119,17 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
         name = theirs if theirs in config else ours
         if ours not in (*LLAMA_FIELDS, *layer_kinds.FIELDS) and name in config:
             values[ours] = config[name]
-    if architecture == "deepseek_v3":
-        values.pop("head_dim", None)  # of the rotated elements alone
+    if architecture == "deepseek_v3":  # whose head_dim is that of the rotated elements alone
+        size, rotated = values.pop("head_dim", None), values["qk_rope_head_dim"]
+        if size not in (None, rotated):
+            raise ProfileError("head_dim", size, "is not qk_rope_head_dim, as in transformers", [rotated])
     return values | layer_kinds.read(config, architecture, family)
 
 
 def _read_keys(family: families.Family) -> set[str]:
     """Keys that are read from the config.json of a family with RoPE and Llama's names."""
-    keys = {*LLAMA_FIELDS, NORM_EPS} - family.fields.keys() | {*family.fields.values(), *family.fixed}
+    names = {**{name: name for name in LLAMA_FIELDS}, "norm_eps": NORM_EPS, **family.fields}
+    keys = {*names.values(), *family.fixed} - {"full_attention_every"}  # which layer_types has
     if "num_experts" in family.fields:
         keys |= {*EXPERT_ALIASES}
     return keys | layer_kinds.keys(family)

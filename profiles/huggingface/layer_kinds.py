@@ -63,9 +63,9 @@ def _equal_windows(config: Mapping[str, Any], architecture: str) -> dict[str, An
     """sliding_window of a family whose layers all have it."""
     window, types = config.get("sliding_window"), {*(config.get("layer_types") or ())}
     if types == {FULL} and window is not None:
-        reason = "layer_types: not used for %s, as in transformers; sliding_window %d applies to every layer"
+        reason = "layer_types: not used for %s, as in its class of transformers; sliding_window %d applies to every layer"
         log.warning(reason, architecture, window)
-    elif window is not None and not types <= {SLIDING}:
+    elif types - {FULL, SLIDING} or (window is not None and not types <= {SLIDING}):
         raise ProfileError(
             "layer_types", ", ".join(config["layer_types"]), f"is not supported for {architecture}"
         )
@@ -154,8 +154,9 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     section = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as in transformers 5
     given = config.get(section) or {}
     local = config.get("rope_local_base_freq")
-    if family.local_rope and (parameters := config.get("rope_parameters")):
-        full, local = _by_layers(parameters, config, local)
+    if family.local_rope:
+        parameters = config.get("rope_parameters") or {}
+        full, local = _by_layers(parameters, config, family, local)
         given = {**full, **(config.get("rope_scaling") or {})}
     scaling = {name: value for name, value in given.items() if value is not None}
     theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
@@ -179,7 +180,7 @@ def _rope(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _by_layers(
-    parameters: Mapping[str, Any], config: Mapping[str, Any], base: float | None
+    parameters: Mapping[str, Any], config: Mapping[str, Any], family: Family, base: float | None
 ) -> tuple[Mapping[str, Any], float | None]:
     """The parameters of layers with full attention, and the base of those with a window.
 
@@ -194,7 +195,9 @@ def _by_layers(
         reason = f"is not a section for a kind of layers; give {FULL} and {SLIDING}"
         raise ProfileError(f"{section}.{min(unknown)}", str(parameters[min(unknown)]), reason)
     full = {"rope_theta": config.get("rope_theta"), **(parameters.get(FULL) or {})}
-    local = {"rope_theta": full["rope_theta"] if base is None else base, **(parameters.get(SLIDING) or {})}
+    # rope_theta beside the sections is only that of layers with full attention in transformers 5, and that of all before.
+    default = family.defaults["rope_theta"] if base is None else base
+    local = {"rope_theta": default, **(parameters.get(SLIDING) or {})}
     expected = {
         "rope_type": "default",
         "rope_theta": full["rope_theta"] if base is None else local["rope_theta"],
@@ -202,6 +205,8 @@ def _by_layers(
     for name, value in local.items():
         if value is not None and value != expected.get(name):
             reason = "is not supported: layers with a window have unscaled RoPE with the base of the others"
+            if name not in (parameters.get(SLIDING) or {}):
+                reason = f"transformers' default, {reason}; set it to {expected[name]} if it is the same in all layers"
             raise ProfileError(f"{section}.{SLIDING}.{name}", str(value), reason)
     return full, local["rope_theta"]
 

@@ -152,10 +152,9 @@ def _check_linear(model: Model) -> None:
         below = values // heads * heads
         raise ProfileError("linear_num_value_heads", values, reason, [n for n in (below, below + heads) if n])
     layers, linear = model.num_hidden_layers, model.num_linear_layers
-    needs_full = model.family.linear_attention == "separate"  # in transformers, which rejects exports without
-    if linear == 0 or (needs_full and linear == layers):
+    if linear in (0, layers):  # transformers generates only from models with both
         reason = f"leaves no layer with {'full' if linear else 'linear'} attention"
-        choices = [*([] if needs_full else ["null"]), *([min(4, layers)] if layers > 1 else [])]
+        choices = [min(4, layers)] if layers > 1 else []
         raise ProfileError("full_attention_every", model.full_attention_every, reason, choices)
     if (every := model.no_rope_layer_interval) not in (None, 1):
         reason = f"is not supported for {model.architecture}: its layers with full attention all have RoPE, or none has"

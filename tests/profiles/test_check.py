@@ -64,7 +64,8 @@ ONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.micro_batch_siz
 
 
 LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.linear_num_value_heads=2",
-          "model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_conv_kernel_dim=4")  # fmt: skip
+          "model.linear_key_head_dim=8", "model.linear_value_head_dim=8", "model.linear_conv_kernel_dim=4",
+          "model.full_attention_every=2")  # fmt: skip
 
 
 @pytest.mark.parametrize(

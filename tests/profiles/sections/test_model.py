@@ -194,7 +194,7 @@ def test_aliases_of_norm_eps_set_it(name):
         (QWEN, {"full_attention_every": 1}, "full_attention_every = 1: leaves no layer with linear attention"),
         (
             QWEN,
-            {"architecture": "olmo_hybrid", "full_attention_every": None},
+            {"full_attention_every": None},
             "full_attention_every: leaves no layer with full attention; nearest valid: 3",
         ),
         (QWEN, {"architecture": "olmo_hybrid", "no_rope_layer_interval": 2}, "all have RoPE, or none has"),
@@ -309,7 +309,6 @@ def read(config):
 SIZES = {"glm4_moe": {"hidden_size": 3840}}  # its default is no multiple of its heads
 # Keys that have no effect beside others: those of a window that is not used, or of layers that are listed.
 DERIVED = {
-    "deepseek_v3": {"head_dim"},
     "dbrx": {"num_key_value_heads"},
     "qwen2": {"use_sliding_window", "sliding_window", "max_window_layers"},
     "smollm3": {"no_rope_layer_interval"},
@@ -361,6 +360,11 @@ LACKING = [  # features that a family has in transformers, or families, that are
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window = true: is not supported for smollm3"),
     ("olmo3", {"layer_types": ["full_attention", "sliding_attention"]}, "over 3 layers"),
     ("olmo3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type = yarn: is not a section"),
+    ("olmo3", {"rope_theta": 1e4}, "rope_parameters.sliding_attention.rope_theta = 500000.0: transformers' default, is not supp"),
+    ("mixtral", {"layer_types": ["chunked_attention"] * 3}, "layer_types = chunked_attention, chunked_attention, chunked_att"),
+    ("gpt_neox", {"rms_norm_eps": 1e-2}, "rms_norm_eps = 0.01: is not a key that Trainshed or transformers know"),
+    ("qwen3_5_text", {"full_attention_every": 2}, "full_attention_every = 2: is not a key that"),
+    ("deepseek_v3", {"head_dim": 2}, "head_dim = 2: is not qk_rope_head_dim, as in transformers; nearest valid: 64"),
     ("olmo3", {"rope_parameters": LOCAL}, "rope_parameters.sliding_attention.rope_theta = 10000.0: is not supported"),
     ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual = true: is not supported"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm = true: is not supported"),
