@@ -18,6 +18,8 @@ from transformers import (
     DbrxForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -56,6 +58,10 @@ DEEPSEEK = DeepseekV3Config(
     **{**LLAMA, "num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
     v_head_dim=8, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
     first_k_dense_replace=1,
+)  # fmt: skip
+GLM = Glm4MoeConfig(
+    **LLAMA, head_dim=16, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+    use_qk_norm=True, num_nextn_predict_layers=0,
 )  # fmt: skip
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
@@ -103,6 +109,7 @@ MODELS = {
         Qwen3MoeConfig(**LLAMA, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     ),
     "deepseek_v3": lambda: DeepseekV3ForCausalLM(DEEPSEEK),
+    "glm4_moe": lambda: Glm4MoeForCausalLM(GLM),
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**GPT)),
     "gpt, untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT, tie_word_embeddings=False)),
 }
