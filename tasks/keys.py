@@ -82,7 +82,7 @@ PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_produ
 
 
 # By objective.kind; changed when the same input is tokenized differently.
-RECIPES = {"pretrain": 2, "sft": 5, "dpo": 6, "orpo": 6}
+RECIPES = {"pretrain": 2, "sft": 6, "dpo": 7, "orpo": 7}
 # Version of the engines that tokenize texts: 1 could confuse the tokens added to a vocabulary that are not special.
 ENGINE = 2
 SETTINGS = 3  # number of the settings with which inductor compiles for GPUs (modeling.compilation.compilers)

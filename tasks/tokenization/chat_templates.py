@@ -48,6 +48,10 @@ OTHER_PROMPT = (
     "the chat template's prompt for an answer is not how it renders answers, so that they cannot be located; use a template with "
     "{% generation %} marks"
 )
+OTHER_ENDING = (
+    "the chat template ends every conversation with the header of an answer, and no turn with a special token, so that answers "
+    "cannot be located; use a template with {% generation %} marks"
+)
 
 
 class TemplateFailed(ValueError):
@@ -142,6 +146,8 @@ class ChatTemplate:
             if not after.startswith(before):
                 raise TemplateFailed(OTHER_PROMPT)
             if not text.startswith(after):
+                after = self._without_final_eos(after)
+            if not text.startswith(after):
                 raise TemplateFailed(CHANGES_TURNS)
             ranges.append((len(before), len(after)))
         return text, ranges
@@ -168,9 +174,10 @@ class ChatTemplate:
                 text = self._without_next_header([QUESTION, answer], before, {}).rstrip()
             except TemplateFailed:  # it has no calls, or wants other messages
                 continue
-            ending = max((token for token in ids if token and text.endswith(token)), key=len, default=None)
-            if ending is not None:
-                found[ids[ending]] = None
+            for end in (self._without_final_eos(text).rstrip(), text):
+                ending = max((token for token in ids if token and end.endswith(token)), key=len, default=None)
+                if ending is not None:
+                    found[ids[ending]] = None
         return [*found]
 
     def _without_next_header(
@@ -190,7 +197,14 @@ class ChatTemplate:
         for ending in re.finditer("|".join(map(re.escape, self._endings)) or "(?!)", answer):
             if before.endswith(header := answer[ending.end() :]):
                 return text.removesuffix(header)
+        if not self.render([*messages, QUESTION], **variables).startswith(text):
+            raise TemplateFailed(OTHER_ENDING)
         return text
+
+    def _without_final_eos(self, text: str) -> str:
+        """A conversation's text without the EOS that follows the end of its last turn in templates such as Phi-3's."""
+        rest = text.removesuffix(self._variables.get("eos_token", ""))
+        return rest if rest.rstrip().endswith(tuple(self._endings)) else text
 
     @property
     def _endings(self) -> list[str]:

@@ -182,7 +182,8 @@ def names(record: Mapping[str, Any]) -> str:
 
 
 def _is_exchange(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(text, str) for text in value)
+    is_pair = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+    return is_pair and all(isinstance(text, str) for text in value)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -152,7 +152,7 @@ class Examples:
         for start, end in turns:
             counted |= (starts >= start) & (starts < end)
         counted[:1] = False
-        self.endless += any(text[end:].lstrip().startswith(self._ends) for _, end in turns)
+        self.endless += not self._ends or any(text[end:].lstrip().startswith(self._ends) for _, end in turns)
         ids = np.array(encoding.ids, np.int64)
         return np.where(counted, ids, ~ids).astype(np.int32), _size(text)
 

@@ -146,8 +146,8 @@ def _tokenize_records(
     if examples.endless:
         counts.endless = examples.endless
         log.warning(
-            "%s: in %s records, the {%% generation %%} marks of the chat template leave out the token that ends an answer: the "
-            "model does not learn to stop; move the token into the marked block",
+            "%s: in %s records, the loss leaves out the token that ends an answer: the model does not learn to stop; let the "
+            "chat template end each answer with a special token, inside its {%% generation %%} marks if it has any",
             shard.name,
             f"{counts.endless:,}",
         )

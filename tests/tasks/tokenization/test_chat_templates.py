@@ -43,11 +43,20 @@ ENDINGS = {
     "gpt_oss": ("<|return|>", ["<|return|>", "<|call|>"]),
     "deepseek_v3": ("<｜end▁of▁sentence｜>", ["<｜end▁of▁sentence｜>"]),
     "marked": ("<|im_end|>", ["<|im_end|>"]),
+    "smollm3": ("<|im_end|>\n", ["<|im_end|>"]),
+    "gemma3": ("<end_of_turn>\n", ["<end_of_turn>"]),
+    "granite": ("<|end_of_text|>\n", ["<|end_of_text|>"]),
+    "stablelm": ("</s>\n", ["</s>"]),
+    "phi3": ("<|end|>\n", ["<|end|>", "</s>"]),
+    "glm4": ("", []),
 }
+FINAL = {"phi3": "</s>"}  # what follows the last turn
 BEGINNINGS = {
     **dict.fromkeys(("mistral", "mixtral"), " "),
     "qwen3": "<think>\n\n</think>\n\n",
     "gpt_oss": "<|channel|>final<|message|>",
+    "smollm3": "<|im_start|>assistant\n",  # which it marks too
+    "glm4": "\n",
 }
 CHANGING = ("qwen3", "gpt_oss")  # earlier turns
 
@@ -56,7 +65,9 @@ CHANGING = ("qwen3", "gpt_oss")  # earlier turns
 def folder(tmp_path_factory):
     """A tokenizer of bytes with the markers of all templates."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    markers = sorted({*re.findall(MARKER, "".join(FIXTURES.values())), "<s>", "</s>", "<think>"})
+    markers = sorted(
+        {*re.findall(MARKER, "".join(FIXTURES.values())), "<s>", "</s>", "<think>", "<end_of_turn>"}
+    )
     tokenizer_files.write(folder, of_bytes(markers), {"bos_token": "<s>", "eos_token": "</s>"})
     return folder
 
@@ -97,18 +108,21 @@ def test_answers_are_located_without_what_surrounds_them(folder, name):
         return [text[start:end] for start, end in turns]
 
     first, second = (f"{BEGINNINGS.get(name, '')}{answer['content']}{ending}" for answer in ANSWERS)
-    assert located(ONE) == [first]
-    assert located(TWO, [False, False, True, True]) == [second]
+    last = second + FINAL.get(name, "")
+    assert located(ONE) == [first + FINAL.get(name, "")]
+    assert located(TWO, [False, False, True, True]) == [last]
     if name in CHANGING:
         with pytest.raises(
             TemplateFailed, match=r"changes earlier turns.*objective\.turns: last.*generation %\} marks"
         ):
             located(TWO)
     else:
-        assert located(TWO) == [first, second]
+        assert located(TWO) == [first, last]
         assert located(TWO, [True, True, True, False]) == [first]
     prompt, answer = ours.answered(TWO[:3], TWO[3:])
-    assert (prompt, answer.rstrip()) == (ours.render(TWO[:3], answer_next=True), second.rstrip())
+    assert prompt == ours.render(TWO[:3], answer_next=True)
+    assert last.rstrip().endswith(answer.rstrip())
+    assert answer.lstrip().startswith("<" if name in CHANGING else "the mill")
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -116,6 +130,18 @@ def test_tokens_that_end_turns_are_found(folder, name):
     tokenizer = tokenizer_files.load(folder)
     found = ChatTemplate(folder, FIXTURES[name]).stop_tokens(tokenizer)
     assert [tokenizer.id_to_token(token) for token in found] == ENDINGS[name][1]
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n"])
+def test_a_header_after_turns_that_no_token_ends_is_not_taken_for_an_answers_end(folder, end):
+    turns = "{% for turn in messages %}## {{ turn.role }}: {{ turn.content }}" + end + "{% endfor %}"
+    for source in (turns, turns + "{% if add_generation_prompt %}## assistant: {% endif %}"):
+        text, (located,) = ChatTemplate(folder, source).with_answers(ONE)
+        assert text[slice(*located)].endswith(f"forty{end}")
+    with pytest.raises(
+        TemplateFailed, match="ends every conversation with the header of an answer, and no turn"
+    ):
+        ChatTemplate(folder, turns + "## assistant: ").with_answers(ONE)
 
 
 def test_marks_locate_what_transformers_counts(folder):
