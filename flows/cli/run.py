@@ -298,7 +298,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
             if chosen or home.is_relative_to(work_dir.absolute())
             else ", as the store's file system has no locks"
         )
-        database = f", database in {relative(str(home))}{why} (or in PREFECT_HOME)" if new else ""
+        database = f", database in {relative(str(home))}{why}" if new else ""
         print_stderr(_where_to_watch(url, database))
         settings = {
             PREFECT_API_URL: url,
@@ -316,12 +316,13 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
 
 
 def _where_to_watch(api: str, database: str) -> str:
-    """Line with the address of the server's UI, which only `trainshed up` serves, or else of its API."""
+    """The address of the server's UI, which only `trainshed up` serves, or else of its API."""
     address = api.removesuffix("/api")
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with contextlib.suppress(OSError), direct.open(address, timeout=5):
         return f"Prefect's UI: {address}"
-    return f"Prefect's API during the run: {api}{database}; for the UI, start `trainshed up` before the run"
+    # Two lines, neither of which a terminal of 80 columns breaks.
+    return f"Prefect's API: {api}{database}\nfor its UI, start `trainshed up` before the run"
 
 
 def print_results(console: Console, result: dict[str, Any]) -> None:

@@ -105,8 +105,10 @@ def test_ui_is_named_only_if_the_server_has_one(prefect_server):
         threading.Thread(target=other.handle_request, daemon=True).start()
         address = f"http://127.0.0.1:{other.server_port}"
         assert _where_to_watch(f"{address}/api", "") == f"Prefect's UI: {address}"
-    api = f"Prefect's API during the run: {prefect_server}, database in store; for the UI, start"
-    assert _where_to_watch(prefect_server, ", database in store").startswith(api)
+    lines = _where_to_watch(prefect_server, ", database in store/prefect-home").splitlines()
+    assert lines[0] == f"Prefect's API: {prefect_server}, database in store/prefect-home"
+    assert "`trainshed up`" in lines[1]
+    assert max(map(len, lines)) <= 80
 
 
 def test_server_of_up_remains_after_its_last_user(tmp_path, monkeypatch):
