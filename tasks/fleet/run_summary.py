@@ -93,9 +93,9 @@ def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -
     if parent := reader.json(run_files.IDENTITY).get("parent"):
         summary.parent = f"{parent['run']}@{parent['step']}"
     _add_size(summary, reader)
-    _add_metrics(summary, reader)
     if evaluation := final_evaluation(reader.json(run_files.REPORT_JSON), summary.steps):
         summary.validation_loss = _finite(evaluation["validation_loss"])
+    _add_metrics(summary, reader, finished=summary.steps if evaluation else None)
     return summary
 
 
@@ -132,7 +132,7 @@ def _add_size(summary: RunSummary, reader: _Reader) -> None:
     summary.node_count, summary.node_price = cluster.get("nodes", 1), cluster.get("node_price")
 
 
-def _add_metrics(summary: RunSummary, reader: _Reader) -> None:
+def _add_metrics(summary: RunSummary, reader: _Reader, finished: int | None) -> None:
     size = reader.size(run_files.METRICS)
     if not size:
         return
@@ -158,7 +158,7 @@ def _add_metrics(summary: RunSummary, reader: _Reader) -> None:
             usual.get, ("step_seconds", "tokens_per_second")
         )
     evaluated = _rows(line for line in reversed(lines) if b'"validation_loss"' in line)
-    summary.last_validation_loss = _finite(validation_in_training(next(evaluated, None)))
+    summary.last_validation_loss = _finite(validation_in_training(next(evaluated, None), finished))
     summary.curve = curve(rows)
 
 

@@ -152,9 +152,11 @@ def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
     profile = load_profile(folder)
     run: dict[str, Any] = {"run": folder.name, "folder": location, "profile": flat_profile(profile)}
     run |= history.measurements(profile)
-    run["last_validation_loss"] = validation_in_training(history.last_evaluation)
+    results = _read_report(folder, location, profile.train.steps)
+    finished = profile.train.steps if results else None
+    run["last_validation_loss"] = validation_in_training(history.last_evaluation, finished)
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
-    if results := _read_report(folder, location, profile.train.steps):
+    if results:
         run |= {"state": "finished", **results}
     return run
 

@@ -34,9 +34,10 @@ def final_evaluation(report: Mapping[str, Any], steps: int | None) -> Mapping[st
     return evaluation
 
 
-def validation_in_training(row: Mapping[str, Any] | None) -> float | None:
+def validation_in_training(row: Mapping[str, Any] | None, finished: int | None = None) -> float | None:
     """Loss of the latest evaluation in metrics.jsonl, given its row; None without one.
 
-    An evaluation of the initial weights, in the row of step 0, says nothing about the run.
+    An evaluation of the initial weights, in the row of step 0, says nothing about the run, and one before the last step of a
+    finished run, `finished`, is not its result: a fork's may even be its parent's.
     """
-    return None if row is None or row["step"] == 0 else row["validation_loss"]
+    return None if row is None or row["step"] == 0 or row["step"] < (finished or 0) else row["validation_loss"]

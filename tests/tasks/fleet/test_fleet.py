@@ -122,10 +122,13 @@ def test_a_finished_run_that_is_opened_again_is_not_finished(tmp_path):
 
 
 def test_validation_loss_is_that_of_the_final_evaluation_as_in_a_comparison(tmp_path, monkeypatch, capsys):
-    """Neither the evaluation before training, the last row of a short run, nor that of a subset."""
+    """Neither the evaluation before training, the last row of a short run, nor that of a subset.
+
+    Nor one of an earlier step, such as the parent's of a fork.
+    """
     monkeypatch.chdir(tmp_path)
     for name, evaluations, steps in (
-        ("tuned", {0: 4.1472}, 20),
+        ("tuned", {0: 4.1472, 10: 2.2}, 20),
         ("extended", {0: 4.1472, 20: 1.9}, 40),
         ("training", {0: 4.1472}, None),
     ):
