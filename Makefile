@@ -10,9 +10,10 @@ TORCH_INDEX ?=
 INSTALL := $(PYTHON) install.py --index "$(TORCH_INDEX)" --index "$(NEURON_INDEX)"
 WRONG_PYTHON := Trainshed needs Python 3.11 to 3.14, and $(PYTHON) is %d.%d; set another one: make PYTHON=python3.13
 INSTALLED := .venv/installed$(if $(NEURON_INDEX),-neuron)
-# Debian packages that some tests need: g++ to compile graphs for a CPU, slurm-wlm and munge to start a Slurm cluster of several
-# nodes on this machine, postgresql for a shared Prefect server, chromium for reports and Prefect's UI.
-SYSTEM_PACKAGES := g++ slurm-wlm munge postgresql chromium
+# Debian packages that some tests need: g++ and Python's headers to compile graphs for a CPU, slurm-wlm and munge to start a Slurm
+# cluster of several nodes on this machine, postgresql for a shared Prefect server, chromium for reports and Prefect's UI.
+NO_HEADERS := import os, sysconfig; os.path.exists(sysconfig.get_path("include") + "/Python.h") or print("python3-dev")
+SYSTEM_PACKAGES = g++ $(shell $(PYTHON) -c '$(NO_HEADERS)') slurm-wlm munge postgresql chromium
 
 # Two workers more than there are cores (tests/conftest.py), each with one OpenMP thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto

@@ -18,6 +18,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from flows.server.prefect_settings import single_certificate_setting
+from modeling.compilation import toolchain
 
 pytest_plugins = ["tests.pool"]
 
@@ -143,7 +144,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if SLOW_FIXTURES & set(item.fixturenames):
             item.add_marker("slow")
-    _skip_without_gpu([item for item in items if item.get_closest_marker("cuda")])
+    _skip(items, "cuda", _missing_gpu)
+    _skip(items, "compiles", toolchain.missing)
     items.sort(key=lambda item: START_ORDER.get(_folder(item.nodeid), len(START_ORDER)))
     groups: dict[str, list] = {}
     for item in items:
@@ -156,14 +158,19 @@ def pytest_collection_modifyitems(items):
     ]
 
 
-def _skip_without_gpu(items):
-    """Skip tests with the marker `cuda` if torch finds no GPU."""
-    if items:
-        import torch
+def _skip(items, marker, missing):
+    """Skip tests with this marker if something that they need is missing; `missing` returns what, or None."""
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    if marked and (lacks := missing()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=lacks))
 
-        if not torch.cuda.is_available():
-            for item in items:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA accelerator"))
+
+def _missing_gpu():
+    """Importing torch takes seconds, and most selections of tests need no GPU."""
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA accelerator"
 
 
 class Groups(LoadScopeScheduling):

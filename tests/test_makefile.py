@@ -6,6 +6,7 @@ import pwd
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def folder(tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "install.py"):
         shutil.copy(ROOT / name, folder)
     return folder
+
+
+def test_system_packages_have_the_headers_that_python_lacks(folder):
+    code = "import sys, sysconfig; sysconfig.get_path = lambda name: '/nowhere'; exec(sys.argv[2])"
+    bare = folder / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
+    bare.chmod(0o755)
+    complete = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    for python, lacks in (("./python", True), (sys.executable, not complete)):
+        assert ("g++ python3-dev" in commands(folder, "test-system", f"PYTHON={python}")) == lacks
 
 
 PIP = """#!/bin/sh

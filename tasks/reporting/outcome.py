@@ -40,4 +40,6 @@ def validation_in_training(row: Mapping[str, Any] | None, finished: int | None =
     An evaluation of the initial weights, in the row of step 0, says nothing about the run, and one before the last step of a
     finished run, `finished`, is not its result: a fork's may even be its parent's.
     """
-    return None if row is None or row["step"] == 0 or row["step"] < (finished or 0) else row["validation_loss"]
+    return (
+        None if row is None or row["step"] == 0 or row["step"] < (finished or 0) else row["validation_loss"]
+    )

@@ -56,6 +56,7 @@ def test_gradient_uses_the_forward_mask():
     assert torch.equal(x.grad, y.detach())
 
 
+@pytest.mark.compiles
 def test_compiled_masks_equal_eager_masks():
     x = torch.randn(256, 64)
     compiled = torch.compile(dropout, fullgraph=True)

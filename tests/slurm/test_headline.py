@@ -108,6 +108,7 @@ def hub(pretrained):
         yield hub
 
 
+@pytest.mark.compiles
 @pytest.mark.timeout(2000)  # compiles while other tests use the cores
 def test_llama3_70b_trains_through_server_worker_and_slurm_despite_a_dead_node(
     cluster, prefect_server, hub, pretrained, tmp_path

@@ -63,6 +63,7 @@ def compare() -> Counter[str]:
     return called
 
 
+@pytest.mark.compiles
 def test_merged_collectives_and_products_give_the_same_numbers(pool):
     for called in pool.run(compare, 2):
         assert called == dict.fromkeys(OPERATORS, 2)  # one of each in forward and in backward

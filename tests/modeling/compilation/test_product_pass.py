@@ -1,5 +1,6 @@
 """Compiled products on CPUs: by oneDNN like eager ones, with the same results, in cached graphs."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -23,6 +24,7 @@ def inputs() -> tuple[Tensor, ...]:
     return total, a.t(), b.t(), bias
 
 
+@pytest.mark.compiles
 def test_cached_graphs_multiply_large_matrices_by_onednn(tmp_path, monkeypatch):
     assert 8 * K * N < MIN_MULTIPLICATIONS <= M * K * N
     monkeypatch.setattr(host_products, "ONEDNN_IS_FASTER", bool(ONEDNN_PRODUCTS))

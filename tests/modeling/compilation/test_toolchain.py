@@ -18,6 +18,7 @@ def compiler(folder: Path, script: str) -> Path:
     return path
 
 
+@pytest.mark.compiles
 def test_a_working_compiler_is_tested_once(tmp_path, monkeypatch):
     calls = tmp_path / "calls"
     path = compiler(tmp_path, f'echo . >> "{calls}"; exec g++ "$@"')
@@ -26,6 +27,16 @@ def test_a_working_compiler_is_tested_once(tmp_path, monkeypatch):
     assert [toolchain.fault(folder) for _ in range(3)] == [None] * 3
     assert calls.read_text() == ".\n"
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def headers(tmp_path, monkeypatch):
+    """Folder with Python's headers, which this machine may lack."""
+    folder = tmp_path / "include"
+    folder.mkdir()
+    (folder / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -41,14 +52,14 @@ def test_a_working_compiler_is_tested_once(tmp_path, monkeypatch):
         ('while [ "$1" != -o ]; do shift; done; echo text > "$2"', "no working C++ compiler ("),
     ],
 )  # fmt: skip
-def test_each_fault_is_one_line_with_what_to_do(tmp_path, monkeypatch, script, phrase):
+def test_each_fault_is_one_line_with_what_to_do(headers, tmp_path, monkeypatch, script, phrase):
     monkeypatch.setenv("CXX", str(compiler(tmp_path, script)))
     found = toolchain.fault(tmp_path)
     assert phrase in found
     assert "\n" not in found
 
 
-def test_missing_headers_and_a_folder_without_execution_or_locks_are_named(tmp_path, monkeypatch):
+def test_missing_headers_and_a_folder_without_execution_or_locks_are_named(headers, tmp_path, monkeypatch):
     write_text = compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo text > "$2"')
     monkeypatch.setenv("CXX", str(write_text))
     status = os.statvfs(tmp_path)
@@ -60,7 +71,7 @@ def test_missing_headers_and_a_folder_without_execution_or_locks_are_named(tmp_p
     assert f"from {tmp_path} (mounted noexec" in toolchain.fault(tmp_path)
     monkeypatch.setattr(file_locks, "supported", lambda _: False)
     assert toolchain.fault(tmp_path / "shared").startswith("no file locks for compiled code (choose")
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (headers / "Python.h").unlink()
     assert toolchain.missing() == "no Python headers (install python3-dev)"
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX")

@@ -87,6 +87,7 @@ def test_mx_scales_are_stored_as_tensor_cores_read_them():
     assert stored.count_nonzero() == scales.count_nonzero()
 
 
+@pytest.mark.compiles
 def test_compiled_mx_products_equal_the_emulation(monkeypatch):
     """Without hardware: a stand-in for the product of a B200 reads the scales where tensor cores do."""
 

@@ -111,6 +111,7 @@ def status(summary: dict) -> dict[str, str]:
     return {entry["name"]: entry["status"] for entry in summary["programs"]}
 
 
+@pytest.mark.compiles
 def test_summary_counts_graphs_and_has_the_cost_of_each_program(compiled):
     summary = compiled.summary
     assert set(status(summary)) == {
@@ -124,6 +125,7 @@ def test_summary_counts_graphs_and_has_the_cost_of_each_program(compiled):
     assert f"slowest: {slowest}" in graphs.format_summary(summary)
 
 
+@pytest.mark.compiles
 def test_training_compiles_nothing_and_equals_eager_losses(workspace, compiled, run):
     workspace.train(run, compiled)
     lines = micro.metrics(run)
@@ -139,6 +141,7 @@ def test_training_compiles_nothing_and_equals_eager_losses(workspace, compiled, 
         assert loss == pytest.approx(expected[step], rel=1e-5)
 
 
+@pytest.mark.compiles
 def test_graphs_of_other_shapes_are_cache_misses_and_are_named(workspace, compiled, tmp_path):
     other = micro.run_folder(tmp_path, *SETTINGS, *ALONE)
     output = workspace.train(other, compiled, processes=1)
@@ -149,6 +152,7 @@ def test_graphs_of_other_shapes_are_cache_misses_and_are_named(workspace, compil
     assert "block, training; loss, training" in output
 
 
+@pytest.mark.compiles
 def test_after_a_kill_a_failure_and_an_interrupt_only_what_is_missing_is_compiled_and_once(
     workspace, run, compiled, tmp_path, caplog
 ):
