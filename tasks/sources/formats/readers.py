@@ -92,6 +92,41 @@ def _zstd(file: BinaryIO) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
 
 
+class _Streams(io.RawIOBase):
+    """A file of compressed streams, one after another.
+
+    bz2.open and lzma.open take what follows a stream for padding, and end there, if it does not begin like another one.
+    """
+
+    def __init__(self, file: BinaryIO, create: Callable[[], Any]) -> None:
+        self._file, self._create, self._decoder = file, create, create()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Decompress into the buffer. Raises EOFError for an incomplete stream."""
+        data = b""
+        while not data:
+            given = b""
+            if self._decoder.eof:  # zeros pad streams
+                given = self._decoder.unused_data.lstrip(b"\0")
+                while not given:
+                    if not (block := self._file.read(1 << 20)):
+                        return 0
+                    given = block.lstrip(b"\0")
+                self._decoder = self._create()
+            elif self._decoder.needs_input and not (given := self._file.read(1 << 20)):
+                raise EOFError("the file ends within a stream")
+            data = self._decoder.decompress(given, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _streams(create: Callable[[], Any]) -> Callable[[BinaryIO], io.BufferedReader]:
+    return lambda file: io.BufferedReader(_Streams(file, create), 1 << 20)
+
+
 def _open_compressed(shard: Shard, token: str | None, compression: str) -> BinaryIO:
     """Open the shard's file; an empty one is an error, which decompressors would read as no lines."""
     file = open_file(shard, shard.paths[0], token)
@@ -236,8 +271,8 @@ def _python_docs(shard: Shard, _: str | None) -> Iterator[Document]:
 DECOMPRESSORS: dict[str, tuple[str, Callable[[BinaryIO], Any]]] = {
     "gz": ("gzip", gzip.open),
     "zst": ("zstd", _zstd),
-    "xz": ("xz", lzma.open),
-    "bz2": ("bzip2", bz2.open),
+    "xz": ("xz", _streams(lzma.LZMADecompressor)),
+    "bz2": ("bzip2", _streams(bz2.BZ2Decompressor)),
 }
 # Readers of lines, for the formats with JSON.
 LINES: dict[str, Callable[[Shard, str | None], Iterator[Line]]] = {

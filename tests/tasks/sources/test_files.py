@@ -51,7 +51,9 @@ WRITERS = {
         gzip.compress(lines(DOCUMENTS[:90])) + gzip.compress(lines(DOCUMENTS[90:]))
     ),
     "a.jsonl.zst": lambda path: path.write_bytes(zstd(lines(DOCUMENTS[:90])) + zstd(lines(DOCUMENTS[90:]))),
-    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(lines(DOCUMENTS))),
+    "a.jsonl.xz": lambda path: path.write_bytes(
+        lzma.compress(lines(DOCUMENTS[:1])) + bytes(8) + lzma.compress(lines(DOCUMENTS[1:]))
+    ),
     "a.json.bz2": lambda path: path.write_bytes(bz2.compress(lines(DOCUMENTS))),
     "array.json": lambda path: path.write_text(json.dumps(RECORDS, indent=1)),
     "one-line.json": lambda path: path.write_text(json.dumps(RECORDS)),

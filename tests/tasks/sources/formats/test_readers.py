@@ -1,5 +1,6 @@
 """Readers of files by format: every text, once, or an error with file and position."""
 
+import bz2
 import gzip
 import io
 import json
@@ -165,6 +166,17 @@ LONG_WINDOW = (
         ),
         ("a.jsonl.xz", lzma.compress(lines(DOCUMENTS))[:-99], r"a\.jsonl\.xz, after line \d+: corrupted xz"),
         ("a.jsonl.bz2", b"no bzip2", r"a\.jsonl\.bz2, after line 0: corrupted bzip2"),
+        # bz2.open and lzma.open end in silence where a stream follows that is damaged at its beginning
+        (
+            "a.jsonl.bz2",
+            bz2.compress(lines(DOCUMENTS)) + b"damaged",
+            r"a\.jsonl\.bz2, after line \d+: corrupted bzip2",
+        ),
+        (
+            "a.jsonl.xz",
+            lzma.compress(lines(DOCUMENTS)) + b"damaged",
+            r"a\.jsonl\.xz, after line \d+: corrupted xz",
+        ),
         (
             "a.jsonl.zst",
             LONG_WINDOW,
