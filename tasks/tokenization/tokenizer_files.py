@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from tasks.tokenization import ranked_files
 
 if TYPE_CHECKING:
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+log = logging.getLogger(__name__)
 
 # Each a JSON object.
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "added_tokens.json")
@@ -308,7 +311,14 @@ def _configuration(
         index = ids[0] if isinstance(ids, list) and ids else ids
         by_id = tokenizer.id_to_token(index) if type(index) is int and index >= 0 else None
         token = special_map.get(name) or special.get(name) or by_id
-        if token:
+        if special_map.get(name) and "added_tokens_decoder" not in given:  # transformers prefers it then
+            if _content(configuration.get(name, token)) != _content(token):
+                reason = (
+                    "%s is %r of special_tokens_map.json, as in transformers, not %r of tokenizer_config.json"
+                )
+                log.warning(reason, name, _content(token), _content(configuration[name]))
+            configuration[name] = token
+        elif token:
             configuration.setdefault(name, token)
     for name in MORE_SPECIAL:  # transformers would add those that the vocabulary lacks, at any id
         found = special_map.get(name)

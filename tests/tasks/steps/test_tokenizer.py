@@ -264,6 +264,12 @@ def test_truncation_and_padding_of_the_source_are_disabled(store, folder, gpt2_f
             },
         },
         {"config.json": {"eos_token_id": [300], "pad_token_id": -1}},
+        # transformers prefers special_tokens_map.json, unless the other file lists its added tokens
+        {"tokenizer_config.json": {"eos_token": EOS}, "special_tokens_map.json": {"eos_token": "dog"}},
+        {
+            "tokenizer_config.json": {"eos_token": "dog", "added_tokens_decoder": {}},
+            "special_tokens_map.json": {"eos_token": EOS},
+        },
     ],
 )
 def test_special_tokens_of_the_source_are_read_and_load_in_transformers(store, folder, gpt2_files, files):
