@@ -1,4 +1,4 @@
-"""Causal convolution of each channel over the last few tokens of the same document."""
+"""Causal convolution of each channel over the last few tokens of the same document, and its activation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from parallel.backward import needs_gradient
+
 
 def short_convolution(
     x: Tensor, weight: Tensor, offsets: Tensor | None = None, previous: Tensor | None = None
 ) -> Tensor:
-    """Convolve each channel with its taps, of which the last is multiplied by the token itself.
+    """SiLU of each channel convolved with its taps, of which the last is multiplied by the token itself.
+
+    Sums are in float32 or wider, whatever the dtype of x, as in fused kernels.
 
     Args:
         x: (b, s, channels).
@@ -22,43 +26,68 @@ def short_convolution(
         offsets: (b or 1, s), number of tokens of its document before each token; earlier tokens are not read. None: all are.
         previous: (b, width - 1, channels), the tokens before the first; None: zeros.
     """
-    before = weight.shape[1] - 1
-    padded = F.pad(x, (0, 0, before, 0)) if previous is None else torch.cat((previous, x), 1)
-    return _Convolution.apply(padded, weight, offsets)
+    return _Convolution.apply(x, weight, previous, offsets)
 
 
 class _Convolution(Function):
-    """Autograd would fill a tensor of zeros for the gradient of each tap."""
+    """Saves its inputs only and convolves again in backward; autograd would save what each tap reads."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-        ctx.save_for_backward(padded, weight, offsets)
-        total = padded[:, weight.shape[1] - 1 :] * weight[:, -1]
-        for tap, read, seen in _taps(padded, weight.shape[1], offsets):
-            total = total.addcmul_(read if seen is None else read * seen, weight[:, tap])
-        return total
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, previous: Tensor | None, offsets: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, previous, offsets)
+        return F.silu(_convolve(*_widened(x, weight, previous), offsets)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        padded, weight, offsets = ctx.saved_tensors
-        before, wide = weight.shape[1] - 1, torch.promote_types(weight.dtype, torch.float32)
-        of_padded = F.pad(grad * weight[:, -1], (0, 0, before, 0))
-        of_taps = [(grad * padded[:, before:]).sum((0, 1), dtype=wide)]
-        for tap, read, seen in _taps(padded, weight.shape[1], offsets):
-            counted = grad if seen is None else grad * seen
-            of_padded[:, tap : tap + grad.shape[1]].addcmul_(counted, weight[:, tap])
-            of_taps.append((counted * read).sum((0, 1), dtype=wide))
-        of_weight = torch.stack([*of_taps[1:], of_taps[0]], 1)
-        return of_padded, of_weight.to(weight.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight, previous, offsets = ctx.saved_tensors
+        padded, taps = _widened(x, weight, previous)
+        before, of_x, of_weight, of_previous = len(taps) - 1, None, None, None
+        grad = torch.ops.aten.silu_backward(grad.to(padded.dtype), _convolve(padded, taps, offsets))
+        if needs_gradient(ctx, 1):
+            sums = [
+                (_seen(grad, seen) * read).sum((0, 1)) for _, read, seen in _earlier(padded, before, offsets)
+            ]
+            of_weight = torch.stack([*sums, (grad * padded[:, before:]).sum((0, 1))], 1).to(weight.dtype)
+        if needs_gradient(ctx, 0):
+            of_padded = F.pad(grad * taps[before], (0, 0, before, 0))
+            for tap, _, seen in _earlier(padded, before, offsets):
+                of_padded[:, tap : tap + grad.shape[1]].addcmul_(_seen(grad, seen), taps[tap])
+            of_x = of_padded[:, before:].to(x.dtype)
+            of_previous = None if previous is None else of_padded[:, :before].to(x.dtype)
+        return of_x, of_weight, of_previous, None
 
 
-def _taps(padded: Tensor, width: int, offsets: Tensor | None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+def _widened(x: Tensor, weight: Tensor, previous: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The tokens (b, width - 1 + s, channels) that are read, and the taps, the farthest token's first."""
+    wide, before = torch.promote_types(x.dtype, torch.float32), weight.shape[1] - 1
+    # Compilers save the padded tokens, so they are widened last.
+    padded = F.pad(x, (0, 0, before, 0)) if previous is None else torch.cat((previous, x), 1)
+    return padded.to(wide), weight.to(wide).unbind(1)
+
+
+def _convolve(padded: Tensor, taps: tuple[Tensor, ...], offsets: Tensor | None) -> Tensor:
+    before = len(taps) - 1
+    total = padded[:, before:] * taps[before]
+    for tap, read, seen in _earlier(padded, before, offsets):
+        total = total.addcmul_(_seen(read, seen), taps[tap])
+    return total
+
+
+def _earlier(
+    padded: Tensor, before: int, offsets: Tensor | None
+) -> Iterator[tuple[int, Tensor, Tensor | None]]:
     """The taps of earlier tokens, the farthest first.
 
     Returns:
         their numbers, what they read (b, s, channels), and which tokens have them (b or 1, s, 1); None: all.
     """
-    length = padded.shape[1] - width + 1
-    for tap in range(width - 1):
-        seen = None if offsets is None else (offsets >= width - 1 - tap)[..., None]
+    length = padded.shape[1] - before
+    for tap in range(before):
+        seen = None if offsets is None else (offsets >= before - tap)[..., None]
         yield tap, padded[:, tap : tap + length], seen
+
+
+def _seen(x: Tensor, seen: Tensor | None) -> Tensor:
+    return x if seen is None else x * seen

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from parallel import collectives
+from parallel.backward import needs_gradient
 from parallel.initialization import Constant
 from parallel.layout import Initializer, Layout, Section, layout_of, parameter
 from parallel.mesh import Axis, Mesh
@@ -39,15 +40,28 @@ class _RMSNorm(Function):
         return y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        wide, vector = inverse.dtype, weight.to(inverse.dtype)
-        grad = grad.to(wide)
-        hat = x.to(wide) * inverse  # (tokens, h)
-        product = grad * hat
-        mean = (product @ vector).mul_(-1 / x.shape[-1])[:, None]  # (tokens, 1)
-        grad_x = torch.addcmul(grad * vector, hat, mean).mul_(inverse)
-        return grad_x.to(x.dtype), product.sum(0).to(weight.dtype), None
+        hat = x.to(inverse.dtype) * inverse  # (tokens, h)
+        needed = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
+        of_x, of_weight = _norm_gradients(grad.to(hat.dtype), hat, weight.to(hat.dtype), inverse, *needed)
+        return _cast(of_x, x.dtype), _cast(of_weight, weight.dtype), None
+
+
+def _norm_gradients(
+    grad: Tensor, hat: Tensor, weight: Tensor, inverse: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x (..., h) and w, from those of x̂·w; None if they are not needed."""
+    product = grad * hat
+    of_weight = product.flatten(0, -2).sum(0) if needs_weight else None
+    if not needs_x:
+        return None, of_weight
+    mean = (product @ weight).mul_(-1 / hat.shape[-1])[..., None]  # (..., 1)
+    return torch.addcmul(grad * weight, hat, mean).mul_(inverse), of_weight
+
+
+def _cast(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if gradient is None else gradient.to(dtype)
 
 
 class RMSNorm(nn.Module):
@@ -126,15 +140,17 @@ class _HeadRMSNorm(Function):
         return (hat * weight.to(wide)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        wide, vectors = inverse.dtype, weight.to(inverse.dtype)
+        wide, vectors, of_x = inverse.dtype, weight.to(inverse.dtype), None
         grad = grad.to(wide)
         hat = x.to(wide) * inverse  # (..., n, d)
         product = grad * hat
-        mean = (product * vectors).mean(-1, keepdim=True)  # (..., n, 1)
-        grad_x = torch.addcmul(grad * vectors, hat, mean, value=-1).mul_(inverse)
-        return grad_x.to(x.dtype), product.flatten(0, -3).sum(0).to(weight.dtype), None
+        if needs_gradient(ctx, 0):
+            mean = (product * vectors).mean(-1, keepdim=True)  # (..., n, 1)
+            of_x = torch.addcmul(grad * vectors, hat, mean, value=-1).mul_(inverse).to(x.dtype)
+        of_weight = product.flatten(0, -3).sum(0).to(weight.dtype) if needs_gradient(ctx, 1) else None
+        return of_x, of_weight, None
 
 
 class HeadNorm(nn.Module):
@@ -186,14 +202,16 @@ class _ProjectionRMSNorm(Function):
         return (wide * inverse * weight.to(wide.dtype)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        wide, grad = x.to(inverse.dtype), grad.to(inverse.dtype)
-        grad_weight = (grad * (wide * inverse)).flatten(0, -3).sum(0)  # (n, d)
-        grad = grad * weight.to(inverse.dtype)
-        sums = collectives.all_reduce((grad * wide).sum((-2, -1), keepdim=True), ctx.axis)  # (..., 1, 1)
-        grad_x = grad * inverse + wide * (sums * inverse**3 / -ctx.size)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None, None
+        wide, grad, of_x, of_weight = x.to(inverse.dtype), grad.to(inverse.dtype), None, None
+        if needs_gradient(ctx, 1):
+            of_weight = (grad * (wide * inverse)).flatten(0, -3).sum(0).to(weight.dtype)  # (n, d)
+        if needs_gradient(ctx, 0):
+            grad = grad * weight.to(inverse.dtype)
+            sums = collectives.all_reduce((grad * wide).sum((-2, -1), keepdim=True), ctx.axis)  # (..., 1, 1)
+            of_x = (grad * inverse + wide * (sums * inverse**3 / -ctx.size)).to(x.dtype)
+        return of_x, of_weight, None, None, None
 
 
 class ProjectionNorm(nn.Module):
@@ -232,6 +250,32 @@ class ProjectionNorm(nn.Module):
         return _ProjectionRMSNorm.apply(x, weight, self.axis, self.size * self.replicas, self.epsilon)
 
 
+class _GatedRMSNorm(Function):
+    """`_RMSNorm` times silu(gate), of which autograd would save four more tensors, two of them in float32.
+
+    With z the gate and n = x̂·w: dz = silu'(z) applied to g·n, and the gradient of n is g·silu(z).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y, inverse = fused_rms_norm(x.to(wide), weight.shape, weight.to(wide), epsilon)
+        ctx.save_for_backward(x, gate, weight, inverse)
+        return (y * F.silu(gate.to(wide))).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, gate, weight, inverse = ctx.saved_tensors
+        wide, of_gate = inverse.dtype, None
+        grad, z, vector = grad.to(wide), gate.to(wide), weight.to(wide)
+        hat = x.to(wide) * inverse  # (..., u)
+        if needs_gradient(ctx, 1):
+            of_gate = torch.ops.aten.silu_backward(grad * hat * vector, z).to(gate.dtype)
+        needed = needs_gradient(ctx, 0), needs_gradient(ctx, 2)
+        of_x, of_weight = _norm_gradients(grad * F.silu(z), hat, vector, inverse, *needed)
+        return _cast(of_x, x.dtype), of_gate, _cast(of_weight, weight.dtype), None
+
+
 class GatedHeadNorm(nn.Module):
     """RMSNorm of each head, with one weight (u) for all, times silu(gate) (Gated DeltaNet).
 
@@ -257,8 +301,7 @@ class GatedHeadNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize heads x (..., u) and multiply them by the activated gate (..., u)."""
-        y = _RMSNorm.apply(x.flatten(0, -2), self.weight, self.epsilon).view(x.shape)
-        return (y * F.silu(gate.to(torch.promote_types(x.dtype, torch.float32)))).to(x.dtype)
+        return _GatedRMSNorm.apply(x, gate, self.weight, self.epsilon)
 
 
 class _UnitNorm(Function):

@@ -112,11 +112,11 @@ class GatedDeltaNet(nn.Module):
     def convolve(self, x: Tensor, offsets: Tensor | None) -> Tensor:
         """Queries, keys and values (b, s/c, ·) after the short convolution."""
         if self.context.size == 1:
-            return F.silu(short_convolution(x, self.convolution, offsets))
+            return short_convolution(x, self.convolution, offsets)
         x = halves(x)  # (2b, s/2c, ·)
         before = tokens_before(x, self.convolution.shape[1] - 1, self.context)
         starts = None if offsets is None else halves(offsets)
-        x = F.silu(short_convolution(x, self.convolution, starts, before))
+        x = short_convolution(x, self.convolution, starts, before)
         return x.unflatten(0, (-1, 2)).flatten(1, 2)
 
 

@@ -110,6 +110,23 @@ def test_a_state_continues_a_sequence():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
+def test_short_convolution_rounds_once():
+    """Sums and their gradients are in float32, as in torch's convolution, whatever the dtype of the tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x, kernel, grad = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((2, 50, 8), (8, 4), (2, 50, 8))
+    )
+    inputs = [each.requires_grad_() for each in (x, kernel)]
+    wide = [each.detach().double().requires_grad_() for each in inputs]
+    out = short_convolution(*inputs)
+    taps = wide[1][:, None]
+    expected = F.silu(F.conv1d(F.pad(wide[0].mT, (3, 0)), taps, groups=8)).mT
+    found = out, *torch.autograd.grad(out, inputs, grad)
+    exact = expected, *torch.autograd.grad(expected, wide, grad.double())
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, other.bfloat16(), rtol=2**-7, atol=1e-6)
+
+
 def mixed(tensors, kernel, offsets, axis):
     """The rule on convolved values."""
     q, k, v, decay, beta = tensors
