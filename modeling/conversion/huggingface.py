@@ -2,7 +2,7 @@
 
 The published weights of GPT-OSS, with experts in MXFP4 (mxfp4.py), and of DeepSeek-V3, in float8 with scales (block_scales.py),
 are read as bfloat16. Modules for multi-token prediction are stored as layers beyond the last, with copies of the embedding and
-the head, which are compared with these and written again.
+the head, which are compared with these and written again; that of Qwen's hybrids under names of its own, without copies.
 
 A safetensors file is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors end to end.
 """
@@ -150,13 +150,15 @@ def read(
 
     Args:
         described: whether the model is that of the config.json beside the files. transformers saves no modules for multi-token
-            prediction, but their number, so the model has none if the files have none.
+            prediction, but their number, so the model has none if the files have none. Qwen3-Next's config.json has no number,
+            so the model has a module if the files have it.
     """
     found = hybrid_names.normalized(_read_all(files), model)
-    modules = {name for name in found if _layer(name) in model.prediction_layers}
-    if described and model.prediction_layers and not modules:
+    if described and model.prediction_layers and not any(_is_of_module(name, model) for name in found):
         log.info("the files have no modules for multi-token prediction, unlike their config.json")
         model = without_modules(model)
+    if described and hybrid_names.has_module(found, model):
+        model = model.model_copy(update={"num_nextn_predict_layers": 1})
     parts: dict[str, list[Part]] = {}
     used: set[str] = set()
     quantized: Counter[str] = Counter()
@@ -194,7 +196,7 @@ def read(
         rest -= {LM_HEAD}
     rest -= _compare_copies(found, model)
     buffers = {name for name in rest if name.endswith(BUFFERS)}
-    modules = {name for name in rest - buffers if _is_beyond_last_layer(name, model)}
+    modules = {name for name in rest - buffers if _is_of_module(name, model, beyond=True)}
     others = {name for name in rest if hybrid_names.is_left_out(name, model)}
     depth = (
         f"modules for multi-token prediction beyond num_nextn_predict_layers {len(model.prediction_layers)}"
@@ -220,16 +222,20 @@ def _compare_copies(found: Mapping[str, LazyTensor], model: Model) -> set[str]:
     return {*copies}
 
 
-def _is_beyond_last_layer(name: str, model: Model) -> bool:
-    """Whether a tensor belongs to a module for multi-token prediction that the model does not have."""
-    has_modules, layer = "num_nextn_predict_layers" in model.family.fields, _layer(name)
-    return has_modules and layer is not None and layer >= model.num_layers
+def _is_of_module(name: str, model: Model, beyond: bool = False) -> bool:
+    """Whether a tensor belongs to a module for multi-token prediction.
 
-
-def _layer(name: str) -> int | None:
-    """Number of a tensor's layer."""
+    Args:
+        beyond: to one that the model does not have, not to one that it has.
+    """
+    if "num_nextn_predict_layers" not in model.family.fields:
+        return False
+    if model.family.linear_attention != "none":
+        return name.startswith(hybrid_names.PREDICTION) and beyond != bool(model.prediction_layers)
     found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    if found is None:
+        return False
+    return int(found[1]) >= model.num_layers if beyond else int(found[1]) in model.prediction_layers
 
 
 def _sources(model: Model, names: Iterable[str]) -> dict[str, Sources]:

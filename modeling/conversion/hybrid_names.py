@@ -7,7 +7,7 @@ its layers under the names of other layers. Qwen3.5's published weights are a pa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
@@ -16,16 +16,22 @@ from torch import Tensor
 from modeling.conversion.torch_files import LazyTensor
 from profiles.sections.model import Model
 
-PREDICTION = r"mtp\."  # of modules for multi-token prediction
-VISION = r"model\.visual\."
-LEFT_OUT = "modules for multi-token prediction or vision, which are not supported for this model"
+PREDICTION = "mtp."  # prefix of the module for multi-token prediction
+VISION = "model.visual."
+LEFT_OUT = "vision, which is not supported for this model"
 _LANGUAGE = "model.language_model."
 _LAYER = re.compile(r"(.*layers\.(\d+)\.)(\w+)\.weight")
 
 
+def has_module(found: Collection[str], model: Model) -> bool:
+    """Whether tensors of these names include a module for multi-token prediction of a hybrid."""
+    fields = model.family.fields if model.family.linear_attention != "none" else ()
+    return "num_nextn_predict_layers" in fields and any(name.startswith(PREDICTION) for name in found)
+
+
 def is_left_out(name: str, model: Model) -> bool:
-    """Whether a tensor is of multi-token prediction or vision, which transformers leaves out too."""
-    return model.family.linear_attention != "none" and re.match(f"{PREDICTION}|{VISION}", name) is not None
+    """Whether a tensor is of vision, which is no part of the text model."""
+    return model.family.linear_attention != "none" and name.startswith(VISION)
 
 
 def normalized(found: Mapping[str, LazyTensor], model: Model) -> dict[str, LazyTensor]:

@@ -1,4 +1,4 @@
-"""Causal convolution of each channel over the last few tokens of the same document, and its activation."""
+"""Causal convolution of each channel over the last tokens of the same document, and its SiLU."""
 
 from __future__ import annotations
 

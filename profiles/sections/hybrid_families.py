@@ -20,6 +20,9 @@ _QWEN_LINEAR = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+_QWEN_FIXED = {**FIXED, "attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
+# Further modules for multi-token prediction would share the projection and the norms of the first.
+_ONE_MODULE = {"num_nextn_predict_layers": (None, 1)}
 
 HYBRIDS = {
     "qwen3_next": own(
@@ -29,8 +32,9 @@ HYBRIDS = {
         fields={
             **EXPERTS,
             **_LINEAR,
-            **same("partial_rotary_factor", "shared_expert_intermediate_size"),
+            **same("partial_rotary_factor", "shared_expert_intermediate_size", "num_nextn_predict_layers"),
         },
+        values=_ONE_MODULE,
         defaults={
             **_QWEN_LINEAR,
             "num_experts": 512,
@@ -39,8 +43,8 @@ HYBRIDS = {
             "shared_expert_intermediate_size": 512,
             "norm_topk_prob": True,
         },
-        fixed={**FIXED, "mlp_only_layers": [], "decoder_sparse_step": 1, "attn_output_gate": True},
-        unused=("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_nextn_predict_layers"),
+        fixed={**_QWEN_FIXED, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        unused=("mtp_num_hidden_layers",),  # the files tell whether there is a module
         norm="unit_offset",
         qk_norm="heads",
         gated_attention=True,
@@ -51,12 +55,16 @@ HYBRIDS = {
         "Qwen3_5",
         "huggingface.co/Qwen/Qwen3.5-27B",
         model_type="qwen3_5_text",
-        fields={**_LINEAR, **same("partial_rotary_factor")},
-        values={"tie_word_embeddings": (False, True)},
+        fields={
+            **_LINEAR,
+            **same("partial_rotary_factor"),
+            "num_nextn_predict_layers": "mtp_num_hidden_layers",
+        },
+        values={"tie_word_embeddings": (False, True), **_ONE_MODULE},
         defaults={**_QWEN_LINEAR, "num_key_value_heads": 4},
-        fixed={**FIXED, "attn_output_gate": True, "output_gate_type": "swish"},
+        fixed={**_QWEN_FIXED, "output_gate_type": "swish"},
         unused=(
-            *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+            "mamba_ssm_dtype",
             *("mrope_section", "mrope_interleaved"),  # of RoPE, without effect on text
         ),
         norm="unit_offset",

@@ -211,7 +211,7 @@ class Model(Section):
     num_nextn_predict_layers: Annotated[int, Field(ge=1, le=16)] | None = Field(
         default=None,
         description="depth of multi-token prediction: number of modules, each of which predicts one token further ahead; null or "
-        "0: none (deepseek_v3, glm4_moe)",
+        "0: none (deepseek_v3, glm4_moe; at most 1 qwen3_next, qwen3_5)",
     )
     dropout: float = Field(
         default=0.0,
@@ -263,7 +263,7 @@ class Model(Section):
 
     def is_linear(self, layer: int) -> bool:
         """Whether a layer has linear attention."""
-        if self.family.linear_attention == "none":
+        if self.family.linear_attention == "none" or layer in self.prediction_layers:
             return False
         every = self.full_attention_every
         return every is None or (layer + 1) % every != 0

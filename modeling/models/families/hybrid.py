@@ -8,7 +8,8 @@ The convolution covers the last few tokens, the rule (parallel/attention/delta_r
 with each document, and pass from one context rank to the next.
 
 Qwen3-Next has experts in place of each MLP, and a shared expert times the sigmoid of a gate. OLMo Hybrid norms the outputs of
-attention and of its MLP, but the inputs of a Gated DeltaNet and of its MLP. Shapes as in `llama.py`, and of a Gated DeltaNet k
+attention and of its MLP, but the inputs of a Gated DeltaNet and of its MLP. The Qwens' module for multi-token prediction has full
+attention, and is no layer of the model in files. Shapes as in `llama.py`, and of a Gated DeltaNet k
 key heads of d elements and n value heads of u.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Unpack
 
@@ -262,6 +264,36 @@ def _query_rows(part: int) -> Locate:
     return lambda model, _: (slice(part * model.head_dim, (part + 1) * model.head_dim),)
 
 
+def _with_module(weights: Mapping[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
+    """These weights, of which those of the layer for multi-token prediction have names of their own."""
+
+    def in_module(where: HuggingFaceTensor) -> HuggingFaceTensor:
+        def rename(model: Model, numbers: Sequence[int]) -> str:
+            name = where.rename(model, numbers) if where.rename else where.name
+            first, *rest = numbers
+            if first < model.num_hidden_layers:
+                return name
+            return name.format(first - model.num_hidden_layers, *rest).replace("model.", "mtp.", 1)
+
+        return replace(where, rename=rename)
+
+    return {
+        **{
+            name: in_module(where) if name.startswith("layers.") else where for name, where in weights.items()
+        },
+        **{
+            f"layers.{{}}.{ours}.weight": HuggingFaceTensor(f"mtp.{theirs}.weight")
+            for ours, theirs in _MODULE.items()
+        },
+    }
+
+
+_MODULE = {  # for multi-token prediction
+    "embedding_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "projection": "fc",
+    "output_norm": "norm",
+}
 _LAYER, _MIXER = "model.layers.{}.linear_attn", "layers.{}.attention"
 _GATED_QUERIES = {
     f"{_MIXER}.qkv.{name}.{kind}": HuggingFaceTensor(
@@ -325,7 +357,7 @@ class Hybrid(llama.Llama):
     """Qwen3.5, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block: type[nn.Module] = Block
-    weights = QWEN3_5
+    weights = _with_module(QWEN3_5)
 
     def block_arguments(self, positions: Tensor, documents: Tensor | None) -> tuple[Tensor, ...]:
         offsets = positions[None] if documents is None else positions - documents
@@ -339,7 +371,7 @@ class Qwen3Next(Hybrid):
     """Qwen3-Next, or one pipeline stage of it; arguments as for `LanguageModel`."""
 
     block = ExpertBlock
-    weights = QWEN3_NEXT
+    weights = _with_module(QWEN3_NEXT)
 
 
 class OlmoHybrid(Hybrid):

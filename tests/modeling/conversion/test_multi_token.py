@@ -16,8 +16,9 @@ from transformers.modeling_layers import MtpModel
 
 from modeling.conversion import formats
 from modeling.conversion.convert import Options, convert
-from tests.modeling.models.families.huggingface import as_stored, build_pair, module_tensors
+from tests.modeling.models.families.huggingface import OWN_NAMES, as_stored, build_pair, module_tensors
 from tests.modeling.models.families.test_llama import DEEPSEEK, GLM
+from tests.modeling.models.families.test_multi_token import KINDS
 
 DEPTH, LAYERS = 2, DEEPSEEK["num_hidden_layers"]
 COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
@@ -35,17 +36,57 @@ def published(request, tmp_path_factory):
     """A folder as published: transformers' model and modules, and copies of embedding and head."""
     folder, (kind, config) = tmp_path_factory.mktemp("published"), request.param
     config.num_nextn_predict_layers = DEPTH
-    theirs, *_ = build_pair(kind, config)
-    modules = theirs.mtp.state_dict()
-    del theirs.mtp
-    theirs.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= as_stored(config.model_type, module_tensors(modules, LAYERS))
+    tensors = save_published(kind, config, folder)
     for number in range(LAYERS, LAYERS + DEPTH):
         for name, original in COPIES.items():
             tensors[f"model.layers.{number}.{name}.weight"] = tensors[f"{original}.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def save_published(kind, config, folder):
+    """Save transformers' model, and return its tensors with those of its modules."""
+    theirs, *_ = build_pair(kind, config)
+    modules = theirs.mtp.state_dict()
+    del theirs.mtp
+    theirs.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    return tensors | as_stored(config.model_type.removesuffix("_text"), module_tensors(modules, config))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_module_of_a_hybrid_is_read_and_written_as_published(name, tmp_path, caplog):
+    kind, config = KINDS[name]
+    published, split, back, without = (tmp_path / part for part in ("published", "split", "back", "without"))
+    tensors = save_published(kind, config, published)
+    save_file(
+        {each: tensor.contiguous() for each, tensor in tensors.items()}, published / "model.safetensors"
+    )
+    values = json.loads((published / "config.json").read_text())
+    # Qwen3-Next's published config.json has no number of modules: the files tell.
+    left_out = {*OWN_NAMES, "num_nextn_predict_layers"}
+    published.joinpath("config.json").write_text(
+        json.dumps({each: value for each, value in values.items() if each not in left_out})
+    )
+    convert(published, split, Options("trainshed", tensor=2, pipeline=2))
+    convert(split, back, Options("hf"))
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"} <= found.keys()
+    assert all(torch.equal(found[each], tensors[each]) for each in tensors)
+    convert(published, without, Options("hf", modules=False))
+    assert not any(each.startswith("mtp.") for each in load_file(without / "model.safetensors"))
+    with caplog.at_level("INFO"):
+        formats.read(published, without, None)
+    assert "modules for multi-token prediction beyond num_nextn_predict_layers 0: mtp." in caplog.text
+    tensors["mtp.layers.1.input_layernorm.weight"] = tensors[
+        "model.norm.weight"
+    ].clone()  # of a second module
+    save_file(
+        {each: tensor.contiguous() for each, tensor in tensors.items()}, published / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"does not have: mtp\.layers\.1\.input_layernorm"):
+        formats.read(published, None, None)
 
 
 def test_modules_round_trip_through_a_topology_with_every_tensor(published, tmp_path, monkeypatch):
@@ -59,8 +100,9 @@ def test_modules_round_trip_through_a_topology_with_every_tensor(published, tmp_
     pattern = [rf"model\.layers\.{LAYERS}.*", rf"model\.layers\.{LAYERS + 1}.*"]
     kind = type(AutoModelForCausalLM.from_pretrained(published))
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", pattern)
-    loaded = MtpModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "back"))
-    loaded = module_tensors(loaded.state_dict(), LAYERS)
+    main = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    loaded = MtpModel.from_pretrained(main)
+    loaded = module_tensors(loaded.state_dict(), main.config)
     same = {name for name in loaded.keys() & expected.keys() if torch.equal(loaded[name], expected[name])}
     assert {f"model.layers.{LAYERS + 1}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")} <= same
 

@@ -111,7 +111,7 @@ def test_a_state_continues_a_sequence():
 
 
 def test_short_convolution_rounds_once():
-    """Sums and their gradients are in float32, as in torch's convolution, whatever the dtype of the tokens."""
+    """Sums and their gradients are in float32, as in torch's convolution, in any precision."""
     generator = torch.Generator().manual_seed(0)
     x, kernel, grad = (
         torch.randn(shape, generator=generator).bfloat16() for shape in ((2, 50, 8), (8, 4), (2, 50, 8))

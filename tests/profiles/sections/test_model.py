@@ -191,6 +191,7 @@ def test_aliases_of_norm_eps_set_it(name):
         (LLAMA, {"linear_num_key_heads": 2}, "linear_num_key_heads = 2: llama has no linear attention; nearest valid: null"),
         (QWEN, {"linear_num_value_heads": 3}, "linear_num_value_heads = 3: is not a multiple of linear_num_key_heads 2"),
         (QWEN, {"linear_key_head_dim": None}, "linear_key_head_dim: is missing; qwen3_5 has linear attention"),
+        (QWEN, {"num_nextn_predict_layers": 2}, "_layers = 2: is not supported for qwen3_5; nearest valid: null, 1"),
         (QWEN, {"full_attention_every": 1}, "full_attention_every = 1: leaves no layer with linear attention"),
         (
             QWEN,
@@ -231,6 +232,7 @@ def test_impossible_models_are_rejected(base, changes, message):
         {**GPT, "attention_bias": False},
         {**GPT, "mlp_bias": False},
         {**GPT, "attention_bias": False, "mlp_bias": False},
+        {**LINEAR, "architecture": "qwen3_5", "partial_rotary_factor": 0.25, "num_nextn_predict_layers": 1},
         {
             **LINEAR,
             "architecture": "olmo_hybrid",

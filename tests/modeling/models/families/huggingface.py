@@ -66,14 +66,29 @@ def as_stored(architecture: str, tensors: dict[str, torch.Tensor]) -> dict[str, 
     return stored
 
 
-def module_tensors(tensors: dict[str, torch.Tensor], first: int) -> dict[str, torch.Tensor]:
-    """Tensors of transformers' `MtpModel`, named as in files, where they follow layer `first` - 1."""
+OWN_NAMES = ("num_mtp_layers", "mtp_layer_types")  # of transformers' `MtpModel`, in no published config.json
+QWEN_MODULE = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "post_norm": "norm",
+}
+
+
+def module_tensors(tensors: dict[str, torch.Tensor], config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Tensors of transformers' `MtpModel` as in files: of a layer after the last, or of Qwen's `mtp`."""
     stored = {}
     for name, tensor in tensors.items():
-        if name.startswith("layers."):
-            _, number, rest = name.split(".", 2)
+        if not name.startswith("layers."):
+            continue
+        _, number, rest = name.split(".", 2)
+        if config.model_type.startswith("qwen3"):
+            kind = rest.partition(".")[0]
+            own = rest.replace(kind, QWEN_MODULE[kind]) if kind in QWEN_MODULE else f"layers.{number}.{rest}"
+            stored[f"mtp.{own.replace('mtp_block.', '')}"] = tensor
+        else:
             rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-            stored[f"model.layers.{first + int(number)}.{rest}"] = tensor
+            stored[f"model.layers.{config.num_hidden_layers + int(number)}.{rest}"] = tensor
     return stored
 
 
@@ -122,12 +137,13 @@ def build_pair(
         for name, buffer in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
-    description = Model(**from_config_json(config.to_dict()))
+    published = {name: value for name, value in config.to_dict().items() if name not in OWN_NAMES}
+    description = Model(**from_config_json(published))
     ours = model_class(description.architecture)(description, Mesh())
     names = [box.name for _, box in boxes(ours)]
     tensors = theirs.state_dict()
     if description.prediction_layers:
-        tensors |= module_tensors(theirs.mtp.state_dict(), config.num_hidden_layers)
+        tensors |= module_tensors(theirs.mtp.state_dict(), config)
     weights = to_our_names(description, names, tensors)
     with torch.no_grad():
         for parameter, box in boxes(ours):

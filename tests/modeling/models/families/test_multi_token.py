@@ -3,7 +3,16 @@
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, pad
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from modeling.conversion.weights import without_modules
 from modeling.models.families import model_class
@@ -21,35 +30,57 @@ from tests.modeling.models.families.huggingface import (
     module_tensors,
     to_our_names,
 )
+from tests.modeling.models.families.test_families import MIXED, SIZES
 from tests.modeling.models.families.test_llama import DEEPSEEK, GLM
 from tests.parity.harness import Case
 
 DEPTH, WEIGHT, LENGTH = 2, 0.3, 24
-KINDS = [
-    (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
-    (Glm4MoeForCausalLM, Glm4MoeConfig, {**GLM, "use_qk_norm": True, "attention_bias": True}),
-]
+# Qwen's single module has full attention, whatever the pattern; transformers takes its classes from the model's last layer.
+QWEN = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"],
+}  # fmt: skip
+KINDS = {
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(**{**DEEPSEEK, "num_nextn_predict_layers": DEPTH}),
+    ),
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **{**GLM, "use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": DEPTH}
+        ),
+    ),
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig(**{**SIZES, **MIXED["qwen3_next"][1], **QWEN}, num_nextn_predict_layers=1),
+    ),
+    "qwen3_5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig(**{**SIZES, **MIXED["qwen3_5"][0], **QWEN}, mtp_num_hidden_layers=1),
+    ),
+}
 
 
 def run(model: torch.nn.Module, samples: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
     """Forward and backward of samples (b, s + 1); returns the modules' summed losses (D)."""
     positions, targets = torch.arange(samples.shape[1] - 1), samples[:, 1:]
-    following, wanted = multi_token.shard(samples, positions, documents, targets, DEPTH)
+    following, wanted = multi_token.shard(samples, positions, documents, targets, len(model.ahead))
     hidden = model(samples[:, :-1], positions, documents, following=following)
     output = MultiTokenLoss(TokenLoss(StepFunctions()), torch.tensor(WEIGHT, dtype=hidden.dtype))
     (output(model, hidden, wanted) / targets.numel()).backward()
     return output.sums
 
 
-@pytest.mark.parametrize(("kind", "config", "sizes"), KINDS, ids=["deepseek_v3", "glm4_moe"])
-def test_losses_and_gradients_match_transformers(kind, config, sizes):
-    config = config(**{**sizes, "num_nextn_predict_layers": DEPTH})
+@pytest.mark.parametrize(("kind", "config"), KINDS.values(), ids=KINDS.keys())
+def test_losses_and_gradients_match_transformers(kind, config):
     theirs, ours, description = build_pair(kind, config)
+    depth = len(description.prediction_layers)
     samples = torch.randint(0, config.vocab_size, (2, LENGTH + 1))
     sums = run(ours, samples)
 
     hidden, losses = theirs.model(samples[:, :-1]).last_hidden_state, []
-    for distance in range(DEPTH + 1):
+    for distance in range(depth + 1):
         if distance:
             inputs = {"input_ids": pad(samples[:, distance:], (0, distance - 1))}
             hidden = theirs.mtp.forward_layer(
@@ -60,11 +91,11 @@ def test_losses_and_gradients_match_transformers(kind, config, sizes):
             cross_entropy(logits.flatten(0, 1), samples[:, distance + 1 :].flatten(), reduction="sum")
         )
     torch.testing.assert_close(sums, torch.stack(losses[1:]), rtol=TOLERANCE, atol=0)
-    ((losses[0] + WEIGHT * sum(losses[1:]) / DEPTH) / (2 * LENGTH)).backward()
+    ((losses[0] + WEIGHT * sum(losses[1:]) / depth) / (2 * LENGTH)).backward()
 
     gradients = {name: each.grad for name, each in theirs.named_parameters()}
     own = {name: each.grad for name, each in theirs.mtp.named_parameters()}
-    gradients |= module_tensors(own, config.num_hidden_layers)
+    gradients |= module_tensors(own, config)
     trained = [(parameter, box) for parameter, box in boxes(ours) if layout_of(parameter).sign_step is None]
     expected = to_our_names(description, [box.name for _, box in trained], gradients)
     for parameter, box in trained:
