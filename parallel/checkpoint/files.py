@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,9 +121,18 @@ class CheckpointFiles:
             raise CorruptCheckpoint(f"{self.root}/{file}: corrupted: its checksum differs from {MARKER}'s")
         return data
 
-    def stream(self, file: str, end: int) -> io.RawIOBase:
-        """The first `end` bytes of a file as a seekable stream."""
-        return _BlockFile(lambda first, last: self.fetch(file, first, last), end)
+    @contextmanager
+    def stream(self, file: str, end: int) -> Iterator[io.RawIOBase]:
+        """The first `end` bytes of a file as a seekable stream, which torch's C++ code may read.
+
+        What reading raises is raised at the end of the block.
+        """
+        opened = _BlockFile(lambda first, last: self.fetch(file, first, last), end)
+        try:
+            yield opened
+        finally:
+            if opened.error:
+                raise opened.error
 
     def _read(self, file: str, end: int, read: Callable[[], T]) -> T:
         """Retry `read`; raises CorruptCheckpoint if a listing shows the file missing or shorter than `end`."""
@@ -155,13 +165,20 @@ class CheckpointFiles:
 class _BlockFile(io.RawIOBase):
     """A seekable file over `fetch(start, end)` of entire blocks, which it caches.
 
+    torch's reader may call Python again with the error set that a method has raised, which Python 3.13 notices as a SystemError.
+    So the file ends where it cannot be read, and keeps the error.
+
     Args:
         size: where the file ends.
+
+    Attributes:
+        error: why it cannot be read; None if it can.
     """
 
     def __init__(self, fetch: Callable[[int, int], bytes | memoryview], size: int) -> None:
         self._fetch, self._size, self._position = fetch, size, 0
         self._blocks: dict[int, bytes | memoryview] = {}
+        self.error: Exception | None = None
 
     def seekable(self) -> bool:
         return True
@@ -180,10 +197,14 @@ class _BlockFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         filled = 0
-        while filled < len(buffer) and self._position < self._size:
+        while filled < len(buffer) and self._position < self._size and self.error is None:
             block, skipped = divmod(self._position, BLOCK)
             if block not in self._blocks:
-                self._blocks[block] = self._fetch(block * BLOCK, min((block + 1) * BLOCK, self._size))
+                try:
+                    self._blocks[block] = self._fetch(block * BLOCK, min((block + 1) * BLOCK, self._size))
+                except Exception as error:
+                    self.error = error
+                    break
             data = self._blocks[block][skipped : skipped + len(buffer) - filled]
             if not data:
                 break

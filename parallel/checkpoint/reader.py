@@ -148,8 +148,7 @@ class Reader:
     def _data_start(self, box: StoredBox) -> int:
         """Offset in its file of a box's first element."""
         if box not in self._data_starts:
-            file = self._files.stream(box.file, box.start + box.length)
-            with self._corruption_of(box):
+            with self._files.stream(box.file, box.start + box.length) as file, self._corruption_of(box):
                 archive = PyTorchFileReader(create_file_view(file, box.start, box.length))
                 needed = math.prod(box.sizes) * box.dtype.itemsize
                 found = archive.get_record_size("data/0")
