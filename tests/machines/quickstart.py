@@ -36,6 +36,7 @@ FAST = (
     "test-fast",
     "PYTEST=OMP_NUM_THREADS=1 .venv/bin/python -m pytest -p no:cacheprovider -n 1",
 )
+COLORS = re.compile(r"\x1b\[[\d;]*m")
 COUNTS = re.compile(r"(\d+ (?:passed|failed).*?) in [\d.]+s")  # pytest's last line
 COMMANDS = {  # the short one trains 20 steps, to find quickly what fails
     False: ("make", "run"),
@@ -154,9 +155,9 @@ def quickstart(machine: Machine, folder: Path, how: str) -> Row:
         return Row(**row, failure="make install: fails")
     if how == "make test-fast":
         tests = user.run(*FAST)
-        counts = COUNTS.search(tests.output)
-        row["passed"] = f"{counts[1] if counts else 'no tests'}, {_times(tests)}"
-        return Row(**row, failure=f"{how}: {row['passed']}" if tests.code or not counts else "")
+        found = counts(tests.output)
+        row["passed"] = f"{found or 'no tests'}, {_times(tests)}"
+        return Row(**row, failure=f"{how}: {row['passed']}" if tests.code or not found else "")
     if machine.tests and not short and user.run("make", "test", TESTS).code:
         return Row(**row, failure="make test: fails")
     if machine.read_only:
@@ -173,6 +174,12 @@ def quickstart(machine: Machine, folder: Path, how: str) -> Row:
         return Row(**row, failure="second make run: fails")
     wrong = user.up()
     return Row(**row, failure=f"make up: {wrong}" if wrong else "")
+
+
+def counts(output: str) -> str | None:
+    """How many tests passed, failed and were skipped, from pytest's last line; None without one."""
+    found = COUNTS.search(COLORS.sub("", output))
+    return found[1] if found else None
 
 
 def _answers() -> bool:

@@ -9,7 +9,7 @@ from tests.machines import denied_locks
 from tests.machines.__main__ import table_line
 from tests.machines.debian import local_paths, package_settings
 from tests.machines.machines import COMPILER, MACHINES
-from tests.machines.quickstart import Row
+from tests.machines.quickstart import Row, counts
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +45,8 @@ def test_each_circumstance_is_on_some_machine_and_in_the_table():
     row = Row("trixie", "3.13.5", "terminal", "", "280 (89)", "79 (36)", "9 (4)")
     line = "| trixie | 3.13.5 | terminal | passes | 280 (89) | 79 (36) | 9 (4) | 2026-11-29 |"
     assert table_line(row, "2026-11-29") == line
+    in_color = "\x1b[31m\x1b[1m2 failed\x1b[0m, \x1b[32m9 passed\x1b[0m\x1b[31m in 65.18s (0:01:05)\x1b[0m"
+    assert counts(in_color) == "2 failed, 9 passed"
 
 
 def test_package_settings_and_the_files_they_name_are_shown_to_the_machine(monkeypatch, tmp_path):
