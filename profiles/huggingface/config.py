@@ -108,7 +108,7 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
         config = dbrx_config.to_llama_names(config, family)
     else:
         config_keys.check(config, architecture, family, _read_keys(family))
-    if architecture == "gpt_oss" and not (config.get("rope_parameters") or config.get("rope_scaling")):
+    if architecture == "gpt_oss" and config.get("rope_parameters") is None and not config.get("rope_scaling"):
         config = {**config, "rope_scaling": GPT_OSS_ROPE}
     given = config_keys.renamed(config, dict.fromkeys(EXPERT_ALIASES, "num_experts"))
     given = config_keys.renamed(given, {family.fields.get(name, name): name for name in LLAMA_FIELDS})

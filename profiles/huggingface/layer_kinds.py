@@ -33,7 +33,13 @@ def keys(family: Family) -> set[str]:
     further = {"sliding_window": "layer_types", "max_window_layers": "use_sliding_window"}
     further |= {"no_rope_layer_interval": "no_rope_layers", "rope_local_base_freq": "sliding_window_pattern"}
     found = {"rope_parameters", *(key for name, key in further.items() if name in family.fields)}
-    return found if family.linear_attention == "none" else found | {"layer_types", "full_attention_interval"}
+    if family.linear_attention == "none":
+        return found
+    return found | (
+        {"layer_types"}
+        if family.linear_attention == "separate"
+        else {"layer_types", "full_attention_interval"}
+    )
 
 
 def read(config: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:

@@ -366,6 +366,7 @@ LACKING = [  # features that a family has in transformers, or families, that are
     ("mixtral", {"layer_types": ["chunked_attention"] * 3}, "layer_types = chunked_attention, chunked_attention, chunked_att"),
     ("gpt_neox", {"rms_norm_eps": 1e-2}, "rms_norm_eps = 0.01: is not a key that Trainshed or transformers know"),
     ("qwen3_5_text", {"full_attention_every": 2}, "full_attention_every = 2: is not a key that"),
+    ("olmo_hybrid", {"full_attention_interval": 2, "num_attention_heads": 4}, "full_attention_interval = 2: is not a key"),
     ("deepseek_v3", {"head_dim": 2}, "head_dim = 2: is not qk_rope_head_dim, as in transformers; nearest valid: 64"),
     ("olmo3", {"rope_parameters": LOCAL}, "rope_parameters.sliding_attention.rope_theta = 10000.0: is not supported"),
     ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual = true: is not supported"),
@@ -438,6 +439,13 @@ def test_unsupported_config_json_is_rejected(config, message):
     with pytest.raises(ProfileError) as caught:
         from_config_json(config)
     assert message in str(caught.value)
+
+
+def test_rope_parameters_that_are_empty_are_not_those_of_gpt_oss_by_default():
+    config = to_config_json(Model(**EXPERTS, architecture="gpt_oss", sliding_window=128))
+    config = {name: value for name, value in config.items() if not name.startswith("rope")}
+    assert read(config).rope_scaling.rope_type == "yarn"
+    assert read({**config, "rope_parameters": {}}).rope_scaling is None
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
