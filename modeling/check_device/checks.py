@@ -11,7 +11,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +62,7 @@ def check_matrix_products(kind: str) -> Result:
     measured = []
     for precision, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16)):
         a, b = (torch.randn(size, size, device=local).to(dtype) for _ in range(2))
-        rate = 2 * size**3 / fastest(device, lambda a=a, b=b: a @ b)
+        rate = 2 * size**3 / fastest(device, partial(torch.matmul, a, b))
         peak = device.peak(precision)
         share = f" ({rate / peak:.0%} of peak)" if peak else ""
         measured.append(f"{precision} {rate / 1e12:.3g} TFLOP/s{share}")
@@ -175,8 +177,8 @@ def measure_links(kind: str) -> Result:
         if axis.size > 1:
             x = torch.ones(axis.size * _elements(kind, axis.size), device=local)
             shard = x[: x.numel() // axis.size].clone()
-            seconds = fastest(device, lambda x=x, axis=axis: collectives.reduce_scatter(x, axis))
-            seconds += fastest(device, lambda shard=shard, axis=axis: collectives.all_gather(shard, axis))
+            seconds = fastest(device, partial(collectives.reduce_scatter, x, axis))
+            seconds += fastest(device, partial(collectives.all_gather, shard, axis))
             links[level] = 2 * x.nbytes * (axis.size - 1) / axis.size / seconds
     mesh.close()
     return Result(json.dumps(links))
@@ -213,7 +215,7 @@ def _profile(kind: str, precision: str, ranks: int, way: str | None = None) -> P
     """A small Llama that `ranks` ranks train, split in a `way`; without one, it trains in one process."""
     # Each rank of a large machine computes the reference on one CPU thread.
     split = max(degree for degree in range(1, MAX_SPLIT + 1) if ranks % degree == 0)
-    parallel = {way: split} if way in ("tensor", "context", "pipeline") else {}
+    parallel: dict[str, Any] = {way: split} if way in ("tensor", "context", "pipeline") else {}
     if way == "fsdp":
         parallel = {"data_sharding": "fsdp"}
     heads, length = split * max(1, 8 // split), 16 * split * -(-4 // split)

@@ -55,9 +55,10 @@ def _run_isolated(check: Check, kind: str, processes: int, profile: str | None =
         command += ["--nproc-per-node", str(processes), "-m"]
     command += ["modeling.check_device", "--device", kind, "--check", check.name]
     command += ["--profile", profile] if profile else []
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A user's own profiles/ in the working folder must not be imported in place of ours.
-    process = subprocess.Popen(command, env={**environment(kind), "PYTHONSAFEPATH": "1"}, **pipes)
+    own = {**environment(kind), "PYTHONSAFEPATH": "1"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=own, stdout=pipe, stderr=pipe, text=True)
     try:
         output, errors = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:

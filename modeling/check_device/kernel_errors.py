@@ -108,15 +108,14 @@ def attention_errors(profile: Profile, window: int | None, device: torch.device)
     def run(
         q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *sinks: Tensor, kernel: str | None = None
     ) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v, *sinks)]
+        q, k, v, *others = leaves = [x.detach().requires_grad_() for x in (q, k, v, *sinks)]
         options: dict[str, Any] = {"documents": None if documents is None else documents.to(q.device)}
-        options |= {"window": window, "scale": _score_scale(profile), "kernel": kernel}
-        options["sinks"] = leaves[3] if sinks else None
+        options |= {"window": window, "scale": _score_scale(profile)}
+        options["sinks"] = others[0] if others else None
         if gathers and kernel is None:
-            del options["kernel"]
-            out = _gathered_attention(*leaves[:3], **options)
+            out = _gathered_attention(q, k, v, **options)
         else:
-            out = attention(*leaves[:3], Axis("context"), **options)
+            out = attention(q, k, v, Axis("context"), kernel=kernel, **options)
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
     gathers = _gathers_context(profile)
@@ -150,8 +149,8 @@ def ring_errors(profile: Profile, device: torch.device) -> Errors:
                 dv[:, :, source] += part_dv
         return [out, dq, dk, dv]
 
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    out = attention(*leaves, scale=scale, kernel="math")
+    q, k, v = leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = attention(q, k, v, scale=scale, kernel="math")
     return errors_of(run, inputs, device, [out, *torch.autograd.grad(out, leaves, inputs[3])])
 
 
@@ -199,11 +198,18 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
     programs, _ = _programs(profile, device)
 
     def run(x: Tensor, weight: Tensor) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-        options = {"first": torch.zeros((), dtype=torch.int64, device=x.device), "vocabulary": rows}
-        options["chunk"] = tokens
-        loss = linear_cross_entropy(*leaves, targets.to(x.device), ONE, **options, programs=programs)
-        return [loss, *torch.autograd.grad(loss, leaves)]
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        loss = linear_cross_entropy(
+            x,
+            weight,
+            targets.to(x.device),
+            ONE,
+            first=torch.zeros((), dtype=torch.int64, device=x.device),
+            vocabulary=rows,
+            chunk=tokens,
+            programs=programs,
+        )
+        return [loss, *torch.autograd.grad(loss, [x, weight])]
 
     kind, deterministic = devices.KINDS[device.type], torch.are_deterministic_algorithms_enabled()
     place = torch.device("cpu") if tokens <= TOKENS else device
@@ -246,11 +252,12 @@ def update_errors(profile: Profile, device: torch.device) -> Errors:
         )  # fmt: skip
         return [tensors[0], *tensors[2:]]
 
-    weights, gradient, *moments = (x.clone() for x in inputs)
-    scalars = tuple(map(torch.tensor, (3.0, train.learning_rate, 1.5, 0.0)))
-    update(weights, gradient, *moments, scalars, settings.constants(train.weight_decay, weights.device))
+    weights, gradient, average, average_sq = (x.clone() for x in inputs)
+    step, rate, divisor, skip = map(torch.tensor, (3.0, train.learning_rate, 1.5, 0.0))
+    constants = settings.constants(train.weight_decay, weights.device)
+    update(weights, gradient, average, average_sq, (step, rate, divisor, skip), constants)
     actual = run(*(x.to(device, copy=True) for x in inputs))
-    return {"float32": largest(actual, [weights, *moments])}
+    return {"float32": largest(actual, [weights, average, average_sq])}
 
 
 def _programs(profile: Profile, device: torch.device) -> tuple[LossPrograms, Update | None]:
@@ -320,10 +327,10 @@ def expert_errors(layer: MixtureOfExperts, hidden: int, tokens: int, device: tor
         chosen, slots = indices.where(kept, count), (slot, kept, count * size)
 
     def run(*tensors: Tensor, kernel: bool = True) -> list[Tensor]:
-        *tensors, grad = tensors
+        *values, grad = tensors
         leaves = {
             name: x.detach().requires_grad_(name not in frozen)
-            for name, x in zip(shapes, tensors, strict=True)
+            for name, x in zip(shapes, values, strict=True)
         }
         if kernel:
             y = _call_experts(leaves, indices, slots, layer.activation)
@@ -339,17 +346,17 @@ def _call_experts(
 ) -> Tensor:
     """Outputs of each token's experts by the layer's kernels (experts/layer.py), grouped or in `slots`."""
     values = dict(values)
-    x, *operands = (values.pop(name) for name in ("x", "weights"))
-    matrices = values.pop("gate_up"), values.pop("down"), Axis("expert")
+    x, weights, gate_up, down = (values.pop(name) for name in ("x", "weights", "gate_up", "down"))
+    axis = Axis("expert")
     options: dict[str, Any] = {"activation": activation}
     for name in ("gate_up", "down"):
         if f"{name}_a" in values:
             options[f"{name}_update"] = values.pop(f"{name}_a"), values.pop(f"{name}_b")
     options |= values  # biases
     if slots is None:
-        return routed_experts(x, *operands, indices.to(x.device), *matrices, **options)
-    slot, kept, size = slots
-    return slotted_experts(x, *operands, slot.to(x.device), kept.to(x.device), size, *matrices, **options)
+        return routed_experts(x, weights, indices.to(x.device), gate_up, down, axis, **options)
+    slot, kept = (each.to(x.device) for each in slots[:2])
+    return slotted_experts(x, weights, slot, kept, slots[2], gate_up, down, axis, **options)
 
 
 def _plain_experts(values: dict[str, Tensor], indices: Tensor, activation: str) -> Tensor:

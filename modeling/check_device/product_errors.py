@@ -29,13 +29,9 @@ def layer_kernels(profile: Profile) -> list[KernelCheck]:
     modules = [*_modules(profile)]
     tokens, hidden = tokens_of(profile), profile.model.hidden_size
     norm = next(each for each in modules if isinstance(each, RMSNorm))
-    matrices = dict.fromkeys(
-        tuple(each.weight.shape)
-        for each in modules
-        if isinstance(getattr(each, "weight", None), Tensor)
-        and each.weight.dim() == 2
-        and not isinstance(getattr(each, "products", None), Float8)
-    )
+    exact = (each for each in modules if not isinstance(getattr(each, "products", None), Float8))
+    weights = (weight for each in exact if isinstance(weight := getattr(each, "weight", None), Tensor))
+    matrices = dict.fromkeys((len(weight), weight.shape[1]) for weight in weights if weight.dim() == 2)
     found = [KernelCheck("norm", f"{tokens} × {hidden}", partial(norm_errors, norm, tokens, hidden))]
     if matrices:
         shapes = ", ".join(f"{outputs} × {inputs}" for outputs, inputs in matrices)
@@ -102,7 +98,7 @@ def fp8_products(profile: Profile) -> list[KernelCheck]:
         return []
     layers = StageCosts(profile).module(range(1)).layers
     matrices = [
-        module.weight.shape
+        tuple(module.get_parameter("weight").shape)
         for module in layers.modules()
         if isinstance(getattr(module, "products", None), Float8)
     ]
@@ -114,7 +110,7 @@ def fp8_products(profile: Profile) -> list[KernelCheck]:
             partial(fp8_errors, profile, inputs, outputs),
             NO_FP8,
         )
-        for outputs, inputs in dict.fromkeys(map(tuple, matrices))
+        for outputs, inputs in dict.fromkeys(matrices)
     ]
 
 

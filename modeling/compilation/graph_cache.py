@@ -24,10 +24,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from modeling.compilation import compilers
@@ -42,6 +42,10 @@ from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
 from profiles.files.file_locks import locked
 from profiles.schema import Profile
+
+if TYPE_CHECKING:
+    from modeling.models.language_model import LanguageModel
+
 
 CACHE = "cache.tar"
 STEP = "step"  # region of the functions between the others, and of the optimizer's
@@ -61,8 +65,8 @@ BLOCKS = {"none": "block", "selective": "selective block", "full": "recomputed b
 REGIONS = ("embedding", "rotations", *BLOCKS.values(), "norm", "loss")
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), STEP)
 # `recompile_limit`: maximum number of a function's graphs, one for each combination of shapes. torch's configuration would apply
-# only to the thread that sets it, and a device's backward pass runs in another thread.
-OPTIONS = {"fullgraph": True, "dynamic": False, "recompile_limit": 64}
+# only to the thread that sets it, and a device's backward pass runs in another thread. Its argument has no type in torch.
+OPTIONS: dict[str, Any] = {"fullgraph": True, "dynamic": False, "recompile_limit": 64}
 log = logging.getLogger(__name__)
 
 Backend = Callable[[GraphModule, Sequence[Any]], Compiled]
@@ -75,7 +79,7 @@ def program_name(region: str) -> str:
     return f"{region}, {'training' if torch.is_grad_enabled() else 'evaluation'}"
 
 
-def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backend]) -> None:
+def compile_regions(model: LanguageModel, kind: str, backend: Callable[[str], Backend]) -> None:
     """Wrap a stage's regions so that they are compiled at their first call.
 
     Args:
@@ -84,7 +88,7 @@ def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backen
         backend: returns the torch.compile backend for a region, always the same object for the same region.
     """
     for layer in model.layers.values():
-        region = BLOCKS[layer.checkpointing]
+        region = BLOCKS[str(layer.checkpointing)]
         # Not `layer.compile`, which would trace the layer's hooks too.
         layer.forward = torch.compile(layer.forward, backend=backend(region), **OPTIONS)
     if devices.KINDS[kind].compiles_operators:
@@ -104,7 +108,7 @@ def compile_regions(model: nn.Module, kind: str, backend: Callable[[str], Backen
         compile_loss = partial(torch.compile, backend=backend("loss"), **OPTIONS)
         programs = LossPrograms(compile_loss(chunk_loss), compile_loss(chunk_token_losses))
         if compile := function_compiler(kind, backend):
-            programs = LossPrograms(*programs[:2], *map(compile, programs[2:]))
+            programs = LossPrograms(*programs[:2], *(compile(program) for program in programs[2:]))
             if model.first and model.model.tie_word_embeddings and model.embedding.weight.requires_grad:
                 model.tied = TiedWeight(model.embedding.weight, compile(add))
         model.loss_programs = programs

@@ -153,7 +153,8 @@ def convert(
             return journal.finished
         notes = write_files(files, destination, options.slice_bytes, journal)
         if options.to == "hf":
-            huggingface.finish(destination, files, weights, options.config_of(source))
+            written = [file for file in files if isinstance(file, huggingface.SafetensorsFile)]
+            huggingface.finish(destination, written, weights, options.config_of(source))
         elif options.to == "trainshed":
             native.finish(destination, notes, weights.model, name or source.name)
         facts = {"to": options.to, "tensors": len(weights.shapes), "bytes": weights.nbytes()}
@@ -173,7 +174,7 @@ def _members(source: Path, options: Options) -> list[Path]:
             reason = f"{folder} has {len(saved)} complete checkpoints"
             reason += "" if is_run else f" up to {source.name}"
             raise ProfileError("--average", options.last, reason, [len(saved)] if len(saved) > 1 else [])
-        found = saved[: -options.last - 1 : -1]
+        return [*saved[: -options.last - 1 : -1], *map(formats.locate, options.average)]
     return [*found, *map(formats.locate, options.average)]
 
 

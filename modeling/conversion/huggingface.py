@@ -16,7 +16,7 @@ import shutil
 import struct
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,14 @@ def weight_files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
     found = {single: files for single in SINGLE if (files := _files_of(folder, single))}
-    used, *others = found or [None]
+    if not found:
+        return []
+    used, *others = found
     for other in others:
         if other.endswith(".bin"):
             _require_same_model(found[used], found[other])
         log.warning("%s: weights are read from %s; those of %s are not read", folder, used, other)
-    return found.get(used, [])
+    return found[used]
 
 
 def _files_of(folder: Path, single: str) -> list[Path]:
@@ -163,6 +165,7 @@ def read(
     used: set[str] = set()
     quantized: Counter[str] = Counter()
     shapes = global_shapes(model)
+    reader: Callable[[HuggingFaceTensor, tuple[slice, ...]], Tensor]
     for their_name, sources in _sources(model, shapes).items():
         # The tensors of a base model that was saved without its head lack this prefix.
         present = any(their_name + suffix in found for suffix in ("", mxfp4.BLOCKS, mxfp4.SCALES))
@@ -275,7 +278,7 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 @lru_cache(maxsize=torch_files.OPEN_FILES)
-def _open(path: Path, _: tuple[int, int, int]):  # noqa: ANN202  safetensors does not export the type
+def _open(path: Path, _: tuple[int, int, int]) -> Any:  # safetensors does not export the type
     from safetensors import safe_open
 
     return safe_open(path, "pt")
@@ -349,7 +352,7 @@ class SafetensorsFile(PreallocatedFile):
     """A safetensors file to write."""
 
     def prepare(self, path: Path) -> Mapping[str, int]:
-        header: dict = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at, starts = 0, {}
         for entry in self.entries:
             starts[entry.name] = at

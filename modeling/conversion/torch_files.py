@@ -84,7 +84,10 @@ def _model(content: Any) -> Mapping[str, Any] | None:
 
 
 def _named(path: Path, name: str) -> Tensor:
-    return _model(_load(path))[name]
+    model = _model(_load(path))
+    assert model is not None  # the name is one of its keys
+    tensor: Tensor = model[name]
+    return tensor
 
 
 def _referred(path: Path, name: str, reference: TensorReference) -> Tensor:
@@ -112,7 +115,9 @@ def _load(path: Path) -> Any:
 
 @lru_cache(maxsize=OPEN_FILES)
 def _loaded(path: Path, _: tuple[int, int, int]) -> Any:
-    allowed = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
+    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+        (TensorReference, "torch_xla.utils.serialization.TensorReference")
+    ]
     try:
         with _SAFE_GLOBALS, torch.serialization.safe_globals(allowed):
             try:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,8 +73,8 @@ class MappedShard:
         size = self.tokens.itemsize
         pointers, indices = self.documents
 
-        def pointer(sequence: int) -> float:
-            return pointers[sequence] if sequence < len(pointers) else float("inf")
+        def pointer(sequence: int) -> int:
+            return int(pointers[sequence]) if sequence < len(pointers) else sys.maxsize
 
         offset += self.start
         first = bisect_right(indices, offset * size, key=pointer)
@@ -189,7 +190,8 @@ class Corpus:
         """Start downloading the remote shards of these tokens."""
         if self.cache:
             ranges = self._shard_ranges(start, count)
-            self.cache.prefetch(self.paths[i] for i, _, _ in ranges if self._is_remote(i))
+            paths = [self.paths[i] for i, _, _ in ranges]
+            self.cache.prefetch(filter(self.cache.is_remote, paths))
 
     def _shard_ranges(self, start: int, count: int) -> list[tuple[int, int, int]]:
         """The parts of [start, start + count) by shard: shard, offset in its split, number of tokens."""
@@ -205,12 +207,9 @@ class Corpus:
             start, count, i = start + length, count - length, i + 1
         return ranges
 
-    def _is_remote(self, i: int) -> bool:
-        return self.cache is not None and self.cache.is_remote(self.paths[i])
-
     def _with_shard(self, i: int, read: Callable[[MappedShard], np.ndarray]) -> np.ndarray:
         """Call `read`, which must return a copy, with a shard; a cached one is then unmapped for eviction."""
-        if self._is_remote(i):
+        if self.cache is not None and self.cache.is_remote(self.paths[i]):
             with self.cache.open(self.paths[i]) as prefix:
                 return read(self._map(i, prefix))
         if i not in self._open:
@@ -231,7 +230,7 @@ class Corpus:
         return MappedShard(part, start, prefix)
 
 
-def _streams(sources: list[dict[str, float]], counts: np.ndarray) -> list[Stream]:
+def _streams(sources: list[dict[str, Any]], counts: np.ndarray) -> list[Stream]:
     """One stream per source with a weight."""
     streams, shard, start = [], 0, 0
     for number, source in enumerate(sources):
@@ -279,7 +278,7 @@ class Samples:
         self.sequence_length = s = sequence_length
         span = max(1, corpus.span // s) if corpus.span else None
         self._stream_starts = np.array([stream.start for stream in corpus.streams])
-        phases = [(0, [stream.weight for stream in corpus.streams])]
+        phases: list[tuple[int, Sequence[float]]] = [(0, [stream.weight for stream in corpus.streams])]
         for first, weights in changes:
             # a phase that begins with sample 0 replaces the corpus's
             phases = [phase for phase in phases if phase[0] < first]
@@ -287,7 +286,7 @@ class Samples:
         seeds = [None if seed is None else stream_seed(seed, i) for i in range(len(corpus.streams))]
         self._begins = np.zeros(len(corpus.streams), np.int64)  # number of each stream's first sample
         if corpus.replay and seed is not None:
-            phases, history = list(corpus.replay.phases), corpus.replay.streams
+            phases, history = [*corpus.replay.phases], corpus.replay.streams
             seeds[-len(history) :] = [stream.seed for stream in history]
             self._begins[-len(history) :] = [stream.begin for stream in history]
         self._mixture = MixtureSchedule(phases)

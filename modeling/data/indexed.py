@@ -115,7 +115,8 @@ def map_index(prefix: str | Path, header: Header) -> IndexArrays:
     for dtype, count in zip(("<i4", "<i8", "<i8"), counts, strict=True):
         arrays.append(np.frombuffer(mapping, dtype, count, offset) if count else np.empty(0, dtype))
         offset += arrays[-1].nbytes
-    return IndexArrays(*arrays, mapping)
+    lengths, pointers, document_indices = arrays
+    return IndexArrays(lengths, pointers, document_indices, mapping)
 
 
 class Index:

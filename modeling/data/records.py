@@ -305,6 +305,7 @@ class RecordSamples:
 
     def references(self, first: int, count: int) -> np.ndarray:
         """The reference model's log-probabilities of answers, float32 (rows, answers); 0 beyond a row's last."""
+        assert self.reference is not None
         rows, sizes = self._rows(first, count), self.sizes(first, count)
         out = np.zeros((len(rows), self.answers), np.float32)
         for filled, row, size in zip(out, rows.tolist(), sizes.tolist(), strict=True):

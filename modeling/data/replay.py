@@ -74,7 +74,7 @@ class Replay:
         ends = [phase.first for phase in self.phases[1:]] + [max(samples, self.phases[-1].first)]
         for phase, end in zip(self.phases, ends, strict=True):
             if phase.first < samples:
-                total += pattern_of(phase.weights).count(min(end, samples) - phase.first)
+                total += pattern_of(phase.weights).drawn(min(end, samples) - phase.first)
         return total[-len(self.streams) :].tolist()
 
     def after(self, samples: int) -> tuple[HistoryStream, ...]:
@@ -104,10 +104,10 @@ def plan(new: Sequence[float], history: Sequence[HistoryStream], share: float, s
         if not _is_whole_passes(pattern, streams, len(new)):
             least, most = _room(pattern, [stream.left for stream in streams], len(new))
             # A pattern begins half an interval before its first draw, so the phase ends half an interval after its last.
-            replayed = sum(drawn) + int(pattern.count(most)[len(new) :].sum())
+            replayed = sum(drawn) + int(pattern.drawn(most)[len(new) :].sum())
             length = min(length, max(least, min(most, round(replayed / share) - first)))
         phases.append(Phase(first, weights))
-        counts = pattern.count(length)[len(new) :].tolist()
+        counts = pattern.drawn(length)[len(new) :].tolist()
         drawn += counts
         pairs = zip(streams, counts, strict=True)
         streams = _continued([replace(stream, begin=stream.begin + count) for stream, count in pairs])

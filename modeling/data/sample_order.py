@@ -37,7 +37,7 @@ class Pattern(NamedTuple):
         stream = self.stream[offsets]
         return stream, repeats * self.quotas[stream] + self.rank[offsets]
 
-    def count(self, samples: int) -> np.ndarray:
+    def drawn(self, samples: int) -> np.ndarray:
         """Number (streams) of each stream's samples among the first ones of a run."""
         repeats, rest = divmod(samples, len(self.stream))
         return repeats * self.quotas + np.bincount(self.stream[:rest], minlength=len(self.quotas))
@@ -89,7 +89,7 @@ class MixtureSchedule:
         begun = np.zeros(len(phases[0][1]), np.int64)  # samples of each stream before the phase
         self._begun = [begun]
         for pattern, length in zip(self._patterns, np.diff(self._firsts).tolist(), strict=False):
-            self._begun.append(self._begun[-1] + pattern.count(length))
+            self._begun.append(self._begun[-1] + pattern.drawn(length))
 
     @property
     def period(self) -> int:
@@ -172,6 +172,7 @@ class WindowOrder:
 
     def _span_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The spans in an epoch's order, and the position after the last window of each."""
+        assert self.seed is not None
         spans = permute(np.arange(self.spans), self.spans, self.seed, np.array(epoch))
         return spans, np.cumsum(self._size + (spans < self._longer))
 

@@ -12,7 +12,7 @@ from torch import nn
 from modeling.models import qk_clip
 from modeling.models.families import model_class
 from modeling.models.flops import layer_multiply_adds
-from modeling.models.language_model import LanguageModel
+from modeling.models.language_model import AttentionLayer, LanguageModel
 from modeling.models.lora import apply_lora
 from parallel import Mesh, ShardedAdamW
 from parallel import device as devices
@@ -78,7 +78,7 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
 def partition_layers(profile: Profile) -> list[range]:
     """The layers of each pipeline stage, balanced to minimise the FLOPs of the slowest."""
     parallel = profile.parallel
-    cuts = parallel.pipeline_cuts and tuple(parallel.pipeline_cuts)
+    cuts = None if parallel.pipeline_cuts is None else tuple(parallel.pipeline_cuts)
     return [*_cut(tuple(layer_multiply_adds(profile)), parallel.pipeline, parallel.schedule, cuts)]
 
 
@@ -121,7 +121,8 @@ def build_model(profile: Profile, mesh: Mesh, layers: range, device: torch.devic
     if profile.train.qk_clip is not None:
         for block in model.layers.values():
             heads = profile.model.num_attention_heads // mesh.tensor.size
-            block.attention.maxima = ScoreMaxima(heads, device)
+            if isinstance(block.attention, AttentionLayer):
+                block.attention.maxima = ScoreMaxima(heads, device)
     if profile.lora.rank:
         apply_lora(model, profile.lora, profile.model, mesh, profile.parallel.sequence_parallel)
     return model
@@ -141,8 +142,11 @@ def experts_by_layer(stages: Iterable[LanguageModel]) -> dict[int, MixtureOfExpe
 def maxima_by_layer(stages: Iterable[LanguageModel]) -> dict[int, ScoreMaxima]:
     """The records of the largest attention scores of a rank's stages, by number of their layer."""
     layers = (item for stage in stages for item in stage.layers.items())
-    found = ((int(number), block.attention.maxima) for number, block in layers)
-    return {number: maxima for number, maxima in found if maxima is not None}
+    found = {}
+    for number, block in layers:
+        if isinstance(block.attention, AttentionLayer) and block.attention.maxima is not None:
+            found[int(number)] = block.attention.maxima
+    return found
 
 
 def build_expert_options(profile: Profile) -> ExpertOptions:
@@ -221,7 +225,7 @@ def build_optimizer(
         seed=train.seed if deferred else None,
     )
     for stage in units if fsdp else ():
-        gather_on_use(stage, keep_gathered)
+        gather_on_use(stage, bool(keep_gathered))
     optimizer.gather_before_use([unit for stage in units for unit in stage])
     return optimizer
 

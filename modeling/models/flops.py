@@ -11,6 +11,7 @@ from functools import cache
 from modeling.models.lora_targets import layers_of
 from parallel.attention import delta_rule
 from profiles.schema import Profile
+from profiles.sections.base import required
 from profiles.sections.model_checks import LINEAR
 
 
@@ -86,7 +87,7 @@ def idle_updates(profile: Profile) -> int:
 def _updates(profile: Profile, number: int) -> int:
     """Forward multiply-adds per token of a layer's LoRA; updates of experts count for a token's experts."""
     model, lora = profile.model, profile.lora
-    return lora.rank * sum(
-        layer.update_size(lora.targets) * (model.num_experts_per_tok if layer.experts else 1)
+    return required(lora.rank) * sum(
+        layer.update_size(lora.targets) * (required(model.num_experts_per_tok) if layer.experts else 1)
         for layer in layers_of(model, number)
     )

@@ -13,7 +13,6 @@ the paper's: the embedding is first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, Unpack
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from modeling.models import parametrization
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import LayerNorm, Mesh, RMSNorm, VocabParallelEmbedding, linear_cross_entropy
+from parallel.attention.maxima import ScoreMaxima
 from parallel.device import CPU, Device
 from parallel.layers.linear import ReplicatedLinear
 from parallel.layers.norms import CenteredNorm, UnitOffsetNorm
@@ -31,6 +31,7 @@ from parallel.layout import Initializer, Placement
 from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
 from parallel.random import Keys, local_keys, token_keys
+from profiles.sections.base import required
 from profiles.sections.model import Model
 
 NORMS: Mapping[str, type[RMSNorm]] = {
@@ -41,10 +42,21 @@ NORMS: Mapping[str, type[RMSNorm]] = {
 }  # by `Family.norm`
 
 
-class ModelOptions(Placement, total=False):
-    """Keyword arguments of a model."""
+class ShardOptions(Placement, total=False):
+    """Keyword arguments of every layer with weights."""
 
     sequence_parallel: bool
+
+
+class WeightOptions(ShardOptions, total=False):
+    """Keyword arguments of a layer whose matrix products are always exact."""
+
+    initializer: Initializer
+
+
+class ModelOptions(ShardOptions, total=False):
+    """Keyword arguments of a model."""
+
     products: Products
 
 
@@ -55,17 +67,39 @@ class LayerOptions(ModelOptions, total=False):
     bias: bool
 
 
-class NormOptions(Placement, total=False):
+class NormOptions(WeightOptions, total=False):
     """Keyword arguments of a block's norms."""
 
     epsilon: float
-    initializer: Initializer
-    sequence_parallel: bool
 
 
-@cache
+class AttentionLayer(nn.Module):
+    """Attention of a block, which can record its largest scores."""
+
+    maxima: ScoreMaxima | None  # with QK-clip
+
+
+def weight_options(options: LayerOptions) -> WeightOptions:
+    """Those of a block's arguments that a layer takes whose matrix products are always exact."""
+    return {
+        "initializer": options["initializer"],
+        "sequence_parallel": options["sequence_parallel"],
+        "dtype": options["dtype"],
+        "device": options["device"],
+    }
+
+
 def prediction_module(block: type[nn.Module]) -> type[nn.Module]:
     """The module for multi-token prediction with this block: its class with a projection and norms."""
+    if block not in _PREDICTION_MODULES:
+        _PREDICTION_MODULES[block] = _prediction_module(block)
+    return _PREDICTION_MODULES[block]
+
+
+_PREDICTION_MODULES: dict[type[nn.Module], type[nn.Module]] = {}  # by block
+
+
+def _prediction_module(block: type[nn.Module]) -> type[nn.Module]:
 
     class PredictionModule(block):  # type: ignore[misc, valid-type]
         def __init__(
@@ -76,8 +110,7 @@ def prediction_module(block: type[nn.Module]) -> type[nn.Module]:
             self.embedding_norm, self.hidden_norm, self.output_norm = (
                 kind(h, mesh.tensor, **norm) for _ in range(3)
             )
-            exact = {name: option for name, option in options.items() if name != "products"}
-            self.projection = ReplicatedLinear(2 * h, h, mesh.tensor, **exact)
+            self.projection = ReplicatedLinear(2 * h, h, mesh.tensor, **weight_options(options))
 
         def forward(self, x: Tensor, embedded: Tensor, *arguments: Any) -> Tensor:
             x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(x)), -1)
@@ -125,6 +158,7 @@ class LanguageModel(nn.Module):
     token_keys = staticmethod(token_keys)
     device: Device = CPU
     update_dropout: float = 0.0
+    layer_numbers: Tensor
 
     def __init__(
         self,
@@ -134,7 +168,7 @@ class LanguageModel(nn.Module):
         *,
         sequence_parallel: bool = False,
         products: Products = EXACT,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -148,30 +182,38 @@ class LanguageModel(nn.Module):
             self.embedding_scale = torch.tensor(model.hidden_size**0.5, dtype=dtype, device="cpu").item()
         self.first, self.last = 0 in layers, model.num_hidden_layers - 1 in layers
         self.ahead = model.prediction_layers if self.last else range(0)
-        options = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
-        norm = {"epsilon": model.norm_eps, **options}
-        embedding = {**options, "initializer": parametrization.embedding(model)}
-        options["initializer"] = parametrization.hidden(model)
+        shared: ShardOptions = {"sequence_parallel": sequence_parallel, "dtype": dtype, "device": device}
+        norm: NormOptions = {
+            "epsilon": model.norm_eps,
+            "sequence_parallel": sequence_parallel,
+            "dtype": dtype,
+            "device": device,
+        }
+        embedding: WeightOptions = {"initializer": parametrization.embedding(model), **shared}
+        options: LayerOptions = {
+            "initializer": parametrization.hidden(model),
+            "products": products,
+            "sequence_parallel": sequence_parallel,
+            "dtype": dtype,
+            "device": device,
+        }
         tied, vocabulary = model.tie_word_embeddings, (model.vocab_size, model.hidden_size, mesh.tensor)
         if self.first or (self.last and model.shares_embedding):
-            shared = ("embedding",) if model.shares_embedding and mesh.pipeline.size > 1 else ()
-            self.embedding = VocabParallelEmbedding(*vocabulary, partial_axes=shared, **embedding)
+            partial = ("embedding",) if model.shares_embedding and mesh.pipeline.size > 1 else ()
+            self.embedding = VocabParallelEmbedding(*vocabulary, partial_axes=partial, **embedding)
         if self.first:
             self.add_position_embedding(**embedding)
-        self.layers = nn.ModuleDict(
-            {str(i): self.block(model, mesh, i, norm, products=products, **options) for i in layers}
-        )
+        self.layers = nn.ModuleDict({str(i): self.block(model, mesh, i, norm, **options) for i in layers})
         for i in self.ahead:
-            module = prediction_module(self.block)(model, mesh, i, norm, products=products, **options)
-            self.layers[str(i)] = module
+            self.layers[str(i)] = prediction_module(self.block)(model, mesh, i, norm, **options)
         if self.last:
             norm["initializer"] = parametrization.final_norm(model)
             self.norm = NORMS[model.family.norm](model.hidden_size, mesh.tensor, **norm)
             if not tied:
-                head = {**options, "initializer": parametrization.head(model)}
+                head: WeightOptions = {"initializer": parametrization.head(model), **shared}
                 self.head = VocabParallelEmbedding(*vocabulary, **head)
 
-    def add_position_embedding(self, **options: Unpack[LayerOptions]) -> None:
+    def add_position_embedding(self, **options: Unpack[WeightOptions]) -> None:
         """Add learned positions, in architectures that have them."""
 
     def forward(
@@ -235,11 +277,11 @@ class LanguageModel(nn.Module):
 
     def scale_embedding(self, x: Tensor) -> Tensor:
         """The embeddings of tokens times their multiplier."""
-        return x * self.embedding_scale
+        return x * required(self.embedding_scale)
 
     def scale_output(self, x: Tensor) -> Tensor:
         """The last hidden states divided by `logits_scaling`, which divides the logits."""
-        return x / self.model.logits_scaling
+        return x / required(self.model.logits_scaling)
 
     def dropout_keys(
         self, samples: Tensor | None, positions: Tensor

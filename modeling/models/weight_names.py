@@ -77,4 +77,9 @@ def rows_of(part: int, model: Model) -> slice:
     return slice(ends[part], ends[part + 1])
 
 
+def locate_rows(part: int, model: Model, numbers: Sequence[int]) -> Index:
+    """Where q, k or v lies in one matrix of them all."""
+    return (rows_of(part, model),)
+
+
 FLOAT32 = (".router.selection_bias",)  # suffixes of the tensors that are float32 in any precision

@@ -21,6 +21,7 @@ from modeling.models.build import (
     rule_of,
     weight_decay_of,
 )
+from modeling.models.language_model import LanguageModel
 from modeling.planning.stage_costs import CostCache, LayerCosts, counts_choices
 from parallel.layout import layout_of
 from parallel.optimizer.buckets import pack
@@ -74,7 +75,7 @@ class PlannedBucket(NamedTuple):
         return cls(size, unit is None, block, shards, holders // shards, experts, rule, products, unit)
 
 
-def plan_buckets(profile: Profile, stages: Sequence[nn.Module]) -> list[PlannedBucket]:
+def plan_buckets(profile: Profile, stages: Sequence[LanguageModel]) -> list[PlannedBucket]:
     """The optimizer's buckets over a rank's stages (`build_optimizer`)."""
     fsdp = profile.parallel.data_sharding == "fsdp"
     units = [unit for stage in stages for unit in stage.sharding_units()] if fsdp else []
@@ -107,12 +108,13 @@ def bucket_planner(profile: Profile, costs: CostCache | None = None) -> Callable
         profile.train.model_dump_json(exclude={"micro_batch_size", "recompute"}),
     )
 
-    def buckets(*stages: nn.Module) -> list[PlannedBucket]:
+    def buckets(*stages: LanguageModel) -> list[PlannedBucket]:
         # Modules of a cache live as long as it does, so that their identities stay theirs.
         key = ("buckets", *setting, *map(id, stages))
         if key not in known:
             known[key] = plan_buckets(profile, stages)
-        return known[key]
+        found: list[PlannedBucket] = known[key]
+        return found
 
     return buckets
 

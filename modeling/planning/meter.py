@@ -47,7 +47,9 @@ class Meter(TorchDispatchMode):
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._counted: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, _: Any, inputs: tuple = (), named: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, _: Any, inputs: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
         packet = function._overloadpacket
         if packet is torch.ops.trainshed.attention_backward and self._kernel is not None:
             scratch = self._kernel.scratch_bytes(inputs[1], inputs[2], causal=True)

@@ -109,14 +109,14 @@ def _of_stage(
     saved, peak, changes = (np.zeros(counts.shape[-1], dtype=np.int64) for _ in range(3))
     before = None
     for number, layer in enumerate(layers):
-        group, index = position[number]
-        full, selective = counts[group]
-        mode = np.where(index < full, 2, np.where(index < full + selective, 1, 0))  # index in MODES
+        g, index = position[number]
+        full, selective = counts[g]
+        modes = np.where(index < full, 2, np.where(index < full + selective, 1, 0))  # indices in MODES
         tops = np.array([max(layer[name].forward_peak, layer[name].backward_peak) for name in MODES])
-        peak = np.maximum(peak, saved + tops[mode])
-        saved = saved + np.array([layer[name].saved for name in MODES])[mode]
-        changes += 0 if before is None else mode != before
-        before = mode
+        peak = np.maximum(peak, saved + tops[modes])
+        saved = saved + np.array([layer[name].saved for name in MODES])[modes]
+        changes += 0 if before is None else modes != before
+        before = modes
     return _Mixes(extra, saved, saved, peak, changes, counts)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from modeling.models.build import device_of, partition_layers
 from modeling.planning import memory
-from modeling.planning.auto import AUTO, resolve_auto
+from modeling.planning.auto import resolve_auto
 from modeling.planning.planner import CONTEXT_TOKENS, Plan, device_bytes, plan, reserved_share
 from modeling.planning.stage_costs import CostCache, StageCosts
 from modeling.planning.step_time import layer_seconds
@@ -29,7 +29,7 @@ from parallel.constraints import valid_expert_degrees
 from parallel.pipeline.schedules import bubble
 from profiles.check import broken_rule, get_value, passes, with_value
 from profiles.errors import ProfileError
-from profiles.recompute import MODES, modes_of
+from profiles.recompute import AUTO, MODES, modes_of
 from profiles.schema import Profile
 
 DERIVED = ("parallel.pipeline_cuts",)

@@ -99,7 +99,7 @@ class StageCosts:
         """Costs of a stage's layers, in order."""
         return [self.layer(layer, self._modes[layer]) for layer in layers]
 
-    def module(self, layers: range) -> nn.Module:
+    def module(self, layers: range) -> LanguageModel:
         """A stage on the meta device with the same parameters as the stage of `layers`."""
         count = self.profile.model.num_hidden_layers
         experts = sum(map(self.profile.model.has_experts, layers))
@@ -107,7 +107,8 @@ class StageCosts:
         key = (*self._setting, 0 in layers, count - 1 in layers, len(layers), experts, linear)
         if key not in self.cache:
             self.cache[key] = build_model(self.profile, self.mesh, layers, META)
-        return self.cache[key]
+        stage: LanguageModel = self.cache[key]
+        return stage
 
     @cached_property
     def _modes(self) -> list[str]:

@@ -45,13 +45,20 @@ class RankCosts(Protocol):
         update_flops: FLOPs of its matrix products, at the layers' rate.
     """
 
-    flops: float
-    rate: float | None
-    attention: float
-    communication: Mapping[str, int]
-    accumulated: int
-    updated: int
-    update_flops: float
+    @property
+    def flops(self) -> float: ...
+    @property
+    def rate(self) -> float | None: ...
+    @property
+    def attention(self) -> float: ...
+    @property
+    def communication(self) -> Mapping[str, int]: ...
+    @property
+    def accumulated(self) -> int: ...
+    @property
+    def updated(self) -> int: ...
+    @property
+    def update_flops(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -126,20 +133,19 @@ def estimate(
     parallel, train, cluster = profile.parallel, profile.train, profile.cluster
     idle = bubble(parallel.schedule, parallel.pipeline, profile.accumulation_steps, stages_per_rank)
     basis, device = efficiency.basis(profile), device_of(profile)
-    speeds = {
-        axis: bandwidth(profile, axis) for rank in ranks for axis, size in rank.communication.items() if size
-    }
+    axes = {axis: None for rank in ranks for axis, size in rank.communication.items() if size}
+    speeds = {axis: speed for axis in axes if (speed := bandwidth(profile, axis)) is not None}
+    rates = [rank.rate for rank in ranks if rank.rate is not None]
     memory = calibration.memory_bandwidth(profile)
-    unknown = memory is None or any(rank.rate is None for rank in ranks) or None in speeds.values()
-    if unknown or is_too_short(profile):
+    unknown = len(rates) < len(ranks) or len(speeds) < len(axes)
+    if memory is None or unknown or is_too_short(profile):
         return Estimate(idle, basis)
 
     def seconds(rank: RankCosts, *axes: str) -> float:
         return sum(rank.communication[axis] / speeds[axis] for axis in axes if rank.communication.get(axis))
 
-    def work(rank: RankCosts) -> float:
-        assert rank.rate is not None
-        compute = rank.flops / rank.rate
+    def work(rank: RankCosts, rate: float, memory: float) -> float:
+        compute = rank.flops / rate
         attention = compute * rank.attention
         rings = (
             device.architecture is not None and not profile.document_masks
@@ -153,7 +159,7 @@ def estimate(
             + rank.accumulated / memory
         )
 
-    works = [work(rank) for rank in ranks]
+    works = [work(rank, rate, memory) for rank, rate in zip(ranks, rates, strict=True)]
     # Share of the work with which the exchange of weights and gradients overlaps.
     hidden = 1 / profile.accumulation_steps if device.architecture else 0.0
     if parallel.data_sharding == "fsdp":
@@ -164,7 +170,9 @@ def estimate(
         exposed(seconds(rank, *beside), hidden * each, device) + seconds(rank, *after)
         for rank, each in zip(ranks, works, strict=True)
     )
-    update = max(rank.updated / memory + rank.update_flops / rank.rate for rank in ranks)
+    update = max(
+        rank.updated / memory + rank.update_flops / rate for rank, rate in zip(ranks, rates, strict=True)
+    )
     step = max(works) * (1 + idle) + exchanged + update
     tokens = profile.step_tokens
     total = step * train.steps if train.steps else None
@@ -179,7 +187,7 @@ def estimate(
         total and total / DAY,
         hours,
         hours and cluster.node_price and hours * cluster.node_price,
-        _assumptions(profile, speeds, memory, ranks),
+        _assumptions(profile, speeds, memory, rates[0]),
     )
 
 
@@ -198,10 +206,10 @@ def is_too_short(profile: Profile) -> bool:
 
 
 def _assumptions(
-    profile: Profile, speeds: Mapping[str, float | None], memory: float, ranks: Sequence[RankCosts]
+    profile: Profile, speeds: Mapping[str, float], memory: float, rate: float
 ) -> tuple[str, ...]:
     peak = device_of(profile).peak(profile.train.precision)
-    share = f", {rate / peak:.0%} of {peak / 1e12:g}" if peak and (rate := ranks[0].rate) else ""
+    share = f", {rate / peak:.0%} of {peak / 1e12:g}" if peak else ""
     links = ", ".join(
         f"{axis} {speed / 1e9:.3g} GB/s ({level(profile, axis)})" for axis, speed in speeds.items() if speed
     )
@@ -213,7 +221,7 @@ def _assumptions(
     if device_of(profile).architecture:
         exchange += f", and slow it down by {CONTENTION:.0%} of theirs"
     return (
-        f"layers at {ranks[0].rate / 1e12:.3g} TFLOP/s per device{share}",
+        f"layers at {rate / 1e12:.3g} TFLOP/s per device{share}",
         f"optimizer at {memory / 1e9:,.0f} GB/s of memory per device{of_published}",
         *([f"communication per device: {links}"] if links else []),
         f"pipeline messages overlap with compute; exchanges of gradients and weights {exchange}",

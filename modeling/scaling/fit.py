@@ -130,7 +130,10 @@ def fit(observations: Sequence[Observation], seed: int = 0, draws: int = DRAWS) 
     unsure = np.sqrt(len(n) / chance.chisquare(len(n), (draws, 1)))
     noisy = losses * np.exp(noise * unsure * run_noise(chance, shape))
     centers = np.clip(chance.normal(PRIOR, SPREAD, (draws, 2)), LOWEST, HIGHEST)
-    laws = [Law(*map(float, row), scale) for row in (*found, *_solve(n, d, noisy, counts, centers, noise))]
+    laws = []
+    for row in (*found, *_solve(n, d, noisy, counts, centers, noise)):
+        irreducible, size, data, alpha, beta = map(float, row)
+        laws.append(Law(irreducible, size, data, alpha, beta, scale))
     found_outliers = tuple(np.flatnonzero(outliers).tolist())
     return Fit(laws[0], tuple(laws[1:]), noise, found_outliers, tuple(residuals.tolist()))
 

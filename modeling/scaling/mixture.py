@@ -89,8 +89,8 @@ def fit(weights: np.ndarray, losses: np.ndarray, seed: int = 0, draws: int = DRA
             noise = max(NOISE, float(spread))
         noisy = y * np.exp(noise * unsure * run_noise(chance, (draws, n)))
         found.append((floor[0, 0], effects[0], *_solve(weights, noisy, counts, noise), noise))
-    floor, effects, floors, drawn, noise = (np.array(part) for part in zip(*found, strict=True))
-    return MixtureLaws(floor, effects, floors[..., 0], drawn, noise)
+    floor, effects, floors, drawn, noises = (np.array(part) for part in zip(*found, strict=True))
+    return MixtureLaws(floor, effects, floors[..., 0], drawn, noises)
 
 
 def left_out_errors(weights: np.ndarray, losses: np.ndarray) -> np.ndarray:
@@ -162,18 +162,20 @@ def _solve(
     lowest = losses.min(1, keepdims=True)
     shares = np.broadcast_to(SHARES, (len(losses), len(SHARES)))
     width = SHARES[1] - SHARES[0]
-    best = None
+    best: list[np.ndarray] = []  # floors, effects and cost
     for _ in range(3):  # the grid, and two refinements
         floors = shares * lowest  # (b, g)
         effects, cost = _gauss_newton(weights, losses, counts, floors, noise)
         chosen = cost.argmin(1)[:, None]
-        found = np.take_along_axis(floors, chosen, 1), np.take_along_axis(effects, chosen[..., None], 1)[:, 0]
-        lowered = np.take_along_axis(cost, chosen, 1)
-        if best is None:
-            best = (*found, lowered)
-        else:
-            better = lowered < best[2]
-            best = tuple(np.where(better, *pair) for pair in zip((*found, lowered), best, strict=True))
+        found = [
+            np.take_along_axis(floors, chosen, 1),
+            np.take_along_axis(effects, chosen[..., None], 1)[:, 0],
+            np.take_along_axis(cost, chosen, 1),
+        ]
+        if best:
+            better = found[2] < best[2]
+            found = [np.where(better, new, old) for new, old in zip(found, best, strict=True)]
+        best = found
         around = np.linspace(-width, width, FINE)
         shares = np.clip(best[0] / lowest + around, 0, SHARES[-1])
         width = width * 2 / (FINE - 1)

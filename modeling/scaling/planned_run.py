@@ -50,7 +50,7 @@ class PlannedRun:
     @property
     def tokens(self) -> int:
         """Training tokens."""
-        return self.profile.train.steps * self.profile.step_tokens
+        return self.profile.train.last_step * self.profile.step_tokens
 
     @property
     def first_step(self) -> int:
@@ -60,7 +60,7 @@ class PlannedRun:
     @property
     def share(self) -> float:
         """The share of its steps that it trains itself."""
-        return 1 - self.first_step / self.profile.train.steps
+        return 1 - self.first_step / self.profile.train.last_step
 
     @property
     def flops(self) -> float:
@@ -114,7 +114,7 @@ def small_run(
     if experiment.batch_exponent:
         batch = max(1, round(batch * growth / unit)) * unit
     steps = max(1, round(tokens / (batch * train.sequence_length)))
-    share, rate = steps / train.steps, math.sqrt(batch / train.global_batch_size)
+    share, rate = steps / train.last_step, math.sqrt(batch / train.global_batch_size)
     settings = {
         "steps": steps,
         "global_batch_size": batch,

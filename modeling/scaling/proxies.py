@@ -162,9 +162,10 @@ def _group(
     k = len(sources)
     given = dict(zip(data_sources.names(target.profile.data), target.profile.data.sources, strict=True))
     natural = None
-    if all(given[name].weight for name in sources):
-        total = sum(given[name].weight for name in sources)
-        natural = {name: given[name].weight / total for name in sources}
+    weighted = {name: weight for name in sources if (weight := given[name].weight)}
+    if len(weighted) == len(sources):
+        total = sum(weighted.values())
+        natural = {name: weight / total for name, weight in weighted.items()}
     found = [_proxy(mixture, target, sources, natural, f"{prefix}-natural")]
     for number, row in enumerate(spread_weights(k, count - 1, least_weight(mixture, k)), 1):
         weights = dict(zip(sources, row, strict=True))

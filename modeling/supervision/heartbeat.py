@@ -30,7 +30,7 @@ class Heartbeat:
 
     def __init__(self, stacks: Path) -> None:
         self._path: Path | None = None
-        self._shared: memoryview | None = None
+        self._shared: memoryview[float] | None = None
         folder = os.environ.get(FOLDER)
         if folder is None:
             return
@@ -71,7 +71,8 @@ class WatchedProcess:
                 with contextlib.suppress(FileNotFoundError):
                     content = path.read_bytes()
                     stacks = Path(os.fsdecode(content[_DEADLINE.size :]))
-                    yield cls(int(path.name), *_DEADLINE.unpack_from(content), stacks)
+                    (deadline,) = _DEADLINE.unpack_from(content)
+                    yield cls(int(path.name), deadline, stacks)
 
     def remove(self, folder: Path) -> None:
         """Remove the heartbeat file."""

@@ -42,6 +42,7 @@ class StepTrace:
     def write(self, step: int) -> None:
         """Write the trace after the last step, which takes up to minutes; a failure is a warning."""
         profiler, self._profiler = self._profiler, None
+        assert profiler is not None  # `active`
         profiler.stop()
         path = self._folder / f"steps_{self._first}-{step}.json.gz"
         try:

@@ -106,8 +106,13 @@ def _nvml(stack: contextlib.ExitStack) -> Iterator[Readings]:
 def _neuron(stack: contextlib.ExitStack) -> Iterator[Readings]:
     """Readings of all Neuron cores in use on this host."""
     try:
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        monitor = subprocess.Popen(["neuron-monitor"], text=True, errors="replace", **streams)
+        monitor = subprocess.Popen(
+            ["neuron-monitor"],
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
     except OSError:
         return
     stack.callback(monitor.kill)

@@ -57,7 +57,7 @@ class Ranks(multiprocessing.SubprocessContext):
 
 def main(arguments: list[str] | None = None) -> int:
     signal.signal(STOP, signal.SIG_IGN)
-    multiprocessing.SubprocessContext = Ranks
+    vars(multiprocessing)["SubprocessContext"] = Ranks
     arguments, store = with_free_port(sys.argv[1:] if arguments is None else arguments)
     raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="trainshed-") as folder:
@@ -173,8 +173,9 @@ def capture_stacks(pid: int) -> str:
     for option in "--native", "--nonblocking":
         try:
             command = [py_spy, "dump", "--pid", str(pid), option]
-            options = {"capture_output": True, "text": True, "errors": "replace"}
-            result = subprocess.run(command, timeout=PY_SPY_TIMEOUT, **options)
+            result = subprocess.run(
+                command, timeout=PY_SPY_TIMEOUT, capture_output=True, text=True, errors="replace"
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             output = f"{error}\n"
             continue

@@ -115,7 +115,8 @@ def _source_location(frame: tuple[str, str]) -> str | None:
     names = [
         node.name
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.lineno <= line <= node.end_lineno
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]
     code = source.splitlines()[line - 1].strip()
     return f"{'.'.join(names)} ({path.relative_to(ROOT)}:{line}: {code})"

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ def consumed_inputs(forward: GraphModule, backward: GraphModule) -> dict[str, in
         named[node.name] for node in backward.graph.nodes if node.op == "placeholder" and node.name in named
     ]
     outputs = forward.graph.output_node().args[0]
+    assert isinstance(outputs, list | tuple)
     users = [
         node for node in outputs if isinstance(node, Node) and (node not in saved or outputs.count(node) > 1)
     ]
@@ -152,11 +154,10 @@ def _operator_call(node: Node) -> Iterator[tuple[OpOverload, list[Any]]]:
     if isinstance(node.target, OpOverload):
         yield node.target, list(node.args)
         return
-    position = next((i for i, argument in enumerate(node.args) if isinstance(argument, OpOverload)), None)
-    if (
-        position is not None
-    ):  # called by a higher-order operator, which names the arguments if it functionalizes the call
-        operator, arguments = node.args[position], list(node.args[position + 1 :])
+    # Called by a higher-order operator, which names the arguments if it functionalizes the call.
+    called = ((i, argument) for i, argument in enumerate(node.args) if isinstance(argument, OpOverload))
+    for position, operator in islice(called, 1):
+        arguments = list(node.args[position + 1 :])
         names = [argument.name for argument in operator._schema.arguments]
         yield operator, arguments or [node.kwargs.get(name) for name in names]
 

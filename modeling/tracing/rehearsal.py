@@ -27,6 +27,7 @@ from parallel.layers.deferred import DeferredGradients
 from parallel.optimizer.arithmetic import Compile
 from parallel.optimizer.replicas import ReplicaCheck
 from profiles.schema import Profile
+from profiles.sections.base import required
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def rehearse(
         hidden: outputs of the stage.
     """
     for layer in DeferredGradients(model).layers:
-        layer.deferred_gradient(layer.kept, torch.empty_like(layer.receiver))
+        layer.deferred_gradient(required(layer.kept), torch.empty_like(required(layer.receiver)))
     functions = StepFunctions(compile)
     _rehearse_samples(profile, functions, mesh, hidden.device)
     _rehearse_statistics(profile, functions, stages, mesh, hidden.device)
@@ -118,7 +119,7 @@ def _rehearse_statistics(
     layers = model.num_layers
     load = torch.zeros(expert_load.value_count(model), device=device)
     if found:
-        tally = torch.zeros(model.num_experts + EXTRA, device=device)
+        tally = torch.zeros(required(model.num_experts) + EXTRA, device=device)
         functions.add(tally, torch.zeros_like(tally))
         load = functions.to_table(
             [experts.tally.detach() for experts in found.values()], tuple(found), layers

@@ -25,7 +25,9 @@ WINDOW = 50
 MIN_LOSSES = 10  # good losses needed before one can be called a spike
 
 Ranges = list[tuple[int, int]]
-Functions = tuple[Callable[..., Tensor], Callable[..., None]]
+Decide = Callable[..., Tensor]
+Record = Callable[..., None]
+Functions = tuple[Decide, Record]
 
 
 class AnomalyGuard:
@@ -46,6 +48,8 @@ class AnomalyGuard:
         state: dict[str, Any] | None = None,
         functions: Functions | None = None,
     ) -> None:
+        self._decide: Decide
+        self._record: Record
         self._decide, self._record = functions or (decide, record)
         self._factor, self._limit = settings.spike_factor, settings.bad_steps
         state = state or {"good": [], "in_a_row": 0}

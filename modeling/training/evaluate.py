@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -82,6 +82,7 @@ def evaluate_samples(
     queued: Download | None = None  # one pass runs while the next is queued
     pairs_per_token = 0.0
     if trainer.profile.objective.kind == "orpo":
+        assert isinstance(samples, RecordSamples)
         pairs_per_token = samples.pairs_per_token(0, min(samples.windows, passes * size * data.size))
     for index in range(passes):
         first = (index * data.size + data.rank) * size
@@ -136,13 +137,14 @@ def evaluate_sets(
     found = {name: evaluate_samples(trainer, part, after_pass=after_pass) for name, part in parts.items()}
     tokens = sum(each.tokens for each in found.values())
 
-    def mean(value: Callable[[Evaluation], float]) -> float:
-        return sum(value(each) * each.tokens for each in found.values()) / max(1, tokens)
+    def mean(values: Iterable[float]) -> float:
+        pairs = zip(values, found.values(), strict=True)
+        return sum(value * each.tokens for value, each in pairs) / max(1, tokens)
 
     return Evaluation(
-        mean(lambda each: each.loss),
+        mean(each.loss for each in found.values()),
         tokens,
-        {name: mean(lambda each, name=name: each.metrics[name]) for name in trainer.metrics},
+        {name: mean(each.metrics[name] for each in found.values()) for name in trainer.metrics},
         [*found.values()][-1].graphs,  # counted since the start
         sets={name: {"loss": each.loss, "tokens": each.tokens} for name, each in found.items()},
     )

@@ -62,8 +62,8 @@ def generate_samples(
         tokens[every, positions] = drawn.where(lengths + new < ends, tokens[every, positions])
         if after_pass is not None:
             after_pass()
-    rows = zip(tokens[:count], lengths.tolist(), ends.tolist(), strict=True)
-    return [{"prompt": row[:start].tolist(), "text": row[start:end].tolist()} for row, start, end in rows]
+    found = zip(tokens[:count], lengths.tolist(), ends.tolist(), strict=True)
+    return [{"prompt": row[:start].tolist(), "text": row[start:end].tolist()} for row, start, end in found]
 
 
 def rows_of_pass(profile: Profile) -> int:

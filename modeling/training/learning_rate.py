@@ -17,7 +17,7 @@ def learning_rate(train: Train, step: int) -> float:
     if step <= train.warmup_steps:
         return peak * step / train.warmup_steps
     decayed = step - train.warmup_steps - train.constant_steps
-    decay_steps = train.steps - train.warmup_steps - train.constant_steps - train.minimum_steps
+    decay_steps = train.last_step - train.warmup_steps - train.constant_steps - train.minimum_steps
     if train.schedule == "constant" or decayed <= 0:
         return peak
     progress = min(1.0, decayed / max(1, decay_steps))
@@ -28,6 +28,6 @@ def learning_rate(train: Train, step: int) -> float:
 
 def same_until(one: Train, other: Train, step: int) -> bool:
     """Whether two schedules have the same learning rate at every step up to this one."""
-    return step <= min(one.steps, other.steps) and all(
+    return step <= min(one.last_step, other.last_step) and all(
         learning_rate(one, number) == learning_rate(other, number) for number in range(1, step + 1)
     )

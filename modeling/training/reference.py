@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,9 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             checkpoint.load(options.weights, optimizer, weights_only=True)
         cache = shard_cache.from_arguments(options, profile.data.cache_gigabytes)
-        found = {}
+        found: dict[str, Any] = {}
         for split in ("train", "validation"):
             samples = open_samples(profile, options.dataset, split, cache, ordered=True)
+            assert isinstance(samples, RecordSamples)  # pairs
             found[split] = log_probabilities(trainer, samples)
         if trainer.leader:
             partial = options.output.with_suffix(".partial")

@@ -41,7 +41,7 @@ class Reporter:
         self._trainer, self._run, self._nodes, self._account = trainer, run, nodes, account
         self._settings = trainer.profile.train
         self._peak_flops = trainer.device.peak(self._settings.precision)
-        self._metrics = MetricsWriter(run, step, self._settings.steps)
+        self._metrics = MetricsWriter(run, step, self._settings.last_step)
         self._telemetry = Telemetry(trainer.device)
         self._stragglers = Stragglers(nodes)
         self._row_totals = account.totals  # those of the last row
@@ -89,9 +89,9 @@ class Reporter:
         row = self._row(record)
         self._metrics.write(row)
         self._recent.append(row)
-        if step % settings.log_every == 0 or step in (1, settings.steps):
+        if step % settings.log_every == 0 or step in (1, settings.last_step):
             usual = usual_step(self._recent)
-            left = None if usual is None else usual["step_seconds"] * (settings.steps - step)
+            left = None if usual is None else usual["step_seconds"] * (settings.last_step - step)
             log.info(self._metrics.log_line(row, left))
             if record.statistics.experts:
                 self._write_loads(step, record.statistics.experts)
@@ -148,7 +148,7 @@ class Reporter:
     def rewind(self, step: int, restore_seconds: float) -> None:
         """Drop the metrics rows after the step that the run was rolled back to."""
         self._metrics.close()
-        self._metrics = MetricsWriter(self._run, step, self._settings.steps)
+        self._metrics = MetricsWriter(self._run, step, self._settings.last_step)
         dropped = self._account.restart(self._metrics.kept)
         self._row_totals = self._account.totals
         facts = {"restore_seconds": round(restore_seconds, 6), "dropped": dropped}

@@ -45,6 +45,7 @@ from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
 from profiles.files import exit_codes, run_files, state_files
 from profiles.resolve import load
+from profiles.sections.base import required
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class TrainingRun:
         if self._evaluation_due:
             self._evaluation_due = not self._is_evaluated() and self._evaluate_if_due() is None
         stopped = self._stopping  # during one of these evaluations, which remains due
-        while self.step < self.settings.steps and not stopped:
+        while self.step < self.settings.last_step and not stopped:
             self.step += 1
             self.trace.begin(self.step)
             self._queue_step()
@@ -270,7 +271,7 @@ class TrainingRun:
 
     def _finish_step(self, *, in_step: bool = False) -> float:
         """Read, act on and report the queued step; `in_step`: while the next one runs. Returns the loss."""
-        queued, self._queued = self._queued, None
+        queued, self._queued = required(self._queued), None
         found, timings = queued.read(self.trainer)
         reason = self.guard.reason(found.loss, found.gradient_norm) if found.skipped else ""
         self.guard.update(found.loss, found.skipped)
@@ -314,9 +315,15 @@ class TrainingRun:
         state["evaluation_due"] = self._evaluation_due
         with self.watchdog.phase("save"), self.account.phase("checkpoint_seconds"):
             self.replicas.synchronize(self.step)
-            options = {"last": finished or self._stopping, "prune": not skipping}
-            options |= {"wait": self._wait_to_save, "flush": self._flush_metrics}
-            self.checkpoints.save(self.step, validation_loss, **options, **state)
+            self.checkpoints.save(
+                self.step,
+                validation_loss,
+                last=finished or self._stopping,
+                prune=not skipping,
+                wait=self._wait_to_save,
+                flush=self._flush_metrics,
+                **state,
+            )
 
     def _flush_metrics(self) -> None:
         if self.reporter:
@@ -389,7 +396,7 @@ class TrainingData:
         if self._batches:
             self._batches.close()  # the samples are read by one thread at a time
         if self._trainer.reads_samples:
-            self._batches = Prefetcher(self._read, step + 1, self._settings.steps)
+            self._batches = Prefetcher(self._read, step + 1, self._settings.last_step)
 
     @property
     def ready(self) -> bool:
@@ -412,6 +419,7 @@ class TrainingData:
         """Pairs of a step's global batch per token of the chosen rows, for orpo; 0 for other objectives."""
         if self._trainer.profile.objective.kind != "orpo":
             return 0.0
+        assert isinstance(self._samples, RecordSamples)
         return self._samples.pairs_per_token(self._first_global(step), self._settings.global_batch_size)
 
     def exclude(self, first_step: int, last_step: int) -> tuple[int, int]:

@@ -64,6 +64,7 @@ from parallel.layout import deferred_parameters
 from parallel.random import sample_keys
 from profiles.arguments import Parser
 from profiles.schema import Profile
+from profiles.sections.base import required
 
 if TYPE_CHECKING:
     from parallel.optimizer.arithmetic import Compile
@@ -231,9 +232,10 @@ class Trainer:
         """
         if batch.tokens is None:
             return None, None, {}
-        samples, documents, answers = (
+        samples = batch.tokens.to(self.torch_device, non_blocking=True)
+        documents, answers = (
             None if each is None else each.to(self.torch_device, non_blocking=True)
-            for each in (batch.tokens, batch.documents, batch.answers)
+            for each in (batch.documents, batch.answers)
         )
         kind = kind_of_samples(self.profile)
         tokens, targets, local = self.functions.shard(samples, self.positions, documents, answers, kind)
@@ -276,18 +278,19 @@ class Trainer:
             rows = first * self.profile.rows_per_sample
             keys = sample_keys(settings.seed, torch.arange(rows, rows + count))
             extra = {"samples": devices.upload(keys, self.torch_device), **masks}
-        factor, total = self._upload("scale", scale), None
+        factor = self._upload("scale", scale)
+        total: Tensor | None = None
         self._output = output
         if self.pipeline:
             total = self.pipeline.train(tokens, targets, factor, **extra)
         else:
-            for x, y, inputs in self._microbatches(tokens, targets, extra):
+            for x, y, inputs in self._microbatches(required(tokens), required(targets), extra):
                 loss = self._last_stage(self.stages[0](x, self.positions, **inputs), y)
                 loss.backward(factor.to(loss.dtype))
                 total = loss.detach() if total is None else self.functions.add(total, loss.detach())
         if isinstance(output, MultiTokenLoss) and output.sums is not None:
             self.module_losses = output.sums * factor
-        return self.functions.multiply(total, factor)
+        return self.functions.multiply(required(total), factor)
 
     def _upload(self, name: str, factor: float) -> Tensor:
         """A factor of losses as a tensor on the device, uploaded when it changes."""
@@ -310,7 +313,7 @@ class Trainer:
         if loads:
             counts = self.functions.to_table(loads, numbers, model.num_layers, self.mesh.tensor.size)
         else:
-            zeros = torch.zeros(model.num_layers * model.num_experts)
+            zeros = torch.zeros(model.num_layers * required(model.num_experts))
             counts = devices.upload(zeros, self.torch_device)
         counts = all_reduce(counts, self.mesh.world)
         if loads:
@@ -356,7 +359,7 @@ class Trainer:
         try:
             if self.pipeline:
                 return [self.pipeline.evaluate(tokens, targets, **inputs)]
-            microbatches = self._microbatches(tokens, targets, inputs)
+            microbatches = self._microbatches(required(tokens), required(targets), inputs)
             stage, positions = self.stages[0], self.positions
             return [self._last_stage(stage(x, positions, **own), y) for x, y, own in microbatches]
         finally:

@@ -25,7 +25,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.object_stores import PAGE, delete, explained, guard_answers
@@ -58,6 +58,14 @@ def join(location: Location, name: str) -> Location:
 def name_of(location: Location) -> str:
     """The last component of a path or URI."""
     return str(location).rstrip("/").rpartition("/")[2]
+
+
+@overload
+def complete_checkpoints(location: Path) -> Iterator[tuple[int, Path]]: ...
+
+
+@overload
+def complete_checkpoints(location: Location) -> Iterator[tuple[int, Location]]: ...
 
 
 def complete_checkpoints(location: Location) -> Iterator[tuple[int, Location]]:

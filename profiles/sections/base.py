@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,7 @@ Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Wide = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Rate = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+T = TypeVar("T")
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 CONDITION = r"^[A-Za-z_]\w* *(<=|>=) *[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
@@ -29,6 +30,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
     )
+
+
+def required(value: T | None) -> T:
+    """The value of an optional key that a profile's rules require where it is read."""
+    assert value is not None
+    return value
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:

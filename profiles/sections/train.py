@@ -10,7 +10,7 @@ from profiles import recompute
 from profiles.errors import ProfileError
 from profiles.recompute import Recompute
 from profiles.sections import roles
-from profiles.sections.base import FUNCTION, Count, Fraction, Natural, Rate, Section, Size
+from profiles.sections.base import FUNCTION, Count, Fraction, Natural, Rate, Section, Size, required
 
 
 class Train(Section):
@@ -179,8 +179,7 @@ class Train(Section):
     @property
     def last_step(self) -> int:
         """`steps`, which also a run with `epochs` has once its dataset exists."""
-        assert self.steps is not None
-        return self.steps
+        return required(self.steps)
 
     @property
     def newton_schulz_dtype(self) -> Literal["float32", "bf16"]:

@@ -12,7 +12,7 @@ With `save_lora_base`, the shards also contain the frozen weights, as `<layer>.b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class NxDAdapters(Adapters):
                 for name in sorted(factors["B"]):
                     yield from self._assemble(module, name, ranks)
 
-    def _assemble(self, module: str, name: str, ranks: list[Mapping[str, Any]]) -> Iterator[Factors]:
+    def _assemble(self, module: str, name: str, ranks: Sequence[Mapping[str, Any]]) -> Iterator[Factors]:
         """The updates of the weights in one tensor of a layer, from the factors of all tensor ranks."""
         key = f"{module}.{name}"
         sections, (local, _) = self._split.sections(key), self._split.boxes(key, 0)
@@ -106,9 +106,12 @@ class NxDAdapters(Adapters):
         a = [_open(rank, module, "A", "weight") for rank in ranks]
         b = [_open(rank, module, "B", name) for rank in ranks]
         rows = self._split.shape(sections[0].weight)[0] if columns else local[0]
-        for factor, found, shape in (("lora_A", a, (self.rank, local[1])), ("lora_B", b, (rows, self.rank))):
-            if any(tuple(tensor.shape) != shape for tensor in found):
-                raise ValueError(f"{key}: {factor} has shape {tuple(found[0].shape)}, expected {shape}")
+        for factor, found, wanted in (
+            ("lora_A", a, (self.rank, local[1])),
+            ("lora_B", b, (rows, self.rank)),
+        ):
+            if any(tuple(tensor.shape) != wanted for tensor in found):
+                raise ValueError(f"{key}: {factor} has shape {tuple(found[0].shape)}, expected {wanted}")
         same, which = (b, "lora_B") if columns else (a, "lora_A")
         if any(not torch.equal(same[0], tensor) for tensor in same[1:]):
             raise ValueError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from modeling.conversion.adapters.adapters import Factors
+from profiles.sections.base import required
 from profiles.sections.model import Model
 from profiles.sections.objective import LORA_LAYERS
 
@@ -50,13 +51,15 @@ def stacked(model: Model, factors: Sequence[Factors]) -> tuple[dict[str, Tensor]
         raise ValueError(f"{factors[0].tensor}: {reason}; merge the updates into the model's weights")
     found: dict[tuple[int, str], dict[tuple[int, str], Factors]] = {}
     for each in factors:
-        layer, projection, expert, half = EXPERT.fullmatch(each.tensor).groups()
+        match = EXPERT.fullmatch(each.tensor)
+        assert match is not None
+        layer, projection, expert, half = match.groups()
         found.setdefault((int(layer), projection), {})[int(expert), half or ""] = each
     both = {projection for _, projection in found} == {*PARAMETERS}
     tensors = {}
     for (layer, projection), parts in found.items():
         halves = ["gate", "up"] if projection == "gate_up" else [""]
-        experts = range(model.num_experts)
+        experts = range(required(model.num_experts))
         if absent := [key for key in ((e, half) for e in experts for half in halves) if key not in parts]:
             raise ValueError(f"layers.{layer}.mlp.{projection}: expert {absent[0][0]} has no update")
         first = [parts[expert, halves[0]].a for expert in experts]

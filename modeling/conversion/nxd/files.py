@@ -177,7 +177,9 @@ class _LocalRows:
     vocabulary: int | None  # of embedding and head, with padding; None if the shards have neither
 
 
-def _detect_split(shards: Iterable[Tensors], model: Model, tensor: int, layout: str | None) -> TensorSplit:
+def _detect_split(
+    shards: Iterable[Tensors], model: Model, tensor: int, layout: NxDLayout | None
+) -> TensorSplit:
     """How the shards were split, from the shapes of their tensors.
 
     Raises:

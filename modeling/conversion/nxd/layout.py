@@ -195,7 +195,7 @@ class TensorSplit:
         shapes = global_shapes(self.model)
         # NxD stores a tied head as well.
         tied = {"head.weight": shapes["embedding.weight"]} if self.model.tie_word_embeddings else {}
-        return shapes | tied
+        return {**shapes, **tied}
 
 
 def stored_name(name: str, keys: Collection[str]) -> str:

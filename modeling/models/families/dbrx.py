@@ -9,13 +9,14 @@ Shapes as in `llama.py`. Described in databricks.com/blog/introducing-dbrx-new-s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Unpack
 
 from torch import Tensor
 
 from modeling.models.families import llama, mixtral
 from modeling.models.language_model import LayerOptions
-from modeling.models.weight_names import HuggingFaceTensor, Index, rows_of
+from modeling.models.weight_names import HuggingFaceTensor, Index, locate_rows
 from parallel import Mesh
 from parallel.random import Keys
 from profiles.sections.model import Model
@@ -47,7 +48,7 @@ WEIGHTS = {
     **{
         f"layers.{{}}.attention.qkv.{letter}.weight": HuggingFaceTensor(
             f"{_DBRX}.norm_attn_norm.attn.Wqkv.weight",
-            locate=lambda model, _, part=part: (rows_of(part, model),),
+            locate=partial(locate_rows, part),
         )
         for part, letter in enumerate("qkv")
     },

@@ -25,43 +25,50 @@ from torch import Tensor, nn
 from modeling.models import parametrization
 from modeling.models.families import llama, mixtral
 from modeling.models.families.llama import MLP
-from modeling.models.language_model import LayerOptions, NormOptions
+from modeling.models.language_model import (
+    AttentionLayer,
+    LayerOptions,
+    NormOptions,
+    weight_options,
+)
 from modeling.models.rope import rotate, score_factor, split_pairs
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import ColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear, collectives
 from parallel.attention.attention import attention
-from parallel.attention.maxima import ScoreMaxima
 from parallel.experts.router import Routing
 from parallel.layers.linear import ReplicatedLinear
 from parallel.random import Keys
+from profiles.sections.base import required
 from profiles.sections.model import Model
 
 LATENT_EPSILON = 1e-6  # of the latents' norms, whatever that of the others
 
 
-class Attention(nn.Module):
+class Attention(AttentionLayer):
     def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         h, n, axis = model.hidden_size, model.num_attention_heads, mesh.tensor
-        self.plain, self.rotated = model.qk_nope_head_dim, model.qk_rope_head_dim
-        self.value = model.v_head_dim
+        self.plain, self.rotated = required(model.qk_nope_head_dim), required(model.qk_rope_head_dim)
+        self.value, latent = required(model.v_head_dim), required(model.kv_lora_rank)
         self.heads, self.axis, self.context = n // axis.size, axis, mesh.context
         self.scale = score_factor(model) * model.head_dim**-0.5
-        self.maxima: ScoreMaxima | None = None  # with QK-clip
+        self.maxima = None
         self.sequence_parallel = options["sequence_parallel"] and axis.size > 1
-        exact = {name: option for name, option in options.items() if name != "products"}
-        norm = {name: option for name, option in exact.items() if name != "initializer"}
-        norm["epsilon"] = LATENT_EPSILON
-        queries, ranks = {"": n * model.head_dim}, {"kv": model.kv_lora_rank + self.rotated}
+        norm: NormOptions = {
+            "epsilon": LATENT_EPSILON,
+            "sequence_parallel": options["sequence_parallel"],
+            "dtype": options["dtype"],
+            "device": options["device"],
+        }
+        queries, ranks = {"": n * model.head_dim}, {"kv": latent + self.rotated}
         if model.q_lora_rank:
             ranks = {"q": model.q_lora_rank, **ranks}
             self.q_norm = RMSNorm(model.q_lora_rank, axis, **norm)
-        self.latents, self.ranks = ReplicatedLinear(h, ranks, axis, **exact), [*ranks.values()]
+        self.latents = ReplicatedLinear(h, ranks, axis, **weight_options(options))
+        self.ranks = [*ranks.values()]
         self.q = ColumnParallelLinear(model.q_lora_rank or h, queries, axis, **options)
-        self.kv_norm = RMSNorm(model.kv_lora_rank, axis, **norm)
-        self.kv = ColumnParallelLinear(
-            model.kv_lora_rank, {"": n * (self.plain + self.value)}, axis, **options
-        )
+        self.kv_norm = RMSNorm(latent, axis, **norm)
+        self.kv = ColumnParallelLinear(latent, {"": n * (self.plain + self.value)}, axis, **options)
         options["initializer"] = parametrization.residual(model)
         self.output = RowParallelLinear(n * self.value, h, axis, **options)
 
@@ -90,7 +97,7 @@ class Attention(nn.Module):
 
 
 class Block(mixtral.Block):
-    attention_layer = Attention
+    attention_layer: type[nn.Module] = Attention
 
     def __init__(
         self, model: Model, mesh: Mesh, layer: int, norm: NormOptions, **options: Unpack[LayerOptions]
@@ -98,7 +105,8 @@ class Block(mixtral.Block):
         super().__init__(model, mesh, layer, norm, **options)
         self.shared = None
         if model.has_experts(layer):
-            self.shared = MLP(model, mesh, model.n_shared_experts * model.expert_width, **options)
+            width = required(model.n_shared_experts) * model.expert_width
+            self.shared = MLP(model, mesh, width, **options)
 
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         if not model.has_experts(layer):
@@ -107,8 +115,8 @@ class Block(mixtral.Block):
 
     def routing(self, model: Model) -> Routing:
         return Routing(
-            model.num_experts,
-            model.num_experts_per_tok,
+            required(model.num_experts),
+            required(model.num_experts_per_tok),
             score="sigmoid",
             normalize=model.norm_topk_prob,
             scale=model.routed_scaling_factor or 1.0,

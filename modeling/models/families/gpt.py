@@ -19,7 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling.models.language_model import LanguageModel, LayerOptions, NormOptions
+from modeling.models.language_model import (
+    AttentionLayer,
+    LanguageModel,
+    LayerOptions,
+    NormOptions,
+    WeightOptions,
+)
 from modeling.models.weight_names import HuggingFaceTensor, rows_of
 from parallel import (
     ColumnParallelLinear,
@@ -32,17 +38,18 @@ from parallel import (
 )
 from parallel.attention.attention import attention
 from parallel.attention.dropout import dropout_attention
-from parallel.attention.maxima import ScoreMaxima
 from parallel.random import Keys, dropout
 from profiles.sections.model import Model
 
 
-class Attention(nn.Module):
+class Attention(AttentionLayer):
+    heads: Tensor
+
     def __init__(self, model: Model, mesh: Mesh, residual: Normal, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         self.d, self.dropout = model.head_dim, model.dropout
         self.context = mesh.context
-        self.maxima: ScoreMaxima | None = None  # with QK-clip
+        self.maxima = None
         n, h = model.num_attention_heads, model.hidden_size
         options["bias"] = model.attention_bias
         self.qkv = GQAQKVColumnParallelLinear(h, n, n, self.d, mesh, **options)
@@ -59,14 +66,25 @@ class Attention(nn.Module):
         if keys is None or not self.dropout:
             y = attention(q, k, v, self.context, documents=documents)  # (b, n/t, s/c, d)
         else:
-            mask = {"positions": positions, "keys": keys.attention, "heads": self.heads, "rate": self.dropout}
-            y = dropout_attention(q, k, v, self.context, **mask, documents=documents)  # (b, n/t, s/c, d)
+            y = dropout_attention(  # (b, n/t, s/c, d)
+                q,
+                k,
+                v,
+                self.context,
+                positions=positions,
+                keys=keys.attention,
+                heads=self.heads,
+                rate=self.dropout,
+                documents=documents,
+            )
         if self.maxima is not None:
             y = self.maxima(y, q, k, self.context, documents=documents)
         return self.output(y.transpose(1, 2).reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
 
 class MLP(nn.Module):
+    features: Tensor
+
     def __init__(self, model: Model, mesh: Mesh, residual: Normal, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         h, f = model.hidden_size, model.intermediate_size
@@ -152,7 +170,7 @@ class GPT(LanguageModel):
     block = Block
     weights = WEIGHTS
 
-    def add_position_embedding(self, **options: Unpack[LayerOptions]) -> None:
+    def add_position_embedding(self, **options: Unpack[WeightOptions]) -> None:
         rows, hidden = self.model.max_position_embeddings, self.model.hidden_size
         self.positions = Embedding(rows, hidden, self.axis, **options)
 

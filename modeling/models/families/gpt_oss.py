@@ -10,8 +10,7 @@ experts and attention have biases. Shapes as in `llama.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 from modeling.models.families import llama, mixtral
 from modeling.models.language_model import LayerOptions
@@ -19,6 +18,7 @@ from modeling.models.weight_names import HuggingFaceTensor, Index, Locate
 from parallel import Mesh, Normal
 from parallel.experts.router import Routing
 from parallel.layout import Layout, Section, parameter
+from profiles.sections.base import required
 from profiles.sections.model import Model
 
 
@@ -33,10 +33,10 @@ class Attention(llama.Attention):
 
 class Block(mixtral.Block):
     attention_layer = Attention
-    expert_options = MappingProxyType({"bias": True, "activation": "clamped_silu"})
+    expert_options: ClassVar[mixtral.ExpertLayerOptions] = {"bias": True, "activation": "clamped_silu"}
 
     def routing(self, model: Model) -> Routing:
-        return Routing(model.num_experts, model.num_experts_per_tok, bias=True)
+        return Routing(required(model.num_experts), required(model.num_experts_per_tok), bias=True)
 
 
 def _interleaved(half: int, dims: int) -> Locate:

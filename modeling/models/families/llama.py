@@ -14,7 +14,7 @@ degree, c context degree. Hidden states between layers are (b·s/c, h), or (b·s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -25,12 +25,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modeling.models import parametrization
-from modeling.models.language_model import NORMS, LanguageModel, LayerOptions, ModelOptions, NormOptions
+from modeling.models.language_model import (
+    NORMS,
+    AttentionLayer,
+    LanguageModel,
+    LayerOptions,
+    ModelOptions,
+    NormOptions,
+)
 from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate, split_pairs
-from modeling.models.weight_names import HuggingFaceTensor, Locate, rows_of
-from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RowParallelLinear
+from modeling.models.weight_names import HuggingFaceTensor, Index, Locate, locate_rows
+from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear
 from parallel.attention.attention import attention
-from parallel.attention.maxima import ScoreMaxima
 from parallel.layers.norms import HeadNorm, ProjectionNorm
 from parallel.random import Keys
 from profiles.sections.model import Model
@@ -42,7 +48,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Attention(nn.Module):
+class Attention(AttentionLayer):
+    sinks: nn.Parameter | None
+
     def __init__(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         family = model.family
@@ -54,7 +62,7 @@ class Attention(nn.Module):
         self.gated = family.gated_attention
         self.qkv = GQAQKVColumnParallelLinear(h, n, k, self.d, mesh, gated=self.gated, **options)
         self.register_parameter("sinks", None)  # only some families have them
-        self.maxima: ScoreMaxima | None = None  # with QK-clip
+        self.maxima = None
         options["initializer"] = parametrization.residual(model)
         options["bias"] = model.attention_bias and family.output_bias
         self.output = RowParallelLinear(n * self.d, h, mesh.tensor, **options)
@@ -79,8 +87,16 @@ class Attention(nn.Module):
         qk = self.rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
         q, k = qk[:, :heads], qk[:, heads:]  # (b, n/t, s/c, d), (b, k/t, s/c, d)
         v = qkv[:, :, heads + kv_heads :].transpose(1, 2)  # (b, k/t, s/c, d)
-        masks = {"documents": documents, "window": self.window, "sinks": self.sinks}
-        y = attention(q, k, v, self.context, scale=self.scale, **masks)  # (b, n/t, s/c, d)
+        y = attention(  # (b, n/t, s/c, d)
+            q,
+            k,
+            v,
+            self.context,
+            scale=self.scale,
+            documents=documents,
+            window=self.window,
+            sinks=self.sinks,
+        )
         if self.maxima is not None:
             y = self.maxima(y, q, k, self.context, scale=self.scale, documents=documents, window=self.window)
         y = y.transpose(1, 2)  # (b, s/c, n/t, d)
@@ -147,7 +163,10 @@ class Sublayers(nn.Module):
         super().__init__()
         self.norm_position, self.factor = model.norm_position(layer), model.residual_multiplier
         self.side_by_side = bool(model.use_parallel_residual)
-        build_norm = partial(NORMS[model.family.norm], model.hidden_size, mesh.tensor, **norm)
+
+        def build_norm() -> RMSNorm:
+            return NORMS[model.family.norm](model.hidden_size, mesh.tensor, **norm)
+
         self.attention_norm = build_norm()
         self.attention = self.build_attention(model, mesh, layer, **options)
         self.mlp_norm = build_norm()
@@ -207,20 +226,18 @@ MODULES = {  # of a layer: ours, and Llama's in transformers
     "mlp.down": "mlp.down_proj",
 }
 PARTS: Mapping[str, Locate] = {  # rows of modules in one that holds several
-    **{
-        f"attention.qkv.{letter}": lambda model, _, part=part: (rows_of(part, model),)
-        for part, letter in enumerate("qkv")
-    },
+    **{f"attention.qkv.{letter}": partial(locate_rows, part) for part, letter in enumerate("qkv")},
     "mlp.gate_up.gate": lambda model, _: (slice(0, model.intermediate_size),),
     "mlp.gate_up.up": lambda model, _: (slice(model.intermediate_size, 2 * model.intermediate_size),),
 }
 
 
+def _locate_in_head(part: int, model: Model, numbers: Sequence[int]) -> Index:
+    return (slice(part * model.head_dim, (part + 1) * model.head_dim),)
+
+
 PARTS_OF_HEAD: Mapping[str, Locate] = {  # rows of modules in a head of one that holds several
-    f"attention.qkv.{letter}": lambda model, _, part=part: (
-        slice(part * model.head_dim, (part + 1) * model.head_dim),
-    )
-    for part, letter in enumerate("qkv")
+    f"attention.qkv.{letter}": partial(_locate_in_head, part) for part, letter in enumerate("qkv")
 }
 
 
@@ -264,6 +281,8 @@ class Llama(LanguageModel):
 
     block: type[nn.Module] = Block
     weights = WEIGHTS
+    theta: Tensor
+    local_theta: Tensor | None
 
     def __init__(
         self, model: Model, mesh: Mesh, layers: range | None = None, **options: Unpack[ModelOptions]

@@ -9,36 +9,48 @@ Shapes as in `llama.py`, and e experts over the ranks of the expert axis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Unpack
+from typing import ClassVar, TypedDict, Unpack
 
 from torch import Tensor, nn
 
 from modeling.models.families import llama
-from modeling.models.language_model import LayerOptions
+from modeling.models.language_model import LayerOptions, weight_options
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.router import Routing
 from parallel.random import Keys
+from profiles.sections.base import required
 from profiles.sections.model import Model
+
+
+class ExpertLayerOptions(TypedDict, total=False):
+    """Further arguments of `MixtureOfExperts`, set by other families."""
+
+    bias: bool
+    activation: str
 
 
 class ExpertSublayers(llama.Sublayers):
     """What a block with experts consists of."""
 
-    # further arguments of `MixtureOfExperts`, set by other families
-    expert_options: Mapping[str, object] = MappingProxyType({})
+    expert_options: ClassVar[ExpertLayerOptions] = {}
 
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
-        del options["products"]  # those of experts are always exact
-        options |= {"output_initializer": Normal(model.residual_initializer_range), **self.expert_options}
-        return MixtureOfExperts(model.hidden_size, model.expert_width, self.routing(model), mesh, **options)
+        return MixtureOfExperts(
+            model.hidden_size,
+            model.expert_width,
+            self.routing(model),
+            mesh,
+            output_initializer=Normal(model.residual_initializer_range),
+            **weight_options(options),
+            **self.expert_options,
+        )
 
     def routing(self, model: Model) -> Routing:
         """How tokens choose experts."""
-        return Routing(model.num_experts, model.num_experts_per_tok, normalize=model.norm_topk_prob)
+        experts, chosen = required(model.num_experts), required(model.num_experts_per_tok)
+        return Routing(experts, chosen, normalize=model.norm_topk_prob)
 
 
 class Block(ExpertSublayers):

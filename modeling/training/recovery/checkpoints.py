@@ -42,6 +42,7 @@ from parallel.checkpoint import checkpoint
 from parallel.checkpoint.checkpoint import Location
 from profiles.files import retry_policies, run_files, state_files
 from profiles.schema import Profile
+from profiles.sections.base import required
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +118,13 @@ class Checkpoints:
             load_base(weights, self.optimizer)
             if str(start.weights) == str(weights):
                 start = replace(start, weights=adapters)  # they contain none
-        step, marker = 0, {}
+        step = 0
+        marker: dict[str, Any] = {}
         if start.resumes:
-            found = self._load_latest(self.profile.train.steps)
+            found = self._load_latest(self.profile.train.last_step)
             if found is None:
                 call_on_leader(self.mesh, self._applied.reject_without_intact_checkpoint)
-            step, marker = found
+            step, marker = required(found)
             message = f"resumed from step {step}"
         elif start.weights is not None:
             try:

@@ -192,14 +192,15 @@ class AppliedRequest:
 
 def _describe(location: Location) -> str:
     """A location, and where it points to if it is a symbolic link."""
-    linked = isinstance(location, Path) and location.is_symlink()
-    return f"{location} (a link to {location.readlink()})" if linked else str(location)
+    if isinstance(location, Path) and location.is_symlink():
+        return f"{location} (a link to {location.readlink()})"
+    return str(location)
 
 
 def reject_beyond_last_step(profile: Profile, saved: dict[int, Location]) -> None:
     """Raise `Rejected` for a checkpoint of a step after the run's last: another run's, or copied by hand."""
     for step, source in saved.items():
-        if step > profile.train.steps:
+        if step > profile.train.last_step:
             raise Rejected(
                 f"{source}: its step is after the run's last step, train.steps = {profile.train.steps}; raise train.steps to "
                 "continue from it, or move the folder away"
