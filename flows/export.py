@@ -11,6 +11,7 @@ from flows.runner import Runner
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.files import run_files
+from profiles.sections.base import required
 from tasks.inputs import EXPORT
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
@@ -44,13 +45,15 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
         inputs = runs.read_inputs(folder)
         # Until the last step, a rollback may replace the checkpoint of a step by another one.
         is_last = latest.step == profile.train.steps
-        identity = inputs["identity"] if is_last else f"{inputs['identity']} {latest.digest}"
-        tokenizer = runs.require_artifact(opened, run, TokenizerStep.id(inputs["tokenizer"]))
+        identity = required(inputs["identity"])
+        if not is_last:
+            identity = f"{identity} {latest.digest}"
+        tokenizer = runs.require_artifact(opened, run, TokenizerStep.id(required(inputs["tokenizer"])))
         weights = inputs.get("checkpoint")  # not an artifact in a round of continual pretraining
-        base = weights and opened.artifacts.find(CheckpointStep.id(weights), hash_limit=0)
+        base = opened.artifacts.find(CheckpointStep.id(weights), hash_limit=0) if weights else None
         if profile.lora.rank and base is None:
-            base = runs.require_artifact(opened, run, CheckpointStep.id(weights))
+            base = runs.require_artifact(opened, run, CheckpointStep.id(required(weights)))
         with Runner(Context(profile, opened, folder, flow_run=str(flow_run.id)), lock) as runner:
-            exported = runner.run(ExportStep(tokenizer, identity, base, latest))
+            exported = required(runner.run(ExportStep(tokenizer, identity, base, latest)))
         opened.run_folder(run).sync(EXPORT).upload()  # only this part: the run may resume elsewhere
     return str(folder / exported.summary["part"])

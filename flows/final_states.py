@@ -32,14 +32,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def final_states(function: Callable[P, R]) -> Callable[P, R | State[Any]]:
+def final_states(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a flow's function to end in one of these states where Prefect would use Crashed or Failed.
 
-    A rejection reaches the caller unchanged, a stop as `prefect.exceptions.CancelledRun`.
+    A rejection reaches the caller unchanged, a stop as `prefect.exceptions.CancelledRun`. The type is that of a call of the
+    flow, which never returns a state.
     """
 
     @functools.wraps(function)
-    def run(*arguments: P.args, **named: P.kwargs) -> R | State[Any]:
+    def run(*arguments: P.args, **named: P.kwargs) -> Any:
         working_folder.enter()
         forward_logs()
         try:
@@ -118,6 +119,7 @@ def _is_cancelled() -> bool:
     """Whether the flow run is being cancelled in Prefect."""
     try:
         with get_client(sync_client=True) as client:
-            return client.read_flow_run(flow_run.id).state.is_cancelling()
+            state = client.read_flow_run(flow_run.id).state
+            return state is not None and state.is_cancelling()
     except Exception:  # an unreachable server has not cancelled it
         return False

@@ -99,9 +99,10 @@ def show_stop(flow_run: str, parameters: Mapping[str, Any]) -> str:
         return "completed steps and checkpoints are kept"
 
 
-SHOW_FAILURE = {"on_failure": [show_failure], "on_crashed": [show_failure]}
-HOOKS = {"on_cancellation": [cancel_jobs], **SHOW_FAILURE}
-EXPERIMENT_HOOKS = {"on_cancellation": [cancel_subflow_jobs], **SHOW_FAILURE}
+# Options of flows. Prefect's types of hooks differ from one option to the next.
+SHOW_FAILURE: dict[str, Any] = {"on_failure": [show_failure], "on_crashed": [show_failure]}
+HOOKS: dict[str, Any] = {"on_cancellation": [cancel_jobs], **SHOW_FAILURE}
+EXPERIMENT_HOOKS: dict[str, Any] = {"on_cancellation": [cancel_subflow_jobs], **SHOW_FAILURE}
 
 
 def _cancel(launcher: Launcher, folder: Path, grace: float) -> None:

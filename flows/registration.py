@@ -15,12 +15,12 @@ from prefect.automations import Automation
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import StateType
-from prefect.events.actions import ChangeFlowRunState
+from prefect.events.actions import ActionTypes, ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists
 
-from flows.alerts.automations import register_alerts
+from flows.alerts.automations import read_automation, register_alerts
 from flows.server import deployments
 from flows.server.prefect_settings import AUTOMATION, GATE_MISSED, POOL, REJECTED, SILENCE_SECONDS, STOPPED
 from profiles.arguments import Parser
@@ -66,10 +66,8 @@ def register_automation(silence: float = SILENCE_SECONDS) -> None:
         within=timedelta(seconds=silence),
     )
     message = "no heartbeat: the flow run's process ended; its cluster job keeps running, and a rerun re-attaches to it"
-    actions = [ChangeFlowRunState(state=StateType.CRASHED, message=message)]
-    try:
-        existing = Automation.read(name=AUTOMATION)
-    except ValueError:
+    actions: list[ActionTypes] = [ChangeFlowRunState(state=StateType.CRASHED, message=message)]
+    if (existing := read_automation(AUTOMATION)) is None:
         Automation(name=AUTOMATION, trigger=trigger, actions=actions).create()
         return
     existing.trigger, existing.actions, existing.enabled = trigger, actions, True

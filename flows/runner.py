@@ -28,7 +28,7 @@ from prefect.exceptions import CancelledRun, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Cancelled, Completed
-from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.server.outages import shorten_outages
 from flows.server.prefect_settings import GATE_MISSED, REJECTED, STOPPED
@@ -40,6 +40,7 @@ from modeling.training.metrics import record_event
 from profiles.errors import ProfileError
 from profiles.files import retry_policies, run_files, state_files
 from profiles.schema import Profile
+from profiles.sections.base import required
 from tasks.failures import RESTARTING, FatalError
 from tasks.launchers import JobFailed
 from tasks.reporting.outcome import Outcome
@@ -65,9 +66,9 @@ NOISE = ("Task run failed with %s: %r - Retry", "Running hook ", "Hook ")  # for
 FAILURES = tuple(f"Finished in state {name}(" for name in ("Failed", REJECTED, GATE_MISSED))
 # Seconds before each retry; the last applies to all further ones. Jitter keeps runs that were stopped by a common cause from
 # restarting all at once.
-DELAYS = {"retry_delay_seconds": [*retry_policies.RESTART.delays], "retry_jitter_factor": 0.3}
+DELAYS: dict[str, Any] = {"retry_delay_seconds": [*retry_policies.RESTART.delays], "retry_jitter_factor": 0.3}
 # Background steps and mapped parts share the flow's threads: two parts per core, and room for the steps that wait for them.
-THREADS = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
+THREADS: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
 
 
 class StepReached(Exception):
@@ -105,7 +106,7 @@ class Background:
         self.call = call
         self._result: Future[Artifact | None] = Future()
         context = copy_context()  # so that Prefect assigns log records to the flow run
-        self.future: PrefectFuture[Any] = call.task.submit()
+        self.future: PrefectFuture[Any] = required(call.task).submit()
 
         def conclude(future: PrefectFuture[Any]) -> None:
             try:
@@ -189,15 +190,15 @@ class Runner:
     ) -> T:
         """Run a function that makes no artifact as a task, whose run is named after the profile."""
         begun, position = time.monotonic(), self._reserve(name)
-        options = {**DELAYS, "retries": retries, "retry_condition_fn": worth_retrying} if retries else {}
-        title = f"{name} {self.context.profile.name}"
-        made = task(function, name=name, task_run_name=title, cache_policy=NO_CACHE, **options)
-        state = made(return_state=True)
+        options: dict[str, Any] = {"name": name, "task_run_name": f"{name} {self.context.profile.name}"}
+        if retries:
+            options |= {**DELAYS, "retries": retries, "retry_condition_fn": worth_retrying}
+        state = _run_here(_task(function, options))
         how = "done" if state.is_completed() else "failed"
-        result = state.result(raise_on_failure=False)
-        note = describe(result) if how == "done" else ""
+        found: Any = state.result(raise_on_failure=False)
+        note = describe(found) if how == "done" else ""
         self._conclude(position, Outcome(name, how, time.monotonic() - begun, note))
-        result = state.result()
+        result: T = state.result()
         self._pass(name)
         return result
 
@@ -205,7 +206,7 @@ class Runner:
         """Run a step, optionally in another context. Returns its artifact, None if skipped; raises its error."""
         # Called directly, not submitted, so that a cancellation reaches the step, which then ends its child processes.
         call = self._prepare(step, context or self.context)
-        artifact = self._finish(call, call.task(return_state=True))
+        artifact = self._finish(call, _run_here(required(call.task)))
         self._pass(step.name)
         return artifact
 
@@ -229,7 +230,7 @@ class Runner:
             def skip() -> State:
                 return Completed(name="Skipped", message=reason)
 
-            call.task = task(skip, name=step.name, task_run_name=step.name, cache_policy=NO_CACHE)
+            call.task = _task(skip, {"name": step.name, "task_run_name": step.name})
             return call
         key = step.key(context)
         progress = progress_reporter(step.kind, f"{profile.name}: progress of {step.name}")
@@ -252,8 +253,8 @@ class Runner:
                 call.thread = None
             return Completed(name="Cached" if call.cached else "Completed", data=call.artifact.to_json())
 
-        options = {"task_run_name": step.title(profile), "cache_policy": NO_CACHE}
-        call.task = task(work, name=step.name, **options, **self._retries(call, context))
+        options = {"name": step.name, "task_run_name": step.title(profile), **self._retries(call, context)}
+        call.task = _task(work, options)
         return call
 
     def require_lock(self) -> None:
@@ -323,7 +324,7 @@ class Runner:
     def _write_use(self) -> None:
         """Record the used artifacts in the run folder: in place of those of the same kinds, or in addition."""
         store = self.context.store
-        run = store.run_folder(self.context.folder.name)
+        run = store.run_folder(self.context.run_folder.name)
         with store.lock(f"artifacts-{run.name}"):  # an evaluation may record its artifacts at the same time
             known = self._recorded_use(run.read(run_files.ARTIFACTS))
             kept = known if self._keeps_recorded else {}
@@ -351,7 +352,11 @@ class Runner:
 
         An OSError is logged and not raised, because it would keep Prefect from retrying the step.
         """
-        event = {"event": f"{name} {how}", "time": round(time.time(), 3), "reason": _reason(state)}
+        event: dict[str, Any] = {
+            "event": f"{name} {how}",
+            "time": round(time.time(), 3),
+            "reason": _reason(state),
+        }
         folder = self.context.folder
         if folder is None:
             self._unrecorded.append(event)
@@ -403,9 +408,9 @@ def forward_logs() -> None:
             handler.addFilter(_throttle)
             logger.addHandler(handler)
     for name in PREFECT_LOGGERS:
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, APILogHandler):
-                handler.addFilter(_is_news)
+        for existing in logging.getLogger(name).handlers:
+            if isinstance(existing, APILogHandler):
+                existing.addFilter(_is_news)
 
 
 _throttle = ProgressFilter(PREFECT_PROGRESS_SECONDS)  # shared by all packages
@@ -425,6 +430,19 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not isinstance(error, (*REJECTIONS, JobFailed, CancelledRun))
 
 
+def _task(function: Callable[..., Any], options: dict[str, Any]) -> Task[..., Any]:
+    """A Prefect task whose results are not cached."""
+    made: Task[..., Any] = task(cache_policy=NO_CACHE, **options)(function)
+    return made
+
+
+def _run_here(made: Task[..., Any]) -> State:
+    """Run a task without arguments here; returns its final state."""
+    found: Any = made(return_state=True)  # of a function that is no coroutine, no coroutine, as its type says
+    state: State = found
+    return state
+
+
 @task(
     task_run_name="{name}",
     retries=RETRIES,
@@ -439,5 +457,6 @@ def map_item(function: Callable[[T], R], item: T, name: str) -> R:
 
 def _map(function: Callable[[T], R], items: Sequence[T], names: Sequence[str]) -> Iterable[R]:
     """Run a function for each item as a separate task, which Prefect shows and retries."""
-    for future in map_item.map(unmapped(function), list(items), list(names)):
+    futures: Iterable[Any] = map_item.map(unmapped(function), list(items), list(names))
+    for future in futures:
         yield future.result()

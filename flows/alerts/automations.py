@@ -7,11 +7,12 @@ persist. Without a block there are none, as an automation without an action noti
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import UUID
 
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
-from prefect.events.actions import DoNothing, SendNotification
+from prefect.events.actions import ActionTypes, DoNothing, SendNotification
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -33,15 +34,13 @@ def register_alerts(block: str | None = None) -> None:
     document = _block_document(block) if block else None
     for name, (kind, about) in zip(ALERTS, ALERT_KINDS.items(), strict=True):
         trigger, subject, body = trigger_for(kind), *_message(kind)
-        actions = (
-            [SendNotification(block_document_id=document, subject=subject, body=body)] if document else []
-        )
-        try:
-            existing = Automation.read(name=name)
-        except ValueError:
+        actions: list[ActionTypes] = []
+        if document:
+            actions = [SendNotification(block_document_id=document, subject=subject, body=body)]
+        if (existing := read_automation(name)) is None:
             if actions:
-                made = {"name": name, "description": f"Notify when {about}", "trigger": trigger}
-                Automation(**made, actions=actions).create()
+                about = f"Notify when {about}"
+                Automation(name=name, description=about, trigger=trigger, actions=actions).create()
             continue
         if all(isinstance(each, DoNothing) for each in existing.actions):
             if not actions:
@@ -50,6 +49,16 @@ def register_alerts(block: str | None = None) -> None:
             existing.actions, existing.enabled = actions, True
         existing.trigger = trigger
         existing.update()
+
+
+def read_automation(name: str) -> Automation | None:
+    """The automation of this name; None if there is none."""
+    try:
+        found: Any = Automation.read(name=name)  # outside of an event loop, no coroutine, as its type says
+    except ValueError:
+        return None
+    automation: Automation = found
+    return automation
 
 
 def trigger_for(kind: str) -> EventTrigger:
@@ -93,7 +102,8 @@ def _block_document(block: str) -> UUID:
             known = [
                 f"{document.block_type.slug}/{document.name}"
                 for document in client.read_block_documents()
-                if document.name and NOTIFY in document.block_schema.capabilities
+                if document.name and document.block_type and document.block_schema
+                if NOTIFY in document.block_schema.capabilities
             ]
     reason = "the Prefect server has no such notification block; create one in its UI under Blocks"
     raise ProfileError("alerts", block, reason, known)

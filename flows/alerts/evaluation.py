@@ -14,7 +14,7 @@ from prefect.automations import Automation
 from prefect.client.orchestration import get_client
 from prefect.events.actions import RunDeployment
 
-from flows.alerts.automations import trigger_for
+from flows.alerts.automations import read_automation, trigger_for
 from profiles.arguments import Parser
 
 NAME = "Evaluate completed checkpoints"
@@ -34,9 +34,7 @@ def register_evaluation(tasks: Sequence[str] = ()) -> None:
         "work_dir": _template(f"{{{{ {work_dir} }}}}"),
     }
     action = RunDeployment(deployment_id=deployment.id, parameters=parameters)
-    try:
-        existing = Automation.read(name=NAME)
-    except ValueError:
+    if (existing := read_automation(NAME)) is None:
         about = "Run evaluate/evaluate when a checkpoint is complete"
         Automation(name=NAME, description=about, trigger=trigger, actions=[action]).create()
         return

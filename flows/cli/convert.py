@@ -6,21 +6,23 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from botocore.exceptions import NoCredentialsError
 
 from flows.cli.exit_codes import DONE, FAILED, REJECTED
-from flows.ui.console import PACKAGES, print_json, print_stderr
+from flows.ui.console import print_json, print_stderr
 from modeling import job_log
 from modeling.conversion import formats
 from modeling.conversion.choices import FORMATS
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from, write_peft
 from profiles.errors import ProfileError
-from profiles.rules.pretrained import RUN
+from profiles.local_paths import RUN
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights
 from tasks.store.backends.objects import NO_CREDENTIALS
+from trainshed import PACKAGES
 
 LISTED = 20  # tensors that differ
 
@@ -122,7 +124,7 @@ def _compare(source: Path, destination: Path, options: Options, *, converted: bo
     return len(expected.shapes), differences(expected, actual, options.slice_bytes)
 
 
-def _print(facts: dict[str, object], *, as_json: bool) -> None:
+def _print(facts: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return

@@ -34,7 +34,7 @@ from flows.cli.exit_codes import DONE, FAILED, REJECTED
 from flows.server.outages import await_start
 from flows.server.prefect_settings import PASSWORD, POOL, SETTINGS, authorization
 from flows.server.secrets import without_tokens
-from flows.server.shared_server import start_module
+from flows.server.shared_server import ProcessOptions, start_module
 from flows.ui.console import print_stderr, waiting
 from flows.ui.summaries import cluster_summary
 from profiles import resolve
@@ -72,7 +72,7 @@ CSRF_TOKEN = "Prefect-Csrf-Token"
 
 
 def register(
-    options: argparse.Namespace, home: Path, api: str, log_file: Path, settings: Mapping[str, Any]
+    options: argparse.Namespace, home: Path, api: str, log_file: Path, settings: ProcessOptions
 ) -> int:
     """Register work pool, automations and deployments; returns the exit code.
 
@@ -108,7 +108,7 @@ def _deploy(
     home: Path,
     wanted: Sequence[Mapping[str, Any]],
     log_file: Path,
-    settings: Mapping[str, Any],
+    settings: ProcessOptions,
 ) -> int:
     """Register these deployments with the rest; returns the exit code."""
     ours = [entry for entry in wanted if not entry.keys() & FOR_PREFECT]
@@ -143,7 +143,7 @@ def register_elsewhere(options: argparse.Namespace, home: Path) -> int:
         await_start(api)
     folder = Path(tempfile.mkdtemp(prefix="trainshed-deploy-"))
     environment = {"TRAINSHED_FOLDER": str(Path.cwd()), **without_tokens(), "PREFECT_API_URL": api}
-    settings = {"env": environment, "stdin": subprocess.DEVNULL}
+    settings: ProcessOptions = {"env": environment, "stdin": subprocess.DEVNULL}
     if code := register(options, home, api, folder / "deploy.log", settings):
         return code
     shutil.rmtree(folder)
@@ -185,7 +185,8 @@ def listed(home: Path, *, every: bool = False) -> list[dict[str, Any]]:
 
 
 def _read(home: Path) -> dict[str, Any]:
-    return yaml.safe_load((home / "prefect.yaml").read_text())
+    described: dict[str, Any] = yaml.safe_load((home / "prefect.yaml").read_text())
+    return described
 
 
 def _of_profiles(flows: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -306,10 +307,11 @@ def _write_digest(api: str, digest: str) -> None:
         query(f"{api}/variables/", {"name": VARIABLE, "value": digest})
 
 
-def _run(module: list[str], home: Path, log_file: Path, settings: Mapping[str, Any], total: int = 0) -> int:
+def _run(module: list[str], home: Path, log_file: Path, settings: ProcessOptions, total: int = 0) -> int:
     """Run a module that registers something; returns the exit code."""
+    options: ProcessOptions = {**settings, "cwd": home}
     with waiting(_progress(log_file, total)):
-        code = start_module(module, log_file, cwd=home, **settings).wait()
+        code = start_module(module, log_file, **options).wait()
     if code == REJECTED:
         print_stderr(log_file.read_text().splitlines()[-1])
         return REJECTED

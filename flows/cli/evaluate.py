@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
         from flows.evaluate import evaluate
 
         names = ("tasks", "include", "limit", "follow", "overrides", "store", "work_dir")
-        return evaluate(options.run, **{key: getattr(options, key) for key in names})
+        found: list[dict[str, Any]] = evaluate(options.run, **{key: getattr(options, key) for key in names})
+        return found
 
     return run_flow(options, profile, f"{name}-evaluate", start, print_results)
 

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given or ["--help"])
     try:
-        code = importlib.import_module(options.module).run(options)
+        code: int = importlib.import_module(options.module).run(options)
         sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's exit
         return code
     except ProfileError as error:
@@ -311,7 +311,7 @@ def _command(
     commands: Any, name: str, operands: str, about: str, example: str, *, folder: str = ""
 ) -> argparse.ArgumentParser:
     """Add a subcommand: the function `run` in the module of the same name in `folder`."""
-    command = commands.add_parser(
+    command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
         usage=f"trainshed {name} [OPTIONS] {operands}".rstrip(),
@@ -332,9 +332,15 @@ def _profile(command: argparse.ArgumentParser) -> None:
 
 def _overrides(command: argparse.ArgumentParser, more: str = "") -> None:
     about = f"override a profile key, for instance train.steps=100{more}; repeatable"
-    options = {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY.PATH=VALUE"}
-    options["type"] = override
-    command.add_argument("-s", "--set", help=about, **options)
+    command.add_argument(
+        *("-s", "--set"),
+        dest="overrides",
+        type=override,
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help=about,
+    )
 
 
 def _update(command: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from profiles.check import with_value
 from profiles.errors import ProfileError
 from profiles.recompute import describe
 from profiles.schema import Profile
+from profiles.sections.base import required
 from tasks.reporting.advice import interruption_warnings, passes_warning
 from tasks.reporting.format import (
     format_bytes,
@@ -178,9 +179,9 @@ def _memory(planned: Plan) -> Table:
         table.add_column(title, justify="right", no_wrap=True, min_width=max(map(len, (title, *cells))))
     title = f"of {format_bytes(planned.device_bytes)}"
     table.add_column(title, no_wrap=True, min_width=max(len(title), *(len(bar) for *_, bar in rows)))
-    for number, layers, sizes, bar in rows:
+    for number, layers, shown, bar in rows:
         style = "bold" if number == planned.fullest and len(planned.stages) > 1 else ""
-        table.add_row(str(number), ", ".join(layers), *sizes, bar, style=style)
+        table.add_row(str(number), ", ".join(layers), *shown, bar, style=style)
     return table
 
 
@@ -252,11 +253,11 @@ def _nearby(profile: Profile, planned: Plan) -> str:
     """
     parts = []
     for other in neighbours(profile):
-        ratio = other.plan.step_seconds / planned.step_seconds
+        ratio = required(other.plan.step_seconds) / required(planned.step_seconds)
         pace = compared_pace(ratio)
         level, larger = other.plan.levels.get("tensor"), other.plan.mesh["tensor"] > planned.mesh["tensor"]
         if ratio < 1 and larger and planned.levels.get("tensor", level) != level:
-            across = {"node": "chips", "network": "nodes"}.get(level, "devices")
+            across = {"node": "chips", "network": "nodes"}.get(level or "", "devices")
             pace += f" if its groups, then across {across}, do not slow the gathers of the shards"
         parts.append(f"tensor {other.plan.mesh['tensor']}: {pace}")
     found = ", ".join(parts) or "neither half nor twice the tensor degree fits"

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
             "fork": options.fork,
             "until": options.until,
         }
-        flow = finetune if profile.fine_tunes else pretrain
+        flow: Callable[..., dict[str, Any]] = finetune if profile.fine_tunes else pretrain
         return flow(options.profile, options.overrides, options.name, options.store, **flags)
 
     return run_flow(options, profile, profile.name, start, print_results)
@@ -291,6 +291,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
                     finish_sending(TEAM_SECONDS)
             return
         certificate = single_certificate_setting(home)["PREFECT_API_SSL_CERT_FILE"]
+        assert server is not None  # Prefect's settings name no other
         with waiting(lambda: "starting Prefect's server"):
             url = server.wait()
         why = (
@@ -300,7 +301,7 @@ def prefect_api(work_dir: Path) -> Iterator[None]:
         )
         database = f", database in {relative(str(home))}{why}" if new else ""
         print_stderr(_where_to_watch(url, database))
-        settings = {
+        settings: dict[Any, Any] = {
             PREFECT_API_URL: url,
             PREFECT_API_AUTH_STRING: server.access[PASSWORD],
             PREFECT_API_SSL_CERT_FILE: certificate,

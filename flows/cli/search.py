@@ -35,8 +35,8 @@ def show_search(profile: Profile, typed: str, overrides: Sequence[str], *, as_js
         found, rejected = search(profile, vary=True)
     if as_json:
         result = {"topologies": list(map(_describe, found)), "rejected": list(map(asdict, rejected))}
-        result["reasons"] = explain(found, rejected) if found else []
-        print_json(result)
+        reasons = explain(found, rejected) if found else []
+        print_json({**result, "reasons": reasons})
     else:
         _print(profile, found, rejected)
         if found:
@@ -75,7 +75,7 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
         speed = ("step time", "tokens/s", "MFU") if timed else ("communication per step",)
         table = Table(box=None, pad_edge=False, header_style="dim")
         counts = _counts(profile, found[:MAX_ROWS])
-        degrees = (*map(AXES.get, _axes(profile)), *counts)
+        degrees = (*(AXES[axis] for axis in _axes(profile)), *counts)
         for column in ("", *degrees, "sharding", "recompute", *speed, "memory"):
             text = column in ("", "sharding", "recompute")
             table.add_column(column, justify="left" if text else "right", no_wrap=True)
@@ -90,8 +90,8 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
         console.print(
             f"\nrejected (limit: {1 - reserved_share(profile):.0%} of {format_bytes(device_bytes(profile))} per device):"
         )
-    for reason, degrees in _reasons(rejected):
-        console.print(Padding(Text(f"{reason}: {degrees}"), (0, 0, 0, 2)))
+    for reason, broken in _reasons(rejected):
+        console.print(Padding(Text(f"{reason}: {broken}"), (0, 0, 0, 2)))
 
 
 def _command(profile: Profile, typed: str, overrides: Sequence[str], topology: Topology) -> str:
@@ -120,7 +120,7 @@ def _counts(profile: Profile, shown: Sequence[Topology]) -> dict[str, list[int]]
 
 def _row(profile: Profile, topology: Topology, counts: Sequence[str]) -> tuple[str, ...]:
     planned = topology.plan
-    speed = (format_bytes(sum(planned.communication.values())),)
+    speed: tuple[str, ...] = (format_bytes(sum(planned.communication.values())),)
     if planned.step_seconds is not None:
         rate, mfu = f"{planned.tokens_per_second:,.0f}", f"{planned.mfu:.0%}" if planned.mfu else ""
         speed = (format_step_time(planned.step_seconds), rate, mfu)
@@ -139,9 +139,9 @@ def _recompute(topology: Topology) -> str:
 
 def _sharding(topology: Topology) -> str:
     """'zero1', 'fsdp' over all data/context ranks, 'fsdp 16' with replicas; 'kept': weights stay gathered."""
-    degree = topology.overrides["parallel.shard_degree"]
+    degree, kind = (topology.overrides[f"parallel.{key}"] for key in ("shard_degree", "data_sharding"))
     kept = " kept" if topology.overrides["parallel.keep_gathered"] else ""
-    return topology.overrides["parallel.data_sharding"] + (f" {degree}" if degree else "") + kept
+    return f"{kind} {degree}{kept}" if degree else f"{kind}{kept}"
 
 
 def _reasons(rejected: Sequence[RejectedDegrees]) -> list[tuple[str, str]]:

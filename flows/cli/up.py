@@ -45,7 +45,7 @@ from flows.server.prefect_settings import (
 )
 from flows.server.secrets import without_tokens
 from flows.server.serve import UP
-from flows.server.shared_server import SERVE, start_module, start_server, wait_healthy
+from flows.server.shared_server import SERVE, ProcessOptions, start_module, start_server, wait_healthy
 from flows.ui.console import print_stderr, relative, waiting
 from profiles.files import state_files
 
@@ -126,7 +126,10 @@ class _Services:
             "PREFECT_HOME": str(self.locks.home),
             **single_certificate_setting(self.locks.home),
         }
-        self.settings = {"env": {**without_tokens(), **self.variables}, "stdin": subprocess.DEVNULL}
+        self.settings: ProcessOptions = {
+            "env": {**without_tokens(), **self.variables},
+            "stdin": subprocess.DEVNULL,
+        }
         self.server: subprocess.Popen[bytes] | None = None
         self.worker: subprocess.Popen[bytes] | None = None
 
@@ -141,7 +144,7 @@ class _Services:
                 return code
             if WORKER in self.missing:
                 worker = ["prefect", "worker", "start", "--pool", POOL]
-                settings = {**self.settings, "env": {**os.environ, **self.variables}}
+                settings: ProcessOptions = {**self.settings, "env": {**os.environ, **self.variables}}
                 self.worker = start_module(worker, self.logs / "worker.log", **settings)
             self._print_addresses()
             if not self._children():

@@ -86,10 +86,11 @@ def plan_within(experiment: Experiment, runs: Sequence[PlannedRun]) -> list[Plan
         raise ProfileError("maximum_flops", experiment.maximum_flops, reason)
     if experiment.maximum_price is None:
         return plans
-    if any(planned.price is None for planned in plans):
+    prices = [planned.price for planned in plans if planned.price is not None]
+    if len(prices) < len(plans):
         reason = "cannot be checked: the price of a run is unknown; set cluster.node_price"
         raise ProfileError("maximum_price", experiment.maximum_price, reason, ["null"])
-    price = sum(planned.price * run.share for planned, run in zip(plans, runs, strict=True))
+    price = sum(each * run.share for each, run in zip(prices, runs, strict=True))
     if price > experiment.maximum_price:
         reason = f"is exceeded: the runs cost {price:,.2f}; remove the largest, or shorten them"
         raise ProfileError("maximum_price", experiment.maximum_price, reason)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from prefect import flow
 
@@ -106,7 +106,7 @@ def _propose(
 
     def train(start: str, each: PlannedRun) -> dict[str, Any]:
         given = (each.name, store, data.tokenizer, datasets[each.name], data.new, start)
-        return cast(dict[str, Any], proxy_round(described.target, list(each.overrides), *given))
+        return proxy_round(described.target, list(each.overrides), *given)
 
     (before,) = run_side_by_side(described, [base], store, partial(train, ""))
     proxy_data.pin(opened, base.name, data)

@@ -38,7 +38,7 @@ class ServerLocks:
             reason = f"cannot keep Prefect's database: {error.strerror}; set it to a folder on a local disk"
             raise ProfileError("PREFECT_HOME", str(home), reason) from error
 
-    def locked(self) -> contextlib.AbstractContextManager[None]:
+    def locked(self) -> contextlib.AbstractContextManager[bool]:
         """Hold the lock of the home for a block."""
         return file_locks.locked(self.home / "server.lock")
 

@@ -54,7 +54,8 @@ def shorten_outages() -> None:
 
     for handler in logging.getLogger("prefect._internal").handlers:
         handler.addFilter(_filter)
-    APILogWorker._handle_batch = _send_logs
+    worker: Any = APILogWorker
+    worker._handle_batch = _send_logs
 
 
 async def _send_logs(worker: Any, items: list[dict[str, Any]]) -> None:
@@ -86,9 +87,10 @@ def finish_sending(seconds: float = FINISH_SECONDS) -> None:
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
-    services = {*EventsWorker._instances.values(), *APILogWorker._instances.values()}
+    kinds: tuple[Any, ...] = EventsWorker, APILogWorker  # whose instances are private
+    services = {service for kind in kinds for service in kind._instances.values()}
     sending = [(service._loop, service._task) for service in services]
-    for kind in EventsWorker, APILogWorker:
+    for kind in kinds:
         kind.drain_all(timeout=seconds)
     for loop, task in sending:
         if loop is not None and task is not None:  # it has started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from profiles.schema import Profile
 
@@ -30,6 +31,8 @@ def hub_token(profile: Profile) -> str | None:
     from prefect.blocks.system import Secret
 
     try:
-        return Secret.load(HUB_BLOCK).get()
+        block: Any = Secret.load(HUB_BLOCK)  # outside of an event loop, no coroutine, as its type says
+        secret: str | None = block.get()
     except ValueError:  # there is no such block
         return None
+    return secret

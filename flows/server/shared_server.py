@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 from flows.server.locks import ServerLocks
 from flows.server.prefect_settings import access_settings, cors_setting
@@ -70,6 +70,7 @@ class Server:
                 start_server(self._locks, SHARED, 0, log_file)
                 joined = self._locks.join()
             self.access = access_settings(self._locks.home)
+        assert joined is not None  # it was just started
         self.port, self._users = joined
         self._seen = time.monotonic()  # when the server was last known to run
 
@@ -120,16 +121,32 @@ def start_server(locks: ServerLocks, kind: str, port: int, log_file: Path) -> su
         port = listener.getsockname()[1]
         with locks.record_server(port, ends_with_users=kind == SHARED) as alive:
             fds = [alive.fileno(), listener.fileno()]
-            options = {"stdin": subprocess.DEVNULL, "pass_fds": fds, "env": environment | cors_setting(port)}
+            options: ProcessOptions = {
+                "stdin": subprocess.DEVNULL,
+                "pass_fds": fds,
+                "env": environment | cors_setting(port),
+            }
             return start_module((SERVE, str(listener.fileno()), home, kind), log_file, **options)
 
 
-def start_module(module: Sequence[str], log_file: Path, **options: Any) -> subprocess.Popen[bytes]:
+class ProcessOptions(TypedDict, total=False):
+    """Arguments of `subprocess.Popen`."""
+
+    stdin: int
+    pass_fds: Collection[int]
+    env: Mapping[str, str]
+    cwd: Path
+
+
+def start_module(
+    module: Sequence[str], log_file: Path, **options: Unpack[ProcessOptions]
+) -> subprocess.Popen[bytes]:
     """Start `python -m MODULE ARGUMENTS...` in a new session, with its output appended to the log file."""
     command = [sys.executable, "-P", "-m", *module]
     with log_file.open("ab") as output:
-        streams = {"stdout": output, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, start_new_session=True, **streams, **options)
+        return subprocess.Popen(
+            command, start_new_session=True, stdout=output, stderr=subprocess.STDOUT, **options
+        )
 
 
 def wait_healthy(api: str, is_alive: Callable[[], bool]) -> bool:

@@ -88,8 +88,12 @@ class TerminalHandler(logging.Handler):
             if parts != self._parts:
                 self._parts, self._changed_at = parts, time.monotonic()
             if self._live is None:
-                live = {"transient": True, "refresh_per_second": 8, "get_renderable": self._render_progress}
-                self._live = Live(console=self.console, **live)
+                self._live = Live(
+                    console=self.console,
+                    transient=True,
+                    refresh_per_second=8,
+                    get_renderable=self._render_progress,
+                )
                 self._live.start()
         elif self._plain.filter(record):
             self.console.print(Text(SEPARATOR.join(parts)), soft_wrap=True)
@@ -129,16 +133,21 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 def wrap(line: str, width: int, indent: int) -> str:
     """Wrap a line between words to `width` columns; all but the first line begin at column `indent`."""
-    options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * indent}
-    return (
-        line[:indent] + textwrap.fill(line[indent:], width, initial_indent=" " * indent, **options)[indent:]
+    wrapped = textwrap.fill(
+        line[indent:],
+        width,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return line[:indent] + wrapped[indent:]
 
 
 def log_outcome(log: logging.Logger, outcome: Outcome) -> None:
     """Log how a step ended, in columns: step, how, seconds, note."""
-    timed = outcome.how in ("done", "failed", "stopped") and outcome.seconds
-    took = format_duration(outcome.seconds) if timed else ""
+    seconds = outcome.seconds if outcome.how in ("done", "failed", "stopped") else None
+    took = format_duration(seconds) if seconds else ""
     columns = f"{outcome.step:<10}  {outcome.how:<7}  {took:>7}  "
     log.info("%s", f"{columns}{outcome.note}".rstrip(), extra={"indent": len(columns)})
 
@@ -318,7 +327,7 @@ def waiting(describe: Callable[[], str]) -> Iterator[None]:
         yield
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The error's message in one line, prefixed by its type unless the message is written for users."""
     text = " ".join(str(error).split())
     for_users = isinstance(error, RuntimeError | OSError | ValueError) and text

@@ -106,7 +106,7 @@ def _next_action(failure: BaseException, logs: Path | None, checkpoints: Sequenc
 
 def _training(profile: Profile, history: History, *, ended: bool) -> str:
     """Step and loss as a heading, the loss curve, speed and time left."""
-    steps = profile.train.steps
+    steps = profile.train.last_step
     last = history.last
     if last is None:
         return f"## {profile.name}: {steps:,} steps to train"

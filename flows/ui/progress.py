@@ -50,7 +50,7 @@ class TrainingProgress:
 
     def __init__(self, profile: Profile, folder: Path) -> None:
         self._metrics = LogFollower(folder / run_files.METRICS, on_restart=self._restart)
-        self._steps = profile.train.steps
+        self._steps = profile.train.last_step
         self._validation = validation_name(profile.evaluate.batches)
         self._lowest: Mapping[str, Any] | None = None  # evaluation
         self._warned: Mapping[str, Any] | None = None  # lowest evaluation above which a warning was logged

@@ -33,7 +33,7 @@ class Section(BaseModel):
 
 
 def required(value: T | None) -> T:
-    """The value of an optional key that a profile's rules require where it is read."""
+    """A value that is set wherever it is read, such as a key that a profile's rules require."""
     assert value is not None
     return value
 

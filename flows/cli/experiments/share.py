@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     def start() -> dict[str, Any]:
         from flows.experiments.share import share as flow
 
-        return cast(dict[str, Any], flow(options.file, options.store))
+        return flow(options.file, options.store)
 
     return run_command.run_flow(options, target.profile, described.name, start, print_result)
 
