@@ -20,6 +20,8 @@ ROLES = {
 COVERED = ("weight", "train")  # fields of a message that say whether the loss covers it
 CONTEXT = ("system", "history")  # fields of a record that come before its prompt
 VARIABLES = ("tools", "documents", "chat_template_kwargs")  # fields of a record for the chat template
+ANSWERED = ("prompt", "completion", "chosen", "rejected")  # fields of a record that are texts or messages
+MESSAGE = {"role", "from"}  # fields of a message, one of which it has
 # Fields of a record that no objective can use, and what to do.
 UNSUPPORTED = {
     "functions": "give them as tools",
@@ -60,6 +62,35 @@ class Conversation:
     def texts(self) -> Iterator[str]:
         """All strings in it."""
         return _strings([self.messages, self.variables])
+
+
+def with_messages(record: Mapping[str, Any], chats: Sequence[str]) -> Mapping[str, Any]:
+    """A record with the messages that its texts hold as JSON, which is all that a CSV file can have.
+
+    A single text of a prompt or an answer stays a text: it may be JSON that the model is to write.
+
+    Args:
+        chats: fields of conversations.
+    """
+    parsed = {name: found for name, value in record.items() if (found := _parsed(value)) is not None}
+    texts = {name for name in ANSWERED if record.get(name)}
+    used = parsed.keys() & {*chats, *(texts if texts <= parsed.keys() else ())}
+    return {**record, **{name: parsed[name] for name in used}} if used else record
+
+
+def _parsed(value: Any) -> list[Any] | None:
+    """The messages of a JSON text; None if it is none."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    return (
+        found
+        if found and all(isinstance(each, Mapping) and MESSAGE & each.keys() for each in found)
+        else None
+    )
 
 
 def messages(value: Any, role: str = "user") -> Conversation:

@@ -8,6 +8,8 @@ a sequence is never counted, since nothing predicts it.
 
 Each of them may have `system` and `history`, which come first; with messages also tools, documents and chat_template_kwargs.
 
+Messages may be JSON texts, as in CSV files; of prompts and answers, all or none.
+
 Prompt and completion have the tokens of their joined text, as in TRL, so that a completion never begins with the space that a
 SentencePiece tokenizer writes before a text. The completion starts at the first token that a prompt alone lacks.
 """
@@ -97,7 +99,7 @@ class Examples:
 
     def of(self, record: Mapping[str, Any]) -> Example:
         """The example of a record. Raises UnusableRecord, TemplateFailed."""
-        s = self.options.sequence_length
+        s, record = self.options.sequence_length, conversations.with_messages(record, CHATS)
         if self.options.kind == "sft":
             sequence, size = self._answered(record)
             sequences, truncated = [sequence[:s]], len(sequence) > s
@@ -114,6 +116,8 @@ class Examples:
         for name in CHATS:
             if record.get(name):
                 self._count_unused(record, (name,))
+                if isinstance(record[name], str):
+                    raise UnusableRecord(f"{name} is a text, neither a list of messages nor JSON of one")
                 return self._conversation(
                     conversations.in_context(record, conversations.messages(record[name]))
                 )
@@ -282,7 +286,7 @@ def _split(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> tuple[l
 def _encode(tokenizer: Tokenizer, text: str) -> Encoding:
     try:
         return tokenizer.encode(text, add_special_tokens=False)
-    except UnicodeEncodeError as error:
+    except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate, by the version of tokenizers
         raise UnusableRecord("its text cannot be encoded") from error
 
 

@@ -284,6 +284,9 @@ def test_templates_run_in_a_sandbox_and_may_reject_messages(folder, tmp_path):
         ({"instruction": "x", "output": "y", "history": ["z"]}, "history is not a list of pairs"),
         ({"prompt": "x", "completion": "y", "tools": [{"name": "count"}]}, "tools cannot be used without a chat template"),
         ({"prompt": CHAT[:2], "completion": CHAT[:1]}, "no turn of the assistant to train on"),
+        ({"messages": str(CHAT)}, "messages is a text, neither a list of messages nor JSON of one"),
+        ({"messages": [{"role": "user", "content": "half a pair \ud800"}, CHAT[1]]}, "its text cannot be encoded"),
+        ({"prompt": "half a pair \ud800", "completion": "x"}, "its text cannot be encoded"),
     ],
 )  # fmt: skip
 def test_records_without_an_answer_are_unusable(folder, record, reason):
@@ -307,6 +310,21 @@ def test_records_without_an_answer_are_unusable(folder, record, reason):
 def test_pairs_without_two_answers_are_unusable(folder, record, reason):
     with pytest.raises(UnusableRecord, match=reason):
         examples(folder, "dpo").of(record)
+
+
+def test_messages_may_be_json_as_in_csv_files(folder):
+    one, two = [{"role": "assistant", "content": "x"}], [{"role": "assistant", "content": "y"}]
+    for kind, record in (
+        ("sft", {"messages": CHAT}),
+        ("sft", {"prompt": CHAT[:1], "completion": one}),
+        ("dpo", {"prompt": CHAT[:1], "chosen": one, "rejected": two}),
+        ("dpo", {"chosen": CHAT[:1] + one, "rejected": CHAT[:1] + two}),
+    ):
+        written = {name: json.dumps(value) for name, value in record.items()}
+        expected, found = (examples(folder, kind).of(each).sequences for each in (record, written))
+        assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    text = {"prompt": "Write a chat.", "completion": json.dumps(CHAT)}  # which the model is to write
+    assert examples(folder).of(text).bytes == len("".join(text.values()))
 
 
 @pytest.mark.parametrize(
