@@ -51,9 +51,9 @@ PARAMETERS = {
     "dbrx": 131596523520,
     "qwen3-30b-a3b": 30532122624,
     "gpt-oss-20b": 20914757184,
-    **dict.fromkeys(
-        ("glm4.5-106b-a12b-h200", "glm4.5-106b-a12b-h100"), 109227310848
-    ),  # with multi-token prediction
+    "glm4.5-106b-a12b": 106852251264,  # with the 5,760 biases of the experts' selection
+    # with multi-token prediction
+    **dict.fromkeys(("glm4.5-106b-a12b-h200", "glm4.5-106b-a12b-h100"), 109227310848),
     "deepseek-v3": 671026419200,  # with the 14,848 biases of the experts' selection
     "gpt3-23b": 22980059136,
     "gpt3-46b": 45531619328,
@@ -91,6 +91,7 @@ MODERN = (
     "dbrx",
     "qwen3-30b-a3b",
     "gpt-oss-20b",
+    "glm4.5-106b-a12b",
     "olmo-hybrid-7b",
     "deepseek-v3",
 )  # without a published run on trn1
@@ -184,6 +185,14 @@ CONFIGS = {
             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
             "truncate": False,
         },
+    },
+    "glm4.5-106b-a12b": {
+        "model_type": "glm4_moe", "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 10944, "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1,
+        "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96,
+        "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
     },
     "olmo-hybrid-7b": {
         "model_type": "olmo_hybrid", "attention_bias": False, "hidden_size": 3840, "intermediate_size": 11008,
