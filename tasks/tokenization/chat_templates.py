@@ -93,7 +93,11 @@ class ChatTemplate:
         if "default" not in sources:
             reason = "is missing: the data has messages, and the tokenizer has no chat template"
             raise ProfileError("objective.template", None, reason, list(NAMED))
-        tokens = {name: settings.get(name) for name in SPECIAL}
+        named = settings.get("extra_special_tokens")  # of the model, by name, or a list
+        tokens = {
+            **(named if isinstance(named, dict) else {}),
+            **{name: settings.get(name) for name in SPECIAL},
+        }
         tokens = {
             name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
         }

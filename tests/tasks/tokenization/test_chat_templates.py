@@ -169,6 +169,17 @@ def test_a_prompt_that_no_answer_begins_with_is_named(folder):
         ChatTemplate(folder, thinking).with_answers(ONE)
 
 
+def test_templates_know_the_special_tokens_that_a_tokenizer_names(tmp_path):
+    named = {"call_token": "<call>", "end_token": {"content": "</s>"}}
+    names = {"bos_token": "<s>", "extra_special_tokens": named}
+    tokenizer_files.write(tmp_path, of_bytes(["<s>", "</s>", "<call>"]), names)
+    source = "{{ bos_token }}{{ call_token }}{{ end_token }}{{ eos_token }}"
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        ONE, chat_template=source, tokenize=False
+    )
+    assert ChatTemplate(tmp_path, source).render(ONE) == expected == "<s><call></s>"
+
+
 def test_records_with_tools_are_rendered_by_the_template_of_that_name(folder, tmp_path):
     templates = [{"name": name, "template": f"{name}: {{{{ tools }}}}"} for name in ("default", "tool_use")]
     for file in folder.iterdir():
