@@ -14,6 +14,8 @@ from typing import Any
 from profiles.errors import ProfileError, format_value
 from profiles.nxdt.config import Unresolved
 
+NO_MATHEMATICS = "exp_manager."  # beginning of keys that only say what is saved
+
 
 class Effect(StrEnum):
     """What the import does with a key, in ascending order of severity."""
@@ -75,7 +77,7 @@ class Translation:
 
         After an error, these readers return the default, so that the other keys are read too.
         """
-        value = self.get(key, default)
+        value = self._get_or_note(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             self.report(key, Effect.ERROR, "is not a number")
             return default
@@ -83,7 +85,7 @@ class Translation:
 
     def integer(self, key: str, default: int, least: int = 1) -> int:
         """The value of a key that must be an integer of at least `least`; others like `number`."""
-        value = self.get(key, default)
+        value = self._get_or_note(key, default)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (whole or (isinstance(value, float) and value.is_integer())) or value < least:
             self.report(key, Effect.ERROR, f"is not an integer of {least} or more")
@@ -92,11 +94,19 @@ class Translation:
 
     def flag(self, key: str, default: bool) -> bool:
         """The value of a key that must be true or false; others like `number`."""
-        value = self.get(key, default)
+        value = self._get_or_note(key, default)
         if value not in (True, False):  # 1 and 0 too
             self.report(key, Effect.ERROR, "is neither true nor false")
             return default
         return bool(value)
+
+    def _get_or_note(self, key: str, default: Any) -> Any:
+        """As `get`; the default for an unresolved value without effect on the mathematics, which is a thing to do."""
+        value = self.get(key, default)
+        if isinstance(value, Unresolved) and key.startswith(NO_MATHEMATICS):
+            self.report(key, Effect.TO_DO, f"{format_value(default)} is used instead")
+            return default
+        return value
 
     def misspelt(self, key: str) -> list[str]:
         """The known key that an unknown one is probably a misspelling of, if there is one."""

@@ -12,7 +12,8 @@ from tests.profiles.nxdt.test_nxdt import merged, write
 RECIPE = {
     "run": {"results_dir": "${base_results_dir}/${.name}", "name": "garden"},
     "exp_manager": {"exp_dir": None, "explicit_log_dir": "${base_results_dir}/logs"}
-    | {"summary_writer_kwargs": {"save_dir": "${recipes.exp_manager.exp_dir}/tensorboard"}},
+    | {"summary_writer_kwargs": {"save_dir": "${recipes.exp_manager.exp_dir}/tensorboard"}}
+    | {"checkpoint_callback_params": {"every_n_train_steps": "${save_every}", "save_top_k": 2}},
     "data": {"train_dir": None, "val_dir": "${recipes.run.val_dir}", "tokenizer": {"type": "${recipes.run.model}"}},
     "model": {"model_config": None, "optim": {"sched": {"max_steps": "${recipes.trainer.max_steps}"}}},
 }  # fmt: skip
@@ -35,6 +36,9 @@ def test_recipe_of_a_launcher_is_imported_and_what_it_lacks_is_to_do(tmp_path, n
     undefined = "${base_results_dir} refers to an undefined key; nearest: "
     for key in ("run.results_dir", "exp_manager.explicit_log_dir"):
         assert to_do[key].startswith(undefined)
+    every = to_do["exp_manager.checkpoint_callback_params.every_n_train_steps"]
+    assert every.startswith("${save_every} refers to an undefined key")
+    assert every.endswith("; 0 is used instead")
     assert "${recipes.run.model} refers to an undefined key" in to_do["data.tokenizer.type"]
     assert "the published llama3-8b" in to_do["model.model_config"]
     assert "no other key names training data; set data.sources" in to_do["data.train_dir"]
