@@ -53,8 +53,8 @@ def chain(
     results = []
     for number, each in enumerate(load_chain(profiles, overrides, name), 1):
         log.info("run %d of %d: %s", number, len(profiles), each.name)
-        command = RunCommand(each.profile, overrides, name or None, store, profiles)
-        result = train_profile(on_devices(each.run), command, replace=replace)
-        check_gate(each.name, each.run.evaluate, result["evaluation"], result["before"])
+        command = RunCommand(each.source, overrides, name or None, store, profiles)
+        result = train_profile(on_devices(each.profile), command, replace=replace)
+        check_gate(each.name, each.profile.evaluate, result["evaluation"], result["before"])
         results.append(result)
     return results

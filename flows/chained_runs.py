@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError, closest
 from profiles.rules.pretrained import RUN
-from profiles.schema import Profile
 
 
-@dataclass(frozen=True)
-class ChainedRun:
-    """One run of a chain."""
-
-    profile: str  # a shipped profile's name, or the path of a YAML file
-    overrides: tuple[str, ...]
-    run: Profile  # resolved
-
-    @property
-    def name(self) -> str:
-        return self.run.name
-
-
-def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: str = "") -> list[ChainedRun]:
+def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: str = "") -> list[PlannedRun]:
     """The runs of a chain of profiles, resolved.
 
     Args:
@@ -38,7 +24,7 @@ def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: s
 
     if not profiles:
         raise ProfileError("profiles", [], "a chain has at least one profile", ["[tiny, tiny-sft]"])
-    found: list[ChainedRun] = []
+    found: list[PlannedRun] = []
     for profile in profiles:
         own = _overrides_of(profile, profiles, overrides)
         if found:
@@ -50,19 +36,19 @@ def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: s
         if run.name in [each.name for each in found]:
             reason = "occurs twice in the chain, and two runs of a store cannot have the same name"
             raise ProfileError("profiles", profile, reason)
-        if found and global_shapes(run.model) != global_shapes(found[-1].run.model):
-            reason = f"has a different model from {found[-1].profile}, whose export it would start from"
+        if found and global_shapes(run.model) != global_shapes(found[-1].profile.model):
+            reason = f"has a different model from {found[-1].source}, whose export it would start from"
             raise ProfileError("profiles", profile, reason)
-        found.append(ChainedRun(profile, tuple(own), run))
+        found.append(PlannedRun(profile, run, tuple(own)))
     return found
 
 
-def load_chain(profiles: Sequence[str], overrides: Sequence[str] = (), name: str = "") -> list[ChainedRun]:
+def load_chain(profiles: Sequence[str], overrides: Sequence[str] = (), name: str = "") -> list[PlannedRun]:
     """`chained_runs` that can start on this machine. Raises ProfileError otherwise, before any work."""
     runs = chained_runs(profiles, overrides, name)
     for each in runs:
-        resolve.check(each.run)
-        resolve.check_start(each.run)
+        resolve.check(each.profile)
+        resolve.check_start(each.profile)
     return runs
 
 

@@ -28,15 +28,7 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import run_name
-from flows.run_setup import (
-    check_plan,
-    flow_context,
-    open_run,
-    read_lockfile,
-    resolve_inputs,
-    settle_compilation,
-    with_training_progress,
-)
+from flows.run_setup import TrainingRun, flow_context, read_lockfile, resolve_inputs
 from flows.runner import THREADS, Runner
 from flows.start_checks import load
 from flows.verdicts import Judge, check_gates, missing_held_out, on_cluster_of, show_series
@@ -55,12 +47,10 @@ from tasks.reporting.outcome import Outcome
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.steps.export import ExportStep
-from tasks.steps.graphs import GraphsStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.steps.training import TrainingStep
 from tasks.store import activities, ledger, runs
 from tasks.store.artifacts import Artifact
-from tasks.store.locks import Lock
 from tasks.store.store import Store, open_store
 
 log = logging.getLogger(__name__)
@@ -162,7 +152,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
             runner.record_use(used)
         runner.context = replace(runner.context, profile=run)
         judge = Judge(runner, current, tokenizer, dataset, origin, frozen)
-        identity, verdict = _train(judge, lock, start_over=over)
+        identity, verdict = _train(judge, start_over=over)
         lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
         if verdict.promotes:
             read = replay.samples_read(store.run_folder(name), run.train.steps, run.train.global_batch_size)
@@ -286,7 +276,7 @@ def _lacks_sets(store: Store, name: str, dataset: str) -> bool:
     return True
 
 
-def _train(judge: Judge, lock: Lock, *, start_over: bool) -> tuple[str, Verdict]:
+def _train(judge: Judge, *, start_over: bool) -> tuple[str, Verdict]:
     """Train the promoted model on new data, evaluate before and after, and export a promoted result.
 
     Returns the round's identity and how it was judged.
@@ -297,29 +287,25 @@ def _train(judge: Judge, lock: Lock, *, start_over: bool) -> tuple[str, Verdict]
     trunk = run.continual.is_trunk
     step = series.start_step(store, current, trunk=trunk)
     with series.local_checkpoint(store, current, step) as weights:
-        planned = check_plan(runner)
-        compiling = runner.start(GraphsStep())
-        start = _start(current, step, run)
-        identity = keys.run_identity(run, tokenizer.key, dataset.key, start)
+        training = TrainingRun(runner)
         runs.record_flow_run(base, context.flow_run)
-        inputs = {"tokenizer": tokenizer.key, "dataset": dataset.key, "checkpoint": start}
-        lock.check()  # another process may have taken over the round while this one was suspended
-        with open_run(runner, run, identity, inputs, planned, replace=start_over) as overview:
+        inputs = tokenizer.key, dataset.key, _start(current, step, run)
+        with training.open(run, *inputs, replace=start_over) as overview:
+            identity = training.identity
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
             judge.evaluate_promoted(base)
-            graphs = compiling.result()
-            settle_compilation(runner, graphs)
-            training = TrainingStep(dataset, identity, graphs, weights, keep_optimizer=trunk)
+            graphs = training.graphs()
+            train = TrainingStep(dataset, identity, graphs, weights, keep_optimizer=trunk)
             if judge.weights is not None:  # LoRA: the updates of the same weights are trained further
-                training = replace(training, weights=judge.weights, adapters=weights)
-            runner.run(training, with_training_progress(runner.context))
+                train = replace(train, weights=judge.weights, adapters=weights)
+            training.train(train)
             verdict, evaluated = judge.judge(identity, graphs)
             if verdict.promotes:
                 with activities.begin(store, "exporting", run.name):
                     given = state_files.read_json(base / EXPORT / GENERATION_CONFIG)
                     runner.run(ExportStep(tokenizer, identity, judge.weights, generation_config=given or {}))
             outcomes = _with_new_data(runner.outcomes, tokenizer, dataset)
-            runner.run(ReportStep(planned, evaluated, outcomes, verdict.lines))
+            runner.run(ReportStep(training.plan, evaluated, outcomes, verdict.lines))
             overview.update(now=True)
         return identity, verdict
 

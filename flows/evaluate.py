@@ -169,8 +169,7 @@ def evaluate(
         settings = _changed_settings(folder, profile, inputs) if overrides else None
         if settings is not None:
             log.info("overrides change the held-out loss: it is not recorded in %s", run_files.EVALUATIONS)
-        with Runner(flow_context(profile, opened, folder), lock) as runner:
-            runner.keep_recorded_artifacts()
+        with Runner(flow_context(profile, opened, folder), lock, keeps_recorded=True) as runner:
             evaluator = Evaluator(runner, opened, name, inputs, tasks, files, limit, changed, settings)
             failures = _evaluate_all(evaluator, folder, step, follow)
         opened.run_folder(name).sync(results.TENSORBOARD).upload()

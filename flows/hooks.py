@@ -131,7 +131,7 @@ def _locate_runs(parameters: Mapping[str, Any]) -> list[tuple[Store, str]]:
         return [(Store(uri, parameters.get("work_dir") or "store"), parameters["run"])]
     overrides, name = parameters.get("overrides") or (), parameters.get("name") or ""
     if "profiles" in parameters:  # the flow of flows/chain.py
-        found = [each.run for each in chained_runs(parameters["profiles"], overrides, name)]
+        found = [each.profile for each in chained_runs(parameters["profiles"], overrides, name)]
     else:
         found = [resolve.load(parameters["profile"], overrides, name or None)]
     return [(Store(uri, run.cluster.work_dir or "store"), run.name) for run in found]

@@ -23,14 +23,11 @@ from flows.final_states import final_states
 from flows.hooks import HOOKS
 from flows.parameters import ForkedFrom, LastStep, ProfileName, RunName
 from flows.run_setup import (
+    TrainingRun,
     admitted,
-    check_plan,
-    open_run,
     read_lockfile,
     resolve_inputs,
-    settle_compilation,
     warn,
-    with_training_progress,
     write_lockfile,
 )
 from flows.runner import THREADS, Background, Runner
@@ -38,7 +35,6 @@ from flows.start_checks import RunCommand, check_last_step, load
 from modeling.planning.planner import plan
 from profiles.files import run_files
 from profiles.schema import Profile
-from tasks import keys
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.experiments import forecasts
 from tasks.fork import copy_checkpoint, hold_checkpoint, record_data
@@ -46,7 +42,6 @@ from tasks.report import ReportStep, read_initial_evaluation
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, with_steps
 from tasks.steps.export import ExportStep
-from tasks.steps.graphs import GraphsStep
 from tasks.steps.reference import ReferenceStep
 from tasks.steps.tokenizer import TokenizerStep, check_fits, check_records
 from tasks.steps.training import TrainingStep
@@ -111,41 +106,31 @@ def train_profile(
         command: the command line that it was resolved from.
     """
     with admitted(profile, command, until, replace=replace) as (runner, parent):
-        planned = check_plan(runner)
-        compiling = runner.start(GraphsStep())
+        training = TrainingRun(runner)
         tokenizer, dataset, converting = _prepare(runner, parent, update)
         run, store = runner.context.profile, runner.context.store
         if run.train.epochs is not None:
             run = with_steps(run, dataset)
-            planned = plan(run)  # again: the number of steps follows from the data
+            training.plan = plan(run)  # again: the number of steps follows from the data
         warnings = warn(runner, run, tokenizer, dataset, parent)
         weights = converting.result()
-        origin = parent and keys.digest([parent.identity, parent.step])
-        identity = keys.run_identity(run, tokenizer.key, dataset.key, weights and weights.key, origin)
-
-        inputs = {"tokenizer": tokenizer.key, "dataset": dataset.key, "checkpoint": weights and weights.key}
-        runner.require_lock()  # another process may have taken over the run while this one was suspended
+        inputs = tokenizer.key, dataset.key, weights and weights.key
         options = {"parent": parent, "replace": replace, "warnings": warnings}
-        with (
-            open_run(runner, run, identity, inputs, planned, command, **options) as overview,
-            runner.until_reached(),
-        ):
+        with training.open(run, *inputs, command, **options) as overview, runner.until_reached():
             # Before training: a run that never ends may be forked.
-            ledger.record(store, run.name, identity, dataset, parent and parent.identity)
+            ledger.record(store, run.name, training.identity, dataset, parent and parent.identity)
             if parent:
                 record_data(store, parent)
                 copy_checkpoint(store, parent, run.name)
             # A ladder does not locate its target's tokenizer, whose location depends on the machine.
             _take_forecast(store, run.model_copy(update={"tokenizer": profile.tokenizer}))
-            graphs = compiling.result()
-            settle_compilation(runner, graphs)
-            evaluated, exported = _train(runner, identity, tokenizer, dataset, weights, graphs)
-            report = runner.run(ReportStep(planned, evaluated, runner.outcomes))
+            evaluated, exported = _train(runner, training, tokenizer, dataset, weights)
+            report = runner.run(ReportStep(training.plan, evaluated, runner.outcomes))
             overview.update(now=True)
         if not runner.reached:
             return {
                 **_results(runner.context.run_folder, evaluated, exported, report),
-                "parameters": planned.parameters,
+                "parameters": training.plan.parameters,
                 "steps": [asdict(outcome) for outcome in runner.outcomes],
             }
     return {"run": profile.name, "until": until, "steps": [asdict(outcome) for outcome in runner.outcomes]}
@@ -170,20 +155,15 @@ def _prepare(runner: Runner, parent: Parent | None, update: bool) -> tuple[Artif
 
 
 def _train(
-    runner: Runner,
-    identity: str,
-    tokenizer: Artifact,
-    dataset: Artifact,
-    weights: Artifact | None,
-    graphs: Artifact | None,
+    runner: Runner, training: TrainingRun, tokenizer: Artifact, dataset: Artifact, weights: Artifact | None
 ) -> tuple[Artifact, Artifact]:
     """Train in the open run folder, evaluate and export; returns the evaluation and the export."""
+    identity, graphs = training.identity, training.graphs()
     context, reference = runner.context, None
     if context.profile.precomputes_reference:  # other runs should not list a skipped step
         assert weights is not None  # DPO starts from a model
         reference = runner.run(ReferenceStep(dataset, weights, graphs))
-    training = TrainingStep(dataset, identity, graphs, weights, reference)
-    runner.run(training, with_training_progress(context))
+    training.train(TrainingStep(dataset, identity, graphs, weights, reference))
     evaluated = runner.run(EvaluationStep(dataset, identity, graphs, weights, reference))
     with activities.begin(context.store, "exporting", context.profile.name):
         return evaluated, runner.run(ExportStep(tokenizer, identity, weights))

@@ -1,9 +1,9 @@
-"""What a flow does around its steps: plan check, input resolution, run folder, training progress."""
+"""What a flow does around its steps: input resolution, plan check, run folder, training."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace as replace_fields
 from pathlib import Path
@@ -23,10 +23,13 @@ from profiles.check import with_value
 from profiles.files import run_files, state_files
 from profiles.files.retry_policies import STEP
 from profiles.schema import Profile
+from tasks import keys
 from tasks.fork import rate_warnings
 from tasks.inputs import Inputs, Lockfile, resolve
 from tasks.reporting.advice import data_warnings
 from tasks.step import Context
+from tasks.steps.graphs import GraphsStep
+from tasks.steps.training import TrainingStep
 from tasks.store import activities, runs
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import Parent, RunFolder
@@ -62,19 +65,6 @@ def admitted(
         run, parent = admit(store, profile, command, replace=replace)
         with Runner(flow_context(run, store), lock, until) as runner:
             yield runner, parent
-
-
-def check_plan(runner: Runner) -> planner.Plan:
-    """Plan the run as a task. Raises ProfileError if it cannot fit or the devices are missing."""
-    profile = runner.context.profile
-
-    def plan() -> planner.Plan:
-        planner.require_devices(profile)
-        planned = planner.plan(profile)
-        planner.require_fit(profile, planned)
-        return planned
-
-    return runner.run_function("plan", plan, plan_summary)
 
 
 def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> Lockfile | None:
@@ -123,45 +113,101 @@ def warn(
     return warnings
 
 
-@contextmanager
-def open_run(
-    runner: Runner,
-    profile: Profile,
-    identity: str,
-    inputs: Mapping[str, str | None],
-    plan: planner.Plan,
-    command: RunCommand | None = None,
-    *,
-    warnings: Sequence[str] = (),
-    parent: Parent | None = None,
-    replace: bool = False,
-) -> Iterator[Overview]:
-    """Open the run folder for the steps in the block.
+class TrainingRun:
+    """A run from its plan to the end of its training, in every flow that trains one.
 
-    Yields its overview in Prefect's UI, which shows the plan and the warnings. Other arguments and errors: see `runs.open_run`.
+    Checks the plan and begins to compile the graphs; then the flow prepares the inputs, with which `open` opens the run folder.
+
+    Attributes:
+        plan: what the overview and the report show as the plan.
+        identity: hash of the run's mathematics and inputs; empty before the folder is open.
+
+    Raises:
+        ProfileError: the run cannot fit, or the devices are missing.
     """
-    context = runner.context
-    with suggest_commands(command, profile.name):
-        folder = runs.open_run(
-            context.store, profile, identity, context.flow_run, inputs, parent=parent, replace=replace
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self.plan, self.identity = runner, _check_plan(runner), ""
+        self._compiling = runner.start(GraphsStep())
+
+    @contextmanager
+    def open(
+        self,
+        profile: Profile,
+        tokenizer: str,
+        dataset: str,
+        start: str | None,
+        command: RunCommand | None = None,
+        *,
+        warnings: Sequence[str] = (),
+        parent: Parent | None = None,
+        replace: bool = False,
+    ) -> Iterator[Overview]:
+        """Open the run folder for the steps in the block.
+
+        Yields its overview in Prefect's UI, which shows the plan and the warnings. Other arguments and errors: see
+        `runs.open_run`.
+
+        Args:
+            tokenizer: its key.
+            dataset: its key.
+            start: key of the weights to start from, or digest of another run's checkpoint; None: from scratch.
+        """
+        runner = self._runner
+        context, run = runner.context, runner.context.store.run_folder(profile.name)
+        origin = keys.digest([parent.identity, parent.step]) if parent else None
+        self.identity = keys.run_identity(profile, tokenizer, dataset, start, origin)
+        inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": start}
+        runner.require_lock()  # another process may have taken over the run while this one was suspended
+        with suggest_commands(command, profile.name):
+            given = context.store, profile, self.identity, context.flow_run, inputs
+            folder = runs.open_run(*given, parent=parent, replace=replace)
+        run.write(run_files.LOCKFILE, context.inputs.lockfile.to_bytes())
+        runner.open(profile, folder)
+        overview = Overview(profile, folder)
+        overview.begin(self.plan, warnings)
+        labels = labels_of(
+            profile,
+            command.profile if command else profile.name,
+            f"{parent.run}@{parent.step}" if parent else None,
         )
-    context.store.run_folder(profile.name).write(run_files.LOCKFILE, context.inputs.lockfile.to_bytes())
-    runner.open(profile, folder)
-    overview = Overview(profile, folder)
-    overview.begin(plan, warnings)
-    source = command.profile if command else profile.name
-    origin = f"{parent.run}@{parent.step}" if parent else None
-    run = context.store.run_folder(profile.name)
-    with (
-        alerts(profile, run) as alerting,
-        tracking(profile, folder, labels_of(profile, source, origin)) as final_state,
-    ):
-        runner.context = replace_fields(runner.context, watch=alerting.update)
-        yield overview
-        if profile.tracking.trackers:
-            final_state.files += results(context.store, folder, parent)
-    if context.store.is_remote:
-        _store_alerts(run)
+        with alerts(profile, run) as alerting, tracking(profile, folder, labels) as final_state:
+            runner.context = replace_fields(runner.context, watch=alerting.update)
+            yield overview
+            if profile.tracking.trackers:
+                final_state.files += results(context.store, folder, parent)
+        if context.store.is_remote:
+            _store_alerts(run)
+
+    def graphs(self) -> Artifact | None:
+        """Wait for the compiled graphs, and record whether training compiles; None if there are none."""
+        graphs = self._compiling.result() if self._compiling else None
+        settle_compilation(self._runner, graphs)
+        return graphs
+
+    def train(self, step: TrainingStep) -> None:
+        """Train in the open folder, with progress and alerts."""
+        context = self._runner.context
+        progress, alert = TrainingProgress(context.profile, context.run_folder), context.watch
+
+        def watch() -> None:
+            progress.update()
+            alert()
+
+        self._runner.run(step, replace_fields(context, watch=watch))
+
+
+def _check_plan(runner: Runner) -> planner.Plan:
+    """Plan the run as a task. Raises ProfileError if it cannot fit or the devices are missing."""
+    profile = runner.context.profile
+
+    def plan() -> planner.Plan:
+        planner.require_devices(profile)
+        planned = planner.plan(profile)
+        planner.require_fit(profile, planned)
+        return planned
+
+    return runner.run_function("plan", plan, plan_summary)
 
 
 def _store_alerts(run: RunFolder) -> None:
@@ -186,14 +232,3 @@ def settle_compilation(runner: Runner, graphs: Artifact | None) -> None:
             run_files.PROFILE, resolve_profile.dump(profile).encode()
         )
         runner.context = replace_fields(context, profile=profile)
-
-
-def with_training_progress(context: Context) -> Context:
-    """A context that shows training progress and emits the run's events for alerts."""
-    progress, alert = TrainingProgress(context.profile, context.run_folder), context.watch
-
-    def watch() -> None:
-        progress.update()
-        alert()
-
-    return replace_fields(context, watch=watch)

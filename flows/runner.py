@@ -138,18 +138,20 @@ class Runner:
     Args:
         lock: the lock under which the flow uses the run, which every attempt of a step requires; None if it has none.
         until: name of the step to end with, which leaves this context, or the one of `until_reached`; empty: none.
+        keeps_recorded: whether to keep the references of the run folder to artifacts: for flows that only add to them.
 
     Attributes:
         reached: whether that step is done.
     """
 
-    def __init__(self, context: Context, lock: Lock | None = None, until: str = "") -> None:
-        self.context = context
+    def __init__(
+        self, context: Context, lock: Lock | None = None, until: str = "", *, keeps_recorded: bool = False
+    ) -> None:
+        self.context, self._keeps_recorded = context, keeps_recorded
         self._lock, self._until, self.reached = lock, until, False
         self.outcomes: list[Outcome] = []  # in the order in which the steps were started
         self._background: list[Background] = []
         self._used: dict[str, list[str]] = {}  # keys of the artifacts that were used, by kind
-        self._keeps_recorded = False  # whether keys of these kinds in the run folder are kept
         self._unrecorded: list[dict[str, Any]] = []  # failures before there was a run folder
 
     def __enter__(self) -> Self:
@@ -180,10 +182,6 @@ class Runner:
             record_event(folder, **failure)
         self._unrecorded.clear()
         self._write_use()
-
-    def keep_recorded_artifacts(self) -> None:
-        """Keep the references of the run folder to artifacts, for flows that only add to them."""
-        self._keeps_recorded = True
 
     def run_function(
         self, name: str, function: Callable[[], T], describe: Callable[[T], str], retries: int = 0

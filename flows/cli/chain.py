@@ -20,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
         from flows.start_checks import check_plan
 
         for each in runs:
-            check_plan(each.run)
+            check_plan(each.profile)
 
     def start() -> list[dict[str, Any]]:
         from flows.chain import chain
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         given = options.profiles, options.overrides, options.name, options.store
         return chain(*given, replace=options.replace)
 
-    return run_flow(options, runs[0].run, "-".join(each.name for each in runs), start, _print)
+    return run_flow(options, runs[0].profile, "-".join(each.name for each in runs), start, _print)
 
 
 def _print(console: Console, results: list[dict[str, Any]]) -> None:

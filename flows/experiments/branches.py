@@ -16,10 +16,9 @@ from typing import Any
 from prefect import flow
 
 from flows.experiments.plans import load_branches, require_startable
-from flows.experiments.side_by_side import file_name, run_side_by_side
+from flows.experiments.side_by_side import file_name, run_side_by_side, train_alone
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS
-from flows.pretrain import pretrain
 from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from modeling.scaling.planned_run import PlannedRun
@@ -50,8 +49,7 @@ def branches(file: str, store: str = "./store") -> dict[str, Any]:
     opened = open_store(store, work_dir or "store")
     described, trunk, found, _ = load_branches(file, opened)
     require_startable([trunk, *found])
-    grown = pretrain(described.target, list(trunk.overrides), trunk.name, store)
-    results = [grown, *run_side_by_side(described, found, store)]
+    results = [train_alone(trunk, store), *run_side_by_side(described, found, store)]
     rows = [
         {
             "run": run.name,
@@ -85,8 +83,8 @@ def _average(
         dataset, tokenizer = (
             store.artifacts.expect(step.id(inputs[step.kind])) for step in (DatasetStep, TokenizerStep)
         )
-        runner = stack.enter_context(Runner(flow_context(profile, store, folder), locks[trunk.name]))
-        runner.keep_recorded_artifacts()
+        context = flow_context(profile, store, folder)
+        runner = stack.enter_context(Runner(context, locks[trunk.name], keeps_recorded=True))
         rows = []
         for average in described.averages:
             members = members_of(described, average, trunk, found, store)

@@ -18,10 +18,9 @@ from typing import Any
 from prefect import flow
 
 from flows.experiments.plans import load_ladder, require_startable
-from flows.experiments.side_by_side import file_name, run_side_by_side
+from flows.experiments.side_by_side import file_name, run_side_by_side, train_alone
 from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS
-from flows.pretrain import pretrain
 from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.rungs import warnings_of
 from tasks.experiments import forecasts, json_artifacts
@@ -65,7 +64,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     page = ladder_page.write(opened.work_dir / "ladders" / f"{described.name}.html", described, document)
     result = {"ladder": described.name, "key": artifact.key, "page": str(page), **document}
     if target:
-        trained = pretrain(described.target, list(goal.overrides), None, store)
+        trained = train_alone(goal, store)
         result["report"] = trained["report"]
         recorded = forecasts.read_recorded(opened.run_folder(trained["run"]))
         if recorded is None:

@@ -113,8 +113,8 @@ def _evaluate(store: Store, proxy: Proxy, dataset: Artifact) -> Mapping[str, Any
     with activities.begin(store, "evaluate", proxy.name) as lock:
         folder = runs.fetch(store, proxy.name)
         identity = keys.digest([runs.read_inputs(folder)["identity"], dataset.key])
-        with Runner(flow_context(resolve_auto(proxy.run.profile), store, folder), lock) as runner:
-            runner.keep_recorded_artifacts()
+        context = flow_context(resolve_auto(proxy.run.profile), store, folder)
+        with Runner(context, lock, keeps_recorded=True) as runner:
             return runner.run(OtherDataEvaluationStep(dataset, identity)).summary
 
 

@@ -26,16 +26,7 @@ from flows.final_states import final_states
 from flows.hooks import EXPERIMENT_HOOKS, HOOKS
 from flows.parameters import ProfileName, RunName
 from flows.pretrain import run_name
-from flows.run_setup import (
-    admitted,
-    check_plan,
-    flow_context,
-    open_run,
-    read_lockfile,
-    resolve_inputs,
-    settle_compilation,
-    with_training_progress,
-)
+from flows.run_setup import TrainingRun, admitted, flow_context, read_lockfile, resolve_inputs
 from flows.runner import THREADS, Runner
 from flows.start_checks import RunCommand
 from modeling.planning.auto import resolve_auto
@@ -58,7 +49,6 @@ from tasks.experiments.shares import SETS, Measured
 from tasks.inputs import locate_runs
 from tasks.reporting import share_page
 from tasks.steps.dataset import DatasetStep, read_file
-from tasks.steps.graphs import GraphsStep
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.steps.training import TrainingStep
 from tasks.store import activities
@@ -104,9 +94,9 @@ def _propose(
     """Train the proxies that the store lacks, and write the proposal and its page."""
     datasets = {base.name: data.history} | {each.name: dataset for each, dataset in rounds}
 
-    def train(start: str, each: PlannedRun) -> dict[str, Any]:
+    def train(start: str, each: PlannedRun, store: str) -> dict[str, Any]:
         given = (each.name, store, data.tokenizer, datasets[each.name], data.new, start)
-        return proxy_round(described.target, list(each.overrides), *given)
+        return proxy_round(each.source, list(each.overrides), *given)
 
     (before,) = run_side_by_side(described, [base], store, partial(train, ""))
     proxy_data.pin(opened, base.name, data)
@@ -216,18 +206,12 @@ def proxy_round(
             weights = stack.enter_context(folder.local_checkpoint(part, keep_on_error=True))
             origin = keys.digest([folder.stored_identity, weights.name])
         resolve_inputs(runner, read_lockfile(opened, name))
-        identity = keys.run_identity(run, tokenizer, dataset, origin)
-        planned = check_plan(runner)
-        compiling = runner.start(GraphsStep())
+        training = TrainingRun(runner)
         for used in (corpus, sets):
             runner.record_use(used)
-        inputs = {"tokenizer": tokenizer, "dataset": dataset, "checkpoint": origin}
-        with open_run(runner, run, identity, inputs, planned, replace=True):
-            graphs = compiling.result() if compiling else None
-            settle_compilation(runner, graphs)
-            runner.run(
-                TrainingStep(corpus, identity, graphs, weights), with_training_progress(runner.context)
-            )
+        with training.open(run, tokenizer, dataset, origin, replace=True):
+            identity, graphs = training.identity, training.graphs()
+            training.train(TrainingStep(corpus, identity, graphs, weights))
             evaluated = runner.run(SetsEvaluationStep(sets, keys.digest([identity, held_out]), graphs))
     if evaluated is None:
         raise RuntimeError("the proxy was not evaluated")

@@ -34,16 +34,21 @@ def file_name() -> str:
     return Path(flow_run.parameters["file"]).stem
 
 
+def train_alone(run: PlannedRun, store: str) -> dict[str, Any]:
+    """Train a run in a flow run of its own; returns its result."""
+    return pretrain(run.source, list(run.overrides), run.name, store, fork=run.fork)
+
+
 def run_side_by_side(
     experiment: Experiment,
     runs: Sequence[PlannedRun],
     store: str,
-    train: Callable[[PlannedRun], dict[str, Any]] | None = None,
+    train: Callable[[PlannedRun, str], dict[str, Any]] = train_alone,
 ) -> list[dict[str, Any]]:
     """Train the unfinished runs, largest first, within the device budget; returns the results of all runs.
 
     Args:
-        train: trains a run in a flow run of its own; None: `pretrain`.
+        train: trains a run, given the store, in a flow run of its own.
     """
     budget = experiment.devices or max(run.profile.world_size for run in runs)
     free, changed = budget, threading.Condition()
@@ -61,7 +66,7 @@ def run_side_by_side(
         try:
             _run.set(run.name)
             begun = time.monotonic()
-            result = train(run) if train else _pretrain(experiment, run, store)
+            result = train(run, store)
             how = {step["step"]: step["how"] for step in result["steps"]}["train"]
             _run.set("")
             took = format_duration(time.monotonic() - begun)
@@ -96,10 +101,6 @@ def run_side_by_side(
                     interrupt = ctypes.py_object(KeyboardInterrupt)  # as Ctrl-C would in the main thread
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), interrupt)
             raise
-
-
-def _pretrain(experiment: Experiment, run: PlannedRun, store: str) -> dict[str, Any]:
-    return pretrain(experiment.target, list(run.overrides), run.name, store, fork=run.fork)
 
 
 @contextmanager

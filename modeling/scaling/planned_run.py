@@ -1,4 +1,4 @@
-"""Planned runs of an experiment: its target, and smaller or shorter runs of the target's family.
+"""Planned runs of an experiment or a chain; smaller or shorter runs of a target's family.
 
 A small run keeps the target's head size, ratio of query to KV heads, MLP ratio, vocabulary, sequence length, and the shares of
 warm-up and plateaus in the schedule. Its batch is the target's, or with `batch_exponent` γ grows as D^γ (the critical batch size
@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from modeling.models.flops import flops_per_token
 from profiles import resolve
@@ -26,16 +26,24 @@ MULTIPLE = 8  # a small run's MLP width is a multiple of this
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that an experiment may start.
+    """A run that an experiment or a chain may start.
 
     Attributes:
-        overrides: overrides of the target's profile that resolve to `profile`.
-        fork: RUN@STEP from whose checkpoint it starts; empty: from scratch.
+        source: name or path of the profile that resolves to `profile` with the overrides.
+        fork: RUN@STEP from whose checkpoint it continues; empty: none.
     """
 
+    source: str
     profile: Profile
     overrides: tuple[str, ...]
     fork: str = ""
+
+    @classmethod
+    def load(cls, source: str, overrides: Sequence[str], name: str | None = None, fork: str = "") -> Self:
+        """Resolve and check a run. Raises ProfileError for an invalid one."""
+        profile = resolve.load(source, overrides, name)
+        resolve.check(profile)
+        return cls(source, profile, tuple(overrides), fork)
 
     @property
     def name(self) -> str:
@@ -71,8 +79,8 @@ class PlannedRun:
 def target_of(experiment: Experiment) -> PlannedRun:
     """The target. Raises ProfileError if its profile is invalid, or small runs cannot forecast it."""
     target, kind = experiment.target, type(experiment).__name__.lower()
-    profile = resolve.load(target, experiment.overrides)
-    resolve.check(profile)
+    run = PlannedRun.load(target, experiment.overrides)
+    profile = run.profile
     if profile.train.steps is None:
         reason = f"is missing; a {kind} needs the target's length in steps, not epochs"
         raise ProfileError("train.steps", None, reason)
@@ -81,7 +89,7 @@ def target_of(experiment: Experiment) -> PlannedRun:
         raise ProfileError("target", target, reason)
     if profile.model.num_experts is not None:
         raise ProfileError("target", target, f"has experts, whose sizes a {kind} does not vary")
-    return PlannedRun(profile, tuple(experiment.overrides))
+    return run
 
 
 def small_run(
@@ -127,9 +135,7 @@ def small_run(
     overrides.append(f"data.schedule={json.dumps(_mixture(target.profile, share, steps))}")
     overrides.append(f"checkpoint.every={math.ceil(target.profile.checkpoint.every * share)}")
     overrides += changes
-    run = resolve.load(experiment.target, overrides, name)
-    resolve.check(run)
-    return PlannedRun(run, tuple(overrides))
+    return PlannedRun.load(experiment.target, overrides, name)
 
 
 def _mixture(target: Profile, share: float, steps: int) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ def round_of(
     Args:
         run: the profile of the series' round with this share, with its steps.
     """
-    planned = PlannedRun(run, ())
+    planned = PlannedRun(target.source, run, ())
     length = base.tokens / base.n * planned.tokens / target.tokens
     name = f"{described.name}-{share:g}"
     return _small(described, planned, length, name, described.round_overrides)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from modeling.scaling.planned_run import PlannedRun
-from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.experiments.branches import TRUNK, Average, Branch, Branches
 from tasks.fork import decay_settings, require_same_mixture
@@ -42,9 +41,7 @@ def trunk_of(spec: Branches, store: Store | None = None) -> PlannedRun:
         "checkpoint.keep_every": every,
     }
     overrides = (*spec.overrides, *(f"{key}={value}" for key, value in settings.items()))
-    profile = resolve.load(spec.target, overrides, name)
-    resolve.check(profile)
-    return PlannedRun(profile, overrides)
+    return PlannedRun.load(spec.target, overrides, name)
 
 
 def branches_of(spec: Branches, trunk: PlannedRun) -> list[PlannedRun]:
@@ -55,14 +52,13 @@ def branches_of(spec: Branches, trunk: PlannedRun) -> list[PlannedRun]:
         try:
             decay = decay_settings(trunk.profile.train, trunk.name, branch.step, decay_of(spec, branch))
             overrides = (*trunk.overrides, *decay, *branch.overrides)
-            profile = resolve.load(spec.target, overrides, name)
-            resolve.check(profile)
-            require_same_mixture(trunk.profile, profile, trunk.name, branch.step)
+            run = PlannedRun.load(spec.target, overrides, name, f"{trunk.name}@{branch.step}")
+            require_same_mixture(trunk.profile, run.profile, trunk.name, branch.step)
         except ProfileError as error:
             raise error.within(f"branches.{number}") from None
         if name in found or name == trunk.name:
             raise ProfileError(f"branches.{number}", name, "is listed twice; give one of them another name")
-        found[name] = PlannedRun(profile, overrides, f"{trunk.name}@{branch.step}")
+        found[name] = run
     return sorted(found.values(), key=lambda run: (run.first_step, run.profile.train.steps))
 
 

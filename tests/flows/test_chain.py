@@ -176,8 +176,8 @@ def test_a_chain_that_cannot_work_is_rejected_before_it_starts(stages, tmp_path,
     micro, sft, _ = stages
     chained = chained_runs(stages, [f"{sft}:train.steps=3"], "night")
     assert [each.name for each in chained] == ["night-micro", "night-sft", "night-dpo"]
-    assert [each.run.train.steps for each in chained] == [6, 3, 6]
-    assert [each.run.init.from_ for each in chained] == [None, "run:night-micro", "run:night-sft"]
+    assert [each.profile.train.steps for each in chained] == [6, 3, 6]
+    assert [each.profile.init.from_ for each in chained] == [None, "run:night-micro", "run:night-sft"]
     with pytest.raises(ProfileError, match="has a different model from"):
         chained_runs([micro, sft], [f"{sft}:model.hidden_size=64"])
     with pytest.raises(ProfileError, match="occurs twice"):

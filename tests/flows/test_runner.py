@@ -149,8 +149,7 @@ def test_background_step_that_waits_for_its_retry_is_interrupted(context, monkey
 def test_flow_that_reads_a_run_keeps_artifacts_recorded_meanwhile(context, tmp_path):
     run = context.store.run_folder("tiny")
     run.write(run_files.ARTIFACTS, json.dumps({"export": ["old"], "toy": ["old"]}).encode())
-    reader = Runner(replace(context, folder=tmp_path / "store/runs/tiny"))
-    reader.keep_recorded_artifacts()
+    reader = Runner(replace(context, folder=tmp_path / "store/runs/tiny"), keeps_recorded=True)
     run.write(run_files.ARTIFACTS, json.dumps({"export": ["new"], "toy": ["new"]}).encode())
     reader.record_use(Artifact(ArtifactId("toy", "own")))
     assert json.loads(run.read(run_files.ARTIFACTS)) == {"export": ["new"], "toy": ["new", "own"]}

@@ -162,8 +162,8 @@ def test_averages_read_the_trunk_under_its_lock_and_end_if_they_lose_it(
     activities_begin = activities.begin
     monkeypatch.setattr(flows.activities, "begin", begin)
     monkeypatch.setattr(flows, "AverageStep", step)
-    monkeypatch.setattr(flows, "pretrain", lambda *_: {"validation_loss": 1.0, "report": ""})
-    monkeypatch.setattr(flows, "run_side_by_side", lambda *_: [flows.pretrain()])
+    monkeypatch.setattr(flows, "train_alone", lambda *_: {"validation_loss": 1.0, "report": ""})
+    monkeypatch.setattr(flows, "run_side_by_side", lambda *_: [flows.train_alone()])
     with pytest.raises(FatalError, match="another process took over its lock"):
         branches(file, tmp_path / "store")
     assert waited == ["stable-long", "stable-trunk"]  # in the same order in every flow

@@ -105,9 +105,9 @@ def test_no_run_starts_after_another_has_failed(monkeypatch):
         raise ValueError(f"{name} failed")
 
     begun, profile = [], load("tiny")
-    experiment = SimpleNamespace(name="ladder", target="tiny", devices=None)
+    experiment = SimpleNamespace(name="ladder", devices=None)
     runs = [
-        SimpleNamespace(name=name, flops=flops, profile=profile, overrides=(), fork="")
+        SimpleNamespace(name=name, flops=flops, profile=profile, overrides=(), source="tiny", fork="")
         for name, flops in (("small", 1), ("medium", 2), ("large", 3))
     ]
     monkeypatch.setattr(side_by_side, "pretrain", pretrain)
