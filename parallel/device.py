@@ -420,6 +420,20 @@ def current(kind: str) -> torch.device:
     )
 
 
+def for_traces(kind: str) -> torch.device:
+    """The device of fake tensors that stand for this type's; the CPU if this machine cannot stand for it.
+
+    Torch has the operators of a device that is not built in wherever the device's package is loaded, also without hardware, and
+    shapes and dispatch are the same. For GPUs they depend on the card: compilers and torch's choices of kernels ask it.
+    """
+    known = torch.accelerator.current_accelerator()
+    if kind == "cpu" or known is None or known.type != kind:
+        return torch.device("cpu")
+    if torch.accelerator.is_available():
+        return current(kind)
+    return torch.device("cpu") if kind == "cuda" else torch.device(kind, 0)
+
+
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
     """Uninitialized host tensor for copies of `tensor`, page-locked if that makes copies asynchronous."""
     return torch.empty_like(tensor, device="cpu", pin_memory=_page_locks(tensor.device))

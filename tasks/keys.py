@@ -228,25 +228,26 @@ def graph(profile: Profile, graph: str) -> str:
 
 def _compiler(profile: Profile) -> dict[str, Any]:
     """The compiler and the platform of a profile's graphs."""
-    from modeling.compilation.compilers import backend_name, missing_requirement
+    from modeling.compilation.compilers import backend_name, make_compiler
     from modeling.training.trainer import threads
     from parallel import device as devices
     from parallel.host_products import ONEDNN_IS_FASTER
 
-    cluster, backend = profile.cluster, backend_name(profile)
+    cluster, backend, compiler = profile.cluster, backend_name(profile), make_compiler(profile)
     device = devices.KINDS[cluster.device]
     return {
         "backend": backend,
         "passes": [file_digest(_source_file(module)) for module in PASSES.get(backend, ())],
         "flags": profile.compile.flags,
         "async_tensor": profile.compile.async_tensor,
-        "lacks": missing_requirement(profile),
+        "lacks": compiler.missing_requirement(ahead_of_time=True),
         "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
         "onednn": ONEDNN_IS_FASTER and cluster.device == "cpu",
         "devices": device.compiled_for(cluster.devices_per_node),
         "deterministic": device.nondeterministic and profile.train.deterministic,
         "threads": threads(profile),
         **({"settings": SETTINGS} if cluster.device == "cuda" else {}),
+        **({"target": compiler.target} if compiler.target else {}),
         "versions": compiler_versions(),
     }
 

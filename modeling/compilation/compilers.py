@@ -3,7 +3,8 @@
     inductor   CPU and CUDA. Its cache folder holds graphs, generated code and, on a CPU, shared libraries; the folder itself is
                the artifact, because on a CPU `torch.compiler.save_cache_artifacts` omits compiled code
     neuron     TorchNeuron's torch.compile backend: FX, StableHLO, neuronx-cc, and one NEFF per graph in its cache folder.
-               Ahead of time it compiles without a device (`TORCH_NEURONX_COMPILE_ONLY`). Untested on Neuron hardware
+               Ahead of time it compiles without a device (`TORCH_NEURONX_COMPILE_ONLY`), for the platform that is set
+               (`NEURON_PLATFORM_TARGET_OVERRIDE`). Untested on Neuron hardware, and with the real package
 
 A compiler takes a graph as Dynamo captured it and compiles forward and backward before the call returns.
 """
@@ -18,8 +19,8 @@ import tempfile
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,36 +30,24 @@ import torch
 from torch.fx import GraphModule
 
 from modeling.compilation import toolchain
+from modeling.compilation.manifest import without_random_state
 from parallel import device as devices
 from parallel.host_products import ONEDNN_PRODUCTS
 from profiles.schema import Profile
 
 Compiled = Callable[..., Any]
+PLATFORM, CORES = "NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG"
 LINK_SECONDS = 7 * 86400.0  # for which a link to a removed cache folder is kept
-
-
-@contextmanager
-def without_random_state() -> Iterator[None]:
-    """Partition graphs without saving the state of random numbers for recomputed operators.
-
-    As torch's attention can apply dropout, it would be called by an operator that saves or restores this state, which needs more
-    inputs and which not every compiler supports. Our dropout is stateless (parallel/random.py).
-    """
-    from parallel.torch_internals import partitioners
-
-    found = partitioners.has_recomputable_rng_ops
-    partitioners.has_recomputable_rng_ops = lambda graph: False
-    try:
-        yield
-    finally:
-        partitioners.has_recomputable_rng_ops = found
 
 
 class Compiler(ABC):
     """A compiler for one kind of device."""
 
-    def __init__(self, device: str, flags: str | None = None) -> None:
-        self.device, self.flags = device, flags
+    needs_device = False
+    """Whether it can compile only on a machine with a device that works."""
+
+    def __init__(self, device: str, flags: str | None = None, accelerator: str | None = None) -> None:
+        self.device, self.flags, self.accelerator = device, flags, accelerator
 
     @abstractmethod
     def missing_software(self) -> str | None:
@@ -69,10 +58,14 @@ class Compiler(ABC):
         missing = self.device != "cpu" and not torch.accelerator.is_available()
         return f"no {self.device} device" if missing else None
 
-    def missing_requirement(self) -> str | None:
-        """What this machine lacks for compiling, as a phrase for messages; None if it has everything."""
-        # Without a device, as on a head node, programs would be traced on the CPU, with operators that the device does not have.
-        return self.missing_software() or self.missing_device()
+    def missing_requirement(self, *, ahead_of_time: bool = False) -> str | None:
+        """What this machine lacks for compiling, as a phrase for messages; None if it has everything.
+
+        Args:
+            ahead_of_time: whether the code is only compiled here, and runs elsewhere.
+        """
+        runs_here = self.needs_device or not ahead_of_time
+        return self.missing_software() or (self.missing_device() if runs_here else None)
 
     def fault(self, folder: Path) -> str | None:
         """Why nothing can be compiled into a folder although nothing is missing, as such a phrase; or None."""
@@ -80,6 +73,11 @@ class Compiler(ABC):
 
     def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:
         """Environment variables with which to start a process that will call `use_cache`."""
+        return {}
+
+    @property
+    def target(self) -> dict[str, str]:
+        """Environment variables that decide what a job compiles for, with their values; for cache keys."""
         return {}
 
     @abstractmethod
@@ -120,9 +118,18 @@ class Inductor(Compiler):
             into kernels that read and write the other ranks' memory. Its process group must exist when a graph is compiled.
     """
 
-    def __init__(self, device: str, flags: str | None = None, async_tensor: bool = False) -> None:
-        super().__init__(device, flags)
+    def __init__(
+        self,
+        device: str,
+        flags: str | None = None,
+        accelerator: str | None = None,
+        *,
+        async_tensor: bool = False,
+    ) -> None:
+        super().__init__(device, flags, accelerator)
         self.async_tensor = async_tensor
+        # Triton asks the card's driver for its architecture, and torch's choices of kernels read the card's properties.
+        self.needs_device = device != "cpu"
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         from parallel.torch_internals import inductor_config as inductor
@@ -245,10 +252,16 @@ class Neuron(Compiler):
         names = ("NEFF_CACHE_DIR", "NEFF_LOCAL_CACHE_DIR", "HLO_CACHE_DIR")
         found = {f"TORCH_NEURONX_{name}": str(folder) for name in names}
         if ahead_of_time:
-            found["TORCH_NEURONX_COMPILE_ONLY"] = "1"
+            found |= {"TORCH_NEURONX_COMPILE_ONLY": "1", PLATFORM: self.target[PLATFORM]}
         if self.flags:
             found["NEURON_CC_FLAGS"] = self.flags
         return found
+
+    @property
+    def target(self) -> dict[str, str]:
+        """The profile's accelerator and the logical cores of a device, unless the user has set others."""
+        platform = self.accelerator or devices.name_of(devices.KINDS[self.device])
+        return {name: os.environ.get(name, default) for name, default in ((PLATFORM, platform), (CORES, ""))}
 
     def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
         """Call before anything runs on the device."""
@@ -285,9 +298,6 @@ def backend_name(profile: Profile) -> str:
 def make_compiler(profile: Profile) -> Compiler:
     """The profile's compiler."""
     options = {"async_tensor": True} if profile.compile.async_tensor else {}
-    return COMPILERS[backend_name(profile)](profile.cluster.device, profile.compile.flags, **options)
-
-
-def missing_requirement(profile: Profile) -> str | None:
-    """What this machine lacks for the profile's compiler, as a phrase for messages; None if nothing."""
-    return make_compiler(profile).missing_requirement()
+    cluster = profile.cluster
+    make = COMPILERS[backend_name(profile)]
+    return make(cluster.device, profile.compile.flags, cluster.accelerator, **options)

@@ -8,8 +8,8 @@ logits, and the arithmetic in between and of the optimizer, small functions with
 On other devices these stay eager: the compiled backward of the lookup would accumulate in no fixed order on several
 threads, and a resumed run must be bit-identical.
 
-`CompileStatistics` counts cache misses and hits per program, and logs the names of programs that missed a precompiled
-artifact.
+`CompileStatistics` counts cache misses and hits per program. It compares each program with the manifest of those that were
+compiled ahead of time, and reports any other.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from modeling.compilation import compilers
+from modeling.compilation import compilers, manifest
 from modeling.compilation.compilers import Compiled, Compiler
+from modeling.compilation.manifest import Manifest
 from parallel import device as devices
 from parallel.experts.layer import MixtureOfExperts
 from parallel.layers.deferred import DeferrableLinear, weight_gradient
@@ -64,9 +65,11 @@ METHODS = {
 BLOCKS = {"none": "block", "selective": "selective block", "full": "recomputed block"}
 REGIONS = ("embedding", "rotations", *BLOCKS.values(), "norm", "loss")
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), STEP)
+COUNTS = 4  # of a program: misses, hits, graphs of no manifest, and 1
 # `recompile_limit`: maximum number of a function's graphs, one for each combination of shapes. torch's configuration would apply
 # only to the thread that sets it, and a device's backward pass runs in another thread. Its argument has no type in torch.
 OPTIONS: dict[str, Any] = {"fullgraph": True, "dynamic": False, "recompile_limit": 64}
+DIFFERS = "differs from the programs that were compiled ahead of time"
 log = logging.getLogger(__name__)
 
 Backend = Callable[[GraphModule, Sequence[Any]], Compiled]
@@ -136,47 +139,84 @@ class RegionBackends(ABC):
 
 
 class CompileStatistics(RegionBackends):
-    """Compiles regions and counts each program's cache misses and hits.
+    """Compiles regions, and counts each program's cache misses and hits.
 
     Args:
         compiler: compiler whose cache folder is set.
-        precompiled: whether the cache should hold every graph, so that misses are logged.
+        ahead: manifest of the programs that the cache should hold, so that any other and each miss is reported; None: none.
     """
 
-    def __init__(self, compiler: Compiler, *, precompiled: bool) -> None:
+    def __init__(self, compiler: Compiler, *, ahead: Manifest | None = None) -> None:
         super().__init__()
-        self.compiler, self.precompiled = compiler, precompiled
-        self.programs: dict[str, tuple[int, int]] = {}  # misses, hits
-        self._reported_misses = 0
+        self.compiler, self.ahead = compiler, ahead
+        self.programs: dict[str, tuple[int, int, int]] = {}  # misses, hits, programs of no manifest
+        self._differences: dict[str, str] = {}  # of this rank's programs of no manifest, by name
+        self._reported: dict[str, tuple[int, int]] = {}  # misses, programs of no manifest; by name
+        self._reasons: list[str] = []
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         name = program_name(region)
+        unknown = self._is_unknown(name, graph, inputs)
         before = self.compiler.cache_counts()
         compiled = self.compiler.compile(graph, inputs)
-        counts = zip(self.programs.get(name, (0, 0)), self.compiler.cache_counts(), before, strict=True)
-        misses, hits = (total + now - then for total, now, then in counts)
-        self.programs[name] = misses, hits
+        misses, hits = (now - then for now, then in zip(self.compiler.cache_counts(), before, strict=True))
+        if unknown and not misses:  # an earlier attempt has compiled it
+            misses, hits = max(1, hits), 0
+        counts = self.programs.get(name, (0, 0, 0))
+        self.programs[name] = counts[0] + misses, counts[1] + hits, counts[2] + unknown
         return compiled
 
+    def _is_unknown(self, name: str, graph: GraphModule, inputs: Sequence[Any]) -> bool:
+        """Whether there is a manifest, and it lacks this program."""
+        if self.ahead is None:
+            return False
+        _, graphs = manifest.capture(graph, inputs)
+        difference = self.ahead.difference(name, manifest.describe(graphs))
+        if difference is not None:
+            if not self._differences:  # one of each rank is enough
+                log.warning(f"{name}: {DIFFERS}: {difference}")
+            self._differences.setdefault(name, difference)
+        return difference is not None
+
     def local_counts(self) -> Tensor:
-        """This rank's counts, (3 · programs) float64, to be summed over all ranks and passed to `metrics`."""
-        rows = [(*self.programs[name], 1) if name in self.programs else (0, 0, 0) for name in PROGRAMS]
+        """This rank's counts, (COUNTS · programs) float64; `metrics` takes their sums over all ranks."""
+        rows = [(*self.programs[name], 1) if name in self.programs else (0,) * COUNTS for name in PROGRAMS]
         return torch.tensor(rows, dtype=torch.float64).flatten()
 
     def metrics(self, sums: Sequence[float]) -> dict[str, int]:
         """Metrics over all ranks: misses (`cold_compiles`) and hits (`warm_graphs`), in distinct graphs.
 
         Ranks that run a program have the same graphs, so a program counts the mean over those ranks; that of misses is rounded
-        up, so that a miss on a single rank counts.
+        up, so that a miss on a single rank counts. A graph of a program that the manifest lacks is a miss, wherever it was found.
         """
-        rows = [sums[3 * i : 3 * i + 3] for i in range(len(PROGRAMS))]
-        misses = sum(math.ceil(missed / ranks - 1e-6) for missed, _, ranks in rows if ranks)
-        if self.precompiled and misses > self._reported_misses:
-            self._reported_misses = misses
-            names = "; ".join(name for name, row in zip(PROGRAMS, rows, strict=True) if row[0])
-            log.warning(f"compile cache misses despite a precompiled graphs artifact: {names}")
-        hits = sum(round(found / ranks) for _, found, ranks in rows if ranks)
+        misses = hits = 0
+        for i, name in enumerate(PROGRAMS):
+            missed, found, unknown, ranks = sums[COUNTS * i : COUNTS * (i + 1)]
+            if ranks:
+                mean = math.ceil(missed / ranks - 1e-6)
+                misses, hits = misses + mean, hits + round(found / ranks)
+                # Sums may be of all ranks, or divided by the tensor degree.
+                self._report(name, mean, math.ceil(unknown / ranks - 1e-6))
         return {"cold_compiles": misses, "warm_graphs": hits}
+
+    def _report(self, name: str, misses: int, unknown: int) -> None:
+        """Note what is new in a program's counts, means over its ranks rounded up."""
+        before = self._reported.get(name, (0, 0))
+        self._reported[name] = misses, unknown
+        if self.ahead is None or (misses, unknown) == before:
+            return
+        if unknown > before[1]:
+            found = self._differences.get(name, "logged by the ranks that compiled it")
+            self._reasons.append(f"{name}: {DIFFERS}: {found}")
+        elif misses > before[0]:
+            what = f"{misses} graphs that were compiled ahead of time are not in the cache"
+            self._reasons.append(f"{name}: {what}")
+            log.warning(self._reasons[-1])
+
+    def take_reasons(self) -> list[str]:
+        """What `metrics` has found to be compiled in training despite a manifest, a line each; each once."""
+        taken, self._reasons = self._reasons, []
+        return taken
 
 
 class EagerStatistics:
@@ -188,9 +228,12 @@ class EagerStatistics:
     def metrics(self, sums: Sequence[float]) -> dict[str, int]:
         return {"cold_compiles": 0, "warm_graphs": 0}
 
+    def take_reasons(self) -> list[str]:
+        return []
 
-def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | None, bool]:
-    """A run's folder of compiled graphs (None: run eager), and whether it has every graph already.
+
+def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[Path | None, Manifest | None]:
+    """A run's folder of compiled graphs (None: run eager), and the manifest of those that it has already.
 
     Args:
         artifact: folder of the graphs artifact; None compiles during training.
@@ -201,7 +244,7 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
         RuntimeError: the node has no working device.
     """
     if not profile.compile.possible:
-        return None, False
+        return None, None
     folder = unpack(artifact, run) if artifact else None
     compiler = compilers.make_compiler(profile)
     if reason := compiler.missing_software() or compiler.fault(run / run_files.GRAPHS):
@@ -209,10 +252,12 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
             hint = f"{reason} on {platform.node()}; install what is missing"
             raise ProfileError("compile.enabled", True, hint, [False])
         log.warning(f"{reason} on this machine: training runs in eager mode")
-        return None, False
+        return None, None
     if reason := compiler.missing_device():  # a retry may find it ready, or another node
         raise RuntimeError(f"{reason} on {platform.node()}; check its devices and their driver")
-    return (folder, True) if folder else (run / run_files.GRAPHS / "own", False)
+    if artifact is None or folder is None:
+        return run / run_files.GRAPHS / "own", None
+    return folder, Manifest.read(artifact)
 
 
 def unpack(artifact: Path, run: Path) -> Path | None:

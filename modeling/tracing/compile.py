@@ -22,10 +22,9 @@ import torch
 from torch.fx import GraphModule
 
 from modeling import job_log
-from modeling.compilation import compilers
+from modeling.compilation import compilers, manifest
 from modeling.compilation.compilers import Compiled, Compiler
 from modeling.compilation.graph_cache import RegionBackends
-from modeling.tracing import graph_stats
 from modeling.tracing.trace import Recorder, run_stage
 from modeling.training.trainer import threads
 from parallel import device as devices
@@ -54,7 +53,7 @@ class ProgramCompiler(RegionBackends):
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
         recorded = self.recorder.backend(region)(graph, inputs)
         name, graphs = self.recorder.programs[-1]
-        if name == self.name and graph_stats.digest(graphs) == self.digest:
+        if name == self.name and manifest.digest(manifest.describe(graphs)) == self.digest:
             self.found = True
             before, start = sum(self.compiler.cache_counts()), time.perf_counter()
             with unset_fake_temporarily():  # as in training: compilers create real tensors

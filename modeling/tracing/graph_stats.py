@@ -1,4 +1,4 @@
-"""Statistics of traced graphs: FLOPs, communication volume, memory, operators, identifying digest.
+"""Statistics of traced graphs: FLOPs, communication volume, memory, operators.
 
 FLOPs, communication
              per operator as in modeling/planning/operator_costs.py
@@ -9,10 +9,9 @@ operators    number of calls by operator name without the overload: "aten.mm"
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -48,23 +47,6 @@ class StageStats:
     layers: tuple[int, int]  # (first, end)
     saved: int  # bytes that autograd saves per microbatch
     peak: int  # maximum bytes that one of its graphs needs in addition
-
-
-def digest(graphs: Sequence[GraphModule]) -> str:
-    """Digest (32 hex digits) of operators, arguments, shapes, dtypes, strides, without device indices."""
-    total = hashlib.sha256()
-    for graph in graphs:
-        for node in graph.graph.nodes:
-            values = [_describe(value) for value in tensors_in(node.meta.get("val"))]
-            arguments = tree_map(_without_index, [list(node.args), dict(node.kwargs)])
-            line = f"{node.name} {node.op} {node.target} {arguments} {values}\n"
-            total.update(line.encode())
-        total.update(b"\0")
-    return total.hexdigest()[:32]
-
-
-def _without_index(argument: Any) -> Any:
-    return argument.type if isinstance(argument, torch.device) else argument
 
 
 def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[str] = ()) -> GraphStats:
@@ -143,10 +125,6 @@ def _saved_tensors(node: Any) -> list[Tensor]:
     values = list(getattr(node, "saved_tensors", ()))
     values += [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _describe(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.stride() if tensor.layout == torch.strided else ()
 
 
 def _operator_call(node: Node) -> Iterator[tuple[OpOverload, list[Any]]]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modeling.compilation.graph_cache import PROGRAMS
+from modeling.compilation.graph_cache import COUNTS, PROGRAMS
 from modeling.models.build import build_optimizer, experts_by_layer
 from modeling.models.language_model import LanguageModel
 from modeling.training import expert_load, generate, user_functions
@@ -124,7 +124,7 @@ def _rehearse_statistics(
         load = functions.to_table(
             [experts.tally.detach() for experts in found.values()], tuple(found), layers
         )
-    counts = torch.zeros(2 + 3 * len(PROGRAMS) + mesh.size, device=device)
+    counts = torch.zeros(2 + COUNTS * len(PROGRAMS) + mesh.size, device=device)
     modules = torch.zeros(len(model.prediction_layers), device=device)
     numbers = counts, load, modules, torch.zeros(1, device=device)
     statistics = functions.pack(number(), mesh.tensor.size, *numbers)

@@ -7,7 +7,8 @@ in training, so the measured graphs are those that will be compiled:
     stages -> regions in two modes -> forward and backward graphs -> the distinct programs, by digest
 
 Identical layers share a capture, stages and ranks share digests; a graph that depends on the rank would have another
-digest. The statistics (graph_stats.py) replace the planner's estimates.
+digest. The statistics (graph_stats.py) replace the planner's estimates. Tensors are on a fake device of the profile's type if
+torch has its operators (`parallel.device.for_traces`), so that digests are those of a machine with the device.
 
 Takes about 4 s plus 0.3 s per pipeline stage, and less than 1 GB, for a model of any size.
 """
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from modeling import job_log
-from modeling.compilation import compilers
+from modeling.compilation import compilers, manifest
 from modeling.compilation.compilers import Compiled
 from modeling.compilation.graph_cache import (
     BLOCKS,
@@ -46,6 +47,7 @@ from modeling.compilation.graph_cache import (
     function_compiler,
     program_name,
 )
+from modeling.compilation.manifest import Manifest
 from modeling.models.build import (
     DTYPES,
     build_mesh,
@@ -88,10 +90,11 @@ class TracedProgram:
 
 @dataclass(frozen=True)
 class Trace:
-    """A run's distinct programs, and the statistics of each stage."""
+    """A run's distinct programs with their manifest, and the statistics of each stage."""
 
     programs: tuple[TracedProgram, ...]
     stages: tuple[StageStats, ...]
+    manifest: Manifest
 
     @property
     def graphs(self) -> int:
@@ -99,7 +102,8 @@ class Trace:
         return sum(len(program.graphs) for program in self.programs)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The statistics, without the manifest."""
+        return {name: [asdict(each) for each in getattr(self, name)] for name in ("programs", "stages")}
 
 
 def trace(profile: Profile, rank: int = 0) -> Trace:
@@ -110,6 +114,7 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     """
     recorder = Recorder()
     distinct: dict[tuple[str, str], TracedProgram] = {}
+    named: list[tuple[str, manifest.Lines]] = []
     stages, modes = [], layer_modes(profile)
     freed: dict[str, int] = {}  # bytes, by program, that autograd frees after its backward
     sizes = axis_sizes(build_mesh(profile, rank=0))
@@ -127,7 +132,8 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
             stats = tuple(
                 graph_stats.measure(graph, sizes, consumed if frees_inputs else {}) for graph in graphs
             )
-            program = TracedProgram(name, graph_stats.digest(graphs), number, stats)
+            named.append((name, manifest.describe(graphs)))
+            program = TracedProgram(name, manifest.digest(named[-1][1]), number, stats)
             distinct.setdefault((name, program.digest), program)
             size = sum(consumed.values())
             freed[name] = min(freed.get(name, size), size)
@@ -136,7 +142,7 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
         peak = _stage_peak(distinct.values(), blocks, last, freed)
         stages.append(StageStats((layers.start, layers.stop), saved, peak))
     torch.compiler.reset()
-    return Trace(tuple(distinct[key] for key in sorted(distinct)), tuple(stages))
+    return Trace(tuple(distinct[key] for key in sorted(distinct)), tuple(stages), Manifest.of(named))
 
 
 def _stage_peak(
@@ -174,22 +180,9 @@ class Recorder(RegionBackends):
         self.programs: list[tuple[str, list[GraphModule]]] = []
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        from functorch.compile import min_cut_rematerialization_partition
-
-        from parallel.torch_internals import aot_autograd, functorch_config
-
-        graphs: list[GraphModule] = []
+        captured, graphs = manifest.capture(graph, inputs)
         self.programs.append((program_name(region), graphs))
-
-        def record(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
-            graphs.append(graph)
-            return graph
-
-        partition = min_cut_rematerialization_partition
-        capture = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=partition)
-        lowering = functorch_config.patch(force_non_lazy_backward_lowering=True)
-        with lowering, compilers.without_random_state():
-            return capture(graph, inputs)
+        return captured
 
 
 def run_stage(
@@ -206,7 +199,7 @@ def run_stage(
         settings.deterministic, settings.precision
     )
     with chosen, fake_world(profile, number, rank) as mesh, fake:
-        device = trace_device(profile)
+        device = devices.for_traces(profile.cluster.device)
         model = build_stage(profile, mesh, partition_layers(profile)[number], device)
         compile_regions(model, profile.cluster.device, backend)
         if profile.parallel.data_sharding == "fsdp":
@@ -303,20 +296,10 @@ def fake_world(profile: Profile, number: int, rank: int) -> Iterator[Mesh]:
             dist.destroy_process_group()
 
 
-def trace_device(profile: Profile) -> torch.device:
-    """The current device of the profile's type, or the CPU on a machine without one."""
-    kind = profile.cluster.device
-    try:
-        available = devices.resolve(kind).available()
-    except RuntimeError:  # its software is missing
-        available = 0
-    return devices.current(kind) if available else torch.device("cpu")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="modeling.tracing.trace", description=__doc__.splitlines()[0])
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write, beside the manifest")
     parser.add_argument("--cache", type=Path, help="compile cache folder to prepare for later compilations")
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
@@ -329,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch_internals.find(torch_internals.NAMES["compile_fx"])
             import_module("torch.utils.cpp_extension")
             compiler = compilers.make_compiler(profile)
-            compiler.use_cache(options.cache)
+            compiler.use_cache(options.cache, ahead_of_time=True)
             preparing = pool.submit(compiler.prepare)
         traced = trace(profile)
     if options.cache:
@@ -338,6 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {**traced.to_json(), "seconds": seconds, "peak_bytes": peak}
     options.output.write_text(json.dumps(result, indent=1))
+    traced.manifest.write(options.output.parent)
     log.info(f"traced {len(traced.programs)} programs, {traced.graphs} graphs in {seconds:.1f} s")
     return 0
 

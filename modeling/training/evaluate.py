@@ -163,9 +163,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
     profile = load(str(options.profile or options.run_folder / run_files.PROFILE))
-    graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
+    graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
     try:
-        with Trainer(profile, graphs, precompiled=precompiled) as trainer:
+        with Trainer(profile, graphs, ahead=ahead) as trainer:
             evaluate_checkpoint(trainer, options)
     except checkpoint.CorruptCheckpoint as error:
         log.error(f"rejected: {error}")

@@ -66,8 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
     profile = load(str(options.run_folder / run_files.PROFILE))
-    graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
-    with Trainer(profile, graphs, precompiled=precompiled) as trainer:
+    graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
+    with Trainer(profile, graphs, ahead=ahead) as trainer:
         optimizer = build_optimizer(profile, [*trainer.stages.values()], trainer.mesh, trainer.compile)
         if profile.lora.rank:
             load_base(options.weights, optimizer)  # adapters are initially zero

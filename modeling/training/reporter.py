@@ -88,6 +88,7 @@ class Reporter:
         self._row_totals = self._account.totals
         row = self._row(record)
         self._metrics.write(row)
+        self._report_compiled(step)
         self._recent.append(row)
         if step % settings.log_every == 0 or step in (1, settings.last_step):
             usual = usual_step(self._recent)
@@ -140,6 +141,12 @@ class Reporter:
         loss = {"validation_loss": result.loss, **result.by_source, "validation_tokens": result.tokens}
         self._metrics.write({"step": step, **loss, **result.metrics, **result.graphs})
         log.info(f"step {step}/{self._settings.steps}  validation loss {result.loss:.4f}")
+        self._report_compiled(step)
+
+    def _report_compiled(self, step: int) -> None:
+        """Report programs that were compiled in training although graphs were compiled ahead of time."""
+        for reason in self._trainer.compile_statistics.take_reasons():
+            self.event("cold compile", step, reason)
 
     def flush(self) -> None:
         """Write metrics rows that are buffered because they could not be written before."""

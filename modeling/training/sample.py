@@ -65,10 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
     profile = load(str(options.profile or options.run_folder / run_files.PROFILE))
-    graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
+    graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
     eos = json.loads((options.dataset / "corpus.json").read_text())["eos"]
     try:
-        with Trainer(profile, graphs, precompiled=precompiled) as trainer:
+        with Trainer(profile, graphs, ahead=ahead) as trainer:
             load_checkpoint(trainer, options)
             rows = sample_rows(trainer, options.first, options.count, eos or 0)
             if trainer.leader:

@@ -65,9 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
     job_log.configure(sys.stdout)
     profile = load(str(options.run_folder / run_files.PROFILE))
     stop = StopSignal()
-    graphs, precompiled = prepare_cache(profile, options.graphs, options.run_folder)
+    graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
     try:
-        with Trainer(profile, graphs, precompiled=precompiled) as trainer:
+        with Trainer(profile, graphs, ahead=ahead) as trainer:
             stacks = options.run_folder / run_files.LOGS / "stacks"
             with Watchdog(
                 stacks, trainer.mesh.rank, timeouts_of(profile), trainer.connect_store()

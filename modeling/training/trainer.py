@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from modeling.compilation import compilers, graph_cache
 from modeling.compilation.graph_cache import CompileStatistics, EagerStatistics
+from modeling.compilation.manifest import Manifest
 from modeling.cores import usable_cores
 from modeling.data import shard_cache
 from modeling.data.corpus import Samples
@@ -94,7 +95,7 @@ class Trainer:
     Args:
         profile: resolved profile.
         graphs: folder of compiled graphs, read and written; None: eager mode.
-        precompiled: whether the folder should hold every graph, so that a cache miss is logged.
+        ahead: manifest of the programs that the folder should hold, so that any other is reported.
 
     Attributes:
         stages: this rank's stages by number; a model without pipeline is stage 0.
@@ -107,14 +108,16 @@ class Trainer:
         module_losses: (D) losses of multi-token prediction in the last step's `forward_backward`, scaled like its result.
     """
 
-    def __init__(self, profile: Profile, graphs: Path | None = None, *, precompiled: bool = False) -> None:
+    def __init__(
+        self, profile: Profile, graphs: Path | None = None, *, ahead: Manifest | None = None
+    ) -> None:
         self.profile = profile
         self.device = device_of(profile)
         self.compile_statistics: CompileStatistics | EagerStatistics = EagerStatistics()
         if graphs is not None:  # before anything runs on the device
             compiler = compilers.make_compiler(profile)
             compiler.use_cache(graphs, jobs=threads(profile))
-            self.compile_statistics = CompileStatistics(compiler, precompiled=precompiled)
+            self.compile_statistics = CompileStatistics(compiler, ahead=ahead)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.torch_device = self.device.set_current(local_rank)
         torch.set_num_threads(threads(profile))

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modeling.compilation import compilers, toolchain
+from modeling.compilation import compilers, manifest, toolchain
 from modeling.compilation.graph_cache import CACHE
 from modeling.cores import usable_cores, usable_memory
 from modeling.planning import planner
@@ -90,11 +90,12 @@ class GraphsStep(Step):
         store, profile = context.store, context.profile
         if super().find(context, key):  # without graphs, see `find`
             store.artifacts.remove(self.id(key))
-        if lacks := compilers.missing_requirement(profile):
+        compiler = compilers.make_compiler(profile)
+        if lacks := compiler.missing_requirement(ahead_of_time=True):
             return self._publish_none(context, key, lacks)
         begun = time.monotonic()
         work = store.scratch_folder(f"{self.kind}-{key}")
-        if fault := compilers.make_compiler(profile).fault(work / PREPARED):
+        if fault := compiler.fault(work / PREPARED):
             return self._publish_none(context, key, fault, test_again=True)
         (work / "profile.yaml").write_text(resolve.dump(profile))
         (work / PREPARED).mkdir(exist_ok=True)
@@ -119,6 +120,7 @@ class GraphsStep(Step):
             raise GraphsFailed("; ".join(f"{entry['name']}: {entry['error']}" for entry in failed))
         with store.artifacts.publish(self.id(key), summary) as staging:
             _pack_all(context, entries, staging / CACHE)
+            shutil.move(work / "logs" / manifest.FILE, staging / manifest.FILE)
             shutil.copytree(work / "logs", staging / "logs")
         store.remove_scratch_folder(f"{self.kind}-{key}")
         return store.artifacts.expect(self.id(key))
@@ -204,10 +206,9 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
     return traced
 
 
-def _launcher(profile: Profile, cache: Path, *, ahead_of_time: bool = False) -> Launcher:
-    """Starts a job on this machine that uses a compile cache."""
-    compiler = compilers.make_compiler(profile)
-    return LocalLauncher(compiler.environment(cache, ahead_of_time=ahead_of_time))
+def _launcher(profile: Profile, cache: Path) -> Launcher:
+    """Starts a job on this machine that traces or compiles into a cache, and does not use a device."""
+    return LocalLauncher(compilers.make_compiler(profile).environment(cache, ahead_of_time=True))
 
 
 def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -273,7 +274,7 @@ def _compile(
                     *("--cache", str(cache), "--result", str(result), *limits),
                 )
                 job = Job(name, "modeling.tracing.compile", arguments, work / "logs", threads=threads)
-                launcher = _launcher(context.profile, cache, ahead_of_time=True)
+                launcher = _launcher(context.profile, cache)
                 execute(launcher, job, watch, timeout=TIMEOUT)
                 summary.update(_cost(result))
                 _pack(cache, staging / CACHE)

@@ -1,15 +1,18 @@
 """The emulated device's compiler, as TorchNeuron registers it: torch.compile's backend "neuron".
 
-A compiled program runs the operators of its captured graphs one by one, and counts as one program on the device. A compiler does
-not see into an operator that Python defines: what such an operator runs counts as outside of compiled programs.
+A compiled program runs the operators of its captured graphs one by one, and counts as one program on the device. Its file in the
+cache folder has the digest of its graph as its name, and no contents. A compiler does not see into an operator that Python
+defines: what such an operator runs counts as outside of compiled programs.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,14 +20,14 @@ import functorch.compile
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from modeling.tracing.graph_stats import digest
+from modeling.compilation.manifest import describe, digest
 from tests.emulation import usage
 from tests.emulation.usage import Rejected, inside_compiled_program, outside_compiled_programs
 
 REPLICA_GROUPS: dict[str, list[list[int]]] = {}
 """Ranks of all groups, by the name that collectives have in graphs; each rank's compiler must know those of all ranks."""
-inference_programs: list[str] = []
-"""Digests of the graphs without a backward pass that were compiled."""
+compiled_graphs: list[str] = []
+"""Digests of the graphs that were compiled, or found in the cache folder."""
 
 
 @cache
@@ -37,27 +40,16 @@ def register_compiler() -> None:
     capture = aot_autograd(
         fw_compiler=_compile,
         bw_compiler=_compile,
-        inference_compiler=_compile_inference,
-        partition_fn=_partition,
+        partition_fn=functorch.compile.min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
     register_backend(capture, name="neuron")
     package = ModuleType("torch_neuronx")
     package.__spec__ = ModuleSpec("torch_neuronx", None)
-    package.get_dynamo_metrics = list
+    package.get_dynamo_metrics = lambda: compiled_graphs
     registry = ModuleType("torch_neuronx.distributed.mesh_registry")
     registry._MESH_REGISTRY = REPLICA_GROUPS
     sys.modules |= {package.__name__: package, registry.__name__: registry}
-
-
-def _partition(joint: GraphModule, *arguments: Any, **options: Any) -> Any:
-    """The partition of the programs that are traced ahead, looked up when it runs: tests record it."""
-    return functorch.compile.min_cut_rematerialization_partition(joint, *arguments, **options)
-
-
-def _compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    inference_programs.append(digest([graph]))
-    return _compile(graph, inputs)
 
 
 def _compile(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -67,7 +59,12 @@ def _compile(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             ranks = sorted(rank for group in REPLICA_GROUPS.get(name, ()) for rank in group)
             if ranks != list(range(dist.get_world_size())):
                 raise Rejected(f"{node.target} over {name!r}: its groups on all ranks are not known")
-        if namespace.startswith("trainshed"):
+    if folder := os.environ.get("TORCH_NEURONX_NEFF_CACHE_DIR"):
+        compiled_graphs.append(digest(describe([graph])))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, f"{compiled_graphs[-1]}.neff").touch()
+    for node in graph.graph.nodes:
+        if getattr(node.target, "namespace", "").startswith("trainshed"):
             node.target = _opaque(node.target)
     graph.recompile()
 

@@ -3,7 +3,8 @@
 A tensor of the device shares its memory with a CPU tensor through DLPack, whose device field is rewritten. A fallback runs every
 operator on CPU aliases. It rejects operators that mix devices, and float64; fresh memory is NaN or garbage; a copy to the host
 that does not block holds garbage until the host waits for the device, and waits itself unless the memory is page-locked. Events
-have the host's time, and later ones that of the work in `queue_work`, which takes the device long and the host nothing.
+have the host's time, and later ones that of the work in `queue_work`, which takes the device long and the host nothing. Without
+`usage.present`, the machine has the device's software alone, and any use of the device is rejected.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ _DLPACK_CPU, _DLPACK_EXTENSION = 1, 12
 
 
 def _alias(tensor: Tensor, device_type: int) -> Tensor:
+    if not usage.present:
+        raise Rejected("this machine has no device")
     with torch._C._AutoDispatchBelowAutograd():
         capsule = torch._C._to_dlpack(tensor.detach() if tensor.requires_grad else tensor)
         managed = _Managed.from_address(_capsule_pointer(capsule, b"dltensor"))
@@ -347,10 +350,9 @@ class Module:
 
     __name__ = "emulated"
     Event, Stream = Event, Stream
-    is_initialized = is_available = staticmethod(lambda: True)
+    is_initialized = is_available = staticmethod(lambda: usage.present)
     _is_in_bad_fork = staticmethod(lambda: False)
-    current_device = staticmethod(lambda: 0)
-    device_count = staticmethod(lambda: 1)
+    device_count = staticmethod(lambda: int(usage.present))
     set_device = manual_seed = manual_seed_all = staticmethod(lambda *_: None)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
     current_stream = default_stream = staticmethod(lambda *_: Stream())
@@ -358,6 +360,12 @@ class Module:
 
     def __init__(self) -> None:
         self._random_state = torch.get_rng_state()
+
+    @staticmethod
+    def current_device() -> int:
+        if not usage.present:
+            raise Rejected("this machine has no device")
+        return 0
 
     @staticmethod
     def synchronize(*_: Any) -> None:

@@ -1,7 +1,7 @@
 """Runs training on the emulated device, on each rank of a forked job: `tests.emulation.program JOB`.
 
 JOB is a JSON file: [{run, dataset, calls, fault, kernel}, ...]. Each entry is a run folder whose profile has as many ranks as
-this job; its calls are made in order, in one process group, but "trace" by rank 0 alone and without one. Each rank writes what
+this job; its calls are made in order, in one process group, but "compile" by rank 0 alone and without one. Each rank writes what
 each call returned, what it did on the device, and the settings that the device had read, to RUN/calls_RANK.json. A `fault` breaks
 the program on purpose. No attention kernel is installed for the device, unless `kernel` is "bounds": then one that takes bounds.
 With `gpu`, the program is told that the device runs operators as a GPU does, so that it takes the paths for GPUs: blocks are
@@ -13,26 +13,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tarfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import functorch.compile
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling.check_device import checks
+from modeling.compilation.compilers import Compiled, Compiler, make_compiler
+from modeling.compilation.graph_cache import CACHE, RegionBackends
+from modeling.compilation.manifest import Manifest, describe
+from modeling.models.build import partition_layers
 from modeling.planning import measure
 from modeling.supervision import stragglers
-from modeling.tracing import trace as tracing
-from modeling.tracing.graph_stats import digest
+from modeling.tracing.trace import Recorder, run_stage
 from modeling.training import evaluate, train
 from modeling.training.trainer import Trainer
 from parallel import collectives, device, torch_internals
@@ -40,7 +42,7 @@ from parallel.attention import kernels
 from parallel.layers import overlap
 from parallel.optimizer import buckets
 from profiles.resolve import load
-from tests.emulation import compiler, process_group, usage
+from tests.emulation import process_group, usage
 from tests.emulation.compiler import register_compiler
 from tests.emulation.device import host_alias, install, queue_work
 from tests.modeling import micro
@@ -67,22 +69,26 @@ KERNEL_PROFILES = {
 
 
 def run_training(run: Path, dataset: Path) -> object:
-    """Train; RUN/weights, if any, is the checkpoint with the initial weights."""
+    """Train; RUN/weights, if any, has the initial weights, and RUN/ahead is the graphs artifact."""
     given = ["--reference", str(dataset)] if (dataset / "reference.npz").exists() else []
     given += ["--weights", str(run / "weights")] if (run / "weights").exists() else []
-    return train.main(["--run-folder", str(run), "--dataset", str(dataset), *given])
+    return train.main(["--run-folder", str(run), "--dataset", str(dataset), *given, *compiled_ahead(run)])
+
+
+def compiled_ahead(run: Path) -> list[str]:
+    """The option for RUN/ahead, if there is one."""
+    return ["--graphs", str(run / "ahead")] if (run / "ahead").exists() else []
 
 
 def run_steps(run: Path, dataset: Path) -> object:
     """Train with the emulated compiler; counts from the second step on, when everything has been compiled.
 
     Returns:
-        number of the optimizer's buckets; digests of the programs that were compiled; operators outside compiled programs after
-        the last step was queued, when a checkpoint may be saved.
+        number of the optimizer's buckets; the programs in the cache; operators outside compiled programs after the last step was
+        queued, when a checkpoint may be saved.
     """
     register_compiler()
     torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
-    compiler.inference_programs.clear()
     queue_step = train.TrainingRun._queue_step
 
     def queue(training: train.TrainingRun) -> None:
@@ -96,41 +102,51 @@ def run_steps(run: Path, dataset: Path) -> object:
 
     used: dict[str, Any] = {}
     buckets: list[int] = []
-    with mock.patch.object(train.TrainingRun, "_queue_step", queue), joint_graphs() as joints:
+    with mock.patch.object(train.TrainingRun, "_queue_step", queue):
         run_training(run, dataset)
     after_last_step = usage.take().get(usage.EAGER, {})
     usage.counts.update(used)
-    programs = compiler.inference_programs + joints
-    return {"buckets": buckets[0], "programs": programs, "after": after_last_step}
+    return {"buckets": buckets[0], "programs": neffs(run / "graphs"), "after": after_last_step}
 
 
-def trace_ahead(run: Path, dataset: Path) -> object:
-    """Digests of the programs that are compiled ahead for a run; before a process group exists."""
+def compile_ahead(run: Path, dataset: Path) -> object:
+    """Compile a run's programs without a device, into RUN/ahead; before a process group exists.
+
+    As `tasks.steps.graphs` does, but traces each stage once for all programs.
+    """
     register_compiler()
-    local = device.NEURON.set_current()
-    # As the compiler captures them.
-    capture = partial(torch_internals.aot_autograd, keep_inference_input_mutations=True)
-    with (
-        mock.patch.object(tracing, "trace_device", return_value=local),
-        mock.patch.object(torch_internals, "aot_autograd", capture),
-        joint_graphs() as joints,
-    ):
-        programs = tracing.trace(load(str(run / "profile.yaml"))).programs
-    return [program.digest for program in programs if len(program.graphs) == 1] + joints
+    profile, folder = load(str(run / "profile.yaml")), run / "ahead"
+    torch.compiler.reset()
+    programs = AllPrograms(make_compiler(profile))
+    with mock.patch.object(usage, "present", False), mock.patch.dict(os.environ):
+        programs.compiler.use_cache(run / "cache", ahead_of_time=True)
+        for number in range(len(partition_layers(profile))):
+            run_stage(profile, number, programs.backend, torch_internals.FakeTensorMode())
+    found = programs.recorder.programs
+    folder.mkdir()
+    Manifest.of((name, describe(graphs)) for name, graphs in found).write(folder)
+    with tarfile.open(folder / CACHE, "w") as tar:
+        tar.add(run / "cache", arcname=".")
+    return neffs(run / "cache")
 
 
-@contextmanager
-def joint_graphs() -> Iterator[list[str]]:
-    """Digests of joint forward-backward graphs; partitioning depends on which weights stay in memory."""
-    found: list[str] = []
-    partition = functorch.compile.min_cut_rematerialization_partition
+class AllPrograms(RegionBackends):
+    """torch.compile backends that compile each program ahead of time."""
 
-    def keep(joint: torch.fx.GraphModule, *arguments: Any, **options: Any) -> Any:
-        found.append(digest([joint]))
-        return partition(joint, *arguments, **options)
+    def __init__(self, compiler: Compiler) -> None:
+        super().__init__()
+        self.compiler, self.recorder = compiler, Recorder()
 
-    with mock.patch.object(functorch.compile, "min_cut_rematerialization_partition", keep):
-        yield found
+    def _compile(self, region: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        recorded = self.recorder.backend(region)(graph, inputs)
+        with torch_internals.unset_fake_temporarily():
+            self.compiler.compile(graph, inputs)
+        return recorded
+
+
+def neffs(folder: Path) -> list[str]:
+    """The compiled programs in a cache folder."""
+    return sorted(path.name for path in folder.rglob("*.neff"))
 
 
 def run_with_slow_device(run: Path, dataset: Path) -> object:
@@ -146,11 +162,10 @@ def run_with_slow_device(run: Path, dataset: Path) -> object:
 
 
 def run_evaluation(run: Path, dataset: Path) -> object:
-    """Evaluate; returns the digests of the programs that were compiled."""
-    compiler.inference_programs.clear()
+    """Evaluate; returns the programs in the cache."""
     output = ["--output", str(run / "evaluation.json")]
-    evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output])
-    return [*compiler.inference_programs]
+    evaluate.main(["--run-folder", str(run), "--dataset", str(dataset), *output, *compiled_ahead(run)])
+    return neffs(run / "graphs")
 
 
 def resume_training(run: Path, dataset: Path) -> object:
@@ -220,7 +235,7 @@ CALLS: dict[str, Callable[[Path, Path], object]] = {
     "evaluate": run_evaluation,
     "resume": resume_training,
     "check_device": check_devices,
-    "trace": trace_ahead,
+    "compile": compile_ahead,
 }
 
 
@@ -297,9 +312,9 @@ def main(arguments: list[str]) -> int:
             kernels.register_kernel("nki", Bounds())
         made = []
         for name in entry["calls"]:
-            if name == "trace" and os.environ["RANK"] != "0":
+            if name == "compile" and os.environ["RANK"] != "0":
                 continue
-            if name not in ("check_device", "trace") and not dist.is_initialized():
+            if name not in ("check_device", "compile") and not dist.is_initialized():
                 device.NEURON.start_process_group(device.NEURON.set_current())
             with as_gpu() if entry.get("gpu") else nullcontext():
                 made.append(call(name, run, dataset, entry.get("fault")))

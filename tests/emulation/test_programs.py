@@ -65,7 +65,7 @@ COMPILED = {
     "compiled, dpo": (*DPO, "parallel.tensor=2"),
     "compiled, lora": (*LORA, "parallel.tensor=1", "parallel.data_sharding=fsdp"),
 }
-TRACED = (
+AHEAD = (  # compiled ahead, without the device
     *(USERS, "compiled, tensor", "compiled, bounds", "compiled, dpo, zero bubble", "compiled, experts"),
     *("compiled, dpo", "compiled, lora"),
 )
@@ -131,6 +131,8 @@ def start_runs(
         folders[name] = micro.run_folder(folder / name.replace(" ", "_"), *settings)
         if weights := entry.pop("weights", None):
             (folders[name] / "weights").symlink_to(weights)
+        if (compiled := ahead(name)) in runs:
+            (folders[name] / "ahead").symlink_to(folders[compiled] / "ahead")
         kernel = "bounds" if "bounds" in name else None
         job.append(
             {"run": str(folders[name]), "dataset": str(datasets[objective(own)]), "kernel": kernel, **entry}
@@ -139,6 +141,11 @@ def start_runs(
     code, output = run_forked("tests.emulation.program", [folder / "job.json"], ranks, SECONDS)
     assert code == 0, output[-4000:]
     return folders
+
+
+def ahead(name: str) -> str:
+    """Name of the entry that compiles a run's programs ahead of it."""
+    return f"ahead of {name}"
 
 
 def calls(run: Path, rank: int = 0) -> list[dict]:
@@ -201,8 +208,8 @@ def runs(tmp_path_factory, datasets) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def compiled_runs(tmp_path_factory, datasets, cpu_runs) -> dict[str, Path]:
-    traced = {
-        f"traced, {name}": {"settings": (*COMPILED[name], *COMPILE), "calls": ["trace"]} for name in TRACED
+    compiled_ahead = {
+        ahead(name): {"settings": (*COMPILED[name], *COMPILE), "calls": ["compile"]} for name in AHEAD
     }
     entries = {
         name: {"settings": (*settings, *COMPILE), "calls": ["steps"]} for name, settings in COMPILED.items()
@@ -211,7 +218,7 @@ def compiled_runs(tmp_path_factory, datasets, cpu_runs) -> dict[str, Path]:
         entries[name]["settings"] += (f"checkpoint.every={STEPS}",)
         entries[name]["calls"].append("evaluate")
     entries["compiled, lora"]["weights"] = base_weights(cpu_runs)
-    entries = traced | entries
+    entries = compiled_ahead | entries
     return start_runs(tmp_path_factory.mktemp("compiled"), datasets, entries, 2)
 
 
@@ -268,23 +275,27 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
         # Saves a checkpoint, in runs that do.
         assert set(call["returned"]["after"]) <= copies
         # The device reads its settings once: the cache of compiled programs must be set before it is used.
-        assert call["settings"] == {"TORCH_NEURONX_NEFF_CACHE_DIR": str(run / "graphs" / "own")}
+        cache = run / "graphs" / ("ahead" if name in AHEAD else "own")
+        assert call["settings"] == {"TORCH_NEURONX_NEFF_CACHE_DIR": str(cache)}
 
 
-@pytest.mark.parametrize("name", TRACED)
-def test_run_compiles_programs_that_were_traced_ahead_only(name, compiled_runs):
-    """Traced by one rank, compiled by all."""
-    (traced,) = calls(compiled_runs[f"traced, {name}"])
+@pytest.mark.parametrize("name", AHEAD)
+def test_run_compiles_nothing_after_a_machine_without_the_device_has_compiled_it(name, compiled_runs):
+    """One process compiles without the device; each rank's programs have the same digests with it."""
+    run, (compiled,) = compiled_runs[name], calls(compiled_runs[ahead(name)])
     for rank in range(2):
-        compiled = calls(compiled_runs[name], rank)[0]["returned"]["programs"]
-        assert set() < {*compiled} <= {*traced["returned"]}
+        assert calls(run, rank)[0]["returned"]["programs"] == compiled["returned"]
+    rows = micro.metrics(run)
+    assert {row["cold_compiles"] for row in rows} == {0}
+    assert rows[-1]["warm_graphs"] > 0
+    assert not (run / "events.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["compiled, tensor", USERS])
 def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_programs(name, compiled_runs):
-    """And no program that was not traced ahead."""
-    evaluated, (traced,) = calls(compiled_runs[name])[1], calls(compiled_runs[f"traced, {name}"])
-    assert set() < {*evaluated["returned"]} <= {*traced["returned"]}
+    """And no program that was not compiled ahead."""
+    evaluated, (compiled,) = calls(compiled_runs[name])[1], calls(compiled_runs[ahead(name)])
+    assert evaluated["returned"] == compiled["returned"]
     used = evaluated["usage"]
     assert {site.split()[0] for site in used[usage.EAGER]} <= SETUP | {
         "modeling/models/families/gpt.py:Attention.__init__",

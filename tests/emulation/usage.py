@@ -25,6 +25,7 @@ THREAD = "thread that chose its device"
 counts: dict[str, Counter[str]] = defaultdict(Counter)
 order: list[str] = []  # of "queue", a step's forward and backward, and "wait", for an event
 settings: dict[str, str | None] = {}  # those of the environment that the device read at its first use
+present = True  # whether this machine has the device, or only its software
 _compiled = False  # whether a compiled program is running
 _threads = threading.local()  # whether this thread chose its device
 SETTINGS = ("TORCH_NEURONX_NEFF_CACHE_DIR",)
@@ -41,6 +42,8 @@ def record(kind: str, what: str = "") -> None:
 
 def record_use() -> None:
     """Read the settings at first use; reject a thread that chose no device, as it would get the first."""
+    if not present:
+        raise Rejected("this machine has no device")
     if not settings:
         settings.update({name: os.environ.get(name) for name in SETTINGS})
     thread = threading.current_thread()

@@ -2,11 +2,13 @@
 
 import errno
 import fcntl
+import json
 import os
 import platform
 import signal
 import tarfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import CACHE, CompileStatistics, prepare_cache, unpack
+from modeling.compilation.manifest import Manifest, capture, describe
 from profiles import resolve
 from profiles.errors import ProfileError
 from tests.forkserver import forkserver
@@ -95,9 +98,59 @@ def test_node_without_its_device_is_retried_but_not_one_without_the_compiler(
 )
 def test_misses_are_counted_in_distinct_graphs_of_all_ranks(misses, cold):
     """Of each rank; None: it does not run the program."""
-    statistics = CompileStatistics(None, precompiled=False)
+    statistics = CompileStatistics(None, ahead=Manifest({}))
     sums = 0
     for missed in misses:
-        statistics.programs = {} if missed is None else {"block, training": (missed, 3)}
+        statistics.programs = {} if missed is None else {"block, training": (missed, 3, 0)}
         sums = sums + statistics.local_counts()
-    assert statistics.metrics(sums.tolist()) == {"cold_compiles": cold, "warm_graphs": 3}
+    for _ in range(2):
+        assert statistics.metrics(sums.tolist()) == {"cold_compiles": cold, "warm_graphs": 3}
+    reason = f"block, training: {cold} graphs that were compiled ahead of time are not in the cache"
+    assert statistics.take_reasons() == ([reason] if cold else [])  # once
+
+
+class Found:
+    """A compiler that finds every graph in its cache."""
+
+    found = 0
+
+    def cache_counts(self) -> tuple[int, int]:
+        return 0, self.found
+
+    def compile(self, graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+        self.found += 1
+        return graph
+
+
+def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_is_reported():
+    """Also if an earlier attempt has compiled it."""
+
+    def statistics(ahead: Manifest) -> CompileStatistics:
+        found = CompileStatistics(Found(), ahead=ahead)
+        torch.compiler.reset()
+        torch.compile(lambda x: (x + 1) * factor, backend=found.backend("step"), fullgraph=True)(
+            torch.ones(2)
+        )
+        return found
+
+    factor, captured = 2, []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+        run, graphs = capture(graph, inputs)
+        captured.append(("step", describe(graphs)))
+        return run
+
+    torch.compile(lambda x: (x + 1) * factor, backend=backend, fullgraph=True)(torch.ones(2))
+    ahead = Manifest(json.loads(json.dumps(Manifest.of(captured).programs)))  # as a file has it
+    same = statistics(ahead)
+    assert same.metrics(same.local_counts().tolist()) == {"cold_compiles": 0, "warm_graphs": 1}
+    assert same.take_reasons() == []
+    factor = 3
+    other = statistics(ahead)
+    assert other.metrics(other.local_counts().tolist()) == {"cold_compiles": 1, "warm_graphs": 0}
+    (reason,) = other.take_reasons()
+    assert reason.startswith(
+        "step: differs from the programs that were compiled ahead of time: operator 3 is 'mul "
+    )
+    assert reason.index("[add, 3]") < reason.index("ahead of time it was") < reason.index("[add, 2]")
+    assert Manifest({}).difference("step", ()) == "no program of this name was compiled ahead of time"

@@ -13,10 +13,13 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
+import torch
 
 from modeling.compilation import compilers
+from modeling.compilation.manifest import Manifest
 from profiles.check import with_value
 from profiles.resolve import load
+from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, local
 from tasks.step import Context
@@ -71,7 +74,8 @@ def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypat
         (job.folder / "trace.json").write_text("{}")
 
     monkeypatch.setattr(graphs, "execute", execute)
-    profile = load("llama3-8b", ["compile.flags=-O2"])
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
+    profile = load("llama3-8b", ["compile.flags=-O2", "cluster.accelerator=trn3"])
     (tmp_path / "logs").mkdir()
     (tmp_path / graphs.PREPARED).mkdir()
     graphs._trace(profile, tmp_path)
@@ -81,8 +85,47 @@ def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypat
     caches = [found["TORCH_NEURONX_HLO_CACHE_DIR"] for found in started]
     assert caches[0] == str(tmp_path / graphs.PREPARED)
     assert Path(caches[1]).is_relative_to(tmp_path / "store")
-    assert [found.get("TORCH_NEURONX_COMPILE_ONLY") for found in started] == [None, "1"]
+    # Neither uses a device, which this machine may lack.
+    assert {found["TORCH_NEURONX_COMPILE_ONLY"] for found in started} == {"1"}
+    assert {found["NEURON_PLATFORM_TARGET_OVERRIDE"] for found in started} == {"trn3"}
     assert {found["NEURON_CC_FLAGS"] for found in started} == {"-O2"}
+
+
+def test_graphs_of_neuron_are_compiled_without_a_device_and_under_the_same_key(tmp_path, monkeypatch):
+    """Those of GPUs are not. The key has the platform that they are for, also if the user has set it."""
+    monkeypatch.setattr(compilers.Neuron, "missing_software", lambda self: None)
+    monkeypatch.setattr(compilers.Inductor, "missing_software", lambda self: None)
+    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
+    traced = trace_nothing(monkeypatch)
+    store, found = Store(str(tmp_path / "store")), {}
+    for available in (False, True):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda available=available: available)
+        found[available] = keys.graphs(load("llama3-8b"))
+        if not available:
+            summaries = [
+                GraphsStep().run(Context(load(name), store)).summary
+                for name in ("llama3-8b", "llama3-8b-h100")
+            ]
+    assert [summary.get("note", "").partition(" on")[0] for summary in summaries] == ["", "no cuda device"]
+    assert [profile.name for profile in traced] == ["llama3-8b"]
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
+    assert found[False] == found[True] != keys.graphs(load("llama3-8b"))
+
+
+def trace_nothing(monkeypatch) -> list[Profile]:
+    """Let runs have no programs; returns a list of the profiles that will be traced."""
+    traced = []
+
+    def trace(profile: Profile, work: Path) -> dict[str, list]:
+        traced.append(profile)
+        (work / "logs").mkdir()
+        Manifest({}).write(work / "logs")
+        return {"programs": [], "stages": []}
+
+    monkeypatch.setattr(graphs, "_trace", trace)
+    monkeypatch.setattr(graphs, "apply_trace", lambda profile, planned, traced: planned)
+    monkeypatch.setattr(graphs, "_compile_all", lambda *_: [])
+    return traced
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,6 +175,7 @@ def test_training_compiles_nothing_and_equals_eager_losses(workspace, compiled, 
     assert {line["cold_compiles"] for line in lines} == {0}
     assert [line["warm_graphs"] for line in lines if "loss" in line][-1] == compiled.summary["total"]
     assert (run / "checkpoints" / "step_2").exists()
+    assert not (run / "events.jsonl").exists()
 
     eager = micro.run_folder(workspace.folder / "eager", *SETTINGS, "compile.enabled=false")
     workspace.train(eager)
@@ -148,8 +192,15 @@ def test_graphs_of_other_shapes_are_cache_misses_and_are_named(workspace, compil
     first = micro.metrics(other)[0]
     assert first["cold_compiles"] > 0
     assert first["warm_graphs"] == 0
-    assert "warning: compile cache misses despite a precompiled graphs artifact" in output
-    assert "block, training; loss, training" in output
+    events = [json.loads(line) for line in (other / "events.jsonl").read_text().splitlines()]
+    assert {(event["event"], event["step"]) for event in events} == {("cold compile", 1)}
+    reasons = [event["reason"] for event in events]
+    differs = "differs from the programs that were compiled ahead of time: operator"
+    assert [reason.partition(f": {differs}")[0] for reason in reasons] == [
+        "block, training",
+        "loss, training",
+    ]
+    assert f"warning: {reasons[0]}" in output
 
 
 @pytest.mark.compiles
@@ -288,10 +339,7 @@ def test_auto_compiles_only_where_a_trial_shows_that_it_pays(run, tmp_path, monk
         (job.folder / "trial.json").write_text(json.dumps({**trial, "training": steps}))
 
     monkeypatch.setattr(graphs, "execute", execute)
-    traced = {"programs": [], "stages": []}
-    monkeypatch.setattr(graphs, "_trace", lambda _, work: (work / "logs").mkdir() or traced)
-    monkeypatch.setattr(graphs, "apply_trace", lambda profile, planned, traced: planned)
-    monkeypatch.setattr(graphs, "_compile_all", lambda *_: [])
+    trace_nothing(monkeypatch)
     profile = load(str(run / "profile.yaml"), ["compile.enabled=auto"])
     contexts = {n: Context(with_value(profile, "train.steps", n), store) for n in (100, 200)}
     steps = 100

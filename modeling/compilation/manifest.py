@@ -1,0 +1,146 @@
+"""Manifest of programs: digests of those compiled ahead of time, and how others differ from them.
+
+A region that Dynamo captured is a program: its forward graph, and in training its backward graph, as AOTAutograd and torch's
+partitioner make them of it. That is what a compiler receives, so `capture` makes it in the same way before training, under fake
+tensors, and in training. A digest has no device index, rank or path. The manifest is a file of the graphs artifact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from parallel.torch_internals import tree_leaves, tree_map
+
+FILE = "programs.json"  # of the graphs artifact
+TEXT = 240  # characters of an operator in a message
+Lines = Sequence[Sequence[str]]  # of each graph, a line per node
+
+
+@contextmanager
+def without_random_state() -> Iterator[None]:
+    """Partition graphs without saving the state of random numbers for recomputed operators.
+
+    As torch's attention can apply dropout, it would be called by an operator that saves or restores this state, which needs more
+    inputs and which not every compiler supports. Our dropout is stateless (parallel/random.py).
+    """
+    from parallel.torch_internals import partitioners
+
+    found = partitioners.has_recomputable_rng_ops
+    partitioners.has_recomputable_rng_ops = lambda graph: False
+    try:
+        yield
+    finally:
+        partitioners.has_recomputable_rng_ops = found
+
+
+def capture(graph: GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[GraphModule]]:
+    """Capture a region, and compile nothing.
+
+    Returns:
+        a function that runs the region's operators; its forward graph and, in training, its backward graph.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+
+    from parallel.torch_internals import aot_autograd, functorch_config
+
+    graphs: list[GraphModule] = []
+
+    def record(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
+        graphs.append(graph)
+        return graph
+
+    partition = min_cut_rematerialization_partition
+    captured = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=partition)
+    with functorch_config.patch(force_non_lazy_backward_lowering=True), without_random_state():
+        return captured(graph, inputs), graphs
+
+
+def describe(graphs: Sequence[GraphModule]) -> Lines:
+    """Operators, arguments, shapes, dtypes and strides of a program, without device indices."""
+    return tuple(tuple(map(_line, graph.graph.nodes)) for graph in graphs)
+
+
+def digest(program: Lines) -> str:
+    """Digest of a program, 32 hex digits."""
+    total = hashlib.sha256()
+    for lines in program:
+        for line in lines:
+            total.update(f"{line}\n".encode())
+        total.update(b"\0")
+    return total.hexdigest()[:32]
+
+
+def _line(node: torch.fx.Node) -> str:
+    tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    arguments = tree_map(_without_index, [list(node.args), dict(node.kwargs)])
+    return f"{node.name} {node.op} {node.target} {arguments} {[_layout(tensor) for tensor in tensors]}"
+
+
+def _without_index(argument: Any) -> Any:
+    return argument.type if isinstance(argument, torch.device) else argument
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.stride() if tensor.layout == torch.strided else ()
+
+
+class Manifest:
+    """Programs that were compiled ahead of time, by name and digest.
+
+    Several programs have the same name if layers differ, such as dense ones and experts.
+    """
+
+    def __init__(self, programs: Mapping[str, Mapping[str, Lines]]) -> None:
+        self.programs = programs
+
+    @classmethod
+    def of(cls, programs: Iterable[tuple[str, Lines]]) -> Manifest:
+        """The manifest of named programs."""
+        found: dict[str, dict[str, Lines]] = {}
+        for name, program in programs:
+            found.setdefault(name, {})[digest(program)] = program
+        return cls(found)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of a graphs artifact."""
+        return cls(json.loads((folder / FILE).read_text()))
+
+    def write(self, folder: Path) -> None:
+        """Write FILE into a folder."""
+        (folder / FILE).write_text(json.dumps(self.programs, indent=0))
+
+    def difference(self, name: str, program: Lines) -> str | None:
+        """Where a program first differs from the most similar one of its name; None if it is in the manifest."""
+        known = self.programs.get(name, {})
+        if digest(program) in known:
+            return None
+        if not known:
+            return "no program of this name was compiled ahead of time"
+        return max(
+            (_first_difference(program, other) for other in known.values()), key=lambda found: found[0]
+        )[1]
+
+
+def _first_difference(program: Lines, other: Lines) -> tuple[int, str]:
+    """Number of equal lines before the first difference, and the difference as a phrase."""
+    ours, theirs = (
+        [(("forward", "backward")[min(i, 1)], line) for i, lines in enumerate(each) for line in lines]
+        for each in (program, other)
+    )
+    shared = min(len(ours), len(theirs))
+    first = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    here, ahead = (
+        f"{lines[first][1][:TEXT]!r} ({lines[first][0]})" if first < len(lines) else "the end"
+        for lines in (ours, theirs)
+    )
+    return first, f"operator {first + 1} is {here}, ahead of time it was {ahead}"
