@@ -103,7 +103,7 @@ class Meter(TorchDispatchMode):
         self.live -= size
 
 
-def _shaped(function: Any, inputs: tuple, named: dict[str, Any]) -> Any:
+def _shaped(function: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What an operator returns on the meta device.
 
     torch computes a shape in about a millisecond of Python, and layers repeat their operators: a result is remembered for equal
