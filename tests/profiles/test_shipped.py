@@ -43,6 +43,7 @@ PARAMETERS = {
     "qwen2.5-7b": 7615616512,
     "olmo3-7b": 7298011136,
     "olmo-hybrid-7b": 7430870688,
+    "qwen3.5-9b": 8953803264,
     "smollm3-3b": 3075098624,
     "granite-3.3-8b": 8170864640,
     "gemma3-12b": 11766034176,
@@ -93,6 +94,7 @@ MODERN = (
     "gpt-oss-20b",
     "glm4.5-106b-a12b",
     "olmo-hybrid-7b",
+    "qwen3.5-9b",
     "deepseek-v3",
 )  # without a published run on trn1
 PLAIN = (*PUBLISHED, *MODERN)
@@ -201,6 +203,15 @@ CONFIGS = {
         "linear_value_head_dim": 192, "max_position_embeddings": 65536, "num_attention_heads": 30, "num_hidden_layers": 32,
         "num_key_value_heads": 30, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": None}, "tie_word_embeddings": False,
         "vocab_size": 100352,
+    },
+    "qwen3.5-9b": {  # of the language model alone, as exports have it
+        "model_type": "qwen3_5_text", "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mtp_num_hidden_layers": 1, "num_attention_heads": 16, "num_hidden_layers": 32,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "vocab_size": 248320,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
     },
     "deepseek-v3": {
         "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_size": 7168,
