@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -216,16 +217,21 @@ def _tokenizer_file(folder: Path) -> Path | None:
 
 
 def _decode_samples(file: Path | None, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Prompts and continuations as text; empty without a tokenizer."""
+    """Prompts and continuations up to EOS as text; empty without a tokenizer."""
     if not samples or file is None:
         return []
     from tokenizers import Tokenizer
 
+    from tasks.tokenization.tokenizer_files import special_token_id
+
     tokenizer = Tokenizer.from_file(str(file))
+    named = file.with_name("tokenizer_config.json").exists()
+    eos = special_token_id(file.parent, tokenizer, "eos_token") if named else None
     decoded = []
     for sample in samples:
         prompt = tokenizer.decode(sample["prompt"], skip_special_tokens=False)
+        new = [*takewhile(lambda token: token != eos, sample["text"])]
         # Decoded together: a token's text may depend on the one before it.
-        text = tokenizer.decode([*sample["prompt"], *sample["text"]], skip_special_tokens=False)
+        text = tokenizer.decode([*sample["prompt"], *new], skip_special_tokens=False)
         decoded.append({"prompt": prompt, "text": text.removeprefix(prompt)})
     return decoded

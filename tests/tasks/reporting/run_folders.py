@@ -56,11 +56,12 @@ def write_run(folder, *overrides, losses=100):
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     event = {"event": "skipped", "time": 1.8e9, "step": 7, "reason": "loss is <nan>"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
-    vocabulary = {"To": 0, " be": 1, " or": 2, " <b>not</b>": 3}
+    vocabulary = {"To": 0, " be": 1, " or": 2, " <b>not</b>": 3, "</s>": 4}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="To"))
     tokenizer.decoder = decoders.Fuse()
     (folder / "export").mkdir()
     tokenizer.save(str(folder / "export/tokenizer.json"))
+    (folder / "export/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
 
 
 def write_report(folder):
@@ -91,7 +92,7 @@ def write_report(folder):
     stage = {"bytes": {"parameters": 1 << 29, "optimizer": 505 << 20, "activations": 7 << 20}, "flops": 1e12}
     plan = {"parameters": 2735424, "mesh": {"data": 1, "tensor": 2}, "step_seconds": 0.25, "stages": [stage]}
     plan |= {"host_bytes": 450 << 20, "needs_bytes": 1474 << 20, "basis": "uncalibrated"}
-    samples = [{"prompt": [0, 1], "text": [2, 3]}]
+    samples = [{"prompt": [0, 1], "text": [2, 3, 4, 1]}]  # " be" is after EOS
     evaluation = {
         "validation_loss": 7.4,
         "perplexity": 1635.98,

@@ -65,7 +65,8 @@ def test_run_without_export_has_samples_and_no_loading_code(tmp_path):
     folder = tmp_path / "store/runs/first"
     write_run(folder)
     with Store(str(tmp_path / "store")).artifacts.publish(ArtifactId("tokenizer", "key")) as artifact:
-        (folder / "export/tokenizer.json").rename(artifact / "tokenizer.json")
+        for file in (folder / "export").iterdir():
+            file.rename(artifact / file.name)
     (folder / "export").rmdir()
     (folder / "inputs.json").write_text('{"identity": "x", "tokenizer": "key", "dataset": "y"}')
     page = write_report(folder).read_text()
