@@ -411,7 +411,9 @@ def test_run_prints_steps_final_loss_and_output_paths(
 ):
     """The wheel, beside modules of the same names on PYTHONPATH; then a cached run with closed output."""
     write_shadowing_modules(tmp_path)
-    monkeypatch.setattr(Command, "program", (str(wheel.install(tmp_path_factory.mktemp("wheel"))),))
+    program = wheel.install(tmp_path_factory.mktemp("wheel"))
+    assert {path.parent.name for path in program.parents[1].rglob("py.typed")} == {*trainshed.PACKAGES}
+    monkeypatch.setattr(Command, "program", (str(program),))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "my_losses.py").write_text(LOSS)
     arguments = ("run", str(profile), "--name", "first", *settings("train.loss=my_losses:smoothed"))
