@@ -160,7 +160,8 @@ class LoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self.state_dict[index.fqn].views[index.offset]
+        view: torch.Tensor = self.state_dict[index.fqn].views[index.offset]
+        return view
 
 
 def load(path: Path, optimizer: ShardedAdamW, files: dict[str, FileDescription] | None) -> None:

@@ -13,7 +13,7 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.harness.processes import peak_memory
@@ -71,7 +71,9 @@ def main() -> int:
         programs["from_pretrained, save_pretrained"] = (source, target, PEER)
     equal: list[bool] = []
 
-    def side(start: Path, target: Path, code: str, *arguments: str) -> Callable[[], tuple[float, int]]:
+    def side(
+        start: Path, target: Path, code: str, arguments: Sequence[str]
+    ) -> Callable[[], tuple[float, int]]:
         def run() -> tuple[float, int]:
             shutil.rmtree(target, ignore_errors=True)
             drop_page_cache(start)
@@ -85,7 +87,10 @@ def main() -> int:
 
         return run
 
-    sides = {name: side(*program) for name, program in programs.items()}
+    sides = {
+        name: side(start, target, code, arguments)
+        for name, (start, target, code, *arguments) in programs.items()
+    }
     results = alternate(sides, options.rounds, after_round=lambda: shutil.rmtree(split))
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     median = {name: statistics.median(seconds for seconds, _ in runs) for name, runs in results.items()}

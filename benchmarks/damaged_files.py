@@ -115,7 +115,11 @@ def swap(path: Path) -> None:
 
 
 def replace_by(make: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda path: (remove(path), make(path))
+    def damage(path: Path) -> None:
+        remove(path)
+        make(path)
+
+    return damage
 
 
 def truncate(path: Path) -> None:
@@ -262,9 +266,10 @@ def judge(folder: Path, file: str, name: str, loss: float) -> tuple[str, str]:
 
 def files_of(store: Path) -> list[str]:
     """One file of each kind in the store, and the folders."""
-    found = {}
+    found: dict[tuple[object, ...], str] = {}
     for path in sorted(store.rglob("*")):
         parts = path.relative_to(store).parts
+        kind: tuple[object, ...]
         if len(parts) > 2 and parts[0] == "artifacts":
             kind = (*parts[:2], *parts[3:])  # without its key
         elif parts[0] in ("locks", "local-cache", "ledger"):
@@ -284,7 +289,8 @@ def train(folder: Path) -> float:
     profile = write_profile(folder)
     with without_prefect() as results, forked_jobs():
         command(["run", str(profile), "--store", str(folder / "store")])
-    return results[-1]["validation_loss"]
+    loss: float = results[-1]["validation_loss"]
+    return loss
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -300,7 +306,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def cases(store: Path, options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """(file, damage, command) of each chosen case, shuffled, so that the first ones are a sample of all."""
-    chosen = []
+    chosen: list[tuple[str, str, str]] = []
     for file in files_of(store):
         damages = OF_FOLDERS if (store / file).is_dir() else DAMAGES
         if options.files in file:

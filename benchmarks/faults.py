@@ -60,7 +60,7 @@ class Run:
                 command, cwd=self.folder, stdout=output, stderr=output, start_new_session=True
             )
 
-    def rows(self) -> list[dict]:
+    def rows(self) -> list[dict[str, Any]]:
         """Metrics of the trained steps."""
         lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
         return [row for row in map(json.loads, lines) if "loss" in row]

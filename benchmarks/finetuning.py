@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.harness.timing import make_parser
-from modeling.data.records import open_samples
+from modeling.data.records import RecordSamples, open_samples
 from modeling.training.reference import log_probabilities
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
@@ -120,8 +120,10 @@ def ours(folder: Path, wanted: Profile, pairs: int) -> Callable[[int], list[Time
     trainer = Trainer(wanted)
     optimizer = make_optimizer(trainer)
     count = wanted.train.global_batch_size
-    if wanted.objective.kind == "dpo":
-        samples.reference = log_probabilities(trainer, open_samples(*opened, ordered=True))
+    if isinstance(samples, RecordSamples) and wanted.objective.kind == "dpo":
+        ordered = open_samples(*opened, ordered=True)
+        assert isinstance(ordered, RecordSamples)
+        samples.reference = log_probabilities(trainer, ordered)
 
     def run(steps: int) -> list[Times]:
         times = []

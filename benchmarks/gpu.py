@@ -70,13 +70,18 @@ ONE = TrainingComparison(
     workload="1b",
     device="cuda",
 )
-HUGGING_FACE = {
+HUGGING_FACE: dict[str, Any] = {
     "against": "Hugging Face, compiled",
     "peer": ("hugging_face",),
     "requires": "transformers",
 }
-TITAN = {"against": "torchtitan", "peer": ("torchtitan",), "requires": "torchtitan", "target": 0.95}
-FP8 = {
+TITAN: dict[str, Any] = {
+    "against": "torchtitan",
+    "peer": ("torchtitan",),
+    "requires": "torchtitan",
+    "target": 0.95,
+}
+FP8: dict[str, Any] = {
     "against": "torchao",
     "peer": ("plain", "--fp8"),
     "ours": ("--fp8",),
@@ -84,7 +89,7 @@ FP8 = {
     "title": "1B Llama, FP8, compiled",
 }
 LAYERS = replace(ONE, name="8b-layers", title="4 layers of 8B, bf16, compiled", workload="8b-layers")
-FSDP = {"against": "FSDP2, compiled", "peer": ("fsdp2",), "ours": ("--data-sharding", "fsdp")}
+FSDP: dict[str, Any] = {"against": "FSDP2, compiled", "peer": ("fsdp2",), "ours": ("--data-sharding", "fsdp")}
 TENSOR = ("--tensor", "2", "--sequence-parallel")
 TENSOR_ONE_CHUNK = (*TENSOR, "--overlap-chunks", "1")
 TENSOR_PARALLEL = replace(
@@ -97,7 +102,7 @@ TENSOR_PARALLEL = replace(
     target=1.0,
     processes=2,
 )
-OURS_PLAIN = {"peer": ("ours", *TENSOR_ONE_CHUNK), "target": 1.0}
+OURS_PLAIN: dict[str, Any] = {"peer": ("ours", *TENSOR_ONE_CHUNK), "target": 1.0}
 DOCUMENTS = "attention within documents, fw+bw"
 
 COMPARISONS: tuple[Comparison, ...] = (
@@ -284,7 +289,8 @@ def checks_and_comparisons(rehearse: bool) -> list[Row]:
     profiles = tuple(profile.model_copy(update={"name": name}) for name, profile in made.items())
     device = "cpu" if rehearse else "cuda"
     experts = SMALL_EXPERTS if rehearse else EXPERTS
-    return [DeviceChecks(profiles, (experts,), device), MarkedTests(device=device), *comparisons]
+    checks: list[Row] = [DeviceChecks(profiles, (experts,), device), MarkedTests(device=device)]
+    return [*checks, *comparisons]
 
 
 def divide(rows: Sequence[Row], gpus: int) -> tuple[list[Row], dict[str, str]]:

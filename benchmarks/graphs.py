@@ -36,7 +36,7 @@ def trace(names: Sequence[str]) -> bool:
             profile = load(str(run / "profile.yaml"))
             output = run / "trace.json"
             command = [sys.executable, "-m", "modeling.tracing.trace"]
-            command += ["--run-folder", run, "--output", output]
+            command += ["--run-folder", str(run), "--output", str(output)]
             subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
             traced = json.loads(output.read_text())
         graphs = sum(len(program["graphs"]) for program in traced["programs"])
@@ -56,8 +56,10 @@ def first_step(rounds: int) -> bool:
     from tasks.store.store import Store
     from tests.modeling import micro
 
-    overrides = ("model.num_hidden_layers=8", "train.steps=1", "train.warmup_steps=0", "evaluate.every=0")
-    overrides += ("compile.enabled=true",)  # for one step, compiling would not pay
+    overrides = (
+        *("model.num_hidden_layers=8", "train.steps=1", "train.warmup_steps=0", "evaluate.every=0"),
+        "compile.enabled=true",  # for one step, compiling would not pay
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = Store(str(folder / "store"))
@@ -74,7 +76,8 @@ def first_step(rounds: int) -> bool:
                 micro.finish(micro.start("training.train", *arguments))
                 row = micro.metrics(run)[0]
             assert (row["cold_compiles"] == 0) == (kind == "warm"), row
-            return row["step_seconds"]
+            seconds: float = row["step_seconds"]
+            return seconds
 
         seconds = alternate({kind: partial(train, kind) for kind in ("cold", "warm")}, rounds)
     for kind, times in seconds.items():

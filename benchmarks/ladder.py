@@ -37,7 +37,8 @@ def _chain() -> np.ndarray:
     sizes = np.arange(1, VOCABULARY + 1) ** -DECAY
     logits = STRENGTH * (before * (sizes / np.linalg.norm(sizes))) @ after.T
     chances = np.exp(logits - logits.max(1, keepdims=True))
-    return (chances / chances.sum(1, keepdims=True)).cumsum(1)
+    shares: np.ndarray = chances / chances.sum(1, keepdims=True)
+    return shares.cumsum(1)
 
 
 class ChainSamples:

@@ -13,6 +13,7 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,7 @@ def write_sources(folder: Path) -> list[Path]:
             found.append(chance.choice(following[found[-1]]))
         return found
 
-    make = {
+    make: dict[str, Callable[[], list[str]]] = {
         "sentences": lambda: chance.choices(sentences, k=WORDS // 8),
         "chain": chain,
         "random": lambda: chance.choices(words, k=WORDS),

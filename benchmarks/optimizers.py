@@ -51,7 +51,8 @@ class Text:
         """Windows [first, first + count), each of one token more than the sequence length."""
         assert first + count <= self.windows, "a window would repeat"
         starts = self._order[first : first + count] * shapes.SEQUENCE
-        return self._text[starts[:, None] + np.arange(shapes.SEQUENCE + 1)].astype(np.int64)
+        rows: np.ndarray = self._text[starts[:, None] + np.arange(shapes.SEQUENCE + 1)]
+        return rows.astype(np.int64)
 
 
 @cache
@@ -93,7 +94,7 @@ def loss_of(run: PlannedRun) -> float:
 
 def tune(optimizer: Optimizer) -> float:
     """The rate of the lowest loss of the smallest rung."""
-    losses = {}
+    losses: dict[float, float] = {}
     for rate in RATES:
         ladder = describe(optimizer, rate, TUNING_SEED)
         losses[rate] = loss_of(rungs_of(ladder, target_of(ladder))[0])

@@ -154,6 +154,7 @@ def map_dataset(folder: Path) -> None:
     datasets.disable_progress_bars()
     tokenizer = load_tokenizer(folder)
     eos = tokenizer.token_to_id(EOS)
+    assert eos is not None
 
     def encode(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         encodings = tokenizer.encode_batch(rows["text"], add_special_tokens=False)

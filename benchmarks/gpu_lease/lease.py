@@ -98,13 +98,10 @@ class Machine:
                         {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else common
                     )
                     with log.open("w") as output:
-                        options = {
-                            "env": environment,
-                            "stdout": output,
-                            "stderr": subprocess.STDOUT,
-                            "text": True,
-                        }
-                        self._children.append(subprocess.Popen(command, **options))
+                        child = subprocess.Popen(
+                            command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+                        )
+                        self._children.append(child)
                 ended = self._wait(limit)
             finally:
                 codes = self._end()

@@ -58,7 +58,8 @@ def full_depth(rows: Mapping[str, Mapping[str, Any]], suffix: str) -> float | No
     if not (two.get("ms") and four.get("ms")) or four["ms"] <= two["ms"]:
         return None
     tokens: float = four["tokens_per_second"] * four["ms"]
-    return tokens / (four["ms"] + (DEPTH - 4) * (four["ms"] - two["ms"]) / 2)
+    milliseconds: float = four["ms"] + (DEPTH - 4) * (four["ms"] - two["ms"]) / 2
+    return tokens / milliseconds
 
 
 def _figures(row: Mapping[str, Any]) -> str:

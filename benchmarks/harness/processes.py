@@ -156,6 +156,7 @@ def peak_memory(command: Sequence[str], field: str) -> tuple[str, int]:
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
+    assert process.stdout is not None
     with process.stdout:
         output = process.stdout.read()
     ended.set()

@@ -30,7 +30,7 @@ def train_and_evaluate(
     size = train.global_batch_size
     with Trainer(profile) as trainer:
         optimizer = make_optimizer(trainer)
-        for step in range(1, train.steps + 1):
+        for step in range(1, train.last_step + 1):
             optimizer.begin_step(1)
             batch = Batch(torch.from_numpy(samples.batch((step - 1) * size, size)))
             trainer.forward_backward(batch, 1 / (size * train.sequence_length))

@@ -22,7 +22,7 @@ from modeling.conversion.weights import Part, Weights, global_shapes
 from parallel import device as devices
 from profiles.sections.model import Model
 
-ADAMW = {
+ADAMW: dict[str, Any] = {
     "lr": 1e-3,
     "betas": (0.9, 0.95),
     "eps": 1e-8,
@@ -85,7 +85,7 @@ TINY_MIXTRAL = llama(
     max_position_embeddings=64,
 )
 # three layers of four with linear attention, whose heads are as large as half of a published model's
-HYBRID = {
+HYBRID: dict[str, Any] = {
     "full_attention_every": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -230,7 +230,8 @@ def batch(workload: Workload, step: int) -> Tensor:
 def adamw(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.AdamW:
     """torch's AdamW; `settings` select an implementation, by default the fused one on a GPU."""
     given = list(parameters)
-    return torch.optim.AdamW(given, **ADAMW, **(settings or {"fused": given[0].is_cuda}))
+    options: dict[str, Any] = {**ADAMW, **(settings or {"fused": given[0].is_cuda})}
+    return torch.optim.AdamW(given, **options)
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def main() -> None:
 
 def make_step(network: Hybrid, kind: str, length: int) -> Callable[[], None]:
     """Forward and backward of the attention of a layer of this kind, over one sequence."""
-    layer = network.layers[LAYERS[kind]].attention
+    layer = network.layers[LAYERS[kind]].get_submodule("attention")
     x = torch.randn(length, network.model.hidden_size, requires_grad=True)
     grad = torch.randn_like(x)
     cos, sin, offsets = network.block_arguments(torch.arange(length), None)

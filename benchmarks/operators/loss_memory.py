@@ -94,6 +94,7 @@ def measure(options: argparse.Namespace) -> None:
     taken = seconds(compute)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     if dist.get_rank() == 0:
+        assert x.grad is not None
         found = [float(losses[0]), x.grad.norm().item()]
         print(json.dumps({"seconds": [taken], "losses": found, "peak_bytes": peak}))
     dist.destroy_process_group()

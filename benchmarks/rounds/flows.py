@@ -48,7 +48,7 @@ def prepare(folder: Path) -> None:
     languages.write_texts(texts / "0.jsonl", languages.OLD, DOCUMENTS, 1)
     data = {"sources": [{"kind": "files", "path": str(texts / "*.jsonl")}], "validation_fraction": 0.1}
     (folder / f"{NAME}.yaml").write_text(yaml.safe_dump({**PROFILE, "data": data}))
-    pretrain(str(folder / f"{NAME}.yaml"), ["train.steps=60"], None, str(folder / "store"))
+    pretrain(str(folder / f"{NAME}.yaml"), ["train.steps=60"], "", str(folder / "store"))
 
 
 def run_round(folder: Path, *overrides: str) -> Any:

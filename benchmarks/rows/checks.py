@@ -104,8 +104,9 @@ class MarkedTests:
             command += ["--junitxml", str(report), *self.paths]
             try:
                 environment = isolation.environment(self.device)
-                options = {"env": environment, "capture_output": True, "text": True, "timeout": TIMEOUT}
-                ran = subprocess.run(command, cwd=ROOT, **options)
+                ran = subprocess.run(
+                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+                )
             except subprocess.TimeoutExpired:
                 return self._result("none finished", f"timed out after {TIMEOUT} s")
             if not report.exists():

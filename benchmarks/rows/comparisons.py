@@ -81,7 +81,7 @@ class Result:
         return "met" if self.ratio >= self.target and bound_met else "missed"
 
     def to_json(self) -> dict[str, Any]:
-        document = {"row": self.name, "title": self.title, "against": self.against}
+        document: dict[str, Any] = {"row": self.name, "title": self.title, "against": self.against}
         document |= {"status": self.status, "target": self.target}
         if self.failure:
             return {**document, "failure": self.failure}

@@ -3,6 +3,8 @@
 Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.fsdp2`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +20,7 @@ def main() -> None:
         model = Llama(work.model)
     workload.load_initial_weights(model, work.model)
     dtype = workload.DTYPES[options.precision]
-    sharding = {
+    sharding: dict[str, Any] = {
         "mesh": init_device_mesh(options.device, (ranks,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     }

@@ -60,6 +60,16 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Body(nn.Module):
+    """What is before the head."""
+
+    def __init__(self, model: Model, attend: AttentionFunction) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(Block(model, attend) for _ in range(model.num_hidden_layers))
+        self.norm = nn.RMSNorm(model.hidden_size, model.norm_eps)
+
+
 class Llama(nn.Module):
     """Token ids (b, s) to logits (b, s, v).
 
@@ -72,10 +82,7 @@ class Llama(nn.Module):
         self, model: Model, positions: Tensor | None = None, attend: AttentionFunction = causal_attention
     ) -> None:
         super().__init__()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.model.layers = nn.ModuleList(Block(model, attend) for _ in range(model.num_hidden_layers))
-        self.model.norm = nn.RMSNorm(model.hidden_size, model.norm_eps)
+        self.model = Body(model, attend)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         if model.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

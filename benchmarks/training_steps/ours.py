@@ -71,8 +71,10 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
     """The options as a profile; a microbatch is one sample with a pipeline, else all samples of a rank."""
     work = workload.WORKLOADS[options.workload]
     data = ranks // (options.tensor * options.pipeline * options.context)
-    axes = ("tensor", "pipeline", "context", "expert", "sequence_parallel", "data_sharding", "overlap_chunks")
-    axes += ("shard_degree",)
+    axes = (
+        *("tensor", "pipeline", "context", "expert"),
+        *("sequence_parallel", "data_sharding", "overlap_chunks", "shard_degree"),
+    )
     return Profile.model_validate(
         {
             "name": "benchmark",

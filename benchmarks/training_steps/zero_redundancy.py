@@ -14,9 +14,9 @@ from benchmarks.training_steps.llama import Llama, cross_entropy
 
 def main() -> None:
     options, work, rank, ranks = workload.start(workload.workload_parser(__doc__))
-    model = Llama(work.model)
-    workload.load_initial_weights(model, work.model)
-    model = DistributedDataParallel(model, forward_sync_buffers=False)
+    llama = Llama(work.model)
+    workload.load_initial_weights(llama, work.model)
+    model = DistributedDataParallel(llama, forward_sync_buffers=False)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **workload.ADAMW)
 
     def compute_loss(samples: Tensor) -> Tensor:
