@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError, closest
-from profiles.rules.pretrained import RUN
+from profiles.local_paths import RUN
 
 
 def chained_runs(profiles: Sequence[str], overrides: Sequence[str] = (), name: str = "") -> list[PlannedRun]:

@@ -36,6 +36,7 @@ from profiles.files import run_files, state_files
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.rules.continual import check_round, check_same_training, stand_in_data
 from profiles.schema import Profile
+from profiles.sections.base import required
 from tasks import keys
 from tasks.continual import generated, held_out, replay, rounds, schedule, series, stand_in
 from tasks.continual.data import new_data
@@ -127,7 +128,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
     over = over or (recorded is not None and _lacks_sets(store, name, recorded["dataset"]))
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name))
-        everything = runner.run(DatasetStep(tokenizer))
+        everything = required(runner.run(DatasetStep(tokenizer)))
         old = old_sets(runner.context, current, tokenizer)
         restore_held_out(runner.context, tokenizer, current.identity, old.entries)
         begun = store.artifacts.find(DatasetStep.id(recorded["dataset"])) if recorded and not over else None
@@ -155,7 +156,8 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         identity, verdict = _train(judge, start_over=over)
         lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
         if verdict.promotes:
-            read = replay.samples_read(store.run_folder(name), run.train.steps, run.train.global_batch_size)
+            steps, batch = run.train.last_step, run.train.global_batch_size
+            read = replay.samples_read(store.run_folder(name), steps, batch)
             ledger.record_samples(store, identity, read)
             series.promote(store, profile.name, current, name, identity, dataset)
             state, message = "Promoted", f"{name} replaces {current.run}"
@@ -211,7 +213,7 @@ def _with_replay(
     if not share:
         return new
     context, train = runner.context, run.train
-    samples = train.steps * train.global_batch_size
+    samples = train.last_step * train.global_batch_size
     if run.continual.replay_from == "generated":
         known = _generate(runner, current, new, run, math.ceil(share * samples))
         return replay.with_replay(context.store, new, known, share, samples, lambda drawn: None)
@@ -243,7 +245,7 @@ def _generate(
     context = replace(runner.context, profile=profile, folder=base)
     rows = generated.row_count(windows, length, settings.generated_tokens)
     made = [
-        runner.run(generated.GenerationStep(model, new, first, count, file, frozen), context)
+        required(runner.run(generated.GenerationStep(model, new, first, count, file, frozen), context))
         for first, count in generated.shards(rows)
     ]
     return generated.history(model, made, length)
@@ -313,5 +315,8 @@ def _train(judge: Judge, *, start_over: bool) -> tuple[str, Verdict]:
 def _with_new_data(outcomes: Sequence[Outcome], tokenizer: Artifact, dataset: Artifact) -> list[Outcome]:
     """The outcomes, with the data that the round trains on in place of all data of the series."""
     step = DatasetStep(tokenizer)
-    new = {"note": step.describe(dataset.summary), "summary": dataset.summary}
-    return [replace(outcome, **new) if outcome.step == step.name else outcome for outcome in outcomes]
+    note, summary = step.describe(dataset.summary), dataset.summary
+    return [
+        replace(outcome, note=note, summary=summary) if outcome.step == step.name else outcome
+        for outcome in outcomes
+    ]

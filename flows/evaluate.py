@@ -24,6 +24,7 @@ from modeling.training.metrics import OF_TASKS
 from profiles import resolve
 from profiles.files import run_files, state_files
 from profiles.schema import Profile
+from profiles.sections.base import required
 from tasks import keys
 from tasks.evaluation import request, results
 from tasks.evaluation.checkpoints import (
@@ -108,12 +109,12 @@ class Evaluator:
             step=checkpoint.step,
             profile_file=self.profile_file,
         )
-        summary = self.runner.run(held_out).summary
+        summary = required(self.runner.run(held_out)).summary
         found = {"validation_loss": summary["validation_loss"], **summary["metrics"]}
         tokenizer = self._artifact(TokenizerStep)
         for task in self.tasks:
             made = TaskStep(task, checkpoint, tokenizer, base, self.include, self.limit)
-            found |= metrics_of(self.runner.run(made).summary)
+            found |= metrics_of(required(self.runner.run(made)).summary)
         return found
 
     def _reference(self) -> Artifact | None:

@@ -35,6 +35,7 @@ from flows.start_checks import RunCommand, check_last_step, load
 from modeling.planning.planner import plan
 from profiles.files import run_files
 from profiles.schema import Profile
+from profiles.sections.base import required
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.experiments import forecasts
 from tasks.fork import copy_checkpoint, hold_checkpoint, record_data
@@ -114,18 +115,27 @@ def train_profile(
             training.plan = plan(run)  # again: the number of steps follows from the data
         warnings = warn(runner, run, tokenizer, dataset, parent)
         weights = converting.result()
-        inputs = tokenizer.key, dataset.key, weights and weights.key
-        options = {"parent": parent, "replace": replace, "warnings": warnings}
-        with training.open(run, *inputs, command, **options) as overview, runner.until_reached():
+        opened = training.open(
+            run,
+            tokenizer.key,
+            dataset.key,
+            weights.key if weights else None,
+            command,
+            parent=parent,
+            replace=replace,
+            warnings=warnings,
+        )
+        with opened as overview, runner.until_reached():
             # Before training: a run that never ends may be forked.
-            ledger.record(store, run.name, training.identity, dataset, parent and parent.identity)
+            origin = parent.identity if parent else None
+            ledger.record(store, run.name, training.identity, dataset, origin)
             if parent:
                 record_data(store, parent)
                 copy_checkpoint(store, parent, run.name)
             # A ladder does not locate its target's tokenizer, whose location depends on the machine.
             _take_forecast(store, run.model_copy(update={"tokenizer": profile.tokenizer}))
             evaluated, exported = _train(runner, training, tokenizer, dataset, weights)
-            report = runner.run(ReportStep(training.plan, evaluated, runner.outcomes))
+            report = required(runner.run(ReportStep(training.plan, evaluated, runner.outcomes)))
             overview.update(now=True)
         if not runner.reached:
             return {
@@ -145,13 +155,14 @@ def _prepare(runner: Runner, parent: Parent | None, update: bool) -> tuple[Artif
     # A fork keeps the weights that its parent's checkpoint was trained from.
     resolve_inputs(runner, lockfile, keep_exports=parent is not None)
     write_lockfile(runner.context)
-    tokenizer = runner.run(TokenizerStep())
+    tokenizer = required(runner.run(TokenizerStep()))
     # A tokenizer is small: what it lacks is found before weights and data are fetched.
     check_fits(run, tokenizer.summary)
     if lockfile is None:
         check_records(run, store.artifacts.path(tokenizer))
     converting = runner.start(CheckpointStep())
-    return tokenizer, runner.run(DatasetStep(tokenizer)), converting
+    dataset = required(runner.run(DatasetStep(tokenizer)))
+    return tokenizer, dataset, required(converting)  # None only if the flow has ended before
 
 
 def _train(
@@ -164,9 +175,9 @@ def _train(
         assert weights is not None  # DPO starts from a model
         reference = runner.run(ReferenceStep(dataset, weights, graphs))
     training.train(TrainingStep(dataset, identity, graphs, weights, reference))
-    evaluated = runner.run(EvaluationStep(dataset, identity, graphs, weights, reference))
+    evaluated = required(runner.run(EvaluationStep(dataset, identity, graphs, weights, reference)))
     with activities.begin(context.store, "exporting", context.profile.name):
-        return evaluated, runner.run(ExportStep(tokenizer, identity, weights))
+        return evaluated, required(runner.run(ExportStep(tokenizer, identity, weights)))
 
 
 def _take_forecast(store: Store, run: Profile) -> None:

@@ -63,7 +63,7 @@ def admitted(
         )  # rather than wait for a run that this one cannot continue
     with activities.begin(store, "run", profile.name) as lock:
         run, parent = admit(store, profile, command, replace=replace)
-        with Runner(flow_context(run, store), lock, until) as runner:
+        with Runner(flow_context(run, store), lock, until) as runner, runner.until_reached():
             yield runner, parent
 
 
@@ -72,7 +72,7 @@ def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> Lock
 
     Raises CorruptedState.
     """
-    for run in map(store.run_folder, filter(None, (name, parent and parent.run))):
+    for run in map(store.run_folder, (name, parent.run) if parent else (name,)):
         if data := run.read(run_files.LOCKFILE):
             return Lockfile.from_bytes(data, run.location(run_files.LOCKFILE))
     return None

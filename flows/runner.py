@@ -137,7 +137,7 @@ class Runner:
 
     Args:
         lock: the lock under which the flow uses the run, which every attempt of a step requires; None if it has none.
-        until: name of the step to end with, which leaves this context, or the one of `until_reached`; empty: none.
+        until: name of the step to end with, which leaves the block of `until_reached`; empty: none.
         keeps_recorded: whether to keep the references of the run folder to artifacts: for flows that only add to them.
 
     Attributes:
@@ -157,11 +157,10 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> bool:
+    def __exit__(self, *error: object) -> None:
         """Interrupt background steps, which are still running only if the flow ends early."""
         for background in self._background:
             background.interrupt()
-        return kind is StepReached
 
     @contextmanager
     def until_reached(self) -> Iterator[None]:

@@ -3,18 +3,18 @@
 from tests.type_errors import problems
 
 REPORT = """\
-flows/old.py:3: error: Incompatible return value type  [return-value]
-flows/new.py:7: error: Missing return statement  [return]
-flows/new.py:7: note: See the documentation
+benchmarks/old.py:3: error: Incompatible return value type  [return-value]
+benchmarks/new.py:7: error: Missing return statement  [return]
+benchmarks/new.py:7: note: See the documentation
 """
 
 
 def test_only_listed_modules_may_have_errors():
-    assert list(problems(REPORT, ["flows/old.py"])) == REPORT.splitlines()[1:]
+    assert list(problems(REPORT, ["benchmarks/old.py"])) == REPORT.splitlines()[1:]
 
 
 def test_list_only_becomes_shorter():
-    listed = ["flows/old.py", "flows/new.py", "flows/clean.py", "profiles/schema.py"]
+    listed = ["benchmarks/old.py", "benchmarks/new.py", "benchmarks/clean.py", "profiles/schema.py"]
     clean, schema = problems(REPORT, listed)
-    assert clean.startswith("flows/clean.py: has no type errors")
+    assert clean.startswith("benchmarks/clean.py: has no type errors")
     assert schema.startswith("profiles/schema.py: is in a folder without type errors")

@@ -26,6 +26,7 @@ from profiles import resolve
 from profiles.experiments.branches import Branches
 from profiles.experiments.load import load_experiment
 from profiles.files import run_files
+from profiles.sections.base import required
 from tasks.evaluation.average import MODEL, AverageStep, identity_of
 from tasks.experiments.branches import members_of
 from tasks.reporting import branches_page
@@ -81,7 +82,8 @@ def _average(
         profile = resolve.load(str(folder / run_files.PROFILE), (), trunk.name)
         inputs = runs.read_inputs(folder)
         dataset, tokenizer = (
-            store.artifacts.expect(step.id(inputs[step.kind])) for step in (DatasetStep, TokenizerStep)
+            store.artifacts.expect(step.id(required(inputs[step.kind])))
+            for step in (DatasetStep, TokenizerStep)
         )
         context = flow_context(profile, store, folder)
         runner = stack.enter_context(Runner(context, locks[trunk.name], keeps_recorded=True))
@@ -89,11 +91,10 @@ def _average(
         for average in described.averages:
             members = members_of(described, average, trunk, found, store)
             identity = identity_of(store, members)
-            made = runner.run(
-                AverageStep(
-                    dataset, identity, tokenizer=tokenizer, members=tuple(members), label=average.name
-                )
+            step = AverageStep(
+                dataset, identity, tokenizer=tokenizer, members=tuple(members), label=average.name
             )
+            made = required(runner.run(step))
             rows.append(
                 {
                     "average": average.name,

@@ -81,5 +81,5 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
 
 def _metrics(run: PlannedRun, result: Mapping[str, Any]) -> dict[str, float]:
     """Metrics of a finished run, from the result of its flow."""
-    metrics, steps = result["evaluation"]["metrics"], run.profile.train.steps
+    metrics, steps = result["evaluation"]["metrics"], run.profile.train.last_step
     return forecasts.metrics_of(Path(result["folder"]), metrics, steps)

@@ -25,6 +25,7 @@ from flows.runner import THREADS, Runner
 from modeling.planning.auto import resolve_auto
 from modeling.scaling.proxies import Proxy, proposed, training_sources
 from profiles.errors import ProfileError
+from profiles.sections.base import required
 from tasks import keys
 from tasks.evaluation.held_out import OtherDataEvaluationStep
 from tasks.experiments import json_artifacts, mixtures
@@ -58,7 +59,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     natural = next(proxy for proxy in proxies if len(proxy.sources) == len(sources))  # the first of its group
     inputs = {proxy.name: runs.read_inputs(runs.fetch(opened, proxy.name)) for proxy in proxies}
     _require_one_tokenizer(inputs)
-    dataset = opened.artifacts.expect(DatasetStep.id(inputs[natural.name]["dataset"]))
+    dataset = opened.artifacts.expect(DatasetStep.id(required(inputs[natural.name]["dataset"])))
     tokens = mixtures.source_tokens(opened, dataset.key, target.profile)
     losses = _losses(opened, proxies, results, dataset, len(sources))
     measured = [
@@ -83,7 +84,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     return {**result, "profile": str(folder / f"{described.name}.yaml"), "page": str(page)}
 
 
-def _require_one_tokenizer(inputs: Mapping[str, Mapping[str, str]]) -> None:
+def _require_one_tokenizer(inputs: Mapping[str, Mapping[str, str | None]]) -> None:
     """Raise ProfileError if the proxies' tokenizers differ: losses per token would not be comparable."""
     first = next(iter(inputs))
     for name, found in inputs.items():
@@ -115,7 +116,7 @@ def _evaluate(store: Store, proxy: Proxy, dataset: Artifact) -> Mapping[str, Any
         identity = keys.digest([runs.read_inputs(folder)["identity"], dataset.key])
         context = flow_context(resolve_auto(proxy.run.profile), store, folder)
         with Runner(context, lock, keeps_recorded=True) as runner:
-            return runner.run(OtherDataEvaluationStep(dataset, identity)).summary
+            return required(runner.run(OtherDataEvaluationStep(dataset, identity))).summary
 
 
 def _by_source(evaluation: Mapping[str, Any]) -> dict[str, float]:
