@@ -134,7 +134,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         begun = store.artifacts.find(DatasetStep.id(recorded["dataset"])) if recorded and not over else None
         # Weights of sources that were changed since are those of the next round.
         by_hash = held_out.held_out_by_hash(profile.data)
-        records = profile if profile.objective.kind != "pretrain" else None
+        records = profile if profile.objective.traits.reads_records else None
         length = profile.train.sequence_length
         new = begun or new_data(store, current, everything, length, old, by_hash, records)
         if new is None:

@@ -25,7 +25,7 @@ from profiles.sections.cluster import Cluster
 from profiles.sections.continual import Continual, Gate
 from profiles.sections.data import Data, Source, Tokenizer
 from profiles.sections.model import Model
-from profiles.sections.objective import Lora, Objective, rows_per_sample
+from profiles.sections.objective import Lora, Objective
 from profiles.sections.tracking import Tracking
 from profiles.sections.train import Train
 
@@ -271,17 +271,17 @@ class Profile(Section):
     @property
     def fine_tunes(self) -> bool:
         """Whether the run fine-tunes: with an objective other than pretrain, or with LoRA."""
-        return self.objective.kind != "pretrain" or bool(self.lora.rank)
+        return self.objective.traits.reads_records or bool(self.lora.rank)
 
     @property
     def precomputes_reference(self) -> bool:
         """Whether the reference model's log-probabilities of pairs are computed once, before training."""
-        return self.objective.kind == "dpo" and self.objective.precompute_reference
+        return self.objective.traits.needs_reference and self.objective.precompute_reference
 
     @property
     def scores_pairs_in_step(self) -> bool:
         """Whether each step computes the reference model's log-probabilities of its pairs."""
-        return self.objective.kind == "dpo" and not self.objective.precompute_reference
+        return self.objective.traits.needs_reference and not self.objective.precompute_reference
 
     @property
     def copies_reference(self) -> bool:
@@ -301,12 +301,12 @@ class Profile(Section):
     @property
     def rows_per_sample(self) -> int:
         """Sequences per sample: two for a preference pair, else one."""
-        return rows_per_sample(self.objective.kind)
+        return self.objective.traits.rows
 
     @property
     def answers_per_row(self) -> int:
         """Maximum answers in a row of preference pairs; a sequence has at least two tokens."""
-        return max(1, self.train.sequence_length // 2) if self.packs and self.rows_per_sample > 1 else 1
+        return max(1, self.train.sequence_length // 2) if self.packs and self.objective.traits.pairs else 1
 
     @property
     def micro_batch_rows(self) -> int:
@@ -326,13 +326,13 @@ class Profile(Section):
     @property
     def padding_masks(self) -> bool:
         """Whether layers are given which tokens are padding, which experts do not count."""
-        return self.objective.kind != "pretrain" and self.model.num_experts is not None
+        return self.objective.traits.reads_records and self.model.num_experts is not None
 
     @property
     def packs(self) -> bool:
         """Whether a sample may contain several records."""
-        kind, packing = self.objective.kind, self.objective.packing
-        return kind != "pretrain" and (kind == "sft" if packing is None else packing)
+        traits, packing = self.objective.traits, self.objective.packing
+        return traits.reads_records and (traits.packs if packing is None else packing)
 
     @property
     def kv_replication(self) -> int:

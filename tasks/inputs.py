@@ -123,8 +123,8 @@ def resolve(
 
     progress("resolving the tokenizer", None)
     tokenizer = _tokenizer(profile.tokenizer, token, pin)
-    # An objective other than pretraining reads records with all their fields, so no field is the text.
-    text = profile.data.text if profile.objective.kind == "pretrain" else ""
+    # Records are read with all their fields, so no field is the text.
+    text = "" if profile.objective.traits.reads_records else profile.data.text
     shards = tuple(_shards(profile.data, text, digests, token, pin, progress))
     progress("resolving the initial weights", None)
     initial = _weights(profile, digests, token, pin)

@@ -208,7 +208,7 @@ def graphs(profile: Profile) -> str:
             "precision": [train.precision, train.fp8_recipe, train.gradient_dtype],
             "recompute": train.recompute,
             "experts": _experts(profile) if profile.model.num_experts else None,
-            "loss": [train.loss, profile.rows_per_sample > 1],
+            "loss": [train.loss, profile.objective.traits.pairs],
             "step_programs": step,
             "document_masks": profile.document_masks,
             "lora": profile.lora.model_dump(mode="json") if profile.lora.rank else None,
@@ -272,7 +272,7 @@ def run_identity(
         "weights": weights,
         "parent": parent,
     }
-    if profile.objective.kind != "pretrain":
+    if profile.objective.traits.reads_records:
         objective = _without(
             keys_of(Objective, "identity", other=True), profile.objective.model_dump(mode="json")
         )
@@ -291,7 +291,7 @@ def forecast_target(profile: Profile) -> str:
         name: getattr(profile, name).model_dump(mode="json") for name in ("tokenizer", "data", "objective")
     }
     del sections["data"]["cache_gigabytes"]
-    if profile.objective.kind == "pretrain":
+    if not profile.objective.traits.reads_records:
         del sections["objective"]["turns"]  # keeps the keys of forecasts and mixtures made before it existed
     return digest({"model": _model(profile, trained=True), "train": train, **sections})
 

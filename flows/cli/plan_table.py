@@ -111,7 +111,7 @@ def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[st
             length += f", about {format_number(planned.tokens / tokens)} passes over the data"
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     samples = f"{train.global_batch_size:,}"
-    if profile.rows_per_sample > 1:
+    if profile.objective.traits.pairs:
         samples += f" pairs × {profile.rows_per_sample}"
     device = cluster.accelerator or cluster.device
     return [

@@ -53,7 +53,7 @@ def open_samples(
     corpus = Corpus.open(folder, split, cache)
     shuffled = split == "train" and not ordered
     s, seed = profile.train.sequence_length, profile.train.seed if shuffled else None
-    if profile.objective.kind == "pretrain":
+    if not profile.objective.traits.reads_records:
         changes = mixture_changes(profile) if shuffled else ()
         return Samples(corpus, s, seed, changes, profile.train.global_batch_size)
     shape = profile.rows_per_sample, profile.answers_per_row

@@ -89,7 +89,7 @@ def mixture_target(mixture: Mixture) -> PlannedRun:
     if profile.data.schedule:
         reason = "changes the mixture during training; a mixture file proposes constant weights, so remove it"
         raise ProfileError("data.schedule", None, reason, ["[]"])
-    if profile.objective.kind != "pretrain":
+    if profile.objective.traits.reads_records:
         raise ProfileError("target", mixture.target, "is not a pretraining run; a mixture is for pretraining")
     known = data_sources.names(profile.data)
     for name in mixture.objective:

@@ -18,7 +18,7 @@ from modeling.models.language_model import LanguageModel
 from modeling.training import expert_load, generate, user_functions
 from modeling.training.anomalies import WINDOW
 from modeling.training.step_functions import StepFunctions
-from modeling.training.trainer import kind_of_samples, preference_settings
+from modeling.training.trainer import preference_settings
 from modeling.training.user_functions import UserFunction
 from parallel import Mesh
 from parallel.attention.zigzag import zigzag_positions
@@ -62,7 +62,7 @@ def rehearse(
 
 def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, device: torch.device) -> None:
     """Tokens and targets of a step, and of evaluation and sampling."""
-    s, kind = profile.train.sequence_length, kind_of_samples(profile)
+    s, kind = profile.train.sequence_length, profile.objective.traits.samples
     positions = zigzag_positions(s, mesh.context.size, mesh.context.rank).to(device)
     number = torch.zeros((), device=device)
     step = profile.micro_batch_rows * profile.accumulation_steps
@@ -79,7 +79,7 @@ def _rehearse_samples(profile: Profile, functions: StepFunctions, mesh: Mesh, de
             _, count = functions.count_targets(targets, number.int(), kind)
             if count is not None and not (profile.train.loss or profile.evaluate.metrics):
                 functions.pack_evaluation(count, number)
-            if kind == "pairs":
+            if profile.objective.traits.pairs:
                 _rehearse_pairs(profile, functions, mesh, targets)
 
 
@@ -87,10 +87,11 @@ def _rehearse_pairs(profile: Profile, functions: StepFunctions, mesh: Mesh, targ
     """The loss of a microbatch of preference pairs, and its log-probabilities under the reference model."""
     settings, b, device = preference_settings(profile), profile.micro_batch_rows, targets.device
     length = profile.train.sequence_length // mesh.context.size
-    wanted, answer, numbers, rows = functions.split_targets(targets[:b], length, settings.kind == "orpo")
+    wanted, answer, numbers, rows = functions.split_targets(targets[:b], length, settings.odds_ratio)
     width = profile.answers_per_row
     losses = torch.zeros(wanted.shape, device=device)
-    reference = torch.zeros(len(targets), width, device=device) if settings.kind == "dpo" else None
+    given = profile.objective.traits.needs_reference
+    reference = torch.zeros(len(targets), width, device=device) if given else None
     pairs = answer, numbers, rows, reference, width, mesh.context, torch.zeros((), device=device)
     for training in (True, False):
         sums, _ = functions.score_pairs(settings, losses, *pairs, training)

@@ -209,7 +209,7 @@ def run_stage(
         y = model(batch.x, batch.positions, batch.documents, batch.samples, batch.padding, following)
         compiles_loss = model.last and settings.loss is None  # a user-defined loss runs in eager mode
         # For preference pairs, a step computes the losses of tokens, then their weighted sum.
-        pairs = profile.rows_per_sample > 1
+        pairs = profile.objective.traits.pairs
         weights = torch.zeros(batch.tokens.shape, device=device) if pairs else None
         output = y
         if compiles_loss and pairs:
@@ -268,7 +268,7 @@ def _run_without_gradients(
     if profile.evaluate.mtp:
         forward(modules)
     if compiles_loss:
-        (model.token_losses if profile.rows_per_sample > 1 else model.loss)(y, batch.tokens)
+        (model.token_losses if profile.objective.traits.pairs else model.loss)(y, batch.tokens)
     if profile.train.balance == "global":
         with counting_choices(expert_layers(model)):
             forward(modules)

@@ -81,7 +81,7 @@ def evaluate_samples(
     local_sums: list[Tensor] = []
     queued: Download | None = None  # one pass runs while the next is queued
     pairs_per_token = 0.0
-    if trainer.profile.objective.kind == "orpo":
+    if trainer.profile.objective.traits.odds_ratio:
         assert isinstance(samples, RecordSamples)
         pairs_per_token = samples.pairs_per_token(0, min(samples.windows, passes * size * data.size))
     for index in range(passes):
@@ -228,7 +228,7 @@ def evaluate_into(
     evaluation = evaluate(trainer, samples, after_pass=after_pass)
     generated = generate_samples(trainer, samples, after_pass)
     # The loss of pairs is no cross-entropy of tokens.
-    perplexity = evaluation.perplexity if trainer.profile.rows_per_sample == 1 else None
+    perplexity = None if trainer.profile.objective.traits.pairs else evaluation.perplexity
     if trainer.leader:
         result = {
             "step": step,

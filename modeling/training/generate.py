@@ -46,7 +46,8 @@ def generate_samples(
     """
     profile = trainer.profile
     s = profile.train.sequence_length
-    longest = min(PROMPT_TOKENS, s // 2) if profile.objective.kind == "pretrain" else max(1, s - NEW_TOKENS)
+    reads_records = profile.objective.traits.reads_records
+    longest = max(1, s - NEW_TOKENS) if reads_records else min(PROMPT_TOKENS, s // 2)
     rows = rows_of_pass(profile)
     count = min(SAMPLES, rows, validation.windows)
     tokens = torch.zeros(rows, s + 1, dtype=torch.int64)  # (b, s + 1)

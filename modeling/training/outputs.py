@@ -69,8 +69,8 @@ class Pairs:
         self, stage: LanguageModel, x: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, int]:
         """Losses (2b, s/c) of the counted tokens, what `split_targets` returns, and the answers per row."""
-        orpo = self.settings.kind == "orpo"
-        wanted, answer, numbers, rows = self.functions.split_targets(targets, self.tokens, orpo)
+        prompts = self.settings.odds_ratio
+        wanted, answer, numbers, rows = self.functions.split_targets(targets, self.tokens, prompts)
         width = 1 if numbers is None else self.answers
         return stage.token_losses(x.detach(), wanted), wanted, answer, numbers, rows, width
 

@@ -59,19 +59,19 @@ def shard(
     positions: Tensor,
     documents: Tensor | None,
     answers: Tensor | None = None,
-    kind: str = "pretrain",
+    kind: str = "texts",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """A context rank's tokens, targets and documents (m·b, s/c) of samples (m·b, s + 1).
 
     Args:
         documents: (m·b, s).
-        kind: "pretrain": all tokens are ids. "records": negative ones, complements of ids and padding, are inputs but not
-            targets (modeling/data/records.py). "pairs": targets keep negative tokens, and are followed by the local `answers`
-            (m·b, s), if any, and the row's number.
+        kind: of the samples. "texts": all tokens are ids. "records": negative ones, complements of ids and padding, are inputs
+            but not targets (modeling/data/records.py). "pairs": targets keep negative tokens, and are followed by the local
+            `answers` (m·b, s), if any, and the row's number.
     """
     documents, answers = (None if each is None else each[:, positions] for each in (documents, answers))
     tokens, targets = samples[:, positions], samples[:, positions + 1]
-    if kind == "pretrain":
+    if kind == "texts":
         return tokens, targets, documents
     tokens = input_ids(tokens)
     if kind == "records":
@@ -91,7 +91,7 @@ def find_padding(samples: Tensor, positions: Tensor) -> Tensor:
 
 
 def count_targets(
-    targets: Tensor, rows: Tensor, kind: str = "pretrain", width: int | None = None
+    targets: Tensor, rows: Tensor, kind: str = "texts", width: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`shard`'s targets (m·b, ...), masked beyond the first `rows`; their number, float32, None for pairs.
 

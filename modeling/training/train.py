@@ -417,7 +417,7 @@ class TrainingData:
 
     def pairs_per_token(self, step: int) -> float:
         """Pairs of a step's global batch per token of the chosen rows, for orpo; 0 for other objectives."""
-        if self._trainer.profile.objective.kind != "orpo":
+        if not self._trainer.profile.objective.traits.odds_ratio:
             return 0.0
         assert isinstance(self._samples, RecordSamples)
         return self._samples.pairs_per_token(self._first_global(step), self._settings.global_batch_size)

@@ -66,6 +66,7 @@ from parallel.random import sample_keys
 from profiles.arguments import Parser
 from profiles.schema import Profile
 from profiles.sections.base import required
+from profiles.sections.objective import PAIR_METRICS
 
 if TYPE_CHECKING:
     from parallel.optimizer.arithmetic import Compile
@@ -193,8 +194,8 @@ class Trainer:
     @property
     def metrics(self) -> list[str]:
         """Names of the metrics that `evaluate` sums: the user's and modules', or those of preference pairs."""
-        if self.profile.rows_per_sample > 1:
-            return list(preference.METRICS)
+        if self.profile.objective.traits.pairs:
+            return list(PAIR_METRICS)
         modules = range(1, self.depth + 1) if self.profile.evaluate.mtp else ()
         return [*self._metrics, *(f"mtp_loss_{distance}" for distance in modules)]
 
@@ -240,7 +241,7 @@ class Trainer:
             None if each is None else each.to(self.torch_device, non_blocking=True)
             for each in (batch.documents, batch.answers)
         )
-        kind = kind_of_samples(self.profile)
+        kind = self.profile.objective.traits.samples
         tokens, targets, local = self.functions.shard(samples, self.positions, documents, answers, kind)
         masks = {} if local is None else {"documents": local}
         if modules and self.depth and self.last:
@@ -341,7 +342,7 @@ class Trainer:
 
     def _losses(self, batch: Batch, local: Local, pairs_per_token: float, *, training: bool) -> Output:
         """The output that computes a batch's losses; runs the reference model if pairs need it."""
-        if self.profile.rows_per_sample == 1:
+        if not self.profile.objective.traits.pairs:
             return TokenLoss(self.functions, self.user_loss, None if training else [*self._metrics.values()])
         reference, ratio = batch.reference, self._zero
         if self.profile.scores_pairs_in_step:
@@ -349,7 +350,7 @@ class Trainer:
                 reference = all_reduce(self._log_probabilities(*local), self.mesh.context)
         if reference is not None:
             reference = reference.to(self.torch_device, non_blocking=True).view(len(reference), -1)
-        if self._pairs.settings.kind == "orpo":
+        if self._pairs.settings.odds_ratio:
             ratio = devices.upload(torch.tensor(pairs_per_token), self.torch_device)
         return PairLoss(self._pairs, self.mesh.context, reference, ratio, training)
 
@@ -393,7 +394,8 @@ class Trainer:
         if targets is not None:
             rows = devices.upload(torch.tensor(counted, dtype=torch.int32), self.torch_device)
             width = len(self.positions) if modules else None
-            targets, count = self.functions.count_targets(targets, rows, kind_of_samples(self.profile), width)
+            kind = self.profile.objective.traits.samples
+            targets, count = self.functions.count_targets(targets, rows, kind, width)
         sums = reduce(self.functions.add, self._run(output, tokens, targets, masks))
         if not self.last:
             return devices.upload(torch.zeros(2 + len(self.metrics)), self.torch_device)
@@ -451,15 +453,8 @@ class Trainer:
 
 def preference_settings(profile: Profile) -> preference.LossSettings:
     """The settings of a profile's loss of preference pairs."""
-    objective = profile.objective
-    return preference.LossSettings(objective.kind, objective.loss, objective.beta, objective.label_smoothing)
-
-
-def kind_of_samples(profile: Profile) -> str:
-    """The kind of a profile's samples, for `step_functions.shard`."""
-    if profile.objective.kind == "pretrain":
-        return "pretrain"
-    return "pairs" if profile.rows_per_sample > 1 else "records"
+    objective, odds_ratio = profile.objective, profile.objective.traits.odds_ratio
+    return preference.LossSettings(odds_ratio, objective.loss, objective.beta, objective.label_smoothing)
 
 
 def timeouts_of(profile: Profile) -> Timeouts:

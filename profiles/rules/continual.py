@@ -7,20 +7,15 @@ from typing import Any
 from profiles.errors import ProfileError
 from profiles.rules import data_sources, objectives
 from profiles.schema import Data, Profile
-
-NO_ROUNDS = {  # why an objective has no rounds
-    "dpo": "its loss is relative to a reference model, which each round would replace, so that no gate could compare the loss "
-    "before and after",
-    "orpo": "its loss is of the odds of pairs, and the gates on old and new text are on losses of tokens",
-}
+from profiles.sections.objective import OBJECTIVES
 
 
 def check_round(profile: Profile) -> None:
     """Check that a profile can be trained in rounds. Raises ProfileError."""
-    kind = profile.objective.kind
-    if kind in NO_ROUNDS:
-        reason = f"is not supported in continual pretraining: {NO_ROUNDS[kind]}; repeat it on the promoted model with init.from"
-        raise ProfileError("objective.kind", kind, reason, ["pretrain", "sft"])
+    if why := profile.objective.traits.no_rounds:
+        reason = f"is not supported in continual pretraining: {why}; repeat it on the promoted model with init.from"
+        choices = [kind for kind, traits in OBJECTIVES.items() if not traits.no_rounds]
+        raise ProfileError("objective.kind", profile.objective.kind, reason, choices)
 
 
 def check_same_training(profile: Profile, promoted: Profile) -> None:
@@ -32,7 +27,7 @@ def check_same_training(profile: Profile, promoted: Profile) -> None:
     keys += ["lora.alpha", "lora.targets"] if profile.lora.rank else []
     for key in keys:
         _require_same(key, _get(profile, key), _get(promoted, key), promoted.name)
-    if profile.objective.kind == "pretrain":
+    if not profile.objective.traits.reads_records:
         return
     length = promoted.train.sequence_length
     _require_same("train.sequence_length", profile.train.sequence_length, length, promoted.name)
@@ -56,7 +51,8 @@ def _require_same(key: str, ours: Any, theirs: Any, name: str) -> None:
 def check(profile: Profile) -> None:
     """Check the section. Raises ProfileError for the first broken rule."""
     settings, kind = profile.continual, profile.objective.kind
-    if settings.replay_from == "generated" and kind != "pretrain":
+    reads_records = profile.objective.traits.reads_records
+    if settings.replay_from == "generated" and reads_records:
         reason = f"samples text, and objective.kind {kind} trains on records"
         raise ProfileError("continual.replay_from", "generated", reason, ["history"])
     if not settings.stand_in:
@@ -67,7 +63,7 @@ def check(profile: Profile) -> None:
     for number, source in enumerate(settings.stand_in):
         key = f"continual.stand_in.{number}"
         data_sources.check_source(source, key)
-    if kind != "pretrain":
+    if reads_records:
         objectives.check_records(settings.stand_in, "continual.stand_in", kind)
     data_sources.check_weights(stand_in_data(profile), "continual.stand_in")
 

@@ -65,7 +65,7 @@ def check_schedule(profile: Profile) -> None:
     changes, steps = profile.data.schedule, profile.train.steps
     if not changes:
         return
-    if profile.objective.kind != "pretrain":
+    if profile.objective.traits.reads_records:
         reason = f"only applies to objective.kind pretrain, not {profile.objective.kind}"
         raise ProfileError("data.schedule", None, reason)
     sources = [source for source in profile.data.sources if source.use != "validation"]

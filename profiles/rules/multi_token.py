@@ -28,7 +28,7 @@ def check(profile: Profile) -> None:
         raise ProfileError("train.mtp_later_weight", train.mtp_later_weight, reason, ["null"])
     for reason, broken in {
         "LoRA, which trains no new predictions": bool(profile.lora.rank),
-        f"objective.kind {profile.objective.kind}, whose loss is not of tokens": profile.rows_per_sample > 1,
+        f"objective.kind {profile.objective.kind}, whose loss is not of tokens": profile.objective.traits.pairs,
         "train.loss, as modules have cross-entropy": train.loss is not None,
         "cluster.device neuron": profile.cluster.device == "neuron",
     }.items():

@@ -9,23 +9,9 @@ from collections.abc import Sequence
 from profiles.errors import ProfileError, closest
 from profiles.local_paths import local_path, searched
 from profiles.schema import Objective, Profile, Source
-from profiles.sections.objective import LORA_LAYERS, LORA_PROJECTIONS, TEMPLATES
+from profiles.sections.objective import LORA_LAYERS, LORA_PROJECTIONS, PAIR_METRICS, TEMPLATES
 
-# Keys of `objective` that only some kinds accept, with these kinds.
-KINDS = {
-    "template": ("sft", "dpo", "orpo"),
-    "turns": ("sft",),
-    "packing": ("sft", "dpo", "orpo"),
-    "too_long": ("sft", "dpo", "orpo"),
-    "maximum_prompt_length": ("dpo", "orpo"),
-    "truncation": ("dpo", "orpo"),
-    "beta": ("dpo", "orpo"),
-    "loss": ("dpo",),
-    "precompute_reference": ("dpo",),
-    "label_smoothing": ("dpo",),
-}
 RISE = "validation_rise"  # of the loss over that of the initial weights
-PAIR_METRICS = ("accuracy", "margin", "kl")  # means over preference pairs in an evaluation
 
 
 def check(profile: Profile) -> None:
@@ -45,8 +31,8 @@ def check_start(profile: Profile) -> None:
     if template is not None and template not in TEMPLATES and not local_path(template).is_file():
         reason = "is neither a chat template's name nor a file" + searched(template)
         raise ProfileError("objective.template", template, reason, closest(template, TEMPLATES))
-    if profile.init.from_ is None and (profile.objective.kind == "dpo" or profile.lora.rank):
-        needs = "dpo needs a trained model as its reference"
+    if profile.init.from_ is None and (profile.objective.traits.needs_reference or profile.lora.rank):
+        needs = f"{profile.objective.kind} needs a trained model as its reference"
         if profile.lora.rank:
             needs = "LoRA trains updates of pretrained weights"
         raise ProfileError("init.from", None, f"is missing: {needs}")
@@ -62,10 +48,10 @@ def check_start(profile: Profile) -> None:
 
 
 def _objective(profile: Profile) -> None:
-    objective, defaults = profile.objective, Objective()
-    for name, kinds in KINDS.items():
-        value, default = getattr(objective, name), getattr(defaults, name)
-        if value != default and objective.kind not in kinds:
+    objective = profile.objective
+    for name, field in Objective.model_fields.items():
+        value, default = getattr(objective, name), field.default
+        if value != default and name != "kind" and name not in objective.traits.keys:
             reason = f"has no effect: objective.kind is {objective.kind}"
             raise ProfileError(f"objective.{name}", value, reason, ["null" if default is None else default])
     if objective.label_smoothing and objective.loss != "sigmoid":
@@ -79,7 +65,7 @@ def _objective(profile: Profile) -> None:
 
 def _data(profile: Profile) -> None:
     kind, data = profile.objective.kind, profile.data
-    if kind == "pretrain":
+    if not profile.objective.traits.reads_records:
         return
     check_records(data.sources, "data.sources", kind)
     for name, off in (("shuffle_tokens", None), ("deduplicate", False), ("minimum_length", 0)):
@@ -89,7 +75,7 @@ def _data(profile: Profile) -> None:
     if profile.tokenizer.source == "train":
         reason = f"is not supported with objective.kind {kind}; name the tokenizer of the model"
         raise ProfileError("tokenizer.source", "train", reason)
-    if kind in ("dpo", "orpo"):
+    if profile.objective.traits.pairs:
         own = f"conflicts with objective.kind {kind}, which has its own"
         if profile.train.loss is not None:
             raise ProfileError("train.loss", profile.train.loss, own, ["null"])
@@ -115,7 +101,7 @@ def check_records(sources: Sequence[Source], listed: str, kind: str) -> None:
 def _gate(profile: Profile) -> None:
     """Check that each condition of the gate names a value of the final evaluation."""
     metrics = ["perplexity", *(name.partition(":")[2] for name in profile.evaluate.metrics)]
-    if profile.rows_per_sample > 1:
+    if profile.objective.traits.pairs:
         metrics = [*PAIR_METRICS]
     known = ["validation_loss", RISE, *metrics]
     for number, condition in enumerate(profile.evaluate.gate):

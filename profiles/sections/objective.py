@@ -1,7 +1,9 @@
-"""The sections `objective` and `lora`."""
+"""The sections `objective` and `lora`, and what distinguishes the objectives."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -24,6 +26,56 @@ else:
     LoraTarget = Literal[*LORA_PROJECTIONS, *(part for parts in LORA_PROJECTIONS.values() for part in parts)]
 
 TEMPLATES = ("chatml", "llama3")  # chat templates by name
+PAIR_METRICS = ("accuracy", "margin", "kl")  # means over preference pairs in an evaluation
+_RECORDS = frozenset({"template", "packing", "too_long"})  # keys of `objective` for records, and for pairs
+_PAIRS = _RECORDS | {"maximum_prompt_length", "truncation", "beta"}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What distinguishes an objective: its samples, keys and loss."""
+
+    # Texts, all of whose tokens are trained on; records, of which the answers are; or pairs of records that differ in the answer.
+    samples: Literal["texts", "records", "pairs"]
+    keys: frozenset[str] = frozenset()  # of `objective` that have an effect, besides `kind`
+    packs: bool = False  # records, if `packing` is null
+    needs_reference: bool = False  # its loss is relative to a reference model, the initial weights
+    odds_ratio: bool = False  # its loss is that of ORPO, which covers prompts too
+    no_rounds: str = ""  # why continual pretraining does not support it; empty: it does
+
+    @property
+    def reads_records(self) -> bool:
+        """Whether documents are records with fields, rather than texts."""
+        return self.samples != "texts"
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a sample is a preference pair, whose loss is not one of tokens."""
+        return self.samples == "pairs"
+
+    @property
+    def rows(self) -> int:
+        """Sequences per sample."""
+        return 2 if self.pairs else 1
+
+
+OBJECTIVES: Mapping[str, Traits] = {
+    "pretrain": Traits("texts"),
+    "sft": Traits("records", _RECORDS | {"turns"}, packs=True),
+    "dpo": Traits(
+        "pairs",
+        _PAIRS | {"loss", "precompute_reference", "label_smoothing"},
+        needs_reference=True,
+        no_rounds="its loss is relative to a reference model, which each round would replace, so that no gate could compare the "
+        "loss before and after",
+    ),
+    "orpo": Traits(
+        "pairs",
+        _PAIRS,
+        odds_ratio=True,
+        no_rounds="its loss is of the odds of pairs, and the gates on old and new text are on losses of tokens",
+    ),
+}
 
 
 class Objective(Section):
@@ -77,10 +129,10 @@ class Objective(Section):
         default=0.0, description="dpo, sigmoid: assumed probability that a pair's preference is wrong"
     )
 
-
-def rows_per_sample(kind: str | None) -> int:
-    """Sequences per sample of an objective of this `kind`: two for a preference pair, else one."""
-    return 2 if kind in ("dpo", "orpo") else 1
+    @property
+    def traits(self) -> Traits:
+        """What distinguishes this kind of objective from others."""
+        return OBJECTIVES[self.kind]
 
 
 class Lora(Section):

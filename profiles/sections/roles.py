@@ -49,8 +49,8 @@ WITH_EXPERTS = Condition("with experts", lambda profile: profile.model.num_exper
 WITH_MULTI_TOKEN = Condition(
     "with multi-token prediction", lambda profile: len(profile.model.prediction_layers) > 0
 )
-WITH_RECORDS = Condition("for records", lambda profile: profile.objective.kind != "pretrain")
-WITH_REFERENCE = Condition("for `dpo`", lambda profile: profile.objective.kind == "dpo")
+WITH_RECORDS = Condition("for records", lambda profile: profile.objective.traits.reads_records)
+WITH_REFERENCE = Condition("for `dpo`", lambda profile: profile.objective.traits.needs_reference)
 WITH_WEIGHTS = Condition("with `init.from`", lambda profile: profile.init.from_ is not None)
 IF_TRAINED = Condition("if it is trained", lambda profile: profile.tokenizer.source == "train")
 

@@ -54,7 +54,7 @@ def unknown_weights(store: Store, profile: Profile) -> str | None:
 
     What a series of fine-tuning must not forget is its records, all of which are in the ledger.
     """
-    if profile.objective.kind != "pretrain":
+    if profile.objective.traits.reads_records:
         return None
     if profile.continual.stand_in or profile.continual.replay_from == "generated":
         return None

@@ -18,7 +18,7 @@ import orjson
 from modeling.supervision.time_account import TOTALS, usual_step
 from profiles.files import run_files, yaml_text
 from profiles.files.jsonl import is_event
-from profiles.sections.objective import rows_per_sample
+from profiles.sections.objective import OBJECTIVES
 from tasks.fleet.goodput import FAILURES
 from tasks.reporting.downsampling import downsample
 from tasks.reporting.outcome import final_evaluation, validation_in_training
@@ -127,8 +127,8 @@ def _add_size(summary: RunSummary, reader: _Reader) -> None:
     train, cluster = profile.get("train", {}), profile.get("cluster", {})
     summary.steps = train.get("steps")
     if "global_batch_size" in train and "sequence_length" in train:
-        rows = train["global_batch_size"] * rows_per_sample(profile.get("objective", {}).get("kind"))
-        summary.step_tokens = rows * train["sequence_length"]
+        traits = OBJECTIVES.get(profile.get("objective", {}).get("kind"), OBJECTIVES["pretrain"])
+        summary.step_tokens = train["global_batch_size"] * traits.rows * train["sequence_length"]
     summary.node_count, summary.node_price = cluster.get("nodes", 1), cluster.get("node_price")
 
 

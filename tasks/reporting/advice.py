@@ -39,8 +39,8 @@ def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mappi
 def _missing(profile: Profile, dataset: Mapping[str, Any]) -> Iterator[str]:
     if count := dataset.get("missing"):
         records = "1 record" if count == 1 else f"{count:,} records"
-        kind = profile.objective.kind
-        reason = "without text" if kind == "pretrain" else f"that are unusable for objective.kind {kind}"
+        unusable = f"that are unusable for objective.kind {profile.objective.kind}"
+        reason = unusable if profile.objective.traits.reads_records else "without text"
         files = dataset.get("incomplete_files", {})
         names = [f"{name} ({missing:,})" for name, missing in files.items()]
         if more := dataset.get("incomplete", 0) - len(files):

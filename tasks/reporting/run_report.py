@@ -276,7 +276,7 @@ def _results(evaluation: Mapping[str, Any]) -> dict[str, str]:
 
 def _units(profile: Profile) -> tuple[str, str]:
     """What an evaluation and a dataset count: tokens and documents, or pairs of answers."""
-    return ("tokens", "documents") if profile.rows_per_sample == 1 else ("pairs", "pairs")
+    return ("pairs", "pairs") if profile.objective.traits.pairs else ("tokens", "documents")
 
 
 def _samples(facts: Mapping[str, Any]) -> list[str]:

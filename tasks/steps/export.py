@@ -55,7 +55,7 @@ class ExportStep(Step):
     name = "export"
 
     def key(self, context: Context) -> str:
-        changed = context.profile.objective.kind != "pretrain" or self.weights is not None
+        changed = context.profile.objective.traits.reads_records or self.weights is not None
         # Recipe 1 had neither the chat template nor the generation config of the initial weights.
         recipe = {"recipe": 2} if changed else {}
         return keys.export(context.run_folder.name, self.identity, context.profile.train, **recipe)
@@ -145,7 +145,7 @@ def copy_tokenizer(
         if file.name != MANIFEST:
             shutil.copy2(file, folder / file.name)
     loaded, stops = load(source), []
-    if profile is not None and profile.objective.kind != "pretrain":
+    if profile is not None and profile.objective.traits.reads_records:
         stops = generation.install_template(folder, _trained_template(store, profile, dataset), loaded)
     ids, config = generation.configs(source, loaded, generation_config or {}, stops)
     path = folder / "config.json"

@@ -32,7 +32,7 @@ def require_special_tokens(profile: Profile, summary: Mapping[str, Any]) -> None
 
 def record_options(profile: Profile) -> dict[str, Any] | None:
     """The values of examples.RecordOptions; None for pretraining, which reads texts."""
-    if profile.objective.kind == "pretrain":
+    if not profile.objective.traits.reads_records:
         return None
     objective = profile.objective.model_dump(include=RECORD_OPTIONS)
     template = objective["template"] and chat_templates.read_template(objective["template"])

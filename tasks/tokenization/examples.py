@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from profiles.sections.objective import OBJECTIVES
 from tasks.tokenization import conversations, engines, tokenizer_files
 from tasks.tokenization.chat_templates import REASONING, ChatTemplate
 from tasks.tokenization.conversations import CONTEXT, VARIABLES, Conversation, UnusableRecord, names
@@ -100,13 +101,13 @@ class Examples:
     def of(self, record: Mapping[str, Any]) -> Example:
         """The example of a record. Raises UnusableRecord, TemplateFailed."""
         s, record = self.options.sequence_length, conversations.with_messages(record, CHATS)
-        if self.options.kind == "sft":
-            sequence, size = self._answered(record)
-            sequences, truncated = [sequence[:s]], len(sequence) > s
-        else:
+        if OBJECTIVES[self.options.kind].pairs:
             prompt, answers, size = self._pair(record)
             fitted, truncated = self._fit(prompt, answers)
             sequences = [_marked(prompt, answer) for prompt, answer in fitted]
+        else:
+            sequence, size = self._answered(record)
+            sequences, truncated = [sequence[:s]], len(sequence) > s
         usable = all((each[1:] >= 0).any() for each in sequences)
         dropped = not usable or (truncated and self.options.too_long == "drop")
         return Example(() if dropped else tuple(sequences), truncated, size)
@@ -258,7 +259,8 @@ class Examples:
             )
 
     def _count_unused(self, record: Mapping[str, Any], used: Sequence[str]) -> None:
-        others = PAIR[1:] if self.options.kind == "sft" else ("completion",)  # of the other objectives
+        pairs = OBJECTIVES[self.options.kind].pairs
+        others = ("completion",) if pairs else PAIR[1:]  # of the other objectives
         known = {*used, *others, *CONTEXT, *VARIABLES}
         self.unused.update(name for name, value in record.items() if name not in known and value is not None)
 

@@ -28,7 +28,7 @@ def of_shards(profile: Profile, prefixes: Sequence[Path]) -> Rows:
     lengths, counted = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     rows = None
     if profile.packs:
-        pack = pack_rows if profile.rows_per_sample == 1 else pack_pairs
+        pack = pack_pairs if profile.objective.traits.pairs else pack_rows
         rows = pack(lengths, profile.train.sequence_length)
     return Rows.of(lengths, counted, rows)
 

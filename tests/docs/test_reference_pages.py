@@ -15,7 +15,7 @@ from parallel.checkpoint import locations
 from profiles import resolve
 from profiles.files import retry_policies, run_files
 from profiles.role_tables import with_tables
-from profiles.rules.objectives import PAIR_METRICS
+from profiles.sections.objective import PAIR_METRICS
 from tasks.keys import NOT_MATHEMATICS, SCHEDULE
 from tests.docs.columns import documented_columns, rows_of
 from tests.docs.test_docs import LINK, PAGES, check_words, deployments

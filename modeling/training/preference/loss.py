@@ -26,9 +26,6 @@ from modeling.data.records import PADDING
 from parallel import collectives
 from parallel.loss import IGNORE_INDEX
 from parallel.mesh import Axis
-from profiles.rules.objectives import PAIR_METRICS
-
-METRICS = PAIR_METRICS
 
 
 class Answers(NamedTuple):
@@ -42,9 +39,9 @@ class Answers(NamedTuple):
 
 
 class LossSettings(NamedTuple):
-    """The fields of `objective` that the loss of pairs depends on; constants of a compiled loss."""
+    """What the loss of pairs depends on, of `objective`; constants of a compiled loss."""
 
-    kind: str
+    odds_ratio: bool  # ORPO's loss, else `loss`
     loss: str
     beta: float
     label_smoothing: float
@@ -134,7 +131,7 @@ def answer_sums(values: Tensor, numbers: Tensor | None, width: int) -> Tensor:
 
 
 def pair_losses(settings: LossSettings, answers: Answers, context: Axis, nll_weight: Tensor) -> Tensor:
-    """Number of pairs, their loss and the METRICS: sums (2 + metrics) over the pairs that have answers.
+    """Number of pairs, their loss and PAIR_METRICS: sums (2 + metrics) over the pairs that have answers.
 
     Args:
         nll_weight: 0-dim, weight of a token in the sum of NLLs, in pairs per token; used for orpo only.
@@ -155,7 +152,7 @@ def pair_losses(settings: LossSettings, answers: Answers, context: Axis, nll_wei
     beta = settings.beta
     reward = beta * delta
     nll = logs.new_zeros(())
-    if settings.kind == "orpo":
+    if settings.odds_ratio:
         mean = total / lengths
         odds = mean - torch.log1p(-mean.exp().clamp(max=1 - 1e-7))
         losses = -beta * F.logsigmoid(odds[::2] - odds[1::2])

@@ -10,6 +10,7 @@ import torch
 from modeling.compilation.graph_cache import EagerStatistics
 from modeling.data.corpus import Corpus, Samples
 from modeling.training.evaluate import Evaluation, evaluate_samples, evaluate_sets
+from profiles.schema import Objective
 from tests.modeling.data import test_records
 from tests.modeling.data.datasets import write_dataset
 
@@ -22,7 +23,7 @@ def evaluated(samples, ranks, batches):
             mesh=SimpleNamespace(data=SimpleNamespace(size=ranks, rank=rank)),
             profile=SimpleNamespace(
                 train=SimpleNamespace(global_batch_size=4),
-                objective=SimpleNamespace(kind="sft"),
+                objective=Objective(kind="sft"),
                 rows_per_sample=1,
             ),
             read_batch=lambda samples, first, count: samples.batch(first, count),
