@@ -109,7 +109,7 @@ def _axes(profile: Profile) -> list[str]:
 
 
 def _counts(profile: Profile, shown: Sequence[Topology]) -> dict[str, list[int]]:
-    """Columns of what differs between the topologies beside degrees: stages per rank, samples of a microbatch."""
+    """Columns for what else differs between rows: stages per rank, samples per microbatch."""
     places = [Variation.of(profile, topology.overrides) for topology in shown]
     columns = {
         "stages": [place.stages for place in places],

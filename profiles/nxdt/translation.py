@@ -101,7 +101,7 @@ class Translation:
         return bool(value)
 
     def _get_or_note(self, key: str, default: Any) -> Any:
-        """As `get`; the default for an unresolved value without effect on the mathematics, which is a thing to do."""
+        """As `get`; for an unresolved value that no result depends on, the default and a thing to do."""
         value = self.get(key, default)
         if isinstance(value, Unresolved) and key.startswith(NO_MATHEMATICS):
             self.report(key, Effect.TO_DO, f"{format_value(default)} is used instead")

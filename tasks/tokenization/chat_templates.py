@@ -206,7 +206,7 @@ class ChatTemplate:
         return text
 
     def _without_final_eos(self, text: str) -> str:
-        """A conversation's text without the EOS that follows the end of its last turn in templates such as Phi-3's."""
+        """A conversation's text without an EOS after the end of its last turn, as Phi-3's template adds."""
         rest = text.removesuffix(self._variables.get("eos_token", ""))
         return rest if rest.rstrip().endswith(tuple(self._endings)) else text
 

@@ -477,8 +477,7 @@ def retained(saved: dict[int, float | None], keep: int, keep_every: int) -> set[
     steps = set(sorted(saved)[-keep:]) if keep else set(saved)
     if keep_every:
         steps |= {step for step in saved if step % keep_every == 0}
-    losses = {step: loss for step, loss in saved.items() if loss is not None and math.isfinite(loss)}
-    if losses:
+    if losses := {step: loss for step, loss in saved.items() if loss is not None and math.isfinite(loss)}:
         steps.add(min(losses, key=losses.__getitem__))
     return steps
 
