@@ -109,6 +109,13 @@ def test_deferred_weight_gradients_are_separate_graphs(tmp_path):
     assert zero_bubble.graphs == plain.graphs + 4
 
 
+@pytest.fixture
+def compiles_blocks(monkeypatch):
+    """Neuron compiles only blocks and the loss: to trace each operator takes several times as long."""
+    monkeypatch.setitem(device.KINDS, "neuron", replace(device.NEURON, compiles_operators=False))
+
+
+@pytest.mark.usefixtures("compiles_blocks")
 def test_fsdp_gathers_in_both_graphs_of_a_block_and_saves_no_weights(tmp_path):
     """On Neuron, whose compiler schedules the collectives; also with activation checkpointing."""
     settings = ("cluster.device=neuron", "compile.enabled=true", "parallel.tensor=1")
@@ -377,6 +384,7 @@ def test_forward_results_held_only_by_autograd_are_freed_in_backward():
     assert graph_stats.measure(backward, {}, consumed).peak == 4096
 
 
+@pytest.mark.usefixtures("compiles_blocks")
 def test_gathered_weights_of_experts_are_not_kept_for_backward(tmp_path):
     """If graphs gather them; they would be most of what a layer saves."""
     experts = ("model.architecture=mixtral", "model.num_experts=8", "model.num_experts_per_tok=2")
