@@ -136,15 +136,16 @@ def test_failure_has_rank_node_and_last_lines(place, launcher):
 
 
 def test_another_process_re_attaches_to_the_running_job(place, launcher, cluster):
-    first = launcher.submit(job(place))
-    until_written(place / "pid-0")
+    alone = job(place, processes=0)
+    first = launcher.submit(alone)
+    until_written(place / "pid-alone")
     later = launcher_of()
-    assert later.find(job(place)).identifier == first.identifier
-    assert later.submit(job(place)).identifier == first.identifier
+    assert later.find(alone).identifier == first.identifier
+    assert later.submit(alone).identifier == first.identifier
     assert len(cluster.jobs()) == 1
     # It ends once it is followed: `execute` would start one that had ended again.
-    execute(later, job(place), on_status=lambda status: (place / "finish").touch())
-    assert (place / "logs/work.log").read_text().count("rank 0 of 2") == 1
+    execute(later, alone, on_status=lambda status: (place / "finish").touch())
+    assert (place / "logs/work.log").read_text().count("rank alone") == 1
 
 
 def test_new_job_is_followed_while_an_older_one_is_in_its_epilog(place, launcher, cluster, monkeypatch):
@@ -247,7 +248,7 @@ def test_job_that_a_node_failed_to_launch_is_released(place, launcher, cluster, 
     (place / "finish").touch()
     statuses = []
     cluster.fail_next_prolog()
-    execute(launcher, job(place), on_status=statuses.append)
+    execute(launcher, job(place, processes=0), on_status=statuses.append)
     assert [status.event[0] for status in statuses if status.event] == ["released"]
     assert any(status.pending for status in statuses)
 
@@ -295,8 +296,8 @@ def test_array_runs_every_job_and_fails_if_one_fails(place, launcher):
 
 
 def test_job_survives_an_unavailable_controller(place, launcher, cluster):
-    handle = launcher.submit(job(place))
-    until_written(place / "pid-0")
+    handle = launcher.submit(job(place, processes=0))
+    until_written(place / "pid-alone")
     cluster.stop_controller()
     try:
         deadline = time.monotonic() + 5
@@ -306,7 +307,7 @@ def test_job_survives_an_unavailable_controller(place, launcher, cluster):
     finally:
         cluster.start_controller()
     (place / "finish").touch()
-    execute(launcher, job(place))
+    execute(launcher, job(place, processes=0))
 
 
 def test_unreadable_record_does_not_stop_the_job(place, launcher, cluster):
@@ -330,8 +331,8 @@ def test_unreadable_record_does_not_stop_the_job(place, launcher, cluster):
 
 def test_job_that_slurm_ends_without_a_record_fails(place, launcher, cluster, monkeypatch):
     monkeypatch.setattr(slurm, "GONE_SECONDS", 1.0)
-    handle = launcher.submit(job(place))
-    until_written(place / "pid-0")
+    handle = launcher.submit(job(place, processes=0))
+    until_written(place / "pid-alone")
     cluster.command("scancel", "--full", "--signal=KILL", handle.identifier)
     while (status := launcher.poll(handle)).running:
         time.sleep(0.2)
