@@ -2,18 +2,19 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks.memory import CASES, case, measure
 from modeling.models.build import layer_modes
-from modeling.planning import calibration
+from modeling.planning import calibration, planner
 from modeling.planning.auto import resolve_auto
 from modeling.planning.calibration import Calibration
 from modeling.planning.levels import bandwidth
 from modeling.planning.measure import FP8, ROUNDS, calibrate
-from modeling.planning.planner import fits, plan, require_fit
+from modeling.planning.planner import fits, require_fit
 from modeling.planning.recomputation import TOLERANCE
 from modeling.planning.search import explain, search
 from modeling.planning.stage_costs import CostCache, StageCosts
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.slow
 LONGER = ["train.sequence_length=32768", "model.max_position_embeddings=32768"]
 RUNS = "one process", "tensor 2, full", "data 2", "pipeline 2 x tensor 2", "context 2, hybrid, selective"
 ZERO1 = ("parallel.data_sharding=zero1",)
+CACHE: CostCache = {}  # of these tests' plans: many have layers in common
+plan = partial(planner.plan, cache=CACHE)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -177,10 +180,8 @@ def test_lora_plans_gradients_of_updates_only_and_counts_the_flops_of_updated_ex
 
 def test_pass_that_counts_choices_of_experts_is_planned_but_is_no_work_of_the_model():
     split = ("parallel.pipeline=2", "parallel.data_sharding=fsdp", "train.recompute=none")
-    profile, cache = resolve.load("qwen3-30b-a3b-h200", split), {}
-    alone, counted = (
-        plan(with_value(profile, "train.balance", kind), cache) for kind in ("sequence", "global")
-    )
+    profile = resolve.load("qwen3-30b-a3b-h200", split)
+    alone, counted = (plan(with_value(profile, "train.balance", kind)) for kind in ("sequence", "global"))
     # Another forward pass of all layers, without the loss; these gather bf16 weights and scatter float32 gradients.
     assert counted.stages[0].flops == pytest.approx(4 / 3 * alone.stages[0].flops, rel=0.02)
     assert counted.communication["data"] == pytest.approx(
@@ -193,9 +194,9 @@ def test_pass_that_counts_choices_of_experts_is_planned_but_is_no_work_of_the_mo
 
 
 def test_plan_of_a_user_defined_loss_includes_the_full_logits():
-    profile, cache = resolve.load("llama3-8b-h100"), {}
+    profile = resolve.load("llama3-8b-h100")
     chunked, full = (
-        plan(each, cache).stages[0].bytes["activations"]
+        plan(each).stages[0].bytes["activations"]
         for each in (profile, with_value(profile, "train.loss", "mine:loss"))
     )
     logits = 4 * profile.train.sequence_length * profile.model.vocab_size
@@ -233,16 +234,16 @@ def test_plans_that_share_measurements_are_those_of_separate_plans():
     profile = resolve.load("llama3-8b-h200", ["train.sequence_length=2304"])
     cache: CostCache = {}
     h100, h200 = (with_value(profile, "cluster.accelerator", name) for name in ("h100", "h200"))
-    assert plan(h100, cache).needs > plan(h200, cache).needs == plan(h200).needs
+    shared = [planner.plan(each, cache).needs for each in (h100, h200)]
+    assert shared[0] > shared[1] == planner.plan(h200).needs
 
 
 @pytest.mark.parametrize("tensor", [8, 16, 32])
 def test_auto_recomputation_differs_by_stage_and_is_faster_than_one_mode(tensor):
     pipelined = [*ZERO1, "parallel.pipeline=4", f"parallel.tensor={tensor}"]
     profile = resolve.load("llama3-70b", [*pipelined, "train.recompute=auto"])
-    cache = {}
-    chosen = resolve_auto(profile, cache)
-    planned = plan(chosen, cache)
+    chosen = resolve_auto(profile, CACHE)
+    planned = plan(chosen)
     assert planned.fits
     value = chosen.train.recompute
     assert value == "none" if tensor == 32 else isinstance(value, list)
@@ -253,7 +254,7 @@ def test_auto_recomputation_differs_by_stage_and_is_faster_than_one_mode(tensor)
     weights = [sum(MODES.index(modes[layer]) for layer in layers) for layers in stages]
     assert weights == sorted(weights, reverse=True)  # the first stage has the most microbatches in flight
     for mode in MODES:
-        other = plan(with_value(profile, "train.recompute", mode), cache)
+        other = plan(with_value(profile, "train.recompute", mode))
         assert not other.fits or planned.step_seconds <= other.step_seconds * (1 + TOLERANCE[0])
 
 
@@ -264,12 +265,11 @@ def test_auto_recomputation_of_layers_of_two_kinds_mixes_the_modes():
         ("gpt-oss-20b", [], {"full", "selective"}),
         ("deepseek-v3", one_stage, {"full", "none"}),
     ):
-        cache = {}
-        chosen = resolve_auto(resolve.load(name, ["train.recompute=auto", *overrides]), cache)
+        chosen = resolve_auto(resolve.load(name, ["train.recompute=auto", *overrides]), CACHE)
         assert set(layer_modes(chosen)) == modes
-        planned = plan(chosen, cache)
+        planned = plan(chosen)
         assert planned.fits
-        assert planned.step_seconds < plan(with_value(chosen, "train.recompute", "full"), cache).step_seconds
+        assert planned.step_seconds < plan(with_value(chosen, "train.recompute", "full")).step_seconds
 
 
 def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
@@ -480,16 +480,16 @@ def test_head_and_attention_of_an_fp8_model_are_planned_in_bf16():
     table = Calibration("h100", "", "", rows, {"fp8": 1e9}, 1e9)
     shapes = ("fp8", 64, 64, 64), ("matmul", 64, 64, 64), ("attention", 8, 8, 64)
     assert [table.rate("fp8", shape) for shape in shapes] == [4e9, 1e9, 2e9]
-    profile, cache = resolve.load("llama3-8b-h100", ["train.precision=fp8", "train.deterministic=false"]), {}
+    profile = resolve.load("llama3-8b-h100", ["train.precision=fp8", "train.deterministic=false"])
     products = [
-        layer.products for layer in StageCosts(profile, cache).layers(range(profile.model.num_hidden_layers))
+        layer.products for layer in StageCosts(profile, CACHE).layers(range(profile.model.num_hidden_layers))
     ]
     eight = sum(n for each in products for shape, n in each.items() if shape[0] == "fp8")
     rest = sum(n for each in products for shape, n in each.items() if shape[0] != "fp8")
     assert 0.5 < eight / (eight + rest) < 0.9
-    bf16 = plan(with_value(profile, "train.precision", "bf16"), cache)
+    bf16 = plan(with_value(profile, "train.precision", "bf16"))
     # Published: 1.15 to 1.29, with quantization and all that stays in bf16.
-    assert 1.1 < bf16.step_seconds / plan(profile, cache).step_seconds < 1.35
+    assert 1.1 < bf16.step_seconds / plan(profile).step_seconds < 1.35
 
 
 def test_unreadable_calibration_is_an_error(tmp_path, monkeypatch):
