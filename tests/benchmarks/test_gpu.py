@@ -4,6 +4,7 @@ import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -17,6 +18,7 @@ from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import TOLERANCES, Result
 from modeling.check_device import checks, isolation
 from profiles import resolve
+from tests.forked_jobs import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -86,8 +88,20 @@ def test_speed_at_full_depth_extrapolates_seconds_by_layer():
     assert gpu.full_depth_speed(eight, "-fp8") == gpu.full_depth_speed(rows)
 
 
+class ForkedCheck:
+    """Subset of Popen that checks use: forked from a process with torch imported."""
+
+    def __init__(self, command: list[str], **_: object) -> None:
+        self._arguments = command[command.index("modeling.check_device") + 1 :]
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.returncode, output = run_forked("modeling.check_device.__main__", self._arguments, 0, timeout)
+        return output, output
+
+
 def test_checks_of_profiles_are_counted_and_failures_have_a_reason(monkeypatch):
     """Checks kernels of the rehearsed rows and of experts, and runs a check that does not exist."""
+    monkeypatch.setattr(isolation, "subprocess", Mock(Popen=ForkedCheck))
     kernels = next(check for check in checks.CHECKS if check.takes_profile)
     broken = replace(checks.CHECKS[0], name="missing")
     monkeypatch.setattr(checks, "CHECKS", (kernels, broken))
