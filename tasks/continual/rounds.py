@@ -83,7 +83,7 @@ def record(
         "base": promoted.run,
         "dataset": promoted.dataset,  # of the first run, so that the rounds of a replaced one are told apart
         "tokens": data["tokens"],
-        "replay": data.get("replay"),
+        "replay": data.get("replay", 0.0),
         "rows": [row.to_json() for row in verdict.rows],
         "time": round(time.time(), 3),
     }

@@ -1,6 +1,8 @@
 """`trainshed series` and `trainshed promote`: the rounds of a series, and its promoted model."""
 
+import base64
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -57,7 +59,8 @@ def series(tmp_path):
     store.backend.write("ledger/identity-0.json", json.dumps(entry).encode())
     for run, number, measured in losses:
         found = verdict(*measured, source="code<b>")
-        rounds.record(store, run, current, found, {"tokens": 1000 * number, "replay": 0.05})
+        replayed = {} if "~" in run else {"replay": 0.05}
+        rounds.record(store, run, current, found, {"tokens": 1000 * number, **replayed})
         if found.promotes:
             identity = f"identity-{run[-1:]}"
             entry = {"run": run, "identity": identity, "parent": current.identity}
@@ -79,6 +82,7 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
         assert max(map(len, tables)) <= 80
         assert [line.split()[0] for line in lines[1:5]] == ["first", "round-1", "round-2~1", "round-2"]
         assert "promoted, current" in lines[4]
+        assert ["0%" in line.split() for line in lines[1:5]] == [False, False, True, False]
         assert [line.split() for line in lines if line.startswith("round-2~1")][1] == (
             ["round-2~1", "old", "1.0100", "1.3000", "rises", "≤", "0.01", "no"]
         )
@@ -97,7 +101,8 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
     assert found["rounds"][3]["rows"][0]["after"] == 1.01
     shown = markdown(rounds.read_series(series, "nightly"), "page")
     assert shown.count("\n| round-") == 3
-    assert "data:image/svg+xml" in shown
+    picture = base64.b64decode(re.search(r"\(data:image/svg\+xml;base64,(\S+)\)", shown)[1]).decode()
+    assert all("old text, not promoted" in each for each in ("".join(parser.text), picture))
     assert main(["series", "nightl", "--store", series.uri]) == 2
     assert "nearest valid: nightly" in capsys.readouterr().err
 
