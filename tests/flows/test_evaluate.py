@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -23,13 +24,14 @@ from profiles.resolve import load
 from tasks.failures import FatalError
 from tasks.store import runs
 from tasks.store.store import Store
+from tests.flows.micro import shown
 from tests.forked_jobs import forked_jobs
 from tests.tasks.reporting.run_folders import write_report, write_run
 from tests.waiting import until
 
 SHIPPED = "tasks/sciq"  # folder of one task
+GATED_TASK = "letters"  # a task that is shipped, and whose data is on this machine
 TASK = {
-    "task": "endings",
     "dataset_path": "json",
     "test_split": "test",
     "output_type": "multiple_choice",
@@ -41,9 +43,17 @@ TASK = {
 }
 
 
+def write_task(folder: Path, name: str) -> None:
+    """Write a task and its data into a folder."""
+    rows = [{"question": f"word {n}", "choices": [" a", " b"], "answer": n % 2} for n in range(4)]
+    (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"data_files": {"test": str(folder / f"{name}.jsonl")}}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump({**TASK, "task": name, "dataset_kwargs": data}))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _few_shipped_tasks(tmp_path_factory):
-    """The installed lm-eval with one of its own tasks: listing all 13,000 takes each job 20 s of CPU."""
+    """The installed lm-eval with two tasks of its own: listing all 13,000 takes each job 20 s of CPU."""
     installed = Path(importlib.util.find_spec("lm_eval").origin).parent
     place = tmp_path_factory.mktemp("lm-eval")
     (place / "lm_eval/tasks").mkdir(parents=True)
@@ -56,6 +66,8 @@ def _few_shipped_tasks(tmp_path_factory):
         copy = place / "lm_eval" / kept.relative_to(installed)
         if not copy.exists():
             copy.symlink_to(kept)
+    (place / "lm_eval/tasks" / GATED_TASK).mkdir()
+    write_task(place / "lm_eval/tasks" / GATED_TASK, GATED_TASK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
         yield
@@ -65,10 +77,7 @@ def _few_shipped_tasks(tmp_path_factory):
 def tasks(tmp_path_factory):
     """A folder with a task and its data."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [{"question": f"word {n}", "choices": [" a", " b"], "answer": n % 2} for n in range(4)]
-    (folder / "endings.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = {"data_files": {"test": str(folder / "endings.jsonl")}}
-    (folder / "endings.yaml").write_text(yaml.safe_dump({**TASK, "dataset_kwargs": data}))
+    write_task(folder, "endings")
     hub = {"task": "remote", "dataset_path": "nobody/has-this"}
     (folder / "remote.yaml").write_text(yaml.safe_dump({**TASK, **hub}))
     return folder
@@ -133,6 +142,56 @@ def test_checkpoints_are_evaluated_once_and_results_reach_the_report(trained, ta
     report = (store / "runs/run/report.html").read_text()
     assert "Evaluations of checkpoints" in report
     assert "lm_eval/endings/acc" in report
+
+
+def test_round_is_promoted_by_its_score_on_a_task(trained, profile, tmp_path, monkeypatch):
+    """It first misses its gate, then meets another one, for which no task is evaluated again."""
+    from flows.continual import continual
+
+    store, new = shutil.copytree(trained[0], tmp_path / "store"), tmp_path / "new.jsonl"
+    sources = [{"path": source.path} for source in load(str(store / "runs/run/profile.yaml")).data.sources]
+    lines = Path(sources[0]["path"]).read_text().splitlines()[:90]
+    new.write_text("\n".join(line.replace('": "', '": "new ') for line in lines))
+    sources = [{"kind": "files", **source} for source in (*sources, {"path": str(new)})]
+    overrides = [f"data.sources={json.dumps(sources)}", "train.steps=2", "train.warmup_steps=1"]
+    alerts = []
+    monkeypatch.setattr("flows.continual.emit", lambda *facts: alerts.append(facts))
+
+    def judged(gate: str):
+        """Final state of a round, and the line of its table that the gate is on."""
+        gated = f"continual.gates=[{{on: task:{GATED_TASK}, {gate}}}]"
+        with forked_jobs():
+            state = continual(str(profile), [*overrides, gated], "run", str(store), return_state=True)
+        headings, line, *_ = state.message.partition("\n\n")[2].splitlines()
+        assert headings.split() == ["set", "before", "after", "limit", "met"]
+        return state, line.split()
+
+    def scores() -> list[str]:
+        files = store.glob("artifacts/task-evaluation/*/result.json")
+        results = [json.loads(file.read_text())["results"] for file in files]
+        return sorted(f"{each[GATED_TASK]['acc']:.4f}" for each in results if GATED_TASK in each)
+
+    state, line = judged("at_least: 2")
+    assert state.name == "NotPromoted", state.message
+    assert state.message.startswith(f"run remains promoted: task:{GATED_TASK} ")
+    assert "(required: at least 2)" in state.message
+    assert (line[0], line[-1]) == (f"task:{GATED_TASK}", "no")
+    measured = line[1:3]  # of the promoted model and of the round
+    assert scores() == sorted(measured)
+    assert not (store / "runs/run-round-1/export").exists()
+
+    # Its name was checked above, which takes seconds.
+    monkeypatch.setattr("flows.verdicts.require_tasks", lambda *_: None)
+    state, line = judged("at_least: 0")
+    assert state.name == "Promoted", state.message
+    assert (line[1:3], line[-1]) == (measured, "yes")
+    assert scores() == sorted(measured)
+    assert json.loads((store / "runs/run/standing.json").read_text())["run"] == "run-round-1"
+    assert [alert[:2] for alert in alerts] == [("not-promoted", "run-round-1"), ("promoted", "run-round-1")]
+    assert alerts[1][2] == state.message
+    gates = json.loads(shown("run")["gates"])
+    assert [gates[0][name] for name in ("set", "before", "met")] == [line[0], line[1], line[-1]]
+    assert f"task:{GATED_TASK}" in (store / "runs/run-round-1/report.html").read_text()
 
 
 GATED = """

@@ -1,4 +1,4 @@
-"""Checks before a run: what it starts from."""
+"""Checks before a run: what it starts from, and the gates of a round."""
 
 import json
 from contextlib import nullcontext
@@ -7,8 +7,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flows.start_checks import RunCommand, check_run, overrides_from
+from flows.verdicts import check_gates
 from profiles import resolve
 from profiles.errors import ProfileError
+from tasks.continual.series import Promoted
+from tasks.continual.stand_in import warn_if_unknown
+from tasks.step import Context
+from tasks.steps.dataset import DatasetStep
+from tasks.store import runs
 from tasks.store.store import Store
 
 CONFIG = {
@@ -106,3 +112,48 @@ def test_tokenizer_in_a_folder_is_checked_before_any_step(tmp_path, tokens, reco
     command = RunCommand("tiny-sft", overrides, None, str(tmp_path / "store"))
     with pytest.raises(ProfileError, match=reason) if reason else nullcontext():
         check_run(profile, command)
+
+
+@pytest.fixture
+def series(tmp_path):
+    """The store of a series that began with weights of the hub, and its first run as promoted model."""
+    store = Store(str(tmp_path))
+    runs.open_run(store, resolve.load("tiny", ["init.from=org/model"]), "identity", "flow run", {})
+    held_out = {
+        "sequence_length": 256,
+        "sources": [{"name": "python-docs", "shards": 1}],
+        "validation": [{"path": "tokens/a/validation", "tokens": 1000}],
+    }
+    with store.artifacts.publish(DatasetStep.id("dataset")) as folder:
+        (folder / "corpus.json").write_text(json.dumps(held_out))
+    return store, Promoted("tiny", "identity", 0, "tokenizer", "dataset")
+
+
+def test_default_gates_are_rejected_if_the_data_of_the_initial_weights_is_unknown(series, caplog):
+    store, promoted = series
+    said = "is in no ledger, so forgetting it is neither prevented nor measured"
+    with pytest.raises(ProfileError, match=r"continual\.gates\.0\.on = old: .*continual\.stand_in"):
+        check_gates(store, resolve.load("tiny"), promoted)
+    own = resolve.load("tiny", ["continual.gates=[{on: old, rise_at_most: 0.1}]"])
+    check_gates(store, own, promoted)
+    warn_if_unknown(Context(own, store))
+    assert f"what org/model was trained on, the initial weights of the series, {said}" in caplog.text
+    caplog.clear()
+    known = resolve.load("tiny", ["continual.stand_in=[{kind: files, path: old.jsonl}]"])
+    check_gates(store, known, promoted)
+    warn_if_unknown(Context(known, store))
+    assert caplog.text == ""
+
+
+def test_gate_on_an_unknown_task_is_rejected_with_the_nearest_names(series, monkeypatch):
+    """The names of lm-eval are made up: listing them takes seconds."""
+
+    def require(tasks, include):
+        raise ProfileError("task", tasks[0], "lm-eval has no such task", ["letters"])
+
+    store, promoted = series
+    monkeypatch.setattr("flows.verdicts.require_tasks", require)
+    gates = "continual.gates=[{on: new, fall_at_least: 0}, {on: task:leters, at_least: 1}]"
+    reason = r"continual\.gates\.1\.on = task:leters: lm-eval has no such task; nearest valid: task:letters"
+    with pytest.raises(ProfileError, match=reason):
+        check_gates(store, resolve.load("tiny", [gates]), promoted)
