@@ -12,7 +12,6 @@ import time
 import uuid
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import psutil
 import yaml
@@ -152,7 +151,7 @@ def shown(name: str) -> dict[str, str]:
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
     with get_client(sync_client=True) as client:
-        within = FlowRunFilter(id=FlowRunFilterId(any_=[_newest(client, name)]))
+        within = FlowRunFilter(id=FlowRunFilterId(any_=[_newest(client, name).id]))
         return {each.key: each.data for each in client.read_artifacts(flow_run_filter=within)}
 
 
@@ -164,17 +163,26 @@ def logged(name: str) -> list[str]:
 
     APILogWorker.drain_all(timeout=5)
     with get_client(sync_client=True) as client:
-        within = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[_newest(client, name)]))
+        within = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[_newest(client, name).id]))
         return [entry.message for entry in client.read_logs(within, limit=200)]
 
 
-def _newest(client: Any, name: str) -> UUID:
+def ended(name: str) -> tuple[str, str]:
+    """Name and message of the final state of the latest flow run of this name."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        state = _newest(client, name).state
+    return state.name, state.message
+
+
+def _newest(client: Any, name: str) -> Any:
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
     from prefect.client.schemas.sorting import FlowRunSort
 
     named = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
     run, *_ = client.read_flow_runs(flow_run_filter=named, sort=FlowRunSort.START_TIME_DESC, limit=1)
-    return run.id
+    return run
 
 
 def final_state(home: Path, name: str) -> tuple[str, str]:

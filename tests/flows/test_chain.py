@@ -17,7 +17,7 @@ from flows.start_checks import RunCommand
 from profiles.errors import ProfileError
 from tasks.store.runs import RunExists
 from tasks.tokenization.chat_templates import CHATML
-from tests.flows.micro import losses, shown
+from tests.flows.micro import ended, losses, settings, shown
 from tests.forked_jobs import forked_jobs
 
 DONE = ["train", "evaluate", "export"]
@@ -104,7 +104,9 @@ def test_chain_trains_each_stage_from_the_previous_export_and_evaluates_before_a
     assert "All 6 steps are done" in shown("micro > sft > dpo")["run"]
 
 
-def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, stages, tmp_path, caplog):
+def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(
+    run, finished, stages, prefect_server, tmp_path, monkeypatch, caplog, capsys
+):
     from tasks.gate import GateMissed
 
     store = shutil.copytree(finished[0], tmp_path / "store")
@@ -116,10 +118,14 @@ def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(run, finished, st
     assert done == {"micro": [], "sft": [], "dpo": []}
     assert [each["before"] for each in results] == [each["before"] for each in finished[1]]
     shutil.rmtree(store / "runs/dpo")
-    with pytest.raises(
-        GateMissed, match=r"run sft missed its gate: perplexity [\d.]+ \(required: <= 1.5\); the chain"
-    ):
-        run(store, f"{stages[1]}:evaluate.gate=[validation_rise <= 9, perplexity <= 1.5]")
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    missed = settings(f"{stages[1]}:evaluate.gate=[validation_rise <= 9, perplexity <= 1.5]")
+    with forked_jobs():
+        assert main(["chain", *stages, *missed, "--store", str(store)]) == 1
+    *_, message = capsys.readouterr().err.splitlines()
+    reason = r"run sft missed its gate: perplexity [\d.]+ \(required: <= 1.5\); the chain stops here"
+    assert re.fullmatch(rf"trainshed: {reason}", message)
+    assert ended("micro > sft > dpo") == ("GateMissed", message.removeprefix("trainshed: "))
     assert not (store / "runs/dpo").exists()
     (store / "runs/sft/before.json").write_text(
         json.dumps({"validation_loss": 0.5, "perplexity": 1.6, "metrics": {}})
