@@ -5,7 +5,7 @@
     ten       ten rounds in a row, compared with one run over everything
     kills     series of three rounds that are killed at random moments, compared with an undisturbed one
     refused   a round that learned nothing, and one that forgot
-    printed   three rounds with the default share and gates, as `trainshed series` prints them
+    printed   three rounds with the default share and gates and one without replay, as `trainshed series` prints them
 
 The first two train in this process, the others run the product's flows. Each row is printed and appended to a JSON Lines file as
 soon as it exists. The exit code is 1 if a requirement is not met.
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("build/benchmarks/rounds.jsonl"), help="file for the rows"
     )
+    parser.add_argument("--keep", type=Path, help="keep the files of the parts in this folder, which is new")
     parser.add_argument("--series", type=Path, help="run the series in this folder, and nothing else")
     options = parser.parse_args()
     if options.series:
@@ -47,13 +49,15 @@ def main() -> int:
     chosen = options.part or [*parts]
     if len(chosen) > 1:  # each in a process of its own, as Prefect is configured once per process
         command = [sys.executable, "-m", "benchmarks.rounds", "--out", str(options.out)]
+        command += ["--keep", str(options.keep)] if options.keep else []
         return max(subprocess.call([*command, "--part", part]) for part in chosen)
     for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
         os.environ.pop(key, None)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     missed, begun = 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for row in parts[chosen[0]](Path(folder)):
+    with ExitStack() as stack:
+        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for row in parts[chosen[0]](folder.absolute()):
             missed += row.get("met") is False
             _keep(options.out, {"part": chosen[0], **row, "after": round(time.monotonic() - begun)})
     return 1 if missed else 0

@@ -123,13 +123,13 @@ def refused(folder: Path) -> Iterator[Row]:
 
 
 def printed(folder: Path) -> Iterator[Row]:
-    """Three rounds with the default share and gates, and what `trainshed series` prints of them."""
+    """Three rounds with the default settings, one without replay, and what `trainshed series` prints."""
     series = folder / "printed"
     with _server(folder):
         prepare(series)
-        for number in range(1, ROUNDS + 1):
+        for number in range(1, ROUNDS + 2):
             add_text(series, number)
-            state = run_round(series)
+            state = run_round(series, *(() if number <= ROUNDS else ("continual.replay=0",)))
             yield {"row": f"round {number}", "state": state.name, "says": state.message}
     command(["series", NAME, "--store", str(series / "store"), "--output", str(series / "series.html")])
 
