@@ -39,8 +39,9 @@ def run_environment(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def test_checks_pass_on_a_cpu():
+def test_checks_pass_on_a_cpu(monkeypatch):
     """Checks of one process without a profile; tests/emulation covers the others."""
+    monkeypatch.setattr("modeling.planning.measure.ROUNDS", 1)
     results = [check("cpu") for check in (checks.check_matrix_products, checks.check_memory_bandwidth)]
     assert all(result.passed for result in results)
     assert "TFLOP/s" in results[0].measured
