@@ -276,10 +276,16 @@ def accuracy(logits, targets):
 """
 
 
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory, dataset) -> Path:
+    """A finished run of the usual loss."""
+    run = micro.run_folder(tmp_path_factory.mktemp("usual"), "train.steps=6")
+    micro.run("training.train", "--run-folder", run, "--dataset", dataset)
+    return run
+
+
 @pytest.mark.parametrize("topology", [("parallel.tensor=2",), ("parallel.tensor=1", "parallel.pipeline=2")])
-def test_user_loss_is_trained_and_user_metrics_are_recorded(
-    undisturbed, dataset, tmp_path, monkeypatch, topology
-):
+def test_user_loss_is_trained_and_user_metrics_are_recorded(usual, dataset, tmp_path, monkeypatch, topology):
     """Doubled cross-entropy and clipping norm train identically, so every loss shows whether it was used."""
     (tmp_path / "own.py").write_text(OWN)
     shadow_packages(tmp_path)
@@ -287,9 +293,7 @@ def test_user_loss_is_trained_and_user_metrics_are_recorded(
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     functions = ("train.loss=own:doubled", "evaluate.metrics=[own:accuracy]")
     run = micro.run_folder(tmp_path / "run", *functions, *topology, "train.clip=2.0", "train.steps=6")
-    usual = micro.run_folder(tmp_path / "usual", "train.steps=6")
-    for each in (run, usual):
-        micro.run("training.train", "--run-folder", each, "--dataset", dataset)
+    micro.run("training.train", "--run-folder", run, "--dataset", dataset)
     expected = micro.losses(usual)
     for step, loss in micro.losses(run).items():
         assert loss == pytest.approx(2 * expected[step], rel=1e-4)
