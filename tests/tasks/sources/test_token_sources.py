@@ -4,7 +4,6 @@ import struct
 import subprocess
 import sys
 
-import datasets
 import numpy as np
 import pytest
 
@@ -22,6 +21,8 @@ from tests.tasks.source_files import DOCUMENTS, files, joined, profile, write_pa
 
 
 def test_a_saved_data_set_of_tokens_is_used_unchanged(tmp_path, store):
+    import datasets  # imports slowly
+
     (tmp_path / "text.txt").write_text(" ".join(DOCUMENTS))
     rows = [list(range(i, i + 20)) for i in range(60)]
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved", num_shards=3)

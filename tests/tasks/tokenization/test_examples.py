@@ -4,10 +4,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
-from trl import DPOTrainer
 
 from profiles.errors import ProfileError
 from tasks.tokenization import chat_templates
@@ -85,6 +83,9 @@ def test_only_completion_and_eos_count(folder, record):
 
 @pytest.mark.parametrize("kind", [gpt2, metaspace, unsplit, llama2, byte_fallback])
 def test_prompt_and_answer_have_the_tokens_of_trl(kind, tmp_path):
+    from datasets import Dataset
+    from trl import DPOTrainer  # imports slowly, as peft and datasets do: every worker collects this module
+
     tokenizer = trained(kind)
     tokenizer.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))

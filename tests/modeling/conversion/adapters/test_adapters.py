@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -289,6 +288,8 @@ def test_adapters_of_nxd_without_rank_are_rejected(folder):
 
 
 def test_peft_adapters_that_are_more_than_an_update_of_the_weights_are_rejected(folder):
+    from peft import LoraConfig  # imports slowly
+
     peft = folder / "peft"
     write_peft(read_adapters(write(folder / "nxd", 2, base=False), folder / "config.json"), peft)
     about = json.loads((peft / "adapter_config.json").read_text())
