@@ -8,6 +8,7 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 import torch._dynamo.guards
+import torch._dynamo.utils
 
 PRELOADED = [
     *("torch.distributed", "modeling.training.train", "modeling.training.evaluate"),
@@ -33,3 +34,6 @@ gc.set_threshold(50_000, 20, 100)
 
 # Dynamo times the guards of each frame after it has emptied the CPU's caches, for a log line: a tenth of the time of a trace.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
+# For a log line, too, it serializes all settings of the compiler after each frame.
+torch._dynamo.utils.record_compilation_metrics = lambda *_: None
