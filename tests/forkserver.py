@@ -7,15 +7,20 @@ import gc
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-import torch._dynamo.guards
-import torch._dynamo.utils
+from modeling.start import without_garbage_collection
+
+with without_garbage_collection():
+    import torch._dynamo.guards
+    import torch._dynamo.utils
 
 PRELOADED = [
+    "tests.forkserver",  # first, so that the rest is imported with few collections
     *("torch.distributed", "modeling.training.train", "modeling.training.evaluate"),
+    *("tests.forked_jobs", "torch.utils.tensorboard"),  # of each job
     *("torch._inductor.compile_fx", "modeling.tracing.compile"),  # 3 s of CPU in each process that compiles
     "tests.instruction_sets",  # 1 s
     *("torch.distributed.pipelining", "tests.parity.harness"),  # of most ranks of tests/pool.py
-    "tests.forkserver",  # last
+    "tests.frozen",  # last
 ]
 
 
