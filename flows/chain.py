@@ -22,7 +22,7 @@ from flows.parameters import NamePrefix, ProfileNames
 from flows.pretrain import profile_name, train_profile
 from flows.runner import THREADS
 from flows.start_checks import RunCommand, on_devices
-from tasks.gate import check_gate
+from tasks.chain_gate import check_gate
 
 log = logging.getLogger(__name__)
 

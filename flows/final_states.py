@@ -26,7 +26,7 @@ from flows.hooks import show_stop
 from flows.runner import REJECTIONS, forward_logs
 from flows.server.outages import shorten_retries
 from flows.server.prefect_settings import GATE_MISSED, REJECTED, STOPPED
-from tasks.gate import GateMissed
+from tasks.chain_gate import GateMissed
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,6 +3,9 @@
 Keys are made of contents and parameters, never of paths or times. An input that is another step's artifact is represented by
 that artifact's key. Only the keys of training, evaluation and export contain a name, the run's, because their artifacts refer to
 files in its folder.
+
+Which keys of a profile belong to which part of a run stands at each key (`profiles/sections/roles.py`); `tasks/rerun.py` compares
+two profiles by it, for `trainshed plan --changes RUN`.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ OF_FAMILIES = {
     "linear_allow_neg_eigval",
     "shared_expert_intermediate_size",
 }
-# Features of a package's `Family` that change its model without changing the shapes of weights, or its class.
+# Arguments of a package's `Family` that change its model, but neither its class nor the shapes of its weights.
 FEATURES = (
     *("norm", "norm_position", "qk_norm", "output_bias", "adjacent_pairs", "local_rope"),
     *("scaled_embedding", "linear_attention", "linear_norm_eps"),

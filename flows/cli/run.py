@@ -43,7 +43,7 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.files.state_files import CorruptedState
 from profiles.schema import Profile
-from tasks.gate import GateMissed
+from tasks.chain_gate import GateMissed
 from tasks.reporting.format import format_perplexity
 from tasks.reporting.outcome import Outcome
 from tasks.sources.shard import SOURCE_ERRORS

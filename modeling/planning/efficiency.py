@@ -28,7 +28,7 @@ from profiles.schema import Profile
 # Blackwell, with too few published steps: as Hopper.
 SHARES = {"ampere": 0.75, "hopper": 0.78, "blackwell": 0.78}
 FP8 = 0.70  # share of the FP8 peak; fitted, at most 0.75: no published product is faster (1,480 TFLOP/s on an H100)
-FUSED = 2.2  # bytes that eager operators move, for each that compiled kernels move; from the measured layers of an 8B
+FUSED = 2.2  # bytes that eager operators move for each byte that compiled kernels move; measured on layers of an 8B model
 CONTENTION = 0.57  # seconds by which a second of overlapping exchange slows the compute down; fitted
 # Share of the bf16 peak of causal attention with heads of 128, forward and backward together, by kernel and architecture.
 # "flash-1", in Triton: FlashAttention-2's paper (arXiv 2307.08691), figure 4, on A100; on H100, which lacks a figure, as fast as
@@ -45,7 +45,7 @@ HALF_LENGTH = 512  # queries at which attention reaches half of its share: the c
 QUANTIZED = 5.0  # bytes for each factor's element: read for the scale, read again and written in 8 bits
 
 LONG = 32768  # tokens of a sequence
-# By kind of run, published ÷ planned steps as Trainshed runs them: 10th and 90th percentile, and number of steps
+# Published step time ÷ the one planned for Trainshed's own software, by kind of run: 10th and 90th percentile, number of steps
 # (benchmarks/published.py). Others' experts and long contexts are faster: a node gets tokens once, and attention is cuDNN's.
 ERRORS = {
     "FSDP or ZeRO-1 alone": (0.91, 1.3, 31),

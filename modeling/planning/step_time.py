@@ -1,15 +1,15 @@
 """Step time, estimated from ranks' FLOPs, communication and memory traffic.
 
-    work      of a rank: FLOPs / rate + exchanges of tensor, context and expert groups + bytes that it accesses to accumulate
-              gradients / memory bandwidth
-    step      slowest rank's work · (1 + bubble) + exposed exchange of gradients and weights + bytes that its update accesses /
-              memory bandwidth + FLOPs of its update (Muon) / rate
+    work      of a rank: FLOPs / rate + exchanges of tensor, context and expert groups + (bytes that it accesses to accumulate
+              gradients) / memory bandwidth
+    step      slowest rank's work · (1 + bubble) + exposed exchange of gradients and weights + (bytes that its update accesses) /
+              memory bandwidth + (FLOPs of its update, with Muon) / rate
 
 `rate` is measured by shape (calibration.py) or assumed (efficiency.py), the bandwidth is that of a group's slowest links
 (levels.py), the memory bandwidth is measured or 0.8 of the published one. FSDP overlaps gathering weights and scattering
-gradients with the compute of every microbatch; on GPUs ZeRO-1 overlaps its exchange with the backward of the last and the forward
-of the first one, and a ring's messages overlap with attention. Of what overlaps, only the excess is exposed; on GPUs it also
-slows the compute down.
+gradients with the compute of every microbatch; on GPUs ZeRO-1 overlaps its exchange with the backward of the step's last
+microbatch and the forward of the next step's first one, and a ring's messages overlap with attention. Of what overlaps, only the
+excess is exposed (`exposed`, efficiency.py); on GPUs it also slows the compute down.
 Uncalibrated estimates are 0.91 to 1.13 of AWS's eight published throughputs on trn1 (tests/modeling/planning/test_planner.py).
 """
 

@@ -39,7 +39,7 @@ from parallel.optimizer.grouping import MATRICES, ChooseRule, EverywhereRule, Gr
 from parallel.optimizer.row_factors import ChooseFactors, RowFactors
 from parallel.optimizer.rules import Rule, Step, Updater
 
-# Buckets in reductions at a time, if these need memory of their own or the sum over replicas follows.
+# How many buckets are reduced at once, where a reduction needs memory of its own or is followed by a sum over replicas.
 IN_FLIGHT = 2
 Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
 
@@ -260,7 +260,8 @@ class ShardedAdamW:
             self._finish_reduce()
         while self._replicating:
             self._finish_replicas()
-        # Not during backward: the last stage would wait for the first, which waits for the last stage's gradients.
+        # These sums wait until backward has ended: during it, the last stage would wait for the first, which waits for the
+        # last stage's gradients.
         for bucket in self.buckets:
             replicas = (bucket.replicate,) if bucket.in_graph else ()
             for axis in (*replicas, *bucket.partial):

@@ -60,8 +60,8 @@ def call(
     Args:
         what: prefix of the log lines and of the error's message.
         delays: seconds to wait before each retry, on average.
-        permanent: errors that are not retried unless their cause is temporary, while all others are; None: only errors that are
-            known to be temporary (`seconds_to_wait`) are retried.
+        permanent: None: retry only errors that are known to be temporary (`seconds_to_wait`). Otherwise retry all errors but
+            these, and these too if their cause is temporary.
 
     Raises:
         ConnectionError: every attempt failed with a temporary error.

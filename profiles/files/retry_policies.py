@@ -1,7 +1,7 @@
 """How long outages are survived: delays before retries of files, networks, schedulers and servers.
 
 All such delays are here, and `python -m profiles.files.retry_policies` prints the table of docs/operating/outages.md. The library
-`parallel` imports none of this and has the delays of CHECKPOINT_READ itself.
+`parallel` may not import this module: `parallel/checkpoint/locations.py` repeats CHECKPOINT_READ as READ_PAUSES. Change both.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from profiles.schema import Profile
     from profiles.sections.base import Section
 
-# What has a key of its own, in the order of a run: artifacts, and the run's identity (`identity`), learning rate schedule
-# (`schedule`) and name (`name`). Each with those that its key contains.
+# The parts of a run that have a key of their own, in the order of a run: artifacts, and the run's identity (`identity`), learning
+# rate schedule (`schedule`) and name (`name`). For each, the parts whose keys its own key contains.
 CONTAINS: Mapping[str, tuple[str, ...]] = {
     "tokenizer": (),
     "tokens": ("tokenizer",),

@@ -1,4 +1,4 @@
-"""Gates of a round: conditions on its losses and scores that decide whether it is promoted.
+"""Gates of a round, and their table: conditions on losses and scores that decide on its promotion.
 
 A condition is on `old` (all held-out sets but the round's own), `new` (the round's own), `first`, `round-N`, `source:NAME` or
 `task:NAME`. A loss on several sets is their mean per token.
@@ -150,7 +150,7 @@ def judge(
     values |= {f"{TASK}{name}": (score, scores[1].get(name)) for name, score in scores[0].items()}
     rows = [_judged(gate, *values.get(gate.on, (None, None))) for gate in gates]
     gated = {gate.on for gate in gates}
-    # A selection that equals an earlier one, such as the only old set, is shown once, and no source if there is a single one.
+    # Selections of the same sets are shown once, under the first name; a selection of all sets, such as the only source, is not.
     shown = {tuple(found): name for name, found in reversed(selections.items()) if len(found) < len(after)}
     others = [name for name in values if name not in gated and (name in shown.values() or name in scores[0])]
     return Verdict([*rows, *(Row(name, *values[name]) for name in others)])

@@ -2,6 +2,8 @@
 
 Start with `dataset_plan` (what is tokenized, and its cache keys) and `tokenize_shard` (one shard to an artifact). `engines` and
 `word_cache` turn text into ids, `worker_pool` and `slurm_array` run many shards through `worker`. `tokenizer_fetch`,
-`tokenizer_files` and `tokenizer_training` make the tokenizer's own artifact. Imports `modeling`, `profiles`, `tasks`,
+`tokenizer_files` and `tokenizer_training` make the tokenizer's own artifact. For fine-tuning, `examples` decides which tokens of
+a record the loss covers, from its messages (`conversations`) and from where the template puts their answers (`chat_templates`).
+Imports `modeling`, `profiles`, `tasks`,
 `tasks.launchers`, `tasks.sources` and `tasks.store`.
 """

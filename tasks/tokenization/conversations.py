@@ -1,5 +1,6 @@
-"""Conversations of records: messages, tools, documents, and the turns that the loss covers.
+"""Conversations of records: messages, tools, documents, and the messages that the loss covers.
 
+Which of their tokens it covers is decided in examples.py.
 A part of a record that would change what is trained on, and that cannot be used, makes the record unusable.
 """
 
@@ -55,7 +56,7 @@ class Conversation:
         return Conversation([*self.messages, *other.messages], [*self.trained, *other.trained], variables)
 
     def up_to_last_answer(self) -> Conversation:
-        """The messages up to the last one that is trained, which alone the loss covers."""
+        """The messages up to the last trained one; the loss covers only that one."""
         last = max(i for i, trained in enumerate(self.trained) if trained)
         return Conversation(self.messages[: last + 1], [i == last for i in range(last + 1)], self.variables)
 

@@ -8,7 +8,7 @@ a sequence is never counted, since nothing predicts it.
 
 Each of them may have `system` and `history`, which come first; with messages also tools, documents and chat_template_kwargs.
 
-Messages may be JSON texts, as in CSV files; of prompts and answers, all or none.
+Messages may be given as JSON texts, as in CSV files. If a record has a prompt and answers, all of them are JSON or none is.
 
 Prompt and completion have the tokens of their joined text, as in TRL, so that a completion never begins with the space that a
 SentencePiece tokenizer writes before a text. The completion starts at the first token that a prompt alone lacks.

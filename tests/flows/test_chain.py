@@ -107,12 +107,12 @@ def test_chain_trains_each_stage_from_the_previous_export_and_evaluates_before_a
 def test_a_finished_chain_is_cached_and_a_missed_gate_stops_it(
     run, finished, stages, prefect_server, tmp_path, monkeypatch, caplog, capsys
 ):
-    from tasks.gate import GateMissed
+    from tasks.chain_gate import GateMissed
 
     store = shutil.copytree(finished[0], tmp_path / "store")
-    caplog.set_level(logging.INFO, "tasks.gate")
+    caplog.set_level(logging.INFO, "tasks.chain_gate")
     results, done = run(store)
-    gates = [record.getMessage() for record in caplog.records if record.name == "tasks.gate"]
+    gates = [record.getMessage() for record in caplog.records if record.name == "tasks.chain_gate"]
     assert len(gates) == 2
     assert re.fullmatch(r"run sft met its gate: validation loss [\d.]+ \(before training: [\d.]+\)", gates[0])
     assert done == {"micro": [], "sft": [], "dpo": []}

@@ -331,10 +331,9 @@ class Checkpoints:
     def _prepare_start(self, weights: Location | None) -> Start:
         """Decide what to start from, and move later checkpoints aside; leader only.
 
-            any request but the default (newest, weights: false), the first time    as requested; recorded in RUN/resumed.json
-            otherwise    latest checkpoint since, else what the last request started from, else `weights`, else the seed
-
-        So a request is applied once: a retried attempt resumes from its own latest checkpoint.
+        A request other than the default (newest, weights: false) is followed once, and recorded in RUN/resumed.json. Otherwise
+        the run starts from the first of these that exists: its latest checkpoint since, what the last request started from,
+        `weights`, the seed. So a retried attempt resumes from its own latest checkpoint.
         """
         self._check_fencing()
         for name in checkpoint.discard_incomplete(self.location):
@@ -392,8 +391,8 @@ class Checkpoints:
     def _check_fencing(self) -> None:
         """Raise StaleAttempt if a later attempt has begun, or the folder is gone or belongs to another run.
 
-        A rank that is cut off from its launcher may keep running, also on another machine, whose run folder is a copy: so an
-        attempt claims the checkpoints' location too, as soon as that can be written.
+        A rank that is cut off from its launcher may keep running. On another machine it may see a copy of the run folder, whose
+        number of attempts proves nothing: an attempt also claims the checkpoints' location, as soon as it can write there.
         """
         identity = run_identity(self.run)
         if identity != self._run_identity:

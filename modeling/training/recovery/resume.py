@@ -1,4 +1,7 @@
-"""Resume requests: the checkpoint that a profile asks for, and rejection of checkpoints of other runs."""
+"""Resume requests: the checkpoint that a profile asks for, and rejection of checkpoints of other runs.
+
+Which checkpoint a run starts from, and what happens to a corrupted one, is decided in checkpoints.py.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class AppliedRequest:
         {request: the request,
          weights: checkpoint whose weights it started from, or null,
          saved: whether a checkpoint has been completed since, also without a request,
-         quarantined: the corrupted checkpoints at that time, if it chose another start,
+         quarantined: names in quarantine when it was applied; only later ones mean that training was lost,
          moving: {steps, to}: checkpoints to move aside, until they are moved}
 
     Args:
@@ -121,7 +124,7 @@ class AppliedRequest:
         return {s: at for s, at in saved.items() if s not in moving["steps"]}
 
     def record_saved(self) -> None:
-        """Record that the run has a complete checkpoint: if that is missing later, it is not started over."""
+        """Record that the run has a complete checkpoint: without one later, it is rejected, not started over."""
         if self._record.get("saved"):
             return
         try:
