@@ -154,7 +154,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         runner.context = replace(runner.context, profile=run)
         judge = Judge(runner, current, tokenizer, dataset, origin, frozen)
         identity, verdict = _train(judge, start_over=over)
-        lock.check()  # otherwise another process may have promoted later rounds while this one was suspended
+        runner.require_lock()  # otherwise another process may have promoted later rounds while this one was suspended
         if verdict.promotes:
             steps, batch = run.train.last_step, run.train.global_batch_size
             read = replay.samples_read(store.run_folder(name), steps, batch)

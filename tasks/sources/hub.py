@@ -32,7 +32,8 @@ def shards(source: Source, key: str, column: str, digests: DigestCache, token: s
         repository,
         source.revision,
     )
-    assert commit is not None  # the hub's answers have one
+    if commit is None:  # the hub's answers have one, a mirror's may not
+        raise ProfileError(f"{key}.repository", repository, "the hub does not name the dataset's commit")
     if source.revision == CONVERTED:
         paths = _converted_files(source, key, commit, token)
     else:

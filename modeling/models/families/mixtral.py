@@ -9,12 +9,12 @@ Shapes as in `llama.py`, and e experts over the ranks of the expert axis.
 
 from __future__ import annotations
 
-from typing import ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 from torch import Tensor, nn
 
 from modeling.models.families import llama
-from modeling.models.language_model import LayerOptions, weight_options
+from modeling.models.language_model import LayerOptions
 from modeling.models.weight_names import HuggingFaceTensor
 from parallel import Mesh, Normal
 from parallel.experts.layer import MixtureOfExperts
@@ -37,15 +37,10 @@ class ExpertSublayers(llama.Sublayers):
     expert_options: ClassVar[ExpertLayerOptions] = {}
 
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
-        return MixtureOfExperts(
-            model.hidden_size,
-            model.expert_width,
-            self.routing(model),
-            mesh,
-            output_initializer=Normal(model.residual_initializer_range),
-            **weight_options(options),
-            **self.expert_options,
-        )
+        # All of them, also those that a package's family adds; a family's own come last.
+        given: dict[str, Any] = {name: value for name, value in options.items() if name != "products"}
+        given |= {"output_initializer": Normal(model.residual_initializer_range), **self.expert_options}
+        return MixtureOfExperts(model.hidden_size, model.expert_width, self.routing(model), mesh, **given)
 
     def routing(self, model: Model) -> Routing:
         """How tokens choose experts."""
