@@ -4,8 +4,9 @@ import contextlib
 import random
 import socket
 
-# Below those that the kernel chooses for clients and for port 0, so that no other process gets one before it is used.
-PORTS = range(20000, 32000)
+# Below those that the kernel chooses for clients and for port 0, so that no other process gets one before it is used, and above
+# those of jobs on the tests' Slurm clusters (20000 + 14 · job, tests/slurm/cluster.py).
+PORTS = range(26000, 32000)
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ from tests.ports import free_port
 
 PROGRAMS = ("setpriv", "munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "srun")
 NODES, CPUS, MEMORY = 4, 2, 4000  # MiB
-CLUSTERS, JOBS = 8, 100  # clusters at a time on this machine, and jobs of each
+CLUSTERS, JOBS = 8, 50  # clusters at a time on this machine, and jobs of each
 WITH_PARENT = ("setpriv", "--pdeathsig", "TERM")  # prefix of commands that must not outlive this process
 NODE = "TRAINSHED_TEST_NODE"  # environment variable of a slurmd and its step daemons
 CONFIGURATION = Template("""
