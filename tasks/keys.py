@@ -226,7 +226,18 @@ def graphs(profile: Profile) -> str:
 
 def graph(profile: Profile, graph: str) -> str:
     """Key of one compiled program, from the digest of its graphs."""
-    return digest({"step": "graph", "graph": graph, "compiler": _compiler(profile)})
+    from parallel import device as devices
+
+    inputs: dict[str, Any] = {"step": "graph", "graph": graph, "compiler": _compiler(profile)}
+    if devices.KINDS[profile.cluster.device].compiles_operators:
+        # What such a compiler puts into a program although its graph has names only: the ranks of each group, and the values of
+        # constants in a user's functions.
+        parallel = profile.parallel
+        inputs["ranks"] = [profile.world_size, parallel.pipeline, parallel.context, parallel.tensor]
+        inputs["ranks"] += [parallel.expert, profile.shard_degree]
+        named = (profile.train.loss, *profile.evaluate.metrics)
+        inputs["functions"] = [_function(each, helpers=True) for each in named if each]
+    return digest(inputs)
 
 
 def _compiler(profile: Profile) -> dict[str, Any]:

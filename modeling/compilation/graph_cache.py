@@ -209,7 +209,7 @@ class CompileStatistics(RegionBackends):
             found = self._differences.get(name, "logged by the ranks that compiled it")
             self._reasons.append(f"{name}: {DIFFERS}: {found}")
         elif misses > before[0]:
-            what = f"{misses} graphs that were compiled ahead of time are not in the cache"
+            what = f"{misses - before[0]} graphs that were compiled ahead of time are not in the cache"
             self._reasons.append(f"{name}: {what}")
             log.warning(self._reasons[-1])
 
@@ -257,7 +257,7 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
         raise RuntimeError(f"{reason} on {platform.node()}; check its devices and their driver")
     if artifact is None or folder is None:
         return run / run_files.GRAPHS / "own", None
-    return folder, Manifest.read(artifact)
+    return folder, Manifest.read(artifact) if state_files.exists(artifact / manifest.FILE) else None
 
 
 def unpack(artifact: Path, run: Path) -> Path | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from parallel.torch_internals import TorchDispatchMode, tree_leaves
 
 # Shape, strides and dtype of what an operator returns for equal inputs; None: it has to run.
 _results: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = {}
+REMEMBERED = 100_000  # results at most; a search has some thousands
 
 
 class Meter(TorchDispatchMode):
@@ -118,8 +119,8 @@ def _shaped(function: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> An
         size, stride, dtype = known
         return torch.empty_strided(size, stride, dtype=dtype, device="meta")
     result = function(*inputs, **named)
-    if key not in _results:
-        _results[key] = _remembered(function, result)
+    if key not in _results and len(_results) < REMEMBERED:
+        _results[key] = _remembered(function, result, tree_leaves([inputs, named]))
     return result
 
 
@@ -132,10 +133,15 @@ def _described(value: Any) -> Any:
     return type(value), value  # 1, 1.0 and True are equal, but promote dtypes differently
 
 
-def _remembered(function: Any, result: Any) -> tuple[torch.Size, tuple[int, ...], torch.dtype] | None:
+def _remembered(
+    function: Any, result: Any, inputs: Sequence[Any]
+) -> tuple[torch.Size, tuple[int, ...], torch.dtype] | None:
     schema = function._schema
     if schema.is_mutable or not isinstance(result, Tensor) or any(each.alias_info for each in schema.returns):
         return None
     like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    given = {each.untyped_storage()._cdata for each in inputs if isinstance(each, Tensor)}
+    if result.untyped_storage()._cdata in given:  # what an operator of a package may return
+        return None
     whole = result.untyped_storage().nbytes() == like.untyped_storage().nbytes() and result.is_meta
     return (result.shape, result.stride(), result.dtype) if whole else None

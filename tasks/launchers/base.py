@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 POLL = STATUS.delay(0)  # seconds between queries of a job's status
 STATUS_TIMEOUT = STATUS.seconds  # seconds without a job's status until `execute` gives up watching
-WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of environment variables
+# Of environment variables: Prefect's, tokens, and the mode in which a job only compiles.
+WITHHELD_PREFIXES = ("PREFECT_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TORCH_NEURONX_COMPILE_ONLY")
 NODE_FAILED = "its node failed"  # in the note of a job that lost a node
 # Without it, `python -m` would import a user's tasks.py in the working folder instead of ours.
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
@@ -134,7 +135,7 @@ class Unavailable(JobFailed):
 
 
 def job_environment() -> dict[str, str]:
-    """This process's environment without Prefect's variables and hub tokens, and with SAFE_PATH."""
+    """This process's environment without WITHHELD_PREFIXES, and with SAFE_PATH."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD_PREFIXES)}
     return {**inherited, **SAFE_PATH}
 

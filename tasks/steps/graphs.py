@@ -106,7 +106,14 @@ class GraphsStep(Step):
             return self.run(replace(context, profile=with_value(profile, "compile.enabled", True)))
         runs.record_flow_run(work, context.flow_run)
         context.progress("tracing the programs of the run", None)
-        traced = _trace(profile, work)
+        try:
+            traced = _trace(profile, work)
+        except JobFailed as error:
+            if not compiler.missing_device():
+                raise
+            return self._publish_none(
+                context, key, f"tracing without a device failed ({error})", test_again=True
+            )
         # Traced memory is more accurate than the plan: reject what does not fit before hours of compiling.
         planner.require_fit(profile, apply_trace(profile, planner.plan(profile), traced))
         entries = _compile_all(context, work, traced["programs"])
@@ -117,6 +124,9 @@ class GraphsStep(Step):
             all_of_machine = profile.cluster.device == "cpu" and len(faults) == len(failed)
             if all_of_machine and profile.compile.memory_gib is None:
                 return self._publish_none(context, key, faults[0], test_again=True)
+            if compiler.missing_device():  # nodes have one, and compile on first use
+                reason = f"compiling without a device failed ({failed[0]['name']}: {failed[0]['error']})"
+                return self._publish_none(context, key, reason, test_again=True)
             raise GraphsFailed("; ".join(f"{entry['name']}: {entry['error']}" for entry in failed))
         with store.artifacts.publish(self.id(key), summary) as staging:
             _pack_all(context, entries, staging / CACHE)
