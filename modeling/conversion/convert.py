@@ -39,7 +39,7 @@ from profiles.errors import ProfileError
 from profiles.files import state_files
 from profiles.sections.model_checks import neighbours
 
-RECIPE = 5  # changed when the same inputs are converted differently
+RECIPE = 6  # changed when the same inputs are converted differently
 BUDGET = 512  # MB
 WORKERS = 4  # files written concurrently
 COPIES = 4  # of a slice per worker: assembled, cast, contiguous, being written

@@ -167,6 +167,8 @@ def to_config_json(model: Model) -> dict[str, Any]:
         fields |= layer_kinds.write(model)
         if kind == "deepseek_v3":
             del fields["head_dim"]
+        if kind == "qwen3_5":  # vLLM's name
+            fields["mtp_num_hidden_layers"] = fields["num_nextn_predict_layers"]
         if kind == "dbrx":
             fields = dbrx_config.from_llama_names(fields)
     else:

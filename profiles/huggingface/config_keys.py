@@ -30,7 +30,7 @@ GENERATION = (
     *("diversity_penalty", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty"),
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
     *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
-    *("suppress_tokens", "begin_suppress_tokens"),
+    *("suppress_tokens", "begin_suppress_tokens", "cache_implementation"),
 )  # fmt: skip
 OTHER_TASKS = (
     *("num_labels", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
@@ -57,6 +57,7 @@ DEFAULTS: Mapping[str, Any] = {
     "use_sliding_window": False,
     "use_mrope": False,
     "moe_frequency": 1,
+    "mlp_only_layers": [],
     "uniform_expert_assignment": False,
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from profiles.nxdt.config import Unresolved
 from profiles.nxdt.translation import Effect, Line, Translation
 
 Rule = Callable[[Translation, str, Any], None]
@@ -460,7 +461,7 @@ RULES: dict[str, Rule] = {
     "exp_manager.exp_dir": _harmless(STORE),
     "exp_manager.name": _harmless("a run is named after its profile, or by --name"),
     "exp_manager.resume_if_exists": lambda found, key, value: found.translate(
-        key, {"checkpoint.resume": "newest" if _flag(found, key) else "none"}
+        key, {"checkpoint.resume": "newest" if found.flag(key, isinstance(value, Unresolved)) else "none"}
     ),
     "exp_manager.resume_ignore_no_checkpoint": _harmless("a run without a checkpoint starts anew"),
     "exp_manager.create_tensorboard_logger": _harmless(ALWAYS),

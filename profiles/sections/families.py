@@ -219,6 +219,7 @@ OWN = {
             "initializer_range": 0.018042,
         },
         fixed={**FIXED, "residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True},
+        unused=("mlp_type", "norm_type", "rms_norm_eps"),  # of published files; norm_epsilon is read
         norm="layer",
         mlp_matrices=2,
         tensors={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},

@@ -57,14 +57,13 @@ HYBRIDS = {
         model_type="qwen3_5_text",
         fields={
             **_LINEAR,
-            **same("partial_rotary_factor"),
-            "num_nextn_predict_layers": "mtp_num_hidden_layers",
+            **same("partial_rotary_factor", "num_nextn_predict_layers"),
         },
         values={"tie_word_embeddings": (False, True), **_ONE_MODULE},
         defaults={**_QWEN_LINEAR, "num_key_value_heads": 4},
         fixed={**_QWEN_FIXED, "output_gate_type": "swish"},
         unused=(
-            "mamba_ssm_dtype",
+            *("mtp_num_hidden_layers", "mamba_ssm_dtype"),  # the files tell whether there is a module
             *("mrope_section", "mrope_interleaved"),  # of RoPE, without effect on text
         ),
         norm="unit_offset",

@@ -178,7 +178,9 @@ class ChatTemplate:
                 text = self._without_next_header([QUESTION, answer], before, {}).rstrip()
             except TemplateFailed:  # it has no calls, or wants other messages
                 continue
-            for end in (self._without_final_eos(text).rstrip(), text):
+            # The text of a call also ends with the marker of its end, after which another call may follow.
+            shortened = text if "tool_calls" in answer else self._without_final_eos(text).rstrip()
+            for end in (shortened, text):
                 ending = max((token for token in ids if token and end.endswith(token)), key=len, default=None)
                 if ending is not None:
                     found[ids[ending]] = None

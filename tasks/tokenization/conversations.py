@@ -68,13 +68,16 @@ class Conversation:
 def with_messages(record: Mapping[str, Any], chats: Sequence[str]) -> Mapping[str, Any]:
     """A record with the messages that its texts hold as JSON, which is all that a CSV file can have.
 
-    A single text of a prompt or an answer stays a text: it may be JSON that the model is to write.
+    A single text of a prompt or an answer stays a text: it may be JSON that the model is to write. So does a prompt beside two
+    answers that are messages.
 
     Args:
         chats: fields of conversations.
     """
     parsed = {name: found for name, value in record.items() if (found := _parsed(value)) is not None}
     texts = {name for name in ANSWERED if record.get(name)}
+    if {"chosen", "rejected"} <= parsed.keys():  # two conversations, beside which a prompt may be a text
+        texts &= parsed.keys()
     used = parsed.keys() & {*chats, *(texts if texts <= parsed.keys() else ())}
     return {**record, **{name: parsed[name] for name in used}} if used else record
 

@@ -57,7 +57,7 @@ KINDS = {
     ),
     "qwen3_5": (
         Qwen3_5ForCausalLM,
-        Qwen3_5TextConfig(**{**SIZES, **MIXED["qwen3_5"][0], **QWEN}, mtp_num_hidden_layers=1),
+        Qwen3_5TextConfig(**{**SIZES, **MIXED["qwen3_5"][0], **QWEN}, num_nextn_predict_layers=1),
     ),
 }
 
