@@ -56,7 +56,7 @@ def test_seek_waits_for_the_previous_thread():
         released.wait(30)
         return Batch()
 
-    settings, data_axis = SimpleNamespace(global_batch_size=4, steps=9), SimpleNamespace(rank=0, size=1)
+    settings, data_axis = SimpleNamespace(global_batch_size=4, last_step=9), SimpleNamespace(rank=0, size=1)
     profile, mesh = SimpleNamespace(train=settings), SimpleNamespace(data=data_axis)
     trainer = SimpleNamespace(profile=profile, mesh=mesh, reads_samples=True, read_batch=read)
     data = TrainingData(trainer, samples=None, excluded=[])
