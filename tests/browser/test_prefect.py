@@ -43,6 +43,7 @@ def killed(prefect_ui, browser, profile, tmp_path_factory):
         "train.warmup_steps=50",
         "evaluate.every=20",
         "cluster.retries=0",
+        "cluster.hang_seconds=null",  # the run is suspended while pages are looked at
         "checkpoint.every=40",
     )
     started = Command(

@@ -174,7 +174,7 @@ def test_stop_during_the_evaluation_of_initial_weights_ends_the_attempt(tmp_path
         trainer=SimpleNamespace(leader=True, sum_on_host=lambda numbers: numbers.tolist()),
         initial_evaluation=tmp_path / "before.json",
         validation=None,
-        settings=SimpleNamespace(steps=12),
+        settings=SimpleNamespace(steps=12, last_step=12),
         profile=SimpleNamespace(checkpoint=SimpleNamespace(on_stop=True)),
         **{name: MagicMock() for name in ("watchdog", "reporter")},
         stop=SimpleNamespace(requested=False),
