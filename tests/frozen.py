@@ -1,4 +1,4 @@
-"""Exempts everything that has been imported from garbage collection, so that forked processes share its memory."""
+"""Leaves what has been imported out of garbage collection: forked processes share its memory."""
 
 import gc
 
