@@ -435,7 +435,7 @@ def _task(function: Callable[..., Any], options: dict[str, Any]) -> Task[..., An
 
 def _run_here(made: Task[..., Any]) -> State:
     """Run a task without arguments here; returns its final state."""
-    found: Any = made(return_state=True)  # of a function that is no coroutine, no coroutine, as its type says
+    found: Any = made(return_state=True)  # typed as a coroutine, which it is for asynchronous functions only
     state: State = found
     return state
 

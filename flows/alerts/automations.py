@@ -54,7 +54,7 @@ def register_alerts(block: str | None = None) -> None:
 def read_automation(name: str) -> Automation | None:
     """The automation of this name; None if there is none."""
     try:
-        found: Any = Automation.read(name=name)  # outside of an event loop, no coroutine, as its type says
+        found: Any = Automation.read(name=name)  # typed as a coroutine, which it is in an event loop only
     except ValueError:
         return None
     automation: Automation = found

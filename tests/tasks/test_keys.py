@@ -190,6 +190,14 @@ def test_step_settings_change_the_graphs_key_on_devices_that_compile_whole_steps
     assert len(found) == 2
 
 
+@pytest.mark.parametrize(
+    ("device", "count"), [(NEURON, 2), (["cluster.threads=1"], 1)], ids=["neuron", "cpu"]
+)
+def test_key_of_a_program_depends_on_the_ranks_of_groups_where_the_compiler_has_them(device, count):
+    sizes = (["cluster.devices_per_node=4", f"parallel.tensor={tensor}"] for tensor in (2, 4))
+    assert len({keys.graph(resolve.load(PAIR, [*device, *size]), "digest") for size in sizes}) == count
+
+
 def test_pairs_and_single_records_have_different_graphs_keys_at_equal_row_counts():
     found = {
         keys.graphs(resolve.load(PAIR, ["cluster.threads=1", *each]))

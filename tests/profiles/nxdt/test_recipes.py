@@ -12,6 +12,7 @@ from tests.profiles.nxdt.test_nxdt import merged, write
 RECIPE = {
     "run": {"results_dir": "${base_results_dir}/${.name}", "name": "garden"},
     "exp_manager": {"exp_dir": None, "explicit_log_dir": "${base_results_dir}/logs"}
+    | {"resume_if_exists": "${recipes.run.resume}"}
     | {"summary_writer_kwargs": {"save_dir": "${recipes.exp_manager.exp_dir}/tensorboard"}}
     | {"checkpoint_callback_params": {"every_n_train_steps": "${save_every}", "save_top_k": 2}},
     "data": {"train_dir": None, "val_dir": "${recipes.run.val_dir}", "tokenizer": {"type": "${recipes.run.model}"}},
@@ -45,7 +46,9 @@ def test_recipe_of_a_launcher_is_imported_and_what_it_lacks_is_to_do(tmp_path, n
     assert not to_do.keys() & {"exp_manager.summary_writer_kwargs.save_dir", "model.optim.sched.max_steps"}
     path = tmp_path / "profile.yaml"
     path.write_text(imported.text())
-    train, *_ = resolve.load(str(path)).data.sources
+    profile = resolve.load(str(path))
+    assert profile.checkpoint.resume == "newest"
+    train, *_ = profile.data.sources
     assert (train.kind, train.path) == (kind, over["data"]["train_dir"] if over else "TRAINING_DATA")
 
 

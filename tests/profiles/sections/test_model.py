@@ -342,6 +342,7 @@ def test_every_key_of_transformers_is_read_or_rejected_and_has_its_default(name)
     [
         # as published
         {"architectures": ["LLaMAForCausalLM"], "max_sequence_length": 2048, "pretraining_tp": 2},
+        {"cache_implementation": "hybrid", "mlp_only_layers": []},
         {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "use_mrope": False},
         {"auto_map": {"AutoModelForCausalLM": "acme/kernels--modeling_llama.LlamaForCausalLM", "AutoTokenizer": ["t.T", None]}},
         {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},

@@ -132,6 +132,15 @@ def test_tokens_that_end_turns_are_found(folder, name):
     assert [tokenizer.id_to_token(token) for token in found] == ENDINGS[name][1]
 
 
+def test_the_end_of_a_tool_call_does_not_end_a_turn(folder):
+    turn = "<|im_start|>{{ turn.role }} {{ turn.content }}{% if turn.tool_calls %}<|call|>{% endif %}{{ eos_token }}"
+    source = "{% for turn in messages %}" + turn + "{% endfor %}"
+    source += "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    tokenizer = tokenizer_files.load(folder)
+    found = ChatTemplate(folder, source).stop_tokens(tokenizer)
+    assert [tokenizer.id_to_token(token) for token in found] == ["</s>"]
+
+
 @pytest.mark.parametrize("end", ["\n", "\n\n"])
 def test_a_header_after_turns_that_no_token_ends_is_not_taken_for_an_answers_end(folder, end):
     turns = "{% for turn in messages %}## {{ turn.role }}: {{ turn.content }}" + end + "{% endfor %}"

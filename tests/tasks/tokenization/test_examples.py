@@ -319,9 +319,12 @@ def test_messages_may_be_json_as_in_csv_files(folder):
         ("sft", {"messages": CHAT}),
         ("sft", {"prompt": CHAT[:1], "completion": one}),
         ("dpo", {"prompt": CHAT[:1], "chosen": one, "rejected": two}),
+        ("dpo", {"prompt": "How many?", "chosen": CHAT[:1] + one, "rejected": CHAT[:1] + two}),
         ("dpo", {"chosen": CHAT[:1] + one, "rejected": CHAT[:1] + two}),
     ):
-        written = {name: json.dumps(value) for name, value in record.items()}
+        written = {
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in record.items()
+        }
         expected, found = (examples(folder, kind).of(each).sequences for each in (record, written))
         assert [each.tolist() for each in found] == [each.tolist() for each in expected]
     text = {"prompt": "Write a chat.", "completion": json.dumps(CHAT)}  # which the model is to write
