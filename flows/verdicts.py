@@ -18,6 +18,8 @@ from modeling.training.metrics import OF_TASKS
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
+from profiles.local_paths import local_path
+from profiles.rules.continual import stand_in_data
 from profiles.schema import Continual, Profile
 from tasks import keys
 from tasks.continual import gates, held_out, page, rounds, series, stand_in
@@ -102,18 +104,18 @@ class Judge:
 
     def _run_tasks(self, context: Context) -> dict[str, float]:
         """Score of each task that a gate is on, of the latest checkpoint of the context's run."""
-        names = gates.tasks_of(self.runner.context.profile.continual.gates)
+        settings = self.runner.context.profile.continual
+        names, files = gates.tasks_of(settings.gates), _task_files(settings)
         run = context.store.run_folder(context.run_folder.name)
         checkpoint = CheckpointId.of(run, run.checkpoint_steps()[-1]) if names else None
         if checkpoint is None:
             return {}
         try:
-            return {
-                name: _score(
-                    name, self._run(TaskStep(name, checkpoint, self.tokenizer, self.weights), context)
-                )
-                for name in names
-            }
+            found = {}
+            for name in names:
+                task = TaskStep(name, checkpoint, self.tokenizer, self.weights, files)
+                found[name] = _score(name, self._run(task, context))
+            return found
         finally:
             context.store.remove_scratch_folder(scratch_name(run.name, checkpoint))
 
@@ -124,7 +126,8 @@ def check_gates(store: Store, profile: Profile, promoted: series.Promoted) -> No
     settings, origin = profile.continual.gates, held_out.round_origin(promoted.next_round)
     contents = series.held_out_sets(store, profile.name, promoted)
     length = profile.train.sequence_length
-    known = [*contents.evaluated(length), *held_out.expected_sets(profile, origin)]
+    standing = held_out.expected_sets(stand_in_data(profile), held_out.STAND_IN)
+    known = [*contents.evaluated(length), *standing, *held_out.expected_sets(profile.data, origin)]
     gates.check_gates(settings, known, origin)
     if settings == Continual().gates and stand_in.unknown_weights(store, profile):
         raise ProfileError("continual.gates.0.on", gates.OLD, gates.NOTHING_OLD)
@@ -133,13 +136,18 @@ def check_gates(store: Store, profile: Profile, promoted: series.Promoted) -> No
         return
     try:
         require_harness(tasks, "")
-        require_tasks(tasks, None)
+        require_tasks(tasks, _task_files(profile.continual))
     except ProfileError as error:
         number = next(i for i, gate in enumerate(settings) if gate.on == f"{gates.TASK}{error.value}")
         choices = [f"{gates.TASK}{choice}" for choice in error.choices]
         raise ProfileError(
             f"continual.gates.{number}.on", settings[number].on, error.reason, choices
         ) from error
+
+
+def _task_files(settings: Continual) -> Path | None:
+    """The folder with the user's own task files; None without one."""
+    return local_path(settings.include) if settings.include else None
 
 
 def missing_held_out(profile: Profile, contents: Mapping[str, object], origin: str) -> str | None:

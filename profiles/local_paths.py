@@ -52,7 +52,8 @@ def from_folder(values: dict[str, Any], file: Path, folder: Path) -> None:
         sources = section.get(listed) if isinstance(section, Mapping) else None
         for number, source in enumerate(sources if isinstance(sources, list) else ()):
             replace(source, "path", f"{name}.{listed}.{number}.path")
-    for section, name in (("tokenizer", "source"), ("init", "from"), ("objective", "template")):
+    keys = (("tokenizer", "source"), ("init", "from"), ("objective", "template"), ("continual", "include"))
+    for section, name in keys:
         replace(values.get(section), name, f"{section}.{name}")
 
 
@@ -68,8 +69,8 @@ def _is_path(value: str, name: str, folder: Path) -> bool:
     """
     if not value or value[0] in "/~" or "://" in value:
         return False
-    if name in ("path", "template"):
-        return name == "path" or value not in TEMPLATES
+    if name in ("path", "include", "template"):
+        return name != "template" or value not in TEMPLATES
     if value == "train" or value.startswith(RUN):
         return False
     return value.startswith(".") or (folder / value).is_dir() or Path(value).is_dir()

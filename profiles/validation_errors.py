@@ -44,7 +44,7 @@ PATTERN_REASONS = {  # by the pattern that a value does not match
     PATH: "is not an absolute path",
     QUANTITY: "is not of the form name=value",
     TIME: "is not a Slurm time limit, such as 90, 12:00:00 or 1-12:00:00",
-    GATED: "is neither old, new, round-N, source:NAME nor task:NAME",
+    GATED: "is neither old, new, first, stand-in, round-N, source:NAME nor task:NAME",
     WORD: "may only have letters, digits and @ . , + - _",
 }
 LIMITS = {  # by pydantic's error type: the name of the bound in the context, and the reason

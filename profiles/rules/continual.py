@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from profiles.errors import ProfileError
+from profiles.local_paths import local_path, searched
 from profiles.rules import data_sources, objectives
 from profiles.schema import Data, Profile
 from profiles.sections.objective import OBJECTIVES
@@ -55,6 +56,9 @@ def check(profile: Profile) -> None:
     if settings.replay_from == "generated" and reads_records:
         reason = f"samples text, and objective.kind {kind} trains on records"
         raise ProfileError("continual.replay_from", "generated", reason, ["history"])
+    if settings.include and not any(gate.on.startswith("task:") for gate in settings.gates):
+        reason = "has no effect: no gate of continual.gates is on a task, as task:NAME"
+        raise ProfileError("continual.include", settings.include, reason, ["null"])
     if not settings.stand_in:
         return
     if settings.replay_from == "generated":
@@ -69,8 +73,12 @@ def check(profile: Profile) -> None:
 
 
 def check_files(profile: Profile) -> None:
-    """Raise ProfileError if local files of a stand-in source are missing."""
+    """Raise ProfileError if local files of a stand-in source, or the folder of task files, are missing."""
     data_sources.check_local_files(profile.continual.stand_in, "continual.stand_in")
+    include = profile.continual.include
+    if include and not local_path(include).is_dir():
+        reason = f"is not a folder with task files{searched(include)}"
+        raise ProfileError("continual.include", include, reason)
 
 
 def stand_in_data(profile: Profile) -> Data:

@@ -12,7 +12,7 @@ from profiles.sections import roles
 from profiles.sections.base import NAME, Count, Fraction, Rate, Section
 from profiles.sections.data import Source
 
-GATED = rf"^(old|new|round-[1-9]\d*|source:.+|task:{NAME})$"
+GATED = rf"^(old|new|first|stand-in|round-[1-9]\d*|source:.+|task:{NAME})$"
 LIMITS = ("rise_at_most", "fall_at_least", "at_least")
 
 
@@ -23,8 +23,9 @@ class Gate(Section):
 
     on: str = Field(
         pattern=GATED,
-        description="old: the held-out text of the first run and all earlier rounds; new: of the round's new data; round-N: of "
-        "round N's; source:NAME: of a source, by its name; task:NAME: the score of an lm-eval task",
+        description="old: the held-out text of the first run and all earlier rounds; new: of the round's new data; first, "
+        "round-N, stand-in: of the first run, round N or continual.stand_in; source:NAME: of a source, by its name; task:NAME: "
+        "the score of an lm-eval task",
     )
     rise_at_most: Rate | None = Field(
         default=None, description="largest increase over the promoted model's loss, in nats per token"
@@ -84,6 +85,11 @@ class Continual(Section):
     gates: list[Gate] = Field(
         default=[Gate(on="old", rise_at_most=0.01), Gate(on="new", fall_at_least=0.0)],
         description="conditions for a round's model to be promoted; []: none",
+    )
+    include: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder with your own task files of lm-eval, which gates may be on as task:NAME",
     )
 
     @model_validator(mode="after")

@@ -142,13 +142,13 @@ def by_hash_of_run(store: Store, run: str) -> set[str]:
         return set()
 
 
-def expected_sets(profile: Profile, origin: str) -> list[str]:
-    """Names of the sets that new data of the profile's sources may have."""
-    data = profile.data
+def expected_sets(data: Data, origin: str) -> list[str]:
+    """Names of the sets that new data of some sources may have, or the stand-in sources."""
     pairs = zip(data_sources.names(data), data.sources, strict=True)
-    return [
-        f"{origin}/{name}" for name, source in pairs if source.use == "split" and data.validation_fraction
-    ]
+    uses = {"split"} if data.validation_fraction else set()
+    if origin == STAND_IN:  # of a round, they would hold out what is not new
+        uses.add("validation")
+    return [f"{origin}/{name}" for name, source in pairs if source.use in uses]
 
 
 def _data_of(store: Store, run: str) -> dict[str, Any]:

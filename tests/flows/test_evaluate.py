@@ -30,7 +30,7 @@ from tests.tasks.reporting.run_folders import write_report, write_run
 from tests.waiting import until
 
 SHIPPED = "tasks/sciq"  # folder of one task
-GATED_TASK = "letters"  # a task that is shipped, and whose data is on this machine
+GATED_TASK = "letters"  # of the user's folder, for a gate
 TASK = {
     "dataset_path": "json",
     "test_split": "test",
@@ -53,7 +53,7 @@ def write_task(folder: Path, name: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_shipped_tasks(tmp_path_factory):
-    """The installed lm-eval with two tasks of its own: listing all 13,000 takes each job 20 s of CPU."""
+    """The installed lm-eval with one task of its own: listing all 13,000 takes each job 20 s of CPU."""
     installed = Path(importlib.util.find_spec("lm_eval").origin).parent
     place = tmp_path_factory.mktemp("lm-eval")
     (place / "lm_eval/tasks").mkdir(parents=True)
@@ -66,8 +66,6 @@ def _few_shipped_tasks(tmp_path_factory):
         copy = place / "lm_eval" / kept.relative_to(installed)
         if not copy.exists():
             copy.symlink_to(kept)
-    (place / "lm_eval/tasks" / GATED_TASK).mkdir()
-    write_task(place / "lm_eval/tasks" / GATED_TASK, GATED_TASK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
         yield
@@ -75,9 +73,10 @@ def _few_shipped_tasks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder with a task and its data."""
+    """A folder with tasks and their data."""
     folder = tmp_path_factory.mktemp("tasks")
     write_task(folder, "endings")
+    write_task(folder, GATED_TASK)
     hub = {"task": "remote", "dataset_path": "nobody/has-this"}
     (folder / "remote.yaml").write_text(yaml.safe_dump({**TASK, **hub}))
     return folder
@@ -144,7 +143,7 @@ def test_checkpoints_are_evaluated_once_and_results_reach_the_report(trained, ta
     assert "lm_eval/endings/acc" in report
 
 
-def test_round_is_promoted_by_its_score_on_a_task(trained, profile, tmp_path, monkeypatch):
+def test_round_is_promoted_by_its_score_on_a_task_of_a_folder(trained, profile, tasks, tmp_path, monkeypatch):
     """It first misses its gate, then meets another one, for which no task is evaluated again."""
     from flows.continual import continual
 
@@ -154,6 +153,7 @@ def test_round_is_promoted_by_its_score_on_a_task(trained, profile, tmp_path, mo
     new.write_text("\n".join(line.replace('": "', '": "new ') for line in lines))
     sources = [{"kind": "files", **source} for source in (*sources, {"path": str(new)})]
     overrides = [f"data.sources={json.dumps(sources)}", "train.steps=2", "train.warmup_steps=1"]
+    overrides.append(f"continual.include={tasks}")
     alerts = []
     monkeypatch.setattr("flows.continual.emit", lambda *facts: alerts.append(facts))
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -139,8 +140,10 @@ def test_default_gates_are_rejected_if_the_data_of_the_initial_weights_is_unknow
     warn_if_unknown(Context(own, store))
     assert f"what org/model was trained on, the initial weights of the series, {said}" in caplog.text
     caplog.clear()
-    known = resolve.load("tiny", ["continual.stand_in=[{kind: files, path: old.jsonl}]"])
-    check_gates(store, known, promoted)
+    standing = "continual.stand_in=[{kind: files, path: old.jsonl}]"
+    for on in ("stand-in", "source:old", "old"):  # of sources that are not read yet
+        known = resolve.load("tiny", [standing, f"continual.gates.0.on={on}"])
+        check_gates(store, known, promoted)
     warn_if_unknown(Context(known, store))
     assert caplog.text == ""
 
@@ -149,6 +152,7 @@ def test_gate_on_an_unknown_task_is_rejected_with_the_nearest_names(series, monk
     """The names of lm-eval are made up: listing them takes seconds."""
 
     def require(tasks, include):
+        assert include == Path.cwd() / "mine"
         raise ProfileError("task", tasks[0], "lm-eval has no such task", ["letters"])
 
     store, promoted = series
@@ -156,4 +160,4 @@ def test_gate_on_an_unknown_task_is_rejected_with_the_nearest_names(series, monk
     gates = "continual.gates=[{on: new, fall_at_least: 0}, {on: task:leters, at_least: 1}]"
     reason = r"continual\.gates\.1\.on = task:leters: lm-eval has no such task; nearest valid: task:letters"
     with pytest.raises(ProfileError, match=reason):
-        check_gates(store, resolve.load("tiny", [gates]), promoted)
+        check_gates(store, resolve.load("tiny", [gates, "continual.include=mine"]), promoted)

@@ -155,6 +155,7 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
         ),
         (["continual.decay=0.1"], "continual.decay", 0.1, "continual.schedule is rewarm", ("null",)),
         (["continual.replay=[0.2, 0.1]"], "continual.replay", [0.2, 0.1], "increasing", ([0.1, 0.2],)),
+        (["continual.include=mine"], "continual.include", "mine", "has no effect: no gate", ("null",)),
         (["continual.gates=[{on: olds}]"], "continual.gates.0.on", "olds", "is neither old, new", ()),
         (
             ["continual.gates=[{on: old}]"],

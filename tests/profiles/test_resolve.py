@@ -129,7 +129,7 @@ def test_paths_are_relative_to_the_file_that_sets_them(tmp_path, monkeypatch, ca
     base = {"extends": "tiny", "data": {"sources": sources}, "tokenizer": {"source": "tok"}}
     (tmp_path / "configs/base.yaml").write_text(yaml.safe_dump(base))
     child = {"extends": "../configs/base.yaml", "objective": {"kind": "sft", "template": "chat.jinja"}}
-    child["init"] = {"from": "org/name"}
+    child |= {"init": {"from": "org/name"}, "continual": {"include": "tasks"}}
     (tmp_path / "mine/child.yaml").write_text(yaml.safe_dump(child))
     profile = resolve.load("mine/child.yaml", ["data.sources.3.path=data/c"])
     assert [source.path for source in profile.data.sources] == [
@@ -137,6 +137,7 @@ def test_paths_are_relative_to_the_file_that_sets_them(tmp_path, monkeypatch, ca
     ]
     found = profile.tokenizer.source, profile.init.from_, profile.objective.template
     assert found == ("configs/tok", "org/name", "mine/chat.jinja")
+    assert profile.continual.include == "mine/tasks"
     stored = tmp_path / "store/runs/child/profile.yaml"
     stored.parent.mkdir(parents=True)
     stored.write_text(resolve.dump(profile))

@@ -57,6 +57,11 @@ def test_table_has_the_gates_then_each_set_before_and_after():
             "round-1 rose from 1.5000 to 1.7000 (required: rises ≤ 0.1)",
         ),
         (
+            {"first/wiki": 2.0},
+            [Gate(on="first", rise_at_most=0.1)],
+            "first rose from 1.2500 to 2.0000 (required: rises ≤ 0.1)",
+        ),
+        (
             {"first/code": 2.2},
             [Gate(on="source:code", rise_at_most=0.1)],
             "source:code rose from 2.0000 to 2.2000 (required: rises ≤ 0.1)",
