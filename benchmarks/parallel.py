@@ -26,6 +26,9 @@ OUT = Path("build/benchmarks/parallel.jsonl")
 EXPERT_TOLERANCE = 5e-4
 # With linear attention: transformers rounds strong decays more.
 LINEAR_TOLERANCE = 5e-5
+# With both, such tokens are more: rounding differs more, and the layers behind one token read it. The first two steps agree to
+# 3e-7; after eleven, two orders of summation of our own rule differ by 1e-3.
+LINEAR_EXPERT_TOLERANCE = 5e-3
 
 COMPARISONS: tuple[Comparison, ...] = (
     TrainingComparison(
@@ -92,7 +95,7 @@ COMPARISONS: tuple[Comparison, ...] = (
         peer=("hugging_face", "--experts", "grouped_mm"),
         processes=1,
         workload="qwen3-next",
-        tolerance=EXPERT_TOLERANCE,
+        tolerance=LINEAR_EXPERT_TOLERANCE,
     ),
     RingComparison("ring-8k", 8192),
     RingComparison("ring-32k", 32768),

@@ -9,7 +9,7 @@ In a chunk of C tokens, with γ = cumsum(g), D_ij = exp(γ_i - γ_j) for j ≤ i
     (I + L) [U, W] = [β v, β e^γ k],   L_ij = β_i D_ij k_i·k_j for j < i;     N = U - W S, what the tokens add to the state
     out = e^γ q S + (D ∘ q kᵀ) N;      S ← e^{γ_C} S + (e^{γ_C - γ} k)ᵀ N
 
-Only the last line runs chunk after chunk. Backward recomputes the chunks from the inputs, which are all that is saved, and
+Only N and S run chunk after chunk. Backward recomputes the chunks from the inputs, which are all that is saved, and
 continues from the last chunk to the first; its formulas are derived from these.
 
 A document's first token starts with a zero state. `offsets` has the number of tokens of its document that precede each: those
@@ -146,11 +146,11 @@ def executed_multiply_adds(d: int, u: int, chunk: int, backward: bool) -> int:
 def scratch_bytes(k: Tensor, v: Tensor, decay: Tensor, chunk: int, backward: bool) -> int:
     """Temporary memory in bytes of forward or backward, besides inputs and results."""
     (_, s, heads, d), (b, _, n, u) = k.shape, v.shape
-    # what `_Chunks` has of a token in a value head, and the outputs of the chunks
-    elements = 4 * chunk + 2 * (u + d) + 2 * d + 3 * u
-    if backward:  # and the states, what is added to them, and the gradients of all these
-        elements = 8 * chunk + 4 * (u + d) + 4 * d + 6 * u + 4 * d * u // chunk
-    return b * (s + -s % chunk) * (n * elements + 2 * heads * d) * decay.element_size()
+    # of a token in a value head and in a key head: what `_Chunks` has, and then the states, what is added to them and outputs
+    elements, shared = 3 * chunk + 6 * u + 3 * d + d * u // chunk, 2 * chunk + 2 * d
+    if backward:  # no outputs, but the gradients of all these
+        elements, shared = 6 * chunk + 6 * u + 9 * d + 2 * d * u // chunk, 4 * chunk + 4 * d
+    return b * (s + -s % chunk) * (n * elements + heads * shared) * decay.element_size()
 
 
 class _Chunks(NamedTuple):
@@ -164,8 +164,8 @@ class _Chunks(NamedTuple):
     written: Tensor  # (..., C, 1), e^{γ_C - γ}, zero for tokens of documents that end in it
     last: Tensor  # (..., 1, 1), e^{γ_C}, zero if the last token's document starts in it
     between: Tensor  # D (..., C, C)
-    products: Tensor  # k_i·k_j D_ij for j < i (..., C, C)
-    system: Tensor  # L (..., C, C)
+    kk: Tensor  # k_i·k_j for j < i (b, k, 1, N, C, C)
+    qk: Tensor  # q_i·k_j (b, k, 1, N, C, C)
     scores: Tensor  # D ∘ q kᵀ (..., C, C)
     inverse: Tensor  # (I + L)⁻¹ (..., C, C)
     solution: Tensor  # [U, W] (..., C, u + d)
@@ -179,7 +179,7 @@ def _split(x: Tensor, chunk: int, heads: int) -> Tensor:
     if padding := -length % chunk:
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
     x = x.unflatten(1, (-1, chunk)).unflatten(3, (heads, -1))  # (b, N, C, heads, r, ...)
-    return x.permute(0, 3, 4, 1, 2, *range(5, x.dim()))
+    return x.permute(0, 3, 4, 1, 2, *range(5, x.dim())).contiguous()
 
 
 def _join(x: Tensor, length: int) -> Tensor:
@@ -207,13 +207,12 @@ def _prepare(inputs: RuleInput) -> _Chunks:
     # γ_i - γ_j as a sum over the tokens between, since the difference of two long sums is less exact.
     sums = decay.expand(*decay.shape[:-1], chunk).tril(-1).cumsum(-2)
     between = sums.masked_fill(~visible, -torch.inf).exp()
-    products = (k @ k.mT).mul(between).tril(-1)
-    system = beta * products
-    inverse = _inverse(system)
+    kk, qk = (k @ k.mT).tril(-1), q @ k.mT
+    inverse = _inverse(beta * between * kk)
     right = torch.cat((v * beta, k * (beta * read)), -1)  # (..., C, u + d)
     return _Chunks(
-        *(q, k, v, beta, read, written, last, between, products, system),
-        scores=(q @ k.mT) * between,
+        *(q, k, v, beta, read, written, last, between, kk, qk),
+        scores=qk * between,
         inverse=inverse,
         solution=inverse @ right,
         queries=q * read,
@@ -255,11 +254,43 @@ def _first_state(x: _Chunks, state: Tensor | None) -> Tensor:
     return state.unflatten(1, x.v.shape[1:3]).to(x.v.dtype)
 
 
-def _advance(x: _Chunks, number: int, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What a chunk's tokens add to the state before it (b, k, n/k, C, u), and the state after it."""
-    u, w = x.solution[:, :, :, number].split((x.v.shape[-1], x.k.shape[-1]), -1)
-    added = u - w @ state
-    return added, state * x.last[:, :, :, number] + x.keys[:, :, :, number].mT @ added
+def _states(x: _Chunks, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Chunk after chunk: the state before each, what its tokens add to it, and the last state.
+
+    Returns:
+        (b, k, n/k, N, d, u), (b, k, n/k, N, C, u) and (b, k, n/k, d, u).
+    """
+    u, w = x.solution.flatten(0, 2).split((x.v.shape[-1], x.k.shape[-1]), -1)
+    keys, last = x.keys.flatten(0, 2), x.last.flatten(0, 2)
+    current, states, added = first.flatten(0, 2), [], []
+    for number in range(u.shape[1]):
+        states.append(current)
+        added.append(torch.baddbmm(u[:, number], w[:, number], current, alpha=-1))
+        current = torch.baddbmm(current * last[:, number], keys[:, number].mT, added[-1])
+    heads = first.shape[:3]
+    before, own = (torch.stack(parts, 1).unflatten(0, heads) for parts in (states, added))
+    return before, own, current.unflatten(0, heads)
+
+
+def _state_gradients(x: _Chunks, grad: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the last chunk to the first: gradients of the state after each, of what its tokens add, and of the first state.
+
+    Args:
+        grad: of the outputs (b, k, n/k, N, C, u).
+        after: gradient of the last state (b, k, n/k, d, u).
+    """
+    of_out, of_read = ((each.mT @ grad).flatten(0, 2) for each in (x.scores, x.queries))
+    w = x.solution.flatten(0, 2)[..., x.v.shape[-1] :]
+    keys, last = x.keys.flatten(0, 2), x.last.flatten(0, 2)
+    following, of_states, of_added = after.flatten(0, 2), [], []
+    for number in reversed(range(w.shape[1])):
+        of_states.append(following)
+        of_added.append(torch.baddbmm(of_out[:, number], keys[:, number], following))
+        read = torch.addcmul(of_read[:, number], following, last[:, number])
+        following = torch.baddbmm(read, w[:, number].mT, of_added[-1], alpha=-1)
+    heads = after.shape[:3]
+    stacked = (torch.stack(parts[::-1], 1).unflatten(0, heads) for parts in (of_states, of_added))
+    return *stacked, following.unflatten(0, heads)
 
 
 def _chunk_gradients(
@@ -279,27 +310,28 @@ def _chunk_gradients(
         of_states: gradients of the states after each chunk.
         of_added: gradients of `added`.
     """
-    of_scores = grad @ added.mT  # (..., C, C)
+    of_qk = (grad @ added.mT) * x.between  # (..., C, C), for each value head
     of_queries, of_keys = grad @ states.mT, added @ of_states.mT  # (..., C, d) each
     of_right = x.inverse.mT @ torch.cat((of_added, -of_added @ states.mT), -1)
-    of_system = -(of_right @ x.solution.mT).tril(-1)
+    of_system = (of_right @ x.solution.mT) * x.between  # that of L, times -D
     of_v, of_k = of_right.split((x.v.shape[-1], x.k.shape[-1]), -1)
 
     # What decays over some tokens adds its product with its gradient to the gradient of each of their g.
-    exponents = of_system * x.system + of_scores * x.scores
+    of_kk = of_system * -x.beta
+    product = of_system * x.kk
+    exponents = (product * -x.beta).addcmul(of_qk, x.qk)
     weighted = (of_k * x.k).sum(-1)
     beta, read = x.beta[..., 0], x.read[..., 0]
     from_start = (of_queries * x.queries).sum(-1) + weighted * beta * read  # over those up to a token
     to_end = (of_keys * x.keys).sum(-1)  # over those after it
     of_decay = _after(exponents, -2).tril(-1).sum(-1) + _after(from_start, -1) + to_end.cumsum(-1) - to_end
     of_decay = of_decay + ((of_states * states).sum((-2, -1)) * x.last[..., 0, 0])[..., None]
-    of_beta = (of_system * x.products).sum(-1) + weighted * read + (of_v * x.v).sum(-1)
+    of_beta = weighted * read + (of_v * x.v).sum(-1) - product.sum(-1)
 
     # Those of key heads are summed over their value heads.
-    of_products = (of_system * x.beta * x.between).sum(2, keepdim=True)
-    of_qk = (of_scores * x.between).sum(2, keepdim=True)
+    of_qk, of_kk = of_qk.sum(2, keepdim=True), of_kk.sum(2, keepdim=True).tril(-1)
     dq = of_qk @ x.k + (of_queries * x.read).sum(2, keepdim=True)
-    dk = (of_products + of_products.mT) @ x.k + of_qk.mT @ x.q
+    dk = (of_kk + of_kk.mT) @ x.k + of_qk.mT @ x.q
     dk = dk + (of_k * (x.beta * x.read) + of_keys * x.written).sum(2, keepdim=True)
     return dq, dk, of_v * x.beta, of_decay, of_beta
 
@@ -309,39 +341,22 @@ class Chunked(DeltaRule):
 
     def forward(self, inputs: RuleInput) -> tuple[Tensor, Tensor]:
         x = _prepare(inputs)
-        current, outs = _first_state(x, inputs.state), []
-        for number in range(x.v.shape[3]):
-            added, following = _advance(x, number, current)
-            outs.append(x.queries[:, :, :, number] @ current + x.scores[:, :, :, number] @ added)
-            current = following
-        out = _join(torch.stack(outs, 3), inputs.v.shape[1])
-        return out.to(inputs.v.dtype), current.flatten(1, 2)
+        states, added, last = _states(x, _first_state(x, inputs.state))
+        out = _join(x.queries @ states + x.scores @ added, inputs.v.shape[1])
+        return out.to(inputs.v.dtype), last.flatten(1, 2)
 
     def backward(self, inputs: RuleInput, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
         x = _prepare(inputs)
         wide = inputs.decay.dtype
         grad = _split(grad.to(wide), inputs.chunk, inputs.k.shape[2])  # (b, k, n/k, N, C, u)
-        current, states, added = _first_state(x, inputs.state), [], []
-        for number in range(x.v.shape[3]):
-            states.append(current)
-            own, current = _advance(x, number, current)
-            added.append(own)
-        # From the last chunk to the first: the gradients of `added` and of the states after each chunk.
-        following, of_added, of_states = grad_state.unflatten(1, x.v.shape[1:3]).to(wide), [], []
-        for number in reversed(range(x.v.shape[3])):
-            w = x.solution[:, :, :, number, :, x.v.shape[-1] :]
-            own = x.scores[:, :, :, number].mT @ grad[:, :, :, number] + x.keys[:, :, :, number] @ following
-            of_states.append(following)
-            of_added.append(own)
-            following = x.last[:, :, :, number] * following - w.mT @ own
-            following = following + x.queries[:, :, :, number].mT @ grad[:, :, :, number]
-        gradients = _chunk_gradients(
-            x, grad, *(torch.stack(parts, 3) for parts in (states, added, of_states[::-1], of_added[::-1]))
-        )
+        states, added, _ = _states(x, _first_state(x, inputs.state))
+        after = grad_state.unflatten(1, x.v.shape[1:3]).to(wide)
+        of_states, of_added, of_first = _state_gradients(x, grad, after)
+        gradients = _chunk_gradients(x, grad, states, added, of_states, of_added)
         joined = (_join(each, inputs.v.shape[1]) for each in gradients)
         dtypes = (tensor.dtype for tensor in inputs[:5])
         of_inputs = (each.to(dtype) for each, dtype in zip(joined, dtypes, strict=True))
-        return *of_inputs, following.flatten(1, 2)
+        return *of_inputs, of_first.flatten(1, 2)
 
 
 def _after(x: Tensor, dim: int) -> Tensor:
