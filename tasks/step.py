@@ -1,7 +1,7 @@
 """The protocol of a step: one node of a flow's graph, which makes one artifact.
 
 A step is a dataclass whose fields are the artifacts that it needs. Its key determines its result, so an artifact of that
-kind and key that is complete in the store is reused. Flows run steps as Prefect tasks (`flows/runner.py`); without a flow,
+kind and key that is complete in the store is reused. Flows run steps as Prefect tasks (`flows/runner/`); without a flow,
 `step.run(context)` does the same in this process.
 """
 

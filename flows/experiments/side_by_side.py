@@ -5,7 +5,6 @@ Each is an ordinary run of the pretraining flow, so finished ones are cached and
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from flows.pretrain import pretrain
+from flows.runner.interruption import Interruption
 from modeling.scaling.planned_run import PlannedRun
 from profiles.errors import ProfileError
 from profiles.experiments.experiment import Experiment
@@ -52,7 +52,7 @@ def run_side_by_side(
     """
     budget = experiment.devices or max(run.profile.world_size for run in runs)
     free, changed = budget, threading.Condition()
-    failures, threads = list[BaseException](), set[int]()
+    failures, stop = list[BaseException](), Interruption(KeyboardInterrupt)
 
     def work(run: PlannedRun) -> dict[str, Any]:
         nonlocal free
@@ -62,16 +62,16 @@ def run_side_by_side(
             if failures:
                 raise ProfileError(experiment.name, run.name, "was not started, because another run failed")
             free -= size
-            threads.add(threading.get_ident())
         try:
-            _run.set(run.name)
-            begun = time.monotonic()
-            result = train(run, store)
-            how = {step["step"]: step["how"] for step in result["steps"]}["train"]
-            _run.set("")
-            took = format_duration(time.monotonic() - begun)
-            log.info("%-24s  %-6s  %8s  loss %.4f", run.name, how, took, result["validation_loss"])
-            return result
+            with stop:
+                _run.set(run.name)
+                begun = time.monotonic()
+                result = train(run, store)
+                how = {step["step"]: step["how"] for step in result["steps"]}["train"]
+                _run.set("")
+                took = format_duration(time.monotonic() - begun)
+                log.info("%-24s  %-6s  %8s  loss %.4f", run.name, how, took, result["validation_loss"])
+                return result
         except BaseException as error:
             with changed:
                 failures.append(error)  # before this thread takes the next run, which must not start
@@ -79,7 +79,6 @@ def run_side_by_side(
         finally:
             with changed:
                 free += size
-                threads.discard(threading.get_ident())
                 changed.notify_all()
 
     ordered = sorted(runs, key=lambda run: -run.flops)
@@ -97,9 +96,8 @@ def run_side_by_side(
                 # No further run starts; running ones finish, unless the flow is stopped.
                 failures.append(error)
                 changed.notify_all()
-                for thread in threads if not isinstance(error, Exception) else ():
-                    interrupt = ctypes.py_object(KeyboardInterrupt)  # as Ctrl-C would in the main thread
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), interrupt)
+                if not isinstance(error, Exception):
+                    stop.interrupt()
             raise
 
 

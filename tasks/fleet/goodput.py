@@ -31,7 +31,7 @@ CATEGORIES = (
 )
 SUBMITTED, STARTED, ROLLBACK, ENDED = "submitted", "started", "rollback", "ended"
 WAITING = (SUBMITTED, "queued", "released", "held")  # events after which a job waits for devices
-FAILURES = ("train retried", "train failed")  # events of the flow (flows/runner.py)
+FAILURES = ("train retried", "train failed")  # events of the flow (flows/runner/records.py)
 CATEGORY_OF = dict(zip(TOTALS, ("trained", "repeated", "compile", "evaluation", "checkpoint"), strict=True))
 Row = Mapping[str, Any]
 

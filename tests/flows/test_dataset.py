@@ -8,7 +8,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from prefect.states import Failed
 
-from flows.runner import Runner, worth_retrying
+from flows.runner import Runner
+from flows.runner.retries import worth_retrying
 from modeling.data.indexed import IndexedError
 from profiles.errors import ProfileError
 from tasks.sources.shard import SourceError

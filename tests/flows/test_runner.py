@@ -11,8 +11,7 @@ import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows import runner
-from flows.runner import THREADS, Runner
+from flows.runner import THREADS, Runner, retries
 from profiles import resolve
 from profiles.files import run_files
 from tasks import keys
@@ -137,11 +136,11 @@ def test_background_step_that_waits_for_its_retry_is_interrupted(context, monkey
     def interrupting():
         with Runner(context) as started:
             background = started.start(ToyStep(1, _broken_barrier()))
-            until(lambda: background.call.retries)
+            until(lambda: background.task.retries)
             background.interrupt()
             return started.outcomes
 
-    monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 1})
+    monkeypatch.setattr(retries, "DELAYS", {"retry_delay_seconds": 1})
     (outcome,) = interrupting()
     assert (outcome.how, ToyStep.made) == ("stopped", [1])
 
@@ -182,7 +181,7 @@ def test_failed_step_is_retried_although_its_run_folder_cannot_be_read(context, 
     monkeypatch.setattr(RunFolder, "checkpoint_steps", unreadable)
     monkeypatch.setattr(runs, "last_training_row", unreadable)
     monkeypatch.setattr(training, "OUTAGE_PAUSES", (0.1,))
-    monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
+    monkeypatch.setattr(retries, "DELAYS", {"retry_delay_seconds": 0})
     assert retrying() == {"number": 1}
     assert ToyStep.made == [1, 1]
 
@@ -204,7 +203,7 @@ def test_step_is_not_retried_once_another_process_has_taken_over_the_run(context
         with activities.begin(store, "run", "tiny") as lock, Runner(context, lock) as started:
             started.run(SuspendedStep(1))
 
-    monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
+    monkeypatch.setattr(retries, "DELAYS", {"retry_delay_seconds": 0})
     with pytest.raises(FatalError, match="run tiny: another process took over its lock"):
         suspended()
     assert ToyStep.made == [1]

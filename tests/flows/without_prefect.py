@@ -87,7 +87,7 @@ def without_prefect() -> Iterator[list[Any]]:
     import flows.evaluate
     import flows.export
     import flows.pretrain
-    import flows.runner
+    from flows.runner import step_task
 
     results: list[Any] = []
 
@@ -96,9 +96,9 @@ def without_prefect() -> Iterator[list[Any]]:
         return 0
 
     replaced = [
-        (flows.runner, "task", Task),
-        (flows.runner, "map_item", Task(flows.runner.map_item.fn)),
-        (flows.runner, "unmapped", lambda value: value),
+        (step_task, "task", Task),
+        (step_task, "map_item", Task(step_task.map_item.fn)),
+        (step_task, "unmapped", lambda value: value),
         (flows.alerts.events, "emit_event", lambda *_, **__: None),
         (flows.cli.run, "run_flow", run_flow),
         (flows.cli.evaluate, "run_flow", run_flow),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pytest
 import yaml
 
 from flows.cli.main import main
+from flows.experiments.side_by_side import run_side_by_side
+from flows.runner.interruption import pause
 from profiles.resolve import load
 from tasks.step import Context
 from tasks.steps.tokenizer import TokenizerStep
@@ -97,23 +100,46 @@ def test_a_ladder_forecasts_its_target_before_it_starts(ladder, profile, tmp_pat
     assert exported(rung / "export", dataset, 32)[0] == pytest.approx(measured, rel=1e-5)
 
 
-def test_no_run_starts_after_another_has_failed(monkeypatch):
-    from flows.experiments import side_by_side
-
-    def pretrain(target, overrides, name, store, fork):
-        begun.append(name)
-        raise ValueError(f"{name} failed")
-
-    begun, profile = [], load("tiny")
-    experiment = SimpleNamespace(name="ladder", devices=None)
-    runs = [
+@pytest.fixture(scope="module")
+def three_runs():
+    """An experiment of three runs of which one, or two with `devices`, are trained at a time."""
+    profile, experiment = load("tiny"), SimpleNamespace(name="ladder", devices=None)
+    return experiment, [
         SimpleNamespace(name=name, flops=flops, profile=profile, overrides=(), source="tiny", fork="")
         for name, flops in (("small", 1), ("medium", 2), ("large", 3))
     ]
-    monkeypatch.setattr(side_by_side, "pretrain", pretrain)
+
+
+def test_no_run_starts_after_another_has_failed(three_runs):
+    def train(run, store):
+        begun.append(run.name)
+        raise ValueError(f"{run.name} failed")
+
+    begun = []
     with pytest.raises(ValueError, match="large failed"):
-        side_by_side.run_side_by_side(experiment, runs, "store")
+        run_side_by_side(*three_runs, "store", train)
     assert begun == ["large"]
+
+
+def test_a_stop_interrupts_the_runs_in_progress_and_starts_no_other(three_runs):
+    def train(run, store):
+        begun.append(run.name)
+        if len(begun) == 2:
+            signal.raise_signal(signal.SIGINT)
+        try:
+            pause(60)
+        except BaseException as stop:
+            ended.append((run.name, type(stop)))
+            raise
+
+    begun, ended = [], []
+    experiment, runs = three_runs
+    with pytest.raises(KeyboardInterrupt):
+        run_side_by_side(
+            SimpleNamespace(name="ladder", devices=2 * runs[0].profile.world_size), runs, "store", train
+        )
+    assert sorted(begun) == ["large", "medium"]
+    assert sorted(ended) == [("large", KeyboardInterrupt), ("medium", KeyboardInterrupt)]
 
 
 def test_an_outcome_has_the_metrics_that_were_forecast(tmp_path):

@@ -16,10 +16,10 @@ from prefect.logging import handlers
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows import runner
 from flows.cli.deployments import query
 from flows.cli.run import run_flow
 from flows.final_states import final_states
+from flows.runner.logs import is_news
 from flows.server import outages
 from profiles.resolve import load
 from tasks.failures import FatalError
@@ -155,7 +155,7 @@ def test_end_of_a_rejected_flow_run_is_an_error():
         record = logging.LogRecord(
             "prefect.flow_runs", logging.INFO, "", 0, f"Finished in state {state}", (), None
         )
-        assert runner._is_news(record)
+        assert is_news(record)
         assert record.levelno == level
     assert "Finished in state {" in inspect.getsource(flow_engine)
 
