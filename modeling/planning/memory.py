@@ -24,10 +24,9 @@ from modeling.models.build import (
 from modeling.models.language_model import LanguageModel
 from modeling.planning.stage_costs import CostCache, LayerCosts, counts_choices
 from parallel.layout import layout_of
-from parallel.optimizer.buckets import pack
+from parallel.optimizer.buckets import IN_FLIGHT, pack
 from parallel.optimizer.grouping import Group, group_parameters
 from parallel.optimizer.rules import Rule
-from parallel.optimizer.sharded_adamw import IN_FLIGHT
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
 

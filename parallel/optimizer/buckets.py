@@ -35,6 +35,7 @@ from parallel.optimizer.rules import Rule, SignStep
 
 ALIGNMENT = 128  # bytes
 BUCKET_SIZE = 10_000_000  # elements
+IN_FLIGHT = 2  # buckets in a collective at once, if each needs memory of its own
 LATENCY = 20e-6  # seconds per message between nodes; it may be a fifth of the message's time
 
 

@@ -6,11 +6,12 @@ One step over the d ranks of `dp_shard`:
 
     gradients    accumulated over the microbatches in float32, reduce-scattered bucket by bucket during the last backward:
                  n(d-1)/d elements sent; each shard is all-reduced over its replicas (`dp_replicate`) beside the next buckets
+                 (gradient_sums.py)
     norm         over all ranks, each parameter once; if it is not finite, all ranks skip the step. It stays on the device,
                  as does everything computed from it: the host never waits
     AdamW        on the local shard (arXiv 1711.05101)
     parameters   all-gathered bucket by bucket while the next bucket is updated and the next forward runs, which waits
-                 before each part of the model for its weights (`gather_before_use`): n(d-1)/d elements sent
+                 before each part of the model for its weights (gathers.py): n(d-1)/d elements sent
 
 Bytes per parameter in bf16 with float32 gradients: 2 + 4 + 12/d; with bf16 gradients 2 + 2 + 12/d. In float32 4 + 4 + 8/d: the
 master weights are the local shard of the parameters.
@@ -18,7 +19,6 @@ master weights are the local shard of the parameters.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -33,15 +33,13 @@ from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.optimizer.adamw import AdamW
 from parallel.optimizer.arithmetic import EAGER, Arithmetic
-from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox, Slot
+from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, ShardBox
 from parallel.optimizer.fsdp import Unit
+from parallel.optimizer.gathers import ParameterGathers
+from parallel.optimizer.gradient_sums import GradientSums
 from parallel.optimizer.grouping import MATRICES, ChooseRule, EverywhereRule, Group, group_parameters
 from parallel.optimizer.row_factors import ChooseFactors, RowFactors
 from parallel.optimizer.rules import Rule, Step, Updater
-
-# How many buckets are reduced at once, where a reduction needs memory of its own or is followed by a sum over replicas.
-IN_FLIGHT = 2
-Pending = collectives.PendingReduceScatter | collectives.PendingAllReduce
 
 
 @dataclass(frozen=True)
@@ -96,20 +94,18 @@ class ShardedAdamW:
         self.mesh, self.clip = mesh, clip
         rule = rule or EverywhereRule(AdamW(betas, epsilon))
         self.pending_copy: Future[None] | None = None  # of the states, for a checkpoint
-        self.buckets: list[Bucket] = []
         self.gradient_dtype, self.keep_gathered = gradient_dtype, keep_gathered
         named_parameters = list(named_parameters)
         order = {name: position for position, (name, _) in enumerate(named_parameters)}  # that of forward
         groups = group_parameters(named_parameters, units, weight_decay, bucket_size, rule)
-        self.frozen_buckets: list[Bucket] = []  # of units
         self.frozen = groups.frozen
+        sharded: list[Bucket] = []
         for unit, members in groups.sharded:
-            if groups.shards_frozen:
-                unit.buckets = [self._frozen_bucket(group) for group in members]
-                self.frozen_buckets += unit.buckets
-                continue
-            unit.buckets = [self._add_bucket(group, resident=False) for group in members]
-            for bucket in unit.buckets:
+            unit.buckets = [
+                self._bucket(group, resident=False, frozen=groups.shards_frozen) for group in members
+            ]
+            sharded += unit.buckets
+            for bucket in unit.buckets if not groups.shards_frozen else ():
                 bucket.unit = unit
                 bucket.transient = unit.block and not keep_gathered
         if seed is not None:
@@ -119,13 +115,20 @@ class ShardedAdamW:
             return min(order[slot.name] for slot in bucket.slots)
 
         # Backward completes first what forward uses last. A bucket with all norms, for instance, is complete at the end.
-        self._resident = [self._add_bucket(group) for group in groups.resident]
-        self._resident.sort(key=position, reverse=True)
+        resident = [self._bucket(group) for group in groups.resident]
+        self.buckets = [*(() if groups.shards_frozen else sharded), *resident]
+        self.frozen_buckets = sharded if groups.shards_frozen else []
+        resident.sort(key=position, reverse=True)
+        self._sums = GradientSums(
+            self.buckets,
+            resident,
+            in_place=mesh.reduces_in_place,
+            keep_gathered=keep_gathered,
+            arithmetic=arithmetic,
+        )
+        self._gathers = ParameterGathers(resident, in_place=mesh.dp_shard.supports_reduction)
         # Those whose weights the next forward needs first are updated and gathered first.
         self._updated = sorted(self.buckets, key=position)
-        self._to_gather: deque[Bucket] = deque()
-        self._gathering: deque[Bucket] = deque()
-        self._gathers_ahead = False  # whether `step` returns before the parameters are gathered
         device = named_parameters[0][1].device
         self.steps = torch.zeros((), device=device)  # updates applied, float32; bias correction counts them
         by_rule: dict[Rule, list[Bucket]] = {}
@@ -137,137 +140,28 @@ class ShardedAdamW:
         }
         self.begin_step(1)
 
-    def _frozen_bucket(self, group: Group) -> Bucket:
+    def _bucket(self, group: Group, resident: bool = True, frozen: bool = False) -> Bucket:
         return Bucket(
-            group.members,
-            self.mesh,
-            0.0,
-            group.partial_axes,
-            self.gradient_dtype,
-            resident=False,
-            frozen=True,
-            arithmetic=self.arithmetic,
-            seed=self._seed,
-        )
-
-    def _add_bucket(self, group: Group, resident: bool = True) -> Bucket:
-        bucket = Bucket(
             group.members,
             self.mesh,
             group.weight_decay,
             group.partial_axes,
             self.gradient_dtype,
             resident,
-            arithmetic=self.arithmetic,
-            seed=self._seed,
-            rule=group.rule,
-            rate=group.rate,
+            frozen,
+            self.arithmetic,
+            self._seed,
+            group.rule,
+            group.rate,
         )
-        self.buckets.append(bucket)
-        for slot in bucket.slots:
-            slot.parameter.register_post_accumulate_grad_hook(self._accumulation_hook(bucket, slot))
-        return bucket
 
     def begin_step(self, microbatches: int) -> None:
-        """Expect this many backward passes before `step`; the last starts the reduction of complete buckets."""
-        self._reduced = 0  # resident buckets whose reduction was started
-        self._summed = False  # whether `reduce` has run
-        # Gradients that are being summed over `dp_shard`, and whether no microbatch of the step follows.
-        self._reducing: deque[tuple[Bucket, Tensor, Pending | None, bool]] = deque()
-        # Shards of gradients that are being summed over their replicas.
-        self._replicating: deque[tuple[Bucket, collectives.PendingAllReduce]] = deque()
-        for bucket in self.buckets:
-            bucket.begin_step(microbatches)
+        """Expect this many backward passes before `step`; the last starts the sums of complete buckets."""
+        self._sums.begin_step(microbatches)
 
-    def _accumulation_hook(self, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
-        def accumulate(parameter: nn.Parameter) -> None:
-            if parameter.grad is None:
-                return  # compiled blocks also run the hooks of weights whose gradients are deferred
-            bucket.accumulate(slot)
-            if bucket.resident:
-                # In the same order on every rank, in whatever order backward completes the buckets.
-                while self._reduced < len(self._resident) and self._resident[self._reduced].awaited == 0:
-                    self._start_next()
-                return
-            if bucket.awaited == 0 or (bucket.transient and bucket.microbatch_complete):
-                bucket.release()
-            if bucket.awaited == 0 or (not self.keep_gathered and bucket.microbatch_complete):
-                self._start_reduce(bucket, complete=bucket.awaited == 0)
-
-        return accumulate
-
-    def _start_next(self) -> None:
-        self._reduced += 1
-        self._start_reduce(self._resident[self._reduced - 1])
-
-    @torch.no_grad()
-    def _start_reduce(self, bucket: Bucket, complete: bool = True) -> None:
-        in_place = bucket.resident and self.mesh.reduces_in_place
-        # A sum over replicas starts when the reduction is finished.
-        limit = len(self.buckets) if in_place and bucket.replicate.size == 1 else IN_FLIGHT
-        # All gradients of a compiled block arrive together: its buckets do not wait for each other.
-        while self._reducing and (
-            len(self._reducing) >= limit if bucket.resident else self._reducing[0][0].unit is not bucket.unit
-        ):
-            self._finish_reduce()
-        started: Pending | None = None
-        gradients = bucket.take_gradients()
-        if bucket.axis.size > 1:
-            out = bucket.gradient_shard if in_place else None
-            started = collectives.PendingReduceScatter(gradients, bucket.axis, out)
-        elif bucket.resident and bucket.replicate.size > 1:
-            started = collectives.PendingAllReduce(gradients, bucket.replicate)
-        self._reducing.append((bucket, gradients, started, complete))
-
-    def _finish_reduce(self) -> None:
-        """Await the oldest bucket's sum over `dp_shard`, add it to its shard, start the sum over replicas."""
-        bucket, gradients, started, complete = self._reducing.popleft()
-        if bucket.resident and started is None:
-            return  # the shard is in place
-        total = gradients if started is None else started.wait()
-        replicated = bucket.replicate.size > 1 and not (bucket.resident and bucket.axis.size == 1)
-        # Shards that microbatches add to are summed over replicas once, after the last one.
-        if not (bucket.resident and replicated):
-            bucket.add_sum(total)
-            total = bucket.gradient_shard
-        if replicated and complete:
-            while len(self._replicating) >= IN_FLIGHT:
-                self._finish_replicas()
-            self._replicating.append((bucket, collectives.PendingAllReduce(total, bucket.replicate)))
-
-    def _finish_replicas(self) -> None:
-        """Wait for the sum of the oldest shard over its replicas."""
-        bucket, pending = self._replicating.popleft()
-        if bucket.resident:
-            bucket.add_sum(pending.wait())
-        else:
-            self.arithmetic.assign(bucket.gradient_shard, pending.wait())
-
-    @torch.no_grad()
     def reduce(self) -> None:
         """Finish the sum of the gradients over all ranks; `step` calls it first."""
-        if self._summed:
-            return
-        self._summed = True
-        while self._reduced < len(self._resident):  # some parameters got no gradient
-            self._start_next()
-        for bucket in self.buckets:
-            if bucket.in_graph:
-                bucket.complete_sum()
-            elif not bucket.resident and bucket.awaited:
-                self._start_reduce(bucket)
-        while self._reducing:
-            self._finish_reduce()
-        while self._replicating:
-            self._finish_replicas()
-        # These sums wait until backward has ended: during it, the last stage would wait for the first, which waits for the
-        # last stage's gradients.
-        for bucket in self.buckets:
-            replicas = (bucket.replicate,) if bucket.in_graph else ()
-            for axis in (*replicas, *bucket.partial):
-                if axis.size > 1:
-                    total = collectives.all_reduce(bucket.gradient_shard, axis)
-                    self.arithmetic.assign(bucket.gradient_shard, total)
+        self._sums.finish()
 
     @torch.no_grad()
     def step(
@@ -286,7 +180,7 @@ class ShardedAdamW:
             raise ValueError("step: row_factors are given exactly if the optimizer was made with row_factors")
         self.reduce()
         clipped = [bucket for bucket in self.buckets if bucket.rule.clipped]
-        self._wait_for(self._resident)
+        self._gathers.wait()
         square = self._square_norm([(bucket, bucket.gradient_shard) for bucket in clipped])
         self.wait_for_copy()
         norm, skipped, divisor = self.arithmetic.clip(square, skip, self.steps, self.clip)
@@ -306,8 +200,8 @@ class ShardedAdamW:
             self._publish(updater.finish(), factors)
         for bucket in self.frozen_buckets:
             bucket.release()
-        if not self._gathers_ahead:
-            self._wait_for(self._resident)
+        if not self._gathers.ahead:
+            self._gathers.wait()
         self.begin_step(1)
         return StepResult(norm, skipped)
 
@@ -317,8 +211,7 @@ class ShardedAdamW:
             if self._row_factors is not None and factors is not None:
                 self._row_factors.apply(bucket, factors)
             if bucket.resident:
-                self._to_gather.append(bucket)
-                self._start_gathers()
+                self._gathers.start(bucket)
             else:
                 bucket.release()  # values that an evaluation gathered are stale
 
@@ -328,29 +221,7 @@ class ShardedAdamW:
         Raises:
             ValueError: a resident parameter is in none of the units.
         """
-        covered = tuple(prefix for unit in units for prefix in unit.prefixes)
-        for slot in (slot for bucket in self._resident for slot in bucket.slots):
-            if not slot.name.startswith(covered):
-                raise ValueError(f"gather_before_use: no unit contains the parameter {slot.name}")
-        for unit in units:
-            needed = [b for b in self._resident if any(s.name.startswith(unit.prefixes) for s in b.slots)]
-            for user in unit.users:
-                user.register_forward_pre_hook(lambda *_, needed=needed: self._wait_for(needed))
-        self._gathers_ahead = True
-
-    def _start_gathers(self) -> None:
-        # In place, unless the backend needs a copy for each rank.
-        limit = len(self.buckets) if self.mesh.dp_shard.supports_reduction else IN_FLIGHT
-        while self._to_gather and len(self._gathering) < limit:
-            self._gathering.append(self._to_gather.popleft())
-            self._gathering[-1].start_gather()
-
-    @torch.no_grad()
-    def _wait_for(self, buckets: Sequence[Bucket]) -> None:
-        """Wait until these buckets' parameters are gathered, and start to gather the next ones."""
-        while any(bucket in self._gathering or bucket in self._to_gather for bucket in buckets):
-            self._gathering.popleft().wait()
-            self._start_gathers()
+        self._gathers.wait_before_use(units)
 
     @torch.no_grad()
     def rehearse(self, microbatches: int) -> None:
@@ -420,7 +291,7 @@ class ShardedAdamW:
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """Set the parameters from the master weights, after these were loaded."""
-        self._wait_for(self._resident)
+        self._gathers.wait()
         for bucket in self.buckets:
             if bucket.resident:
                 bucket.start_gather()

@@ -133,7 +133,7 @@ def test_a_stop_interrupts_the_runs_in_progress_and_starts_no_other(three_runs):
             raise
 
     begun, ended = [], []
-    experiment, runs = three_runs
+    _, runs = three_runs
     with pytest.raises(KeyboardInterrupt):
         run_side_by_side(
             SimpleNamespace(name="ladder", devices=2 * runs[0].profile.world_size), runs, "store", train

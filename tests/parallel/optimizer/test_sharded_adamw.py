@@ -26,10 +26,9 @@ from parallel.layout import Box, deferred_parameters
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, adamw, update
 from parallel.optimizer.arithmetic import square_norm
-from parallel.optimizer.buckets import BUCKET_SIZE, Bucket, bucket_size
+from parallel.optimizer.buckets import BUCKET_SIZE, IN_FLIGHT, Bucket, bucket_size
 from parallel.optimizer.fsdp import Unit
 from parallel.optimizer.grouping import WeightDecay
-from parallel.optimizer.sharded_adamw import IN_FLIGHT
 from profiles import resolve
 from tests.pool import mesh
 
