@@ -8,8 +8,13 @@ parameter.
 
 Parameters and shards are aligned to 128 bytes for vector loads and collectives. Gaps and padding are zero.
 
-A resident bucket (ZeRO-1) always has its flat memory. Any other (FSDP) has memory for `values` from `start_gather` to `release`,
-for `gradients` while some are not reduced, and separate memory for the shard of the summed gradients.
+When a bucket has memory, besides that of the states:
+
+    kind                values                             gradients      shard of the summed gradients
+    resident (ZeRO-1)   always                             always         a view of `gradients`
+    sharded (FSDP)      from `start_gather` to `release`   until summed   always
+    frozen (LoRA)       from `start_gather` to `release`   never          never
+    in a graph          never: the graph has it            never          always
 """
 
 from __future__ import annotations
@@ -122,7 +127,7 @@ class Bucket:
         self._initialize(named_parameters, seed)
         self._allocate_states()
         self.norm_weights = self._norm_weights()
-        self.unit: object | None = None  # that FSDP gathers it with
+        self.unit: object | None = None  # that FSDP gathers it with; the optimizer sets this and the next
         self.transient = False  # whether to release the values when a microbatch's gradients are complete
         self.in_graph = False  # whether a graph gathers the values and reduces the gradients
         self._gathering: dist.Work | None = None
