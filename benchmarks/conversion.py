@@ -14,6 +14,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.harness.processes import peak_memory
@@ -61,14 +62,15 @@ def main() -> int:
     if not (source / "conversion.json").exists():
         write_model(source, llama(*SHAPES[options.shape], max_position_embeddings=8192))
     split = options.folder / f"split-{options.shape}"
-    programs = {
-        "cp -r": (source, options.folder / f"copy-{options.shape}", COPY),
-        "Hugging Face to Trainshed": (source, split, CONVERT, "trainshed", str(TENSOR)),
-        "Trainshed to Hugging Face": (split, options.folder / f"back-{options.shape}", CONVERT, "hf", "1"),
+    back = options.folder / f"back-{options.shape}"
+    programs: dict[str, tuple[Path, Path, str, tuple[str, ...]]] = {
+        "cp -r": (source, options.folder / f"copy-{options.shape}", COPY, ()),
+        "Hugging Face to Trainshed": (source, split, CONVERT, ("trainshed", str(TENSOR))),
+        "Trainshed to Hugging Face": (split, back, CONVERT, ("hf", "1")),
     }
     if options.peer:
         target = options.folder / f"peer-{options.shape}"
-        programs["from_pretrained, save_pretrained"] = (source, target, PEER)
+        programs["from_pretrained, save_pretrained"] = (source, target, PEER, ())
     equal: list[bool] = []
 
     def side(
@@ -87,10 +89,7 @@ def main() -> int:
 
         return run
 
-    sides = {
-        name: side(start, target, code, arguments)
-        for name, (start, target, code, *arguments) in programs.items()
-    }
+    sides = {name: side(*program) for name, program in programs.items()}
     results = alternate(sides, options.rounds, after_round=lambda: shutil.rmtree(split))
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     median = {name: statistics.median(seconds for seconds, _ in runs) for name, runs in results.items()}
@@ -126,20 +125,15 @@ def write_model(folder: Path, model: Model) -> None:
 
     noise = torch.empty(BLOCK, dtype=torch.bfloat16).normal_(std=0.02)
 
-    class Repeated:
-        """A tensor that repeats some rows; slicing creates its values."""
-
-        def __init__(self, rows: torch.Tensor) -> None:
-            self.rows = rows
-
-        def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-            positions = torch.arange(index[0].start, index[0].stop) % len(self.rows)
-            return self.rows[positions][(slice(None), *index[1:])]
+    def repeat(rows: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
+        """Elements of a tensor that repeats some rows."""
+        positions = torch.arange(index[0].start, index[0].stop) % len(rows)
+        return rows[positions][(slice(None), *index[1:])]
 
     def part(size: tuple[int, ...]) -> Part:
         width = size[-1] if len(size) > 1 else 1
         rows = noise[: BLOCK // width * width].view(-1, *size[1:])
-        return Part((0,) * len(size), size, torch.bfloat16, lambda: Repeated(rows))
+        return Part((0,) * len(size), size, torch.bfloat16, partial(repeat, rows))
 
     weights = Weights(model, {name: [part(size)] for name, size in global_shapes(model).items()})
     files = huggingface.files(weights)

@@ -61,6 +61,7 @@ from modeling.models.flops import flops_per_token
 from modeling.planning.planner import plan
 from parallel import device
 from profiles.schema import Profile
+from profiles.sections.base import required
 
 ONE = TrainingComparison(
     *("1b", "1B Llama, bf16, compiled", "plain torch, compiled", 1.05, ("plain",)),
@@ -233,21 +234,21 @@ def main() -> int:
         graphs = Path(tempfile.gettempdir()) / "trainshed-lease-graphs"
         deadline = time.monotonic() + 60 * options.minutes
         lent = lease.Machine(options.rehearse, deadline, graphs, options.nccl)
-        chosen = [row for row in lease_rows.ROWS if not options.only or row.name in options.only]
-        return lease.run(chosen, lent, options.out)
+        leased = [row for row in lease_rows.ROWS if not options.only or row.name in options.only]
+        return lease.run(leased, lent, options.out)
     ring_attention.preload()
     rows = checks_and_comparisons(options.rehearse)
     chosen = [item for item in rows if not options.only or item.name in options.only]
     gpus = 2 if options.rehearse else torch.cuda.device_count()
     runnable, lacking = divide(chosen, gpus)
-    with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as graphs:
+    with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as folder:
         warm_up, steps = (1, 2) if options.rehearse else (3, 10)
-        schedule = Schedule(options.rounds, warm_up, steps, graphs)
+        schedule = Schedule(options.rounds, warm_up, steps, folder)
         results = run(runnable, schedule)
     trained = {
         item.name: (item, result)
         for item, result in zip(runnable, results, strict=True)
-        if isinstance(item, TrainingComparison) and not result.failure
+        if isinstance(item, TrainingComparison) and isinstance(result, Result) and not result.failure
     }
     speeds = [speed for pair in trained.values() for speed in training_speeds(*pair)]
     measured = {name: result for name, (_, result) in trained.items()}
@@ -262,7 +263,7 @@ def main() -> int:
         show(results, schedule)
         _print_speeds(speeds, figures)
         for result in results:
-            if getattr(result, "lacks", None):
+            if isinstance(result, Result) and result.lacks:
                 print(f"{result.name}: incomplete, {result.against} needs {result.lacks}")
         for name, needs in lacking.items():
             print(f"{name}: not run, needs {needs}")
@@ -300,9 +301,11 @@ def divide(rows: Sequence[Row], gpus: int) -> tuple[list[Row], dict[str, str]]:
     """
     lacking = {item.name: needs for item in rows if (needs := missing(item, gpus))}
     runnable = [item for item in rows if item.name not in lacking]
-    measured = {item.measured for item in runnable if hasattr(item, "measured")}
+    measured = {item.measured for item in runnable if isinstance(item, TrainingComparison | KernelComparison)}
     for item in rows:
-        if lacking.get(item.name, "").startswith(PACKAGE) and item.measured not in measured:
+        if not isinstance(item, TrainingComparison | KernelComparison) or item.measured in measured:
+            continue
+        if lacking.get(item.name, "").startswith(PACKAGE):
             measured.add(item.measured)
             runnable.append(replace(item, lacks=lacking.pop(item.name)))
     order = [item.name for item in rows]
@@ -346,7 +349,7 @@ def training_speeds(comparison: TrainingComparison, result: Result) -> Iterator[
     for side, seconds in (("ours", result.ours), (comparison.against, result.peer)):
         if not seconds:
             continue
-        speed = result.tokens / statistics.median(seconds) / comparison.processes
+        speed = required(result.tokens) / statistics.median(seconds) / comparison.processes
         mfu = peak and speed * flops / peak
         yield {"row": comparison.name, "side": side, "tokens_per_second": speed, "mfu": mfu}
 
@@ -366,7 +369,7 @@ def full_depth_speed(results: Mapping[str, Result], suffix: str = "") -> float |
     two, four = (statistics.median(results[name].ours) for name in names)
     if four <= two:
         return None
-    return results[names[1]].tokens / (four + (DEPTH - 4) * (four - two) / 2)
+    return required(results[names[1]].tokens) / (four + (DEPTH - 4) * (four - two) / 2)
 
 
 def speed_figures(

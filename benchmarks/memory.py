@@ -141,10 +141,10 @@ class CommunicationBuffers(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._buffers: list[Tensor] = []
+        self._buffers: list[Any] = []  # tensors, whose count of references has no type
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._buffers = [tensor for tensor in self._buffers if tensor._use_count() > 1]
         result = function(*args, **(kwargs or {}))
@@ -157,7 +157,8 @@ def _peak_bytes(profiler: record) -> int:
     """Peak of allocated bytes."""
     live: dict[int, int] = {}
     total = peak = 0
-    events = _allocations(profiler.profiler.kineto_results.experimental_event_tree())
+    measured: Any = profiler.profiler
+    events = _allocations(measured.kineto_results.experimental_event_tree())
     for event in sorted(events, key=lambda event: event.start_time_ns):
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         total -= live.pop(address, 0)

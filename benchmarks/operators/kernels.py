@@ -145,8 +145,9 @@ def make_loss(side: str, sizes: Sizes, inputs: Inputs) -> Call:
     first = torch.zeros((), dtype=torch.int64, device=x.device)
 
     def ours() -> Tensor:
-        rows = {"first": first, "vocabulary": sizes.vocabulary}
-        return linear_cross_entropy(x, weight, targets, Axis("tensor"), **rows, programs=programs)
+        return linear_cross_entropy(
+            x, weight, targets, Axis("tensor"), first=first, vocabulary=sizes.vocabulary, programs=programs
+        )
 
     def plain() -> Tensor:
         return compiled(x, weight, targets)
@@ -178,6 +179,7 @@ def make_adamw(side: str, sizes: Sizes, inputs: Inputs) -> Call:
     weights, gradient, average, average_sq = values
     average_sq.abs_()
     settings, rate, decay = AdamW((0.9, 0.95), 1e-8), 1e-3, 0.1
+    advance: Callable[[], object]
     if side == "torch":
         weights.grad = gradient
         optimizer = torch.optim.AdamW(
@@ -190,12 +192,14 @@ def make_adamw(side: str, sizes: Sizes, inputs: Inputs) -> Call:
         constants = settings.constants(decay, weights.device)
         step, divisor, skip = (torch.full((), value, device=weights.device) for value in (0.0, 1.0, 0.0))
 
-        def advance() -> None:
+        def ours() -> None:
             step.add_(1)
             adamw(
                 *values, settings=settings, weight_decay=decay, constants=constants, step=step,
                 learning_rate=rate, divisor=divisor, skip=skip,
             )  # fmt: skip
+
+        advance = ours
 
     def call() -> list[Tensor]:
         advance()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -99,7 +99,7 @@ class Group:
                 context.Process(target=_serve, args=arguments, daemon=True).start()
             self.connections.append(connection)
 
-    def _request(self, result: str, workload: Workload) -> list:
+    def _request(self, result: str, workload: Workload) -> list[Any]:
         try:
             for connection in self.connections:
                 connection.send((result, workload))
@@ -159,7 +159,8 @@ def _serve(
             else:
                 calls = _attentions(workload, axis, device, local, part)
             prepared = workload
-        seconds, outputs = [], []
+        seconds: list[float] = []
+        outputs: Sequence[Tensor] = []
         for call in calls:
             dist.barrier()
             device.synchronize()
@@ -212,14 +213,13 @@ def compare(
     before_turn: Callable[[str], object] = lambda side: None,
 ) -> tuple[float, dict[str, list[float]]]:
     """Compare two groups; returns the first one's largest relative output error and each side's seconds."""
-    outputs = alternate(
-        {side: lambda group=group: group.outputs(workload) for side, group in sides.items()}, 1, before_turn
-    )
+    warmed = {side: partial(group.outputs, workload) for side, group in sides.items()}
+    outputs = alternate(warmed, 1, before_turn)
     errors = [
         relative_error(*pair) for pair in zip(*(results[0] for results in outputs.values()), strict=True)
     ]
     error = torch.tensor(errors).max().item()  # NaN if one is
-    timed = {side: lambda group=group: group.seconds(workload) for side, group in sides.items()}
+    timed = {side: partial(group.seconds, workload) for side, group in sides.items()}
     return error, alternate(timed, rounds, before_turn)
 
 

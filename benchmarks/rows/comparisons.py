@@ -267,7 +267,8 @@ class RingComparison:
         difference, seconds = ring_attention.compare(sides, workload, schedule.rounds, before_turn)
         tolerance = ring_attention.TOLERANCES[workload.precision]
         common = (self.name, self.title, self.against, self.target, tolerance)
-        return Result(*common, tokens=self.tokens, **seconds, difference=difference)
+        ours, peer = seconds["ours"], seconds["peer"]
+        return Result(*common, tokens=self.tokens, ours=ours, peer=peer, difference=difference)
 
 
 Comparison = TrainingComparison | KernelComparison | RingComparison

@@ -53,7 +53,11 @@ def run(
             try:
                 results.append(item.run(schedule, before_turn))
             except ScriptError as error:
-                results.append(Result(item.name, item.title, item.against, item.target, failure=str(error)))
+                named = item.name, item.title, item.against
+                if isinstance(item, DeviceChecks | MarkedTests):
+                    results.append(CheckResult(*named, "none ran", str(error)))
+                else:
+                    results.append(Result(*named, item.target, failure=str(error)))
             progress.update(bar, completed=sum(item.turns(schedule) for item in rows[: number + 1]))
             progress.console.print(_line(results[-1]), markup=False, highlight=False, soft_wrap=True)
             if out:

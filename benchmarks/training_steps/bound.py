@@ -7,6 +7,7 @@ torch's, forward and backward. A real step adds norms, activations, rotary embed
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ def main() -> None:
     options, workload, _, _ = start(workload_parser(__doc__))
     model, dtype = workload.model, DTYPES[options.precision]
     products = sum(
-        count * product_seconds(workload.tokens, *widths, dtype) for *widths, count in projections(model)
+        count * product_seconds(workload.tokens, width_in, width_out, dtype)
+        for width_in, width_out, count in projections(model)
     )
     attention = model.num_hidden_layers * attention_seconds(workload, dtype)
     print(json.dumps({"seconds": [products + attention]}))
@@ -47,7 +49,7 @@ def product_seconds(tokens: int, width_in: int, width_out: int, dtype: torch.dty
     weight = torch.randn(width_out, width_in).to(dtype)
     grad = torch.randn(tokens, width_out).to(dtype)
     factors = (x, weight.t()), (grad, weight), (grad.t(), x)
-    return sum(min(best(lambda a=a, b=b: a @ b), best(lambda a=a, b=b: multiply(a, b))) for a, b in factors)
+    return sum(min(best(partial(torch.matmul, a, b)), best(partial(multiply, a, b))) for a, b in factors)
 
 
 def attention_seconds(workload: Workload, dtype: torch.dtype) -> float:

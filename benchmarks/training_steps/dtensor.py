@@ -4,6 +4,9 @@ The loss is vocabulary-parallel. With --sequence-parallel, hidden states between
 model is compiled, but not the loss, whose operators `loss_parallel` replaces.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from benchmarks.harness import workload
 from benchmarks.training_steps.llama import Llama, cross_entropy
+from profiles.sections.base import required
 
 
 def main() -> None:
@@ -32,7 +36,8 @@ def main() -> None:
     workload.convert(model, options)
     shard(model, init_device_mesh(options.device, (ranks,)), options.sequence_parallel)
     if options.graphs:  # block by block, backward fails in torch 2.13
-        model.forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
+        compiled: Any = model  # mypy rejects assignments to methods
+        compiled.forward = torch.compile(model.forward, fullgraph=True, dynamic=False)
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     replicated = [p for p in model.parameters() if not isinstance(p, DTensor)]
     groups = [group for group in (sharded, replicated) if group]
@@ -48,7 +53,9 @@ def main() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return loss.detach().full_tensor()
+        found = loss.detach()
+        assert isinstance(found, DTensor)
+        return found.full_tensor()
 
     workload.measure(step, options)
 
@@ -80,22 +87,23 @@ def shard(model: Llama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         parallelize_module(block, mesh, layer)
 
 
-def gather(*layouts: Shard | None) -> PrepareModuleInput:
+def gather(*layouts: Shard | Replicate | None) -> PrepareModuleInput:
     """Gather a module's inputs once for all projections that read them."""
     gathered = tuple(layout and Replicate() for layout in layouts)
     return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=gathered)
 
 
-def clip_gradients(sharded: list[Tensor], replicated: list[Tensor]) -> None:
+def clip_gradients(sharded: Sequence[Tensor], replicated: Sequence[Tensor]) -> None:
     """Clip by global norm; torch's own clipping does not support a mixture of DTensors and tensors."""
     norms = []
     for group in (sharded, replicated):
         if group:
-            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in group])
+            norm = torch.nn.utils.get_total_norm([required(parameter.grad) for parameter in group])
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = torch.stack(norms).norm()
     scale = (workload.CLIP / (total + 1e-6)).clamp(max=1.0)
-    local = [p.grad.to_local() for p in sharded] + [p.grad for p in replicated]
+    gradients = [required(parameter.grad) for parameter in (*sharded, *replicated)]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
     torch._foreach_mul_(local, scale)
 
 

@@ -5,6 +5,8 @@ torch's differentiable all-to-all, regrouped by expert, and multiplied by torch'
 up projections; router weights are applied after the second all-to-all. All other gradients are averaged in one flat all-reduce.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 
 from benchmarks.harness import workload
 from benchmarks.training_steps.llama import Llama, cross_entropy
+from profiles.sections.base import required
 from profiles.sections.model import Model
 
 PROJECTIONS = ("w1", "w3", "w2")  # gate, up, down
@@ -24,9 +27,10 @@ class Experts(nn.Module):
     def __init__(self, model: Model, rank: int, ranks: int) -> None:
         super().__init__()
         h, f, self.ranks, self.k = model.hidden_size, model.expert_width, ranks, model.num_experts_per_tok
-        self.experts, self.local = model.num_experts, model.num_experts // ranks
+        self.experts = required(model.num_experts)
+        self.local = self.experts // ranks
         self.first = rank * self.local
-        self.gate = nn.Linear(h, model.num_experts, bias=False)
+        self.gate = nn.Linear(h, self.experts, bias=False)
         self.w1 = nn.Parameter(torch.empty(self.local, f, h))
         self.w3 = nn.Parameter(torch.empty(self.local, f, h))
         self.w2 = nn.Parameter(torch.empty(self.local, h, f))
@@ -38,15 +42,16 @@ class Experts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # (T·k) by expert
         sent = chosen.flatten().bincount(minlength=self.experts)  # (E)
-        received = all_to_all_single(sent.view(self.ranks, -1), None, None, dist.group.WORLD)  # (n, local)
+        group = required(dist.group.WORLD)
+        received = all_to_all_single(sent.view(self.ranks, -1), None, None, group)  # (n, local)
         received = torch.ops._c10d_functional.wait_tensor(received)
         splits = sent.view(self.ranks, -1).sum(1).tolist(), received.view(self.ranks, -1).sum(1).tolist()
-        rows = all_to_all_single_autograd(tokens[order // self.k], splits[1], splits[0], dist.group.WORLD)
+        rows = all_to_all_single_autograd(tokens[order // self.k], splits[1], splits[0], group)
         owners = torch.arange(self.local).repeat(self.ranks).repeat_interleave(received.flatten())
         regroup = owners.argsort(stable=True)
         out = self._multiply(rows[regroup], received.view(self.ranks, -1).sum(0))
         ungrouped = torch.empty_like(out).index_copy(0, regroup, out)
-        back = all_to_all_single_autograd(ungrouped, splits[0], splits[1], dist.group.WORLD)  # (T·k, h)
+        back = all_to_all_single_autograd(ungrouped, splits[0], splits[1], group)  # (T·k, h)
         scaled = back * weights.flatten()[order][:, None]
         return torch.zeros_like(tokens).index_add(0, order // self.k, scaled).view_as(x)
 
@@ -63,7 +68,8 @@ def load(model: Llama, description: Model) -> None:
     for name, parameter in model.named_parameters():
         prefix, _, last = name.rpartition(".mlp.")
         if last in PROJECTIONS:
-            experts: Experts = model.get_submodule(f"{prefix}.mlp")
+            experts = model.get_submodule(f"{prefix}.mlp")
+            assert isinstance(experts, Experts)
             for i in range(experts.local):
                 expert = f"{prefix}.block_sparse_moe.experts.{experts.first + i}"
                 parameter[i].copy_(weights[f"{expert}.{last}.weight"])
@@ -71,13 +77,18 @@ def load(model: Llama, description: Model) -> None:
             parameter.copy_(weights[name.replace(".mlp.", ".block_sparse_moe.")])
 
 
-def clip(experts: list[Tensor], others: list[Tensor]) -> None:
+def gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of parameters that all have one."""
+    return [required(parameter.grad) for parameter in parameters]
+
+
+def clip(experts: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Clip by the global norm, of which the experts' part is summed over the ranks."""
-    own, shared = (torch.nn.utils.get_total_norm([p.grad for p in group]) for group in (experts, others))
+    own, shared = (torch.nn.utils.get_total_norm(gradients(group)) for group in (experts, others))
     squares = own.square()
     dist.all_reduce(squares)
     scale = (workload.CLIP / ((squares + shared.square()).sqrt() + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([parameter.grad for parameter in (*experts, *others)], scale)
+    torch._foreach_mul_(gradients([*experts, *others]), scale)
 
 
 def main() -> None:
@@ -95,10 +106,11 @@ def main() -> None:
         local = samples.chunk(ranks)[rank]
         loss = cross_entropy(model(local[:, :-1]), local[:, 1:])
         (loss / ranks).backward()
-        flat = torch.cat([p.grad.flatten() for p in others])
+        flat = torch.cat([gradient.flatten() for gradient in gradients(others)])
         dist.all_reduce(flat)
-        for parameter, grad in zip(others, flat.split([p.numel() for p in others]), strict=True):
-            parameter.grad.copy_(grad.view_as(parameter))
+        sums = flat.split([p.numel() for p in others])
+        for gradient, total in zip(gradients(others), sums, strict=True):
+            gradient.copy_(total.view_as(gradient))
         clip(experts, others)
         optimizer.step()
         optimizer.zero_grad()

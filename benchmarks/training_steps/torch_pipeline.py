@@ -10,6 +10,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.harness import workload
 from benchmarks.training_steps.llama import Llama, cross_entropy
+from profiles.sections.base import required
 
 
 class Stage(nn.Module):
@@ -57,7 +58,7 @@ def main() -> None:
 
 def clip_gradients(module: nn.Module) -> None:
     """Clip gradients by their norm over all stages."""
-    gradients = [parameter.grad for parameter in module.parameters()]
+    gradients = [required(parameter.grad) for parameter in module.parameters()]
     square = torch.nn.utils.get_total_norm(gradients).square()
     dist.all_reduce(square)
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), workload.CLIP, square.sqrt())

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import workload
 from benchmarks.training_steps.llama import Llama, cross_entropy
+from profiles.sections.base import required
 
 SEQUENCE = 2  # the dim of q, k and v
 aten = torch.ops.aten
@@ -26,21 +27,22 @@ class Ring(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group = dist.group.WORLD
+        group = required(dist.group.WORLD)
         out, lse = torch_ring._templated_ring_attention(group, SEQUENCE, kernel, q, k, v, is_causal=True)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        inputs = (kernel_backward, grad.contiguous(), "grad_out", *ctx.saved_tensors)
-        return torch_ring._templated_ring_attention_backward(
-            dist.group.WORLD, SEQUENCE, *inputs, is_causal=True
-        )[:3]
+        group, (q, k, v, out, lse) = required(dist.group.WORLD), ctx.saved_tensors
+        given = grad.contiguous(), "grad_out", q, k, v, out, lse
+        return torch_ring._templated_ring_attention_backward(group, SEQUENCE, kernel_backward, *given, True)[
+            :3
+        ]
 
 
-def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **_: Any) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
+def kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, options["is_causal"])
 
 
 def kernel_backward(*, is_causal: bool, **tensors: Any) -> tuple[Tensor, ...]:
@@ -66,13 +68,14 @@ def main() -> None:
     local = local_positions(work.sequence, rank, ranks)
     model = Llama(work.model, local, attend)
     workload.load_initial_weights(model, work.model)
-    model = DistributedDataParallel(model, broadcast_buffers=False)  # each rank has its own rotary tables
+    # Each rank has its own rotary tables.
+    synchronized = DistributedDataParallel(model, broadcast_buffers=False)
 
     def compute_loss(samples: Tensor) -> Tensor:
-        return cross_entropy(model(samples[:, local]), samples[:, local + 1])
+        return cross_entropy(synchronized(samples[:, local]), samples[:, local + 1])
 
-    optimizer = workload.adamw(model.parameters())
-    workload.measure_training(model, optimizer, compute_loss, options, workload.mean_over_ranks)
+    optimizer = workload.adamw(synchronized.parameters())
+    workload.measure_training(synchronized, optimizer, compute_loss, options, workload.mean_over_ranks)
 
 
 if __name__ == "__main__":
