@@ -83,10 +83,10 @@ def run_side_by_side(
 
     ordered = sorted(runs, key=lambda run: -run.flops)
     with _quiet_runs(), ThreadPoolExecutor(min(len(runs), budget)) as pool:
-        futures: dict[str, Future[dict[str, Any]]] = {
-            run.name: pool.submit(copy_context().run, work, run) for run in ordered
-        }
+        futures: dict[str, Future[dict[str, Any]]] = {}
         try:
+            for run in ordered:
+                futures[run.name] = pool.submit(copy_context().run, work, run)
             wait(futures.values(), return_when=FIRST_EXCEPTION)
             if failures:
                 raise failures[0]

@@ -124,10 +124,10 @@ def test_no_run_starts_after_another_has_failed(three_runs):
 
 def test_a_stop_interrupts_the_runs_in_progress_and_starts_no_other(three_runs):
     def train(run, store):
-        begun.append(run.name)
-        if len(begun) == 2:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # as Ctrl-C
         try:
+            begun.append(run.name)
+            if len(begun) == 2:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # as Ctrl-C
             pause(20)
         except BaseException as stop:
             ended.append((run.name, type(stop)))
