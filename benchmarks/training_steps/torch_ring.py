@@ -45,10 +45,10 @@ def kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[T
     return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, options["is_causal"])
 
 
-def kernel_backward(*, is_causal: bool, **tensors: Any) -> tuple[Tensor, ...]:
-    names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+def kernel_backward(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    grad, out, logsumexp = (options[name] for name in ("grad_out", "out", "logsumexp"))
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(tensors[name] for name in names), 0.0, is_causal
+        grad, query, key, value, out, logsumexp, 0.0, options["is_causal"]
     )
 
 
