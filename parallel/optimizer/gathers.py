@@ -1,6 +1,6 @@
-"""ParameterGathers: all-gathers updated parameters while the next buckets are updated and the next forward runs.
+"""ParameterGathers: all-gathers updated parameters of ZeRO-1, beside updates and the next forward.
 
-For resident buckets (ZeRO-1); those of FSDP are gathered where they are used (fsdp.py). A bucket's parameters are in turn
+Those of FSDP are gathered where they are used (fsdp.py). The parameters of a resident bucket are in turn
 
     updated      on each rank only its shard
     queued       until fewer than IN_FLIGHT buckets are being gathered; never, where a gather needs no copy for each rank
