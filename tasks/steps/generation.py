@@ -48,11 +48,16 @@ def install_template(folder: Path, template: str | None, tokenizer: Tokenizer) -
         settings["pad_token"] = settings["eos_token"]  # batches of prompts are padded
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     stops = ChatTemplate(folder).stop_tokens(tokenizer)
-    if not stops:
+    if stops is None:
+        log.warning(
+            "the chat template rejects a question with an answer, so that the token that ends a turn is unknown: "
+            "generation stops at EOS only"
+        )
+    elif not stops:
         log.warning(
             "the chat template ends no turn with a token of the tokenizer: generation stops at EOS only"
         )
-    return stops
+    return stops or []
 
 
 def configs(

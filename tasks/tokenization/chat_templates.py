@@ -166,9 +166,13 @@ class ChatTemplate:
             raise TemplateFailed(OTHER_PROMPT)
         return before, after[len(before) :]
 
-    def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Ids of the tokens that end an assistant's turn: after an answer and after a tool call, if any."""
+    def stop_tokens(self, tokenizer: Tokenizer) -> list[int] | None:
+        """Ids of the tokens that end an assistant's turn: after an answer and after a tool call, if any.
+
+        None if that is unknown, because the template rejects the conversations that would show it.
+        """
         found: dict[int, None] = {}  # an ordered set
+        known = False
         ids = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
         for answer in (ANSWER, {"role": "assistant", "content": "", "tool_calls": [CALL]}):
             if "tool_calls" in answer and not self.uses("tool_calls"):
@@ -178,13 +182,14 @@ class ChatTemplate:
                 text = self._without_next_header([QUESTION, answer], before, {}).rstrip()
             except TemplateFailed:  # it has no calls, or wants other messages
                 continue
+            known = True
             # The text of a call also ends with the marker of its end, after which another call may follow.
             shortened = text if "tool_calls" in answer else self._without_final_eos(text).rstrip()
             for end in (shortened, text):
                 ending = max((token for token in ids if token and end.endswith(token)), key=len, default=None)
                 if ending is not None:
                     found[ids[ending]] = None
-        return [*found]
+        return [*found] if known else None
 
     def _without_next_header(
         self, messages: Sequence[Message], before: str, variables: Mapping[str, Any]

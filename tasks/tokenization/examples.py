@@ -157,7 +157,7 @@ class Examples:
         for start, end in turns:
             counted |= (starts >= start) & (starts < end)
         counted[:1] = False
-        self.endless += not self._ends or any(text[end:].lstrip().startswith(self._ends) for _, end in turns)
+        self.endless += self._leaves_out_end(text, turns)
         ids = np.array(encoding.ids, np.int64)
         return np.where(counted, ids, ~ids).astype(np.int32), _size(text)
 
@@ -264,11 +264,24 @@ class Examples:
         known = {*used, *others, *CONTEXT, *VARIABLES}
         self.unused.update(name for name, value in record.items() if name not in known and value is not None)
 
+    def _leaves_out_end(self, text: str, turns: Sequence[tuple[int, int]]) -> bool:
+        """Whether the loss, which covers these ranges of a text, leaves out the token that ends an answer."""
+        if self._ends is None:  # unknown: then any added token may be the end
+            return not all(text[start:end].rstrip().endswith(self._added_texts) for start, end in turns)
+        return not self._ends or any(text[end:].lstrip().startswith(self._ends) for _, end in turns)
+
     @cached_property
-    def _ends(self) -> tuple[str, ...]:
-        """Texts of the tokens that end a turn of the assistant."""
-        found = map(self._special.id_to_token, self._chat.stop_tokens(self._special))
-        return tuple(token for token in found if token is not None)
+    def _ends(self) -> tuple[str, ...] | None:
+        """Texts of the tokens that end a turn of the assistant; None if they are unknown."""
+        stops = self._chat.stop_tokens(self._special)
+        if stops is None:
+            return None
+        return tuple(token for stop in stops if (token := self._special.id_to_token(stop)) is not None)
+
+    @cached_property
+    def _added_texts(self) -> tuple[str, ...]:
+        tokens = self._special.get_added_tokens_decoder().values()
+        return tuple(token.content for token in tokens if token.content)
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str]:

@@ -222,11 +222,16 @@ def test_marks_that_leave_out_the_end_of_an_answer_are_counted(folder, tmp_path)
         "{{ message.content }}<|im_end|>{% endif %}",
     )
     endless = marked.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %} <|im_end|>")
-    for source, covered, count in ((marked, f"Hello{EOS}Ciao{EOS}", 0), (endless, "HelloCiao", 2)):
+    # This one rejects the conversation that shows what ends its answers.
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('needs a system prompt') }}{% endif %}"
+    learned, left_out = (f"Hello{EOS}Ciao{EOS}", 0), ("HelloCiao", 2)
+    cases = {marked: learned, endless: left_out, strict + marked: learned, strict + endless: left_out}
+    cases[strict + chat_templates.CHATML] = f"Hello{EOS}\nCiao{EOS}\n", 0
+    for source, (covered, count) in cases.items():
         (tmp_path / "chat.jinja").write_text(source)
         made = examples(folder, template=str(tmp_path / "chat.jinja"))
         for _ in range(2):
-            (sequence,) = made.of({"messages": CHAT}).sequences
+            (sequence,) = made.of({"messages": [{"role": "system", "content": "Be brief."}, *CHAT]}).sequences
         assert parts(folder, sequence)[1] == covered
         assert made.endless == count
     (tmp_path / "chat.jinja").write_text(marked.replace("== 'assistant'", "== 'model'"))
