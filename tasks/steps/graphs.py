@@ -74,7 +74,7 @@ class GraphsStep(Step):
         return f"graphs of {profile.name}"
 
     def skip_reason(self, profile: Profile) -> str | None:
-        return None if profile.compile.possible else "compile.enabled is false"
+        return None if profile.compile.possible else "training runs in eager mode"
 
     def key(self, context: Context) -> str:
         """Of the graphs or, if a trial decides whether to compile them, of its decision."""

@@ -25,6 +25,9 @@ def test_decision_is_recorded_and_kept_when_the_run_resumes(tmp_path):
         assert runner.context.profile.compile.enabled is not eager
         again = recorded_compilation(store, profile)
         assert again.compile.enabled is (not eager if given == "auto" else True)
+        # The user did not turn it off.
+        reason = "training runs in eager mode" if eager and given == "auto" else None
+        assert GraphsStep().skip_reason(again) == reason
 
 
 def test_undecided_compilation_is_planned_as_compiled():
