@@ -10,10 +10,10 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -26,10 +26,12 @@ from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CACHE = "fleet.json"  # in the store's local cache
 VERSION = 3  # of its contents
-READERS = 16
+READERS = 16  # threads that read runs of a slow store
+SAMPLE = 16  # runs that show whether a folder is slow
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
 NODE_FAILURES = 3  # failures at which a node appears in the warnings
 ACTIVE = ("running", "queued")
@@ -170,11 +172,10 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     path = store.local_cache / CACHE
     cached = _load(state_files.read(path))
     backends = store.backends
-    with ThreadPoolExecutor(READERS) as pool:
-        entries = [entry for backend in backends for entry in backend.entries("runs").items()]
-        names = sorted({name for name, entry in entries if entry.is_folder and not name.startswith(".")})
-        read = pool.map(lambda name: _view(store, backends, name, cached.get(name), now), names)
-        found = dict(zip(names, read, strict=True))
+    entries = [entry for backend in backends for entry in backend.entries("runs").items()]
+    names = sorted({name for name, entry in entries if entry.is_folder and not name.startswith(".")})
+    read = _read_each(store, names, lambda name: _view(store, backends, name, cached.get(name), now))
+    found = dict(zip(names, read, strict=True))
     kept = {name: (stamps, view.summary) for name, (stamps, view) in found.items() if stamps is not None}
     if {name: stamps for name, (stamps, _) in kept.items()} != {
         name: stamps for name, (stamps, _) in cached.items()
@@ -187,6 +188,20 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     runs = [view for _, view in found.values()]
     runs.sort(key=lambda run: (run.state not in ACTIVE, -run.summary.changed))
     return Fleet(store.uri, now, runs, nodes_of(runs))
+
+
+def _read_each(store: Store, names: Sequence[str], read: Callable[[str], T]) -> list[T]:
+    """Read runs: in threads where reading waits, as for an object store or a network file system.
+
+    On a fast disk, threads cost more time than they save.
+    """
+    wall, cpu = time.perf_counter(), time.thread_time()
+    found = [read(name) for name in names[: 0 if store.is_remote else SAMPLE]]
+    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    if not store.is_remote and wall < 5 * cpu:
+        return [*found, *map(read, names[SAMPLE:])]
+    with ThreadPoolExecutor(READERS) as pool:
+        return [*found, *pool.map(read, names[len(found) :])]
 
 
 def read_run(store: Store, name: str) -> RunView:

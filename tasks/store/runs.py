@@ -367,9 +367,9 @@ def files_by_run(store: Store) -> dict[str, dict[str, int]]:
     runs: dict[str, dict[str, int]] = defaultdict(dict)
     for path, size in store.backend.files("runs").items():
         name, separator, file = path.partition("/")
-        if separator and NAME.fullmatch(REPLACED.sub("", name)):
+        if separator:
             runs[name][file] = size
-    return runs
+    return {name: files for name, files in runs.items() if NAME.fullmatch(REPLACED.sub("", name))}
 
 
 def unknown_run(store: Store, key: str, name: str) -> ProfileError:

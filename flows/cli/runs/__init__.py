@@ -1,4 +1,4 @@
 """Commands for existing runs: list, compare, continue under a new name (`fork.py`), show and remove.
 
-Start with `runs.py`. Imports `flows.cli`, `flows.ui`, `profiles` and `tasks`.
+Start with `runs.py`. Imports `flows.cli`, `flows.ui`, `modeling`, `profiles` and `tasks`.
 """

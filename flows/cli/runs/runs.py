@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr, print_table, table_console
+from modeling.start import without_garbage_collection
 from tasks.fleet.fleet import ACTIVE, UNREADABLE, RunView, read_fleet
 from tasks.fleet.page import format_cost
 from tasks.reporting.format import format_age, format_bytes
@@ -20,11 +21,12 @@ from tasks.store.store import Store
 def run(options: argparse.Namespace) -> int:
     """Print the runs, the latest first. Raises ProfileError for an invalid store."""
     store = Store(options.store).existing()
-    found = sorted(read_fleet(store).runs, key=lambda run: -run.summary.changed)
+    with without_garbage_collection():  # a fifth of the time of 3,000 runs
+        found = sorted(read_fleet(store).runs, key=lambda run: -run.summary.changed)
+        stored = {name: _Files.of(files) for name, files in _stored(store, found).items()}
     for view in found:
         if view.summary.problem:
             print_stderr(f"trainshed: {view.summary.problem}")
-    stored = {name: _Files.of(files) for name, files in _stored(store, found).items()}
     rows = [(run, stored.get(run.name, _Files())) for run in found]
     if options.json:
         print_json([{**run.to_json(), **asdict(files), "state": _state(run, files)} for run, files in rows])

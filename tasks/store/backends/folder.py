@@ -58,20 +58,24 @@ class FolderBackend:
     def files(self, name: str) -> dict[str, int]:
         sizes = {}
         for file, entry in walk(self.path(name), follow=True):  # a run may be on another disk
-            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            try:
                 status = retried(entry.stat)
-                if stat.S_ISREG(status.st_mode):
-                    sizes[file] = status.st_size
+            except FileNotFoundError:  # removed since it was listed
+                continue
+            if stat.S_ISREG(status.st_mode):
+                sizes[file] = status.st_size
         return sizes
 
     def entries(self, name: str) -> dict[str, FileInfo]:
         found = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for entry in retried(lambda: _scan(self.path(name))):
-                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                try:
                     status = entry.stat()
-                    stamp = f"{status.st_ino}.{status.st_mtime_ns}" if stat.S_ISREG(status.st_mode) else ""
-                    found[entry.name] = FileInfo(status.st_size, stamp, status.st_mtime)
+                except FileNotFoundError:  # removed since it was listed
+                    continue
+                stamp = f"{status.st_ino}.{status.st_mtime_ns}" if stat.S_ISREG(status.st_mode) else ""
+                found[entry.name] = FileInfo(status.st_size, stamp, status.st_mtime)
         return found
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -172,16 +176,29 @@ def walk(
     Raises:
         OSError: a folder cannot be listed.
     """
-    try:
-        entries = retried(lambda: _scan(folder))
-    except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there
-        return
-    for entry in entries:
-        # Of files that are no links, the listing says so; a `Path` for each would take most of the time.
-        if not retried(partial(entry.is_dir, follow_symlinks=follow)):
+    # Stores have many files: no recursion, and no `Path` for each, which would take most of the time.
+    folders = [(str(folder), prefix)]
+    while folders:
+        path, prefix = folders.pop()
+        try:
+            files, inner = retried(partial(_divided, path, follow))
+        except (FileNotFoundError, NotADirectoryError):  # removed since it was listed, or never there
+            continue
+        for entry in files:
             yield prefix + entry.name, entry
-        elif not (entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry.path).resolve())):
-            yield from walk(entry.path, f"{prefix}{entry.name}/", follow=follow)
+        for entry in inner:
+            if not (entry.is_symlink() and Path(path).resolve().is_relative_to(Path(entry.path).resolve())):
+                folders.append((entry.path, f"{prefix}{entry.name}/"))
+
+
+def _divided(folder: str, follow: bool) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+    """What is directly in a folder: everything but folders, and folders."""
+    found: tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]] = [], []
+    for entry in _scan(folder):
+        found[entry.is_dir(follow_symlinks=follow)].append(
+            entry
+        )  # of files that are no links, the listing says so
+    return found
 
 
 def _scan(folder: Path | str) -> list[os.DirEntry[str]]:

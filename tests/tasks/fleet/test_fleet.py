@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 
 import pytest
 
@@ -10,6 +12,7 @@ from profiles import resolve
 from tasks.fleet import run_summary
 from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import render, warning_texts
+from tasks.store.backends.folder import FolderBackend
 from tasks.store.store import Store
 from tests import s3
 from tests.profiles.pair import PAIR
@@ -210,6 +213,21 @@ def test_only_runs_with_changed_files_are_read_again(store, tmp_path, monkeypatc
         json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     (store.local_cache / "fleet.json").write_text("{corrupted")
     assert len(read_fleet(store).runs) == 6
+
+
+def test_runs_of_a_slow_folder_are_read_by_several_threads(store, monkeypatch):
+    fast, threads, entries = read_fleet(store), set(), FolderBackend.entries
+
+    def wait(backend, name):
+        threads.add(threading.get_ident())
+        time.sleep(0.05)
+        return entries(backend, name)
+
+    monkeypatch.setattr("tasks.fleet.fleet.SAMPLE", 2)
+    monkeypatch.setattr(FolderBackend, "entries", wait)
+    slow = read_fleet(store, now=fast.time)
+    assert [run.to_json() for run in slow.runs] == [run.to_json() for run in fast.runs]
+    assert len(threads) > 2
 
 
 def test_a_warning_names_only_the_first_of_many_runs(tmp_path):
