@@ -172,7 +172,7 @@ class _Comparison:
         return None
 
     def _follows(self, step: str, earlier: str) -> None:
-        self.steps.append(StepOutcome(step, RUNS, [f"{earlier} does"]))
+        self.steps.append(StepOutcome(step, RUNS, [f"after {earlier}"]))
 
     def _compare_reference(
         self, dataset: Artifact | None, weights: Artifact | None, graphs: Artifact | None

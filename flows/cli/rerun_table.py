@@ -45,7 +45,7 @@ def _verdict(rerun: Rerun, command: RunCommand) -> str:
     if not rerun.checkpoint:
         return f"another run: {rerun.run}, which has no checkpoint, is moved to {rerun.run}~N"
     conflict = RunExists(rerun.run, rerun.another_run, rerun.checkpoint, rerun.forkable)
-    lines = ["another run, which does not take the name of this one by itself:"]
+    lines = ["another run; to train it:"]
     for does, text in command.alternatives(conflict, rerun.run):
         lines += [f"  {does}", f"    {text}"]
     return "\n".join(lines)

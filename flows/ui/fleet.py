@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flows.ui.overview import escape
+from flows.ui.overview import escape, markdown_table
 from tasks.fleet.fleet import Fleet, RunView
 from tasks.fleet.page import format_cost, key_figures, warning_texts
-from tasks.reporting.format import format_duration
+from tasks.reporting.format import format_duration, without_empty_columns
 
 KEY = "fleet"
 MAX_RUNS = 50  # active ones first, then the latest
@@ -16,8 +16,7 @@ def markdown(fleet: Fleet, page: str) -> str:
     """Totals, warnings and a table of runs; `page`: location of the HTML page."""
     figures = ", ".join(f"{name} **{value}**" for name, value in key_figures(fleet).items())
     warnings = "\n".join(f"- {escape(text)}" for text in warning_texts(fleet))
-    rows = "\n".join(f"| {' | '.join(_cells(run))} |" for run in fleet.runs[:MAX_RUNS])
-    table = f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}\n{rows}" if rows else ""
+    table = markdown_table(*without_empty_columns(HEADINGS, [*map(_cells, fleet.runs[:MAX_RUNS])]))
     more = (
         f"{len(fleet.runs) - MAX_RUNS:,} earlier runs are on the page." if len(fleet.runs) > MAX_RUNS else ""
     )
@@ -30,7 +29,7 @@ def _cells(run: RunView) -> list[str]:
     left = run.seconds_left if run.state in ("running", "queued") else None
     loss = summary.last["loss"] if summary.last else None
     return [
-        escape(run.name),
+        run.name,
         run.state,
         f"{run.step:,} of {summary.steps:,}" if summary.steps else f"{run.step:,}",
         f"{loss:.4f}" if loss is not None else "",

@@ -163,6 +163,12 @@ def _paths(profile: Profile, folder: Path) -> str:
     return "## Paths\n\n" + "\n".join(lines)
 
 
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain texts as Markdown; "" without rows."""
+    lines = [titles, ["---"] * len(titles), *([*map(escape, row)] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+
+
 def escape(text: str) -> str:
     """The text in one line, with Markdown's special characters escaped."""
     return "".join(f"\\{mark}" if mark in "\\`*_{}[]<>#|!" else mark for mark in " ".join(text.split()))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flows.ui.overview import escape
+from flows.ui.overview import escape, markdown_table
 from tasks.continual.gates import COLUMNS, Verdict
-from tasks.continual.page import HEADINGS, cells, picture
+from tasks.continual.page import picture
+from tasks.continual.page import table as table_of
 from tasks.continual.rounds import Series
 
 KEY, TABLE = "series", "gates"
@@ -24,13 +25,7 @@ def markdown(found: Series, page: str) -> str:
     shown: Sequence[str] = [
         f"# {escape(found.name)}: {escape(found.promoted.run)} is promoted",
         f"![Loss on old and new text by round]({curve})" if curve else "",
-        _rows(found),
+        markdown_table(*table_of([*reversed(found.rounds[-MAX_ROUNDS:])])),
         f"Page: `{page}`",
     ]
     return "\n\n".join(part for part in shown if part)
-
-
-def _rows(found: Series) -> str:
-    lines = [HEADINGS, ["---"] * len(HEADINGS)]
-    lines += [[*map(escape, cells(each))] for each in reversed(found.rounds[-MAX_ROUNDS:])]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

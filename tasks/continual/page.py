@@ -10,10 +10,13 @@ from tasks.fleet.page import format_cost
 from tasks.reporting import html
 from tasks.reporting.chart import Series as Line
 from tasks.reporting.chart import line_chart, svg_data_uri
-from tasks.reporting.format import format_count, format_duration
+from tasks.reporting.format import format_count, format_duration, without_empty_columns
 from tasks.store.store import Store
 
-HEADINGS = ("round", "outcome", "from", "new tokens", "replay", "old", "new", "time", "cost")
+HEADINGS = (
+    *("round", "outcome", "from", "new tokens", "replay", "loss on old text", "loss on new text"),
+    *("time", "cost"),
+)
 REPLACED_OFFSET = 0.2  # in the chart, in rounds
 X_LABEL, Y_LABEL = "round", "loss"
 
@@ -50,7 +53,7 @@ def render(found: Series) -> str:
     sections = [
         html.section("", html.key_figures(figures)),
         html.section("Loss by round", chart),
-        html.section("Rounds", html.table(HEADINGS, [cells(each) for each in rounds])),
+        html.section("Rounds", html.table(*table(rounds))),
         html.section("Held-out sets", *(_sets(each) for each in reversed(rounds) if each.rows)),
     ]
     return html.page(found.name, "Series of continual pretraining", sections, wide=True)
@@ -87,7 +90,13 @@ def _points(rounds: Sequence[Round], name: str, *, after: bool = True) -> list[t
     return found
 
 
-def cells(each: Round) -> tuple[str, ...]:
+def table(rounds: Sequence[Round], headings: Sequence[str] = HEADINGS) -> tuple[list[str], list[list[str]]]:
+    """Those of the headings that any round has a value for, and the lines of the rounds."""
+    shown = [HEADINGS.index(heading) for heading in headings]
+    return without_empty_columns(headings, [[line[i] for i in shown] for line in map(_cells, rounds)])
+
+
+def _cells(each: Round) -> tuple[str, ...]:
     """Texts of a round's line, by HEADINGS."""
     return (
         each.name,

@@ -147,7 +147,7 @@ class Node:
 class Fleet:
     """All runs, active and latest first, and nodes with failures or straggler warnings, worst first."""
 
-    uri: str
+    location: str  # path or URI of the store
     time: float
     runs: Sequence[RunView]
     nodes: Sequence[Node]
@@ -187,7 +187,7 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
             log.info("%s: cannot be written: %s", path, error)
     runs = [view for _, view in found.values()]
     runs.sort(key=lambda run: (run.state not in ACTIVE, -run.summary.changed))
-    return Fleet(store.uri, now, runs, nodes_of(runs))
+    return Fleet(store.location, now, runs, nodes_of(runs))
 
 
 def _read_each(store: Store, names: Sequence[str], read: Callable[[str], T]) -> list[T]:

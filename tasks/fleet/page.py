@@ -23,7 +23,7 @@ COLUMNS = {  # heading: attributes; data-number: sorted by number, class=number:
     "progress": " data-number",
     "loss": " data-number",
     "tokens": " data-number class=number",
-    f"tokens/s (last {LATEST} steps)": " data-number class=number",
+    "tokens/s": f' data-number class=number title="in the last {LATEST} steps"',
     "goodput": " data-number",
     "cost": " data-number class=number",
     "last change": " data-number class=number",
@@ -53,7 +53,7 @@ def render(fleet: Fleet) -> str:
     warnings = [html.paragraph(f"{text}.") for text in warning_texts(fleet)]
     return html.page(
         "Runs",
-        f"{fleet.uri}, {moment}",
+        f"{fleet.location}, {moment}",
         [
             html.section("", html.key_figures(key_figures(fleet))),
             html.section("Warnings", *warnings),

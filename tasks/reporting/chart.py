@@ -67,9 +67,10 @@ def line_chart(
     legend = "".join(
         f'<span class="{line.style}{"" if line.joined else " points"}">{escape(line.label)}</span>'
         for line in shown
+        if line.label != y_label  # of a single line
     )
     return (
-        f'<figure class="chart"><figcaption>{legend}</figcaption>'
+        f'<figure class="chart">{legend and f"<figcaption>{legend}</figcaption>"}'
         f'<div class="y-label">{escape(y_label)}</div>'
         f'<div class="y">{"".join(f"<span>{tick:,g}</span>" for tick in reversed(frame.y_ticks))}</div>'
         f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" role="img" '

@@ -114,7 +114,8 @@ def write_page(
         ),
     ]
     subtitle = f"Comparison of {len(runs)} runs" if len(runs) > 1 else "Results and loss curves"
-    title, subtitle = titles or (" and ".join(names), subtitle)
+    *others, last = names
+    title, subtitle = titles or (f"{', '.join(others)} and {last}" if others else last, subtitle)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html.page(title, subtitle, [*first, *sections]))
     return path

@@ -1,8 +1,8 @@
-"""Numbers as text: one function for each kind, such as durations, counts, bytes and FLOPs."""
+"""Numbers as text: one function for each kind, such as durations, counts, bytes and FLOPs; columns of tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 INITIAL = "validation loss of the initial weights"  # on the whole split
 
@@ -86,3 +86,11 @@ def format_value(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def without_empty_columns(
+    titles: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """The titles and rows of a table without the columns that are empty in all rows."""
+    kept = [index for index in range(len(titles)) if any(row[index] for row in rows)]
+    return [titles[index] for index in kept], [[row[index] for index in kept] for row in rows]

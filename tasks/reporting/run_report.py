@@ -138,18 +138,23 @@ def _sources(history: History) -> list[str]:
 def _checkpoints(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Charts of the metrics of evaluated checkpoints, and a table by step."""
     names = dict.fromkeys(name for row in evaluations for name in row if name != "step")
-    shown = [name for name in names if "_stderr" not in name]
+    shown = {name: _metric(name) for name in names if "_stderr" not in name}
     charts = []
-    for number, name in enumerate(shown[:MAX_CHARTS]):
+    for number, (name, label) in enumerate([*shown.items()][:MAX_CHARTS]):
         points = [(row["step"], row[name]) for row in evaluations if name in row]
         if len(points) > 1:
-            line = Series(name, f"line-{number % LINE_STYLES + 1}", points, dots=True)
-            charts.append(line_chart([line], x_label="step", y_label=name))
+            line = Series(label, f"line-{number % LINE_STYLES + 1}", points, dots=True)
+            charts.append(line_chart([line], x_label="step", y_label=label))
     rows = [
         (f"{row['step']:,}", *(_with_error(row, name) if name in row else "" for name in shown))
         for row in evaluations
     ]
-    return [html.columns(*charts) if charts else "", html.table(("step", *shown), rows)]
+    return [html.columns(*charts) if charts else "", html.table(("step", *shown.values()), rows)]
+
+
+def _metric(name: str) -> str:
+    """A metric in words; those of lm-eval, TASK/METRIC, have the harness's names."""
+    return name if "/" in name else name.replace("_", " ")
 
 
 def _with_error(row: Mapping[str, Any], name: str) -> str:
@@ -169,7 +174,7 @@ def _throughput(history: History) -> list[str]:
     shown = {"step time, median": format_step_time(step_seconds)} if step_seconds else {}
     for key, name in STEP_PARTS.items():
         seconds = history.median(key)
-        if seconds is not None and step_seconds:
+        if seconds and step_seconds:  # none is spent in collectives by one process
             shown[name] = f"{format_step_time(seconds)} ({seconds / step_seconds:.0%})"
     return [html.columns(*charts), html.properties(shown)]
 

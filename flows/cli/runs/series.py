@@ -14,8 +14,7 @@ from tasks.continual.gates import COLUMNS
 from tasks.continual.rounds import read_series, to_json
 from tasks.store.store import Store
 
-HEADINGS = ("round", "outcome", "new tokens", "replay", "time", "cost")
-SHOWN = [page.HEADINGS.index(heading) for heading in HEADINGS]
+HEADINGS = ("round", "outcome", "new tokens", "replay", "time", "cost")  # losses have a table of their own
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,8 +29,7 @@ def run(options: argparse.Namespace) -> int:
         print_json({**to_json(found), "page": str(output)})
         return DONE
     console = table_console()
-    rounds = [[page.cells(each)[index] for index in SHOWN] for each in found.rounds]
-    print_table(console, HEADINGS, rounds, left=2)
+    print_table(console, *page.table(found.rounds, HEADINGS), left=2)
     losses = [
         ("" if number else each.name, *row.cells)
         for each in found.rounds

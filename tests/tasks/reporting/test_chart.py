@@ -35,6 +35,12 @@ def test_chart_skips_non_finite_points_and_stays_inside_the_plot():
     assert "nan" not in chart
 
 
+def test_a_single_line_with_the_name_of_its_axis_has_no_legend():
+    lines = [Series("loss", "smooth", [(1, 2.0), (2, 1.0)])]
+    assert "figcaption" not in line_chart(lines, x_label="step", y_label="loss")
+    assert "figcaption" in line_chart(lines, x_label="step", y_label="validation loss")
+
+
 def test_points_that_are_not_joined_have_no_line_and_a_dot_in_the_legend():
     points = [(1.0, 6.0), (2.0, 5.0)]
     chart = line_chart(

@@ -36,6 +36,8 @@ def test_compare_shows_results_curves_and_profile_differences(capsys, tmp_path, 
     assert "train.learning_rate  0.003" in capsys.readouterr().out
     assert main(["compare", "first", "first-1"]) == 2
     assert "nearest valid: first~1" in capsys.readouterr().err
+    assert main(["compare", "first", "first~1", "first"]) == 0
+    assert "<h1>first, first~1 and first</h1>" in (tmp_path / "compare.html").read_text()
 
 
 def test_compare_shows_an_extended_run_as_unfinished(capsys, tmp_path, monkeypatch):

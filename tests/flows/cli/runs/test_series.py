@@ -81,6 +81,13 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
         tables = [line for line in lines if not line.startswith(("page: ", "round-2~1 was"))]
         assert max(map(len, tables)) <= 80
         assert [line.split()[0] for line in lines[1:5]] == ["first", "round-1", "round-2~1", "round-2"]
+        assert lines[0].split() == [
+            "round",
+            "outcome",
+            "new",
+            "tokens",
+            "replay",
+        ]  # neither time nor cost is known
         assert "promoted, current" in lines[4]
         assert ["0%" in line.split() for line in lines[1:5]] == [False, False, True, False]
         assert [line.split() for line in lines if line.startswith("round-2~1")][1] == (
@@ -90,6 +97,7 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
     parser = WellFormed()
     parser.feed(page.read_text())
     assert "source:code<b>" in parser.text  # escaped
+    assert "cost" not in parser.text
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["outcome"] for each in found["rounds"]] == [
@@ -101,6 +109,7 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
     assert found["rounds"][3]["rows"][0]["after"] == 1.01
     shown = markdown(rounds.read_series(series, "nightly"), "page")
     assert shown.count("\n| round-") == 3
+    assert "| loss on new text |\n" in shown
     picture = base64.b64decode(re.search(r"\(data:image/svg\+xml;base64,(\S+)\)", shown)[1]).decode()
     assert all("old text, not promoted" in each for each in ("".join(parser.text), picture))
     assert main(["series", "nightl", "--store", series.uri]) == 2
