@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE, REJECTED
-from flows.ui.console import TrimmedConsole, print_json, print_stderr, waiting
+from flows.ui.console import TrimmedConsole, print_json, print_parts, print_stderr, waiting
 from flows.ui.summaries import cluster_summary
 from modeling.planning.efficiency import basis
 from modeling.planning.planner import device_bytes, reserved_share
@@ -73,16 +72,15 @@ def _print(profile: Profile, found: Sequence[Topology], rejected: Sequence[Rejec
     console.print(Text.assemble((profile.name, "bold"), f" on {cluster_summary(profile)}: {count}"))
     if found:
         speed = ("step time", "tokens/s", "MFU") if timed else ("communication per step",)
-        table = Table(box=None, pad_edge=False, header_style="dim")
         counts = _counts(profile, found[:MAX_ROWS])
         degrees = (*(AXES[axis] for axis in _axes(profile)), *counts)
-        for column in ("", *degrees, "sharding", "recompute", *speed, "memory"):
-            text = column in ("", "sharding", "recompute")
-            table.add_column(column, justify="left" if text else "right", no_wrap=True)
+        titles = ("", *degrees, "sharding", "recompute", *speed, "memory")
+        rows = []
         for rank, topology in enumerate(found[:MAX_ROWS], 1):
             shown = [str(values[rank - 1]) for values in counts.values()]
-            table.add_row(str(rank), *_row(profile, topology, shown))
-        console.print(table)
+            rows.append((str(rank), *_row(profile, topology, shown)))
+        texts = [index for index, title in enumerate(titles) if title in ("", "sharding", "recompute")]
+        print_parts(console, titles, rows, left=texts)
         if timed:
             console.print(basis(profile), style="dim")
             console.print(Text(f"first because {'; '.join(explain(found, rejected))}"))

@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -223,7 +223,7 @@ def print_table(
     titles: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    left: int,
+    left: int | Collection[int],
     last_left: bool = False,
 ) -> None:
     """Print a table of many rows, of which rich takes a second for every 500.
@@ -231,12 +231,12 @@ def print_table(
     Long lines are left to the terminal.
 
     Args:
-        left: number of columns, from the first, that are aligned to the left; the rest is to the right.
+        left: columns that are aligned to the left, or how many from the first; the rest is to the right.
         last_left: whether the last one is aligned to the left as well; where the terminal is too narrow for it, its values are
             below their rows.
     """
     widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
-    lefts = {*range(left)} | ({len(titles) - 1} if last_left else set())
+    lefts = {*(range(left) if isinstance(left, int) else left)} | ({len(titles) - 1} if last_left else set())
 
     def line(cells: Sequence[str]) -> str:
         blanks = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
@@ -257,13 +257,14 @@ def print_table(
 
 
 def print_parts(
-    console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 0
+    console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | Collection[int] = 0
 ) -> None:
     """Print a table; one too wide for the terminal in parts below each other, each with the first column.
 
     Args:
-        left: number of columns, from the first, that are aligned to the left; the rest is to the right.
+        left: as in `print_table`.
     """
+    lefts = {*(range(left) if isinstance(left, int) else left)}
     first, *widths = (max(map(cell_len, column)) for column in zip(titles, *rows, strict=True))
     parts, used = [[0]], first
     for column, width in enumerate(widths, 1):
@@ -275,7 +276,9 @@ def print_parts(
     for part in parts:
         if part is not parts[0]:
             console.print()
-        print_table(console, [titles[i] for i in part], [[row[i] for i in part] for row in rows], left=left)
+        shown = [[row[i] for i in part] for row in rows]
+        aligned = [place for place, i in enumerate(part) if i in lefts]
+        print_table(console, [titles[i] for i in part], shown, left=aligned)
 
 
 def redirect_to_devnull(output: IO[str]) -> None:

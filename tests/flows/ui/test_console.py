@@ -159,10 +159,11 @@ def test_a_table_too_wide_for_the_terminal_is_printed_in_parts():
     shown = {}
     for width in (30, 80):
         terminal = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-        console.print_parts(terminal, titles, rows, left=1)
+        console.print_parts(terminal, titles, rows, left=(0, 3))
         shown[width] = terminal.file.getvalue().splitlines()
         assert max(map(len, shown[width])) <= width
         assert all(cell in "\n".join(shown[width]) for row in rows for cell in row)
     names = ["run", "h512-l8-t10", "llama3-8b-h"]
     assert [line[:11].strip() for line in shown[30]] == [*names, "", *names, "", *names]
     assert len(shown[80]) == 3
+    assert "1.26G  1.63" in shown[80][1]  # the column named by its number is aligned to the left, too
