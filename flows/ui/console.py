@@ -235,7 +235,7 @@ def print_table(
         last_left: whether the last one is aligned to the left as well; where the terminal is too narrow for it, its values are
             below their rows.
     """
-    widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
+    widths = column_widths(titles, rows)
     lefts = {*(range(left) if isinstance(left, int) else left)} | ({len(titles) - 1} if last_left else set())
 
     def line(cells: Sequence[str]) -> str:
@@ -265,20 +265,30 @@ def print_parts(
         left: as in `print_table`.
     """
     lefts = {*(range(left) if isinstance(left, int) else left)}
-    first, *widths = (max(map(cell_len, column)) for column in zip(titles, *rows, strict=True))
+    for number, part in enumerate(parts_of(console, column_widths(titles, rows))):
+        if number:
+            console.print()
+        shown = [[row[i] for i in part] for row in rows]
+        aligned = [place for place, i in enumerate(part) if i in lefts]
+        print_table(console, [titles[i] for i in part], shown, left=aligned)
+
+
+def column_widths(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """The width of each column's longest text."""
+    return [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
+
+
+def parts_of(console: Console, widths: Sequence[int]) -> list[list[int]]:
+    """The columns of each part of a table of these widths that fits in the terminal; each has the first column."""
+    first, *others = widths
     parts, used = [[0]], first
-    for column, width in enumerate(widths, 1):
+    for column, width in enumerate(others, 1):
         if console.is_terminal and len(parts[-1]) > 1 and used + 2 + width > console.width:
             parts.append([0])
             used = first
         parts[-1].append(column)
         used += 2 + width
-    for part in parts:
-        if part is not parts[0]:
-            console.print()
-        shown = [[row[i] for i in part] for row in rows]
-        aligned = [place for place, i in enumerate(part) if i in lefts]
-        print_table(console, [titles[i] for i in part], shown, left=aligned)
+    return parts
 
 
 def redirect_to_devnull(output: IO[str]) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, relative, table_console
+from flows.ui.console import column_widths, parts_of, print_json, relative, table_console
 from profiles.errors import ProfileError
 from tasks.reporting import comparison_page
 from tasks.store.store import Store
+
+UNFOLDED = 16  # characters of a cell that is whole on any terminal
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,12 +31,22 @@ def run(options: argparse.Namespace) -> int:
         print_json({"runs": runs, "differences": differences, "page": str(page)})
         return DONE
     console = table_console()
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    for run in runs:
-        table.add_column(run["run"], overflow="fold")
-    for name, *cells in comparison_page.table_rows(runs):
-        table.add_row(Text(name, "dim"), *map(Text, cells))
-    console.print(table)
+    _print(console, ("", *(run["run"] for run in runs)), comparison_page.table_rows(runs))
     console.print(f"\nloss curves: {relative(str(page))}", soft_wrap=True, markup=False)
     return DONE
+
+
+def _print(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, on a narrow terminal in parts: only texts longer than UNFOLDED are folded, no numbers."""
+    name, *others = column_widths(titles, rows)
+    widths = [name, *(min(UNFOLDED, width) for width in others)]
+    for number, part in enumerate(parts_of(console, widths)):
+        if number:
+            console.print()
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for index in part:
+            table.add_column(titles[index], overflow="fold", min_width=widths[index], no_wrap=not index)
+        for row in rows:
+            cells = (Text(row[index], "" if index else "dim") for index in part)
+            table.add_row(*cells)
+        console.print(table)

@@ -38,6 +38,12 @@ def test_compare_shows_results_curves_and_profile_differences(capsys, tmp_path, 
     assert "nearest valid: first~1" in capsys.readouterr().err
     assert main(["compare", "first", "first~1", "first"]) == 0
     assert "<h1>first, first~1 and first</h1>" in (tmp_path / "compare.html").read_text()
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
+    assert main(["compare", *["first", "first~1"] * 3]) == 0
+    out = capsys.readouterr().out
+    assert (out.count("7.3000"), out.count("7.8000")) == (3, 3)  # whole, not folded
 
 
 def test_compare_shows_an_extended_run_as_unfinished(capsys, tmp_path, monkeypatch):
