@@ -111,7 +111,6 @@ TOPOLOGY = (
 INDEPENDENT = (
     cluster.check_trace,
     hyperparameters.check_precision,
-    hyperparameters.check_optimizer,
     hyperparameters.check_qk_clip,
     hyperparameters.check_schedule,
     pretrained.check_vocabulary,

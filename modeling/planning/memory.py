@@ -272,7 +272,7 @@ def activation_bytes(
     exchanged = _exchanged_bytes(profile, resident)
     if len(resident) > IN_FLIGHT:  # the first buckets are exchanged while backward runs
         working += exchanged
-    peak = max(working, exchanged)
+    peak = max(working, exchanged, _stacked_bytes(profile, buckets))
     if profile.parallel.pipeline > 1:
         from parallel.pipeline.runtime import SENDS_IN_FLIGHT  # imports slowly; only pipelines need it
 
@@ -294,6 +294,16 @@ def _exchanged_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
     exchanged = [b for b in buckets if (b.replicas if device.reduces_in_place else b.shards * b.replicas) > 1]
     sizes = sorted(bucket.size * (1 / bucket.shards + copies) for bucket in exchanged)
     return math.ceil(sum(sizes[-IN_FLIGHT:]) * width)
+
+
+def _stacked_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
+    """Bytes of an update of whole matrices in compiled programs (parallel/optimizer/stacks.py).
+
+    What is sent, received and computed of each weight at the same time: six elements in the dtype that is exchanged twice.
+    """
+    if not device_of(profile).compiles_operators:
+        return 0
+    return sum(3 * b.rule.exchanged * (b.size // b.shards) for b in buckets if b.rule is not None)
 
 
 def _gathered_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:

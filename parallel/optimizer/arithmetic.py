@@ -30,17 +30,18 @@ class Arithmetic:
     """
 
     def __init__(self, compile: Compile | None = None) -> None:
-        self.compiled = compile is not None
-
-        def prepare(function: F) -> F:
-            prepared: Any = compile(function) if compile else function  # with the same arguments
-            return prepared
-
+        self.compiled, self._compile = compile is not None, compile
+        prepare = self.prepare
         self.assign, self.add, self.clear = prepare(assign), prepare(add), prepare(clear)
         self.square_norm, self.root, self.clip = prepare(square_norm), prepare(root), prepare(clip)
         self.sign_step = prepare(sign_step)
         self.checksums, self.count_differing = prepare(checksums), prepare(count_differing)
         self.update: Update | None = compile(update) if compile else None
+
+    def prepare(self, function: F) -> F:
+        """A function of a rule, compiled if the device needs it."""
+        prepared: Any = self._compile(function) if self._compile else function  # with the same arguments
+        return prepared
 
 
 def assign(target: Tensor, source: Tensor) -> None:

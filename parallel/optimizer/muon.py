@@ -16,25 +16,31 @@ and the result scattered back (matrices.py), while other buckets are on their wa
     IN_FLIGHT later    weights
 
 u and the results are sent in the dtype in which they are orthogonalized, so that no bits are lost.
+
+Devices that compile each operator at its first use run a step as four kinds of compiled programs, with one exchange each way for
+all buckets (stacks.py): momentum of a bucket, collection, orthogonalization, weights of a bucket.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from parallel import collectives
+from parallel.device import KINDS
 from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.optimizer.arithmetic import Arithmetic
 from parallel.optimizer.buckets import Bucket
 from parallel.optimizer.matrices import BucketMatrices, Owners, Packed, Shape, matrix_axis
 from parallel.optimizer.newton_schulz import COEFFICIENTS, multiply_adds, orthogonalize
 from parallel.optimizer.rules import Step, Updater
+from parallel.optimizer.stacks import MatrixStacks, collect, orthogonalize_stacks
 
 IN_FLIGHT = 2  # buckets on their way to the owners, and back
 RMS = 0.2  # root mean square of AdamW's updates (arXiv 2502.16982)
@@ -86,6 +92,10 @@ class Muon:
 
     def updater(self, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> Updater:
         """An updater of these buckets, in the order of their updates."""
+        # Of a device that compiles operators; its programs may be traced on the CPU, its runs may be eager.
+        kind = KINDS.get(buckets[0].master.device.type)
+        if arithmetic.compiled or (kind is not None and kind.compiles_operators):
+            return _StackedUpdater(self, buckets, mesh, arithmetic)
         return _Updater(self, buckets, mesh)
 
 
@@ -119,15 +129,11 @@ class _Updater:
         return self._advance(0)
 
     def rehearse(self, bucket: Bucket, step: Step) -> None:
-        update = self._accelerate(bucket, step).float()
-        owned = self._matrices[id(bucket)].owned
-        self._orthogonalize({name: update.new_zeros(shape) for name, shape in owned.items()})
-        apply(bucket.master, update, step, bucket.rate, bucket.weight_decay)
+        """There is nothing to compile."""
 
     def _accelerate(self, bucket: Bucket, step: Step) -> Tensor:
-        momentum = bucket.states["momentum"]
-        u = accelerate(momentum, bucket.gradient_shard, step.divisor, step.skip, self._rule.momentum)
-        return u.to(self._rule.dtype)
+        momentum, rule = bucket.states["momentum"], self._rule
+        return accelerate(momentum, bucket.gradient_shard, step.divisor, step.skip, rule.momentum, rule.dtype)
 
     def _advance(self, limit: int) -> list[Bucket]:
         """Continue the oldest updates until at most `limit` buckets are on their way in each direction."""
@@ -144,7 +150,8 @@ class _Updater:
             update = torch.zeros_like(bucket.master)
             for box, part in entry.packed.parts():
                 torch.mul(part.float(), RMS * math.sqrt(max(box.shape)), out=box.view(update))
-            apply(bucket.master, update, entry.step, bucket.rate, bucket.weight_decay)
+            step = entry.step
+            apply(bucket.master, update, step.rates[bucket.rate], step.skip, bucket.weight_decay)
             ended.append(bucket)
         return ended
 
@@ -165,16 +172,76 @@ class _Updater:
         return found
 
 
-def accelerate(momentum: Tensor, gradient: Tensor, divisor: Tensor, skip: Tensor, factor: float) -> Tensor:
+class _StackedUpdater:
+    """Updates all buckets of the step together, by programs that are the same on every rank."""
+
+    def __init__(self, rule: Muon, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> None:
+        self._rule, self._count = rule, len(buckets)
+        by_axis: dict[str, list[Bucket]] = {}
+        for bucket in buckets:
+            by_axis.setdefault(matrix_axis(bucket, mesh).name, []).append(bucket)
+        self._stacks = [MatrixStacks(each, mesh) for each in by_axis.values()]
+        self._accelerated: dict[int, tuple[Tensor, Step]] = {}
+        self._accelerate, self._collect = arithmetic.prepare(accelerate), arithmetic.prepare(collect)
+        self._orthogonalize, self._apply = arithmetic.prepare(orthogonalize_stacks), arithmetic.prepare(place)
+
+    def update(self, bucket: Bucket, step: Step) -> Iterable[Bucket]:
+        momentum, rule = bucket.states["momentum"], self._rule
+        u = self._accelerate(
+            momentum, bucket.gradient_shard, step.divisor, step.skip, rule.momentum, rule.dtype
+        )
+        self._accelerated[id(bucket)] = u, step
+        return ()
+
+    def finish(self) -> Iterable[Bucket]:
+        return [bucket for stacks in self._stacks for bucket in self._end(stacks, collectives.all_to_all)]
+
+    def rehearse(self, bucket: Bucket, step: Step) -> None:
+        self.update(bucket, step)
+        if len(self._accelerated) == self._count:
+            for stacks in self._stacks:
+                self._end(stacks, lambda blocks, axis: blocks)
+
+    def _end(self, stacks: MatrixStacks, exchange: Callable[[Tensor, Axis], Tensor]) -> Sequence[Bucket]:
+        """Orthogonalize the matrices of these buckets and update their weights; `exchange`: an all-to-all."""
+        shards, steps = zip(*(self._accelerated.pop(id(bucket)) for bucket in stacks.buckets), strict=True)
+        received = exchange(self._collect(shards, stacks.sent, stacks.block), stacks.axis)
+        del shards  # their memory
+        indices, coefficients = (stacks.assembled, stacks.returned), COEFFICIENTS[self._rule.coefficients]
+        found = exchange(self._orthogonalize(received, *indices, stacks.shapes, coefficients), stacks.axis)
+        for bucket, step, placed, sides in zip(
+            stacks.buckets, steps, stacks.placed, stacks.longer_sides, strict=True
+        ):
+            scalars = step.rates[bucket.rate], step.skip, bucket.weight_decay
+            self._apply(bucket.master, found, placed, sides, *scalars)
+        return stacks.buckets
+
+
+def accelerate(
+    momentum: Tensor, gradient: Tensor, divisor: Tensor, skip: Tensor, factor: float, dtype: torch.dtype
+) -> Tensor:
     """Update the momentum unless `skip` is 1. Returns Nesterov's: what it will be if the gradient stays."""
     gradient = gradient.float() / divisor
     average = momentum.lerp(gradient, 1 - factor)
     momentum.copy_(momentum.where(skip > 0, average))
-    return gradient.lerp(average, factor)
+    return gradient.lerp(average, factor).to(dtype)
 
 
-def apply(weights: Tensor, update: Tensor, step: Step, multiplier: float, decay: float) -> None:
-    """Decay the weights and subtract the update, times the learning rate, unless the step is skipped."""
-    rate = step.rates[multiplier]
+def place(
+    weights: Tensor,
+    results: Tensor,
+    placed: Tensor,
+    longer_sides: Tensor,
+    rate: float | Tensor,
+    skip: Tensor,
+    decay: float,
+) -> None:
+    """Update a bucket's weights by its blocks of the results (g·m', block)."""
+    update = results[placed].float() * (RMS * longer_sides.sqrt())  # (n, block)
+    apply(weights, update.flatten(), rate, skip, decay)
+
+
+def apply(weights: Tensor, update: Tensor, rate: float | Tensor, skip: Tensor, decay: float) -> None:
+    """Decay the weights and subtract the update, times the learning rate, unless `skip` is 1."""
     updated = weights * (1 - rate * decay) - update * rate
-    weights.copy_(weights.where(step.skip > 0, updated))
+    weights.copy_(weights.where(skip > 0, updated))

@@ -55,13 +55,6 @@ def check_precision(profile: Profile) -> None:
             raise ProfileError("train.precision", "fp8", reason, ["bf16"])
 
 
-def check_optimizer(profile: Profile) -> None:
-    """Raise ProfileError if the device cannot run the optimizer."""
-    if profile.train.optimizer == "muon" and profile.cluster.device == "neuron":
-        reason = "is not supported on neuron: its exchange of matrices is not compiled"
-        raise ProfileError("train.optimizer", "muon", reason, ["adamw"])
-
-
 def check_qk_clip(profile: Profile) -> None:
     """Raise ProfileError if QK-clip cannot bound the logits by scaling weights, or cannot record them."""
     model, value = profile.model, profile.train.qk_clip
@@ -75,7 +68,7 @@ def check_qk_clip(profile: Profile) -> None:
     elif profile.lora.rank:
         reason = "scales weights of queries and keys, which LoRA freezes"
     elif profile.cluster.device == "neuron":
-        reason = "is not supported on neuron: its compiled programs record no attention logits"
+        reason = "is not supported on neuron: its compiled programs, the same on every rank, record no attention logits"
     elif model.architecture not in families.OWN:
         reason = f"is not supported by plugins: {model.architecture} records no attention logits"
     if reason:

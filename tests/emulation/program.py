@@ -15,6 +15,7 @@ import os
 import shutil
 import tarfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -84,8 +85,8 @@ def run_steps(run: Path, dataset: Path) -> object:
     """Train with the emulated compiler; counts from the second step on, when everything has been compiled.
 
     Returns:
-        number of the optimizer's buckets; the programs in the cache; operators outside compiled programs after the last step was
-        queued, when a checkpoint may be saved.
+        number of the optimizer's buckets by rule; the programs in the cache; operators outside compiled programs after the last
+        step was queued, when a checkpoint may be saved.
     """
     register_compiler()
     torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
@@ -98,15 +99,15 @@ def run_steps(run: Path, dataset: Path) -> object:
         if training.step == training.settings.steps:
             used.update(usage.take())
 
-            buckets.append(len(training.optimizer.buckets))
+            buckets.update(type(bucket.rule).__name__ for bucket in training.optimizer.buckets)
 
     used: dict[str, Any] = {}
-    buckets: list[int] = []
+    buckets = Counter[str]()
     with mock.patch.object(train.TrainingRun, "_queue_step", queue):
         run_training(run, dataset)
     after_last_step = usage.take().get(usage.EAGER, {})
     usage.counts.update(used)
-    return {"buckets": buckets[0], "programs": neffs(run / "graphs"), "after": after_last_step}
+    return {"buckets": buckets, "programs": neffs(run / "graphs"), "after": after_last_step}
 
 
 def compile_ahead(run: Path, dataset: Path) -> object:

@@ -40,10 +40,11 @@ TWO_RANKS = {
 }
 DEEP = ("model.num_hidden_layers=4",)
 MASKED = "train.document_masks=true"
-EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_experts_per_tok=2")
+MUON = ("train.optimizer=muon",)
+EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_experts_per_tok=2", *MUON)
 BF16 = ("train.precision=bf16",)
 SFT = ("objective.kind=sft", "objective.packing=true")
-DPO = ("objective.kind=dpo", "objective.packing=false")
+DPO = ("objective.kind=dpo", "objective.packing=false", *MUON)
 LORA = ("lora.rank=4", "lora.targets=[q_proj, v_proj, output, gate_up, down]")
 USERS = "compiled, user functions"
 COMPILED = {
@@ -113,7 +114,7 @@ def datasets(tmp_path_factory) -> dict[tuple[str, ...], Path]:
     """Datasets by the settings of the objective."""
     folders = [tmp_path_factory.mktemp(name) for name in ("text", "records", "pairs")]
     found = {(): micro.dataset(folders[0]), SFT: micro.records(folders[1])}
-    return found | {DPO: micro.records(folders[2], pairs=True)}
+    return found | {objective(DPO): micro.records(folders[2], pairs=True)}
 
 
 def start_runs(
@@ -270,8 +271,12 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
         assert usage.BLOCKING_UPLOAD not in training(run, rank)
         assert training(run, rank)[usage.HOST_READ] == {"parallel/device.py:Download.wait event": steps}
         call = calls(run, rank)[0]
-        buckets = call["returned"]["buckets"]
-        assert training(run, rank)[usage.PROGRAM]["parallel/optimizer/adamw.py:update"] == steps * buckets
+        buckets, programs = call["returned"]["buckets"], training(run, rank)[usage.PROGRAM]
+        assert programs["parallel/optimizer/adamw.py:update"] == steps * buckets["AdamW"]
+        matrices = buckets.get("Muon", 0)
+        assert (matrices > 0) == (MUON[0] in settings)
+        for function in ("accelerate", "place"):
+            assert programs.get(f"parallel/optimizer/muon.py:{function}", 0) == steps * matrices
         # Saves a checkpoint, in runs that do.
         assert set(call["returned"]["after"]) <= copies
         # The device reads its settings once: the cache of compiled programs must be set before it is used.

@@ -118,10 +118,6 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
             *("train.precision", "fp8", "needs multiples of 16 with fp8_recipe rowwise", ("bf16",)),
         ),
         (
-            ["train.optimizer=muon", "cluster.device=neuron", "cluster.accelerator=trn2"],
-            *("train.optimizer", "muon", "is not supported on neuron", ("adamw",)),
-        ),
-        (
             ["train.qk_clip=100", "cluster.device=neuron", "cluster.accelerator=trn2"],
             *("train.qk_clip", 100.0, "is not supported on neuron", ("null",)),
         ),

@@ -9,6 +9,7 @@ from parallel.layers.gqa import GQAQKVColumnParallelLinear
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.layout import layout_of
 from parallel.optimizer.adamw import AdamW
+from parallel.optimizer.arithmetic import EAGER, Arithmetic
 from parallel.optimizer.matrices import Owners
 from parallel.optimizer.muon import Muon
 from parallel.optimizer.newton_schulz import COEFFICIENTS, multiply_adds, orthogonalize
@@ -44,9 +45,17 @@ def gradient(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
 
 
 def trained(
-    steps: int, dtype: torch.dtype = torch.float32, clip: float | None = 1.0, **degrees: int
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    clip: float | None = 1.0,
+    stacked: bool = False,
+    **degrees: int,
 ) -> dict[str, torch.Tensor]:
-    """This rank's boxes of the weights after each step, by global name, step and offsets."""
+    """This rank's boxes of the weights after each step, by global name, step and offsets.
+
+    Args:
+        stacked: whether the programs are those of devices that compile them; here they run uncompiled.
+    """
     ranks = degrees.get("data", 1)
     replicas = max(1, degrees.get("tensor", 1) // 2)
     with mesh(**degrees, kv_replicas=replicas, whole_matrices=True) as on:
@@ -58,6 +67,7 @@ def trained(
             rule=lambda *named: choose(*named, dtype=dtype),
             bucket_size=3000,
             clip=clip,
+            arithmetic=Arithmetic(lambda function: function) if stacked else EAGER,
         )
         found = {}
         for step in range(steps):
@@ -128,7 +138,16 @@ def test_every_update_of_one_process_equals_torch_muon():
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"data": 2}, {"tensor": 2}, {"tensor": 4}, {"data": 2, "tensor": 4}, {"data": 4, "shard_degree": 2}],
+    [
+        *(
+            {"data": 2},
+            {"tensor": 2},
+            {"tensor": 4},
+            {"data": 2, "tensor": 4},
+            {"data": 4, "shard_degree": 2},
+        ),
+        *({"stacked": True, "data": 2, "tensor": 4}, {"stacked": True, "data": 4, "shard_degree": 2}),
+    ],
     ids=str,
 )
 def test_every_distribution_updates_whole_matrices(pool, degrees):
