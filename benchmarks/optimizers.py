@@ -7,6 +7,9 @@ installation, as bytes, none of which repeats. Learning rates are tuned on the s
 The laws of both ladders forecast, with an interval, the ratio of tokens of the two at the target's loss. Only then AdamW trains
 the target, and Muon models of its size for several shares of its tokens, each with its own schedule; the ratio is interpolated
 between their losses. The ratio counts tokens, not seconds. Each seed takes about four minutes of CPU time.
+
+With `--rates`, learning rates are given instead of tuned, and with `--part outcome`, only the target is trained, in two thirds of
+that time: further seeds of an outcome whose forecast is known.
 """
 
 from __future__ import annotations
@@ -127,9 +130,9 @@ def reached(loss: float, losses: Sequence[float]) -> float:
     return math.exp(np.interp(-loss, [-each for each in losses], np.log(SHARES)))
 
 
-def measure(seed: int, rates: dict[Optimizer, float]) -> tuple[float, bool]:
-    """Forecast and measure the ratio with one seed; returns it, and whether the interval has it."""
-    begun, fits = time.process_time(), []
+def measure_forecast(seed: int, rates: dict[Optimizer, float]) -> tuple[float, float]:
+    """Train both ladders with one seed and print their forecast of the ratio; returns its interval."""
+    fits = []
     for optimizer in OPTIMIZERS:
         ladder = describe(optimizer, rates[optimizer], seed)
         rungs = rungs_of(ladder, target_of(ladder))
@@ -144,7 +147,13 @@ def measure(seed: int, rates: dict[Optimizer, float]) -> tuple[float, bool]:
         f"seed {seed}: forecast {ratio:.2f} of AdamW's tokens, 90% interval {low:.2f} to {high:.2f}",
         flush=True,
     )
-    loss = loss_of(target)
+    return low, high
+
+
+def measure_outcome(seed: int, rates: dict[Optimizer, float]) -> float:
+    """Train the target with one seed; returns the ratio."""
+    begun = time.process_time()
+    loss = loss_of(target_of(describe("adamw", rates["adamw"], seed)))
     found = [loss_of(target_of(describe("muon", rates["muon"], seed, share))) for share in SHARES]
     outcome = reached(loss, found)
     curve = ", ".join(f"{share:g}: {each:.4f}" for share, each in zip(SHARES, found, strict=True))
@@ -152,19 +161,25 @@ def measure(seed: int, rates: dict[Optimizer, float]) -> tuple[float, bool]:
         f"seed {seed}: AdamW {loss:.4f}; Muon {curve}; outcome {outcome:.2f}; {time.process_time() - begun:.0f} s of CPU time",
         flush=True,
     )
-    return outcome, low <= outcome <= high
+    return outcome
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
+    about = "learning rates, instead of tuning them"
+    parser.add_argument("--rates", type=float, nargs=2, metavar=("ADAMW", "MUON"), help=about)
+    parser.add_argument("--part", choices=("outcome",), help="only train the target, without a forecast")
     options = parser.parse_args()
-    rates = {optimizer: tune(optimizer) for optimizer in OPTIMIZERS}
-    outcomes, inside = zip(*(measure(seed, rates) for seed in options.seed), strict=True)
-    print(
-        f"Muon needs {min(outcomes):.2f} to {max(outcomes):.2f} of AdamW's tokens; {sum(inside)} of {len(inside)} inside the "
-        "interval"
-    )
+    given = options.rates or map(tune, OPTIMIZERS)
+    rates = dict(zip(OPTIMIZERS, given, strict=True))
+    outcomes, inside = [], 0
+    for seed in options.seed:
+        low, high = (math.nan, math.nan) if options.part else measure_forecast(seed, rates)
+        outcomes.append(measure_outcome(seed, rates))
+        inside += low <= outcomes[-1] <= high
+    last = "" if options.part else f"; {inside} of {len(outcomes)} inside the interval"
+    print(f"Muon needs {min(outcomes):.2f} to {max(outcomes):.2f} of AdamW's tokens{last}")
 
 
 if __name__ == "__main__":
