@@ -96,7 +96,7 @@ def speed(rounds: int, precision: str) -> bool:
             "compiled": Script("training_steps.ours", (*common, "--graphs", graphs)),
         }
         runs = alternate({kind: partial(measure_script, script) for kind, script in scripts.items()}, rounds)
-    seconds = {kind: [run.step_seconds for run in measured] for kind, measured in runs.items()}
+    seconds = {kind: [run.median_seconds() for run in measured] for kind, measured in runs.items()}
     for kind, times in seconds.items():
         print(f"step, {kind}: {', '.join(f'{value * 1e3:.0f}' for value in times)} ms")
     ratio = median_ratio(seconds["eager"], seconds["compiled"])

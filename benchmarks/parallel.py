@@ -29,6 +29,9 @@ LINEAR_TOLERANCE = 5e-5
 # With both, such tokens are more: rounding differs more, and the layers behind one token read it. The first two steps agree to
 # 3e-7; after eleven, two orders of summation of our own rule differ by 1e-3.
 LINEAR_EXPERT_TOLERANCE = 5e-3
+# With Muon: rounding can change an element's bits in bf16, in which matrices are orthogonalized.
+MUON_TOLERANCE = 1e-4
+MUON, REPLICATED = ("--optimizer", "muon"), "torch.optim.Muon on each rank"
 
 COMPARISONS: tuple[Comparison, ...] = (
     TrainingComparison(
@@ -99,6 +102,18 @@ COMPARISONS: tuple[Comparison, ...] = (
     ),
     RingComparison("ring-8k", 8192),
     RingComparison("ring-32k", 32768),
+    TrainingComparison("muon", "DP 2, Muon", REPLICATED, 1.0, ("muon",), MUON, tolerance=MUON_TOLERANCE),
+    TrainingComparison(
+        *("muon-update", "its update alone", REPLICATED, 1.40, ("muon",), MUON),
+        tolerance=MUON_TOLERANCE,
+        update=True,
+    ),
+    # A figure without a target: the losses are others. In float32, whose products are as fast as those of the model.
+    TrainingComparison(
+        *("muon-adamw", "DP 2, Muon in float32", "Trainshed's AdamW", 0.0, ("ours",)),
+        ours=(*MUON, "--muon-dtype", "float32"),
+        tolerance=1.0,
+    ),
 )
 
 

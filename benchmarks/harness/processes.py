@@ -55,17 +55,18 @@ class Measurement:
     Attributes:
         seconds: of each timed step.
         losses: of every step, including the warm-up.
+        update_seconds: of each timed step's update, from summed gradients to new weights; empty if not timed.
         peak_bytes: peak memory above the inputs.
     """
 
     seconds: list[float]
     losses: list[float] = field(default_factory=list)
+    update_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of the median step."""
-        return statistics.median(self.seconds)
+    def median_seconds(self, update: bool = False) -> float:
+        """Seconds of the median step, or of the median update."""
+        return statistics.median(self.update_seconds if update else self.seconds)
 
 
 def run_script(script: Script, arguments: Sequence[str] = ()) -> str:

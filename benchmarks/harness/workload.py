@@ -8,9 +8,9 @@ line.
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,13 @@ ADAMW: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.1,
 }  # weight decay for every parameter
+# of the blocks' matrices, by torch.optim.Muon, which orthogonalizes in bf16
+MUON: dict[str, Any] = {
+    "lr": ADAMW["lr"],
+    "momentum": 0.95,
+    "weight_decay": ADAMW["weight_decay"],
+    "adjust_lr_fn": "match_rms_adamw",
+}
 CLIP = 1.0
 PERIOD = 8192  # tokens of a sample that are drawn; longer ones repeat them
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -234,6 +241,13 @@ def adamw(parameters: Iterable[Tensor], **settings: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(given, **options)
 
 
+class Optimizer(Protocol):
+    """What is used of torch's optimizers."""
+
+    def step(self) -> object: ...
+    def zero_grad(self) -> None: ...
+
+
 def mean_over_ranks(loss: Tensor) -> Tensor:
     """Mean over ranks of each rank's mean loss."""
     total = loss.detach().clone()
@@ -241,13 +255,18 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def measure(step: Callable[[Tensor], Tensor], options: argparse.Namespace) -> None:
+def measure(
+    step: Callable[[Tensor], Tensor],
+    options: argparse.Namespace,
+    updates: Sequence[tuple[devices.Mark, devices.Mark]] = (),
+) -> None:
     """Run and time `step` on every batch; rank 0 prints the result.
 
     A GPU's own clock times it: the host queues a step while the one before still runs, as in training.
 
     Args:
         step: (batch, sequence + 1) token ids of all ranks, on the device -> mean loss of one element, equal on all ranks.
+        updates: begin and end of each step's update, to which `step` appends.
     """
     workload, device = WORKLOADS[options.workload], devices.KINDS[options.device]
     local = devices.current(options.device)
@@ -261,8 +280,10 @@ def measure(step: Callable[[Tensor], Tensor], options: argparse.Namespace) -> No
         marks.append((begin, device.mark()))
     device.synchronize()
     seconds, losses = [device.seconds(*each) for each in marks], [float(loss) for loss in results]
+    update_seconds = [device.seconds(*each) for each in updates]
     if not dist.is_initialized() or dist.get_rank() == 0:
         result = {"seconds": seconds[options.warm_up :], "losses": losses}
+        result |= {"update_seconds": update_seconds[options.warm_up :]}
         print(json.dumps({**result, "peak_bytes": device.allocated_bytes or 0}), flush=True)
     if dist.is_initialized():
         dist.barrier()
@@ -272,19 +293,23 @@ def measure(step: Callable[[Tensor], Tensor], options: argparse.Namespace) -> No
 
 def measure_training(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     compute_loss: Callable[[Tensor], Tensor],
     options: argparse.Namespace,
     reduce: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> None:
     """Measure a plain PyTorch training step: loss, backward, clipping by global norm, optimizer step."""
+    device = devices.KINDS[options.device]
+    updates: list[tuple[devices.Mark, devices.Mark]] = []
 
     def step(samples: Tensor) -> Tensor:
         loss = compute_loss(samples)
         loss.backward()
+        begin = device.mark()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
         optimizer.step()
+        updates.append((begin, device.mark()))
         optimizer.zero_grad()
         return reduce(loss)
 
-    measure(step, options)
+    measure(step, options, updates)

@@ -53,7 +53,7 @@ def main() -> int:
         f"logits of a process: {logits / 2**20:.0f} MiB in float32",
         ("loss", "peak memory above the inputs, MiB", "seconds"),
         [
-            (variant, f"{run.peak_bytes / 2**20:.0f}", f"{run.step_seconds:.2f}")
+            (variant, f"{run.peak_bytes / 2**20:.0f}", f"{run.median_seconds():.2f}")
             for variant, run in measured.items()
         ],
     )

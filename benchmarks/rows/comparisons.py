@@ -116,6 +116,7 @@ class TrainingComparison:
         requires: package that the peer needs besides torch.
         tolerance: largest relative difference of each step's loss; None: that of the precision.
         lacks: what the peer needs and this machine lacks: ours is measured alone.
+        update: compare updates, from summed gradients to new weights, instead of steps.
     """
 
     name: str
@@ -133,6 +134,7 @@ class TrainingComparison:
     requires: str | None = None
     tolerance: float | None = None
     lacks: str | None = None
+    update: bool = False
 
     @property
     def measured(self) -> tuple[object, ...]:
@@ -162,7 +164,7 @@ class TrainingComparison:
         tolerance = self.tolerance or TOLERANCES[self.precision]
         row = (self.name, self.title, self.against, self.target, tolerance, self.bound_target)
         tokens = WORKLOADS[self.workload].tokens
-        figures = alternate_scripts(scripts, common, schedule, before_turn)
+        figures = alternate_scripts(scripts, common, schedule, before_turn, self.update)
         return Result(*row, tokens=tokens, lacks=self.lacks, **figures)
 
 
@@ -215,11 +217,16 @@ def alternate_scripts(
     arguments: Sequence[str],
     schedule: Schedule,
     before_turn: Callable[[str], object],
+    update: bool = False,
 ) -> dict[str, Any]:
-    """Run scripts in turn; returns each side's seconds by round, and `difference`, that of their losses."""
+    """Run scripts in turn; returns each side's seconds by round, and `difference`, that of their losses.
+
+    Args:
+        update: take the seconds of updates instead of those of steps.
+    """
     sides = {side: partial(measure_script, script, arguments) for side, script in scripts.items()}
     runs = alternate(sides, schedule.rounds, before_turn)
-    seconds = {side: [run.step_seconds for run in measured] for side, measured in runs.items()}
+    seconds = {side: [run.median_seconds(update) for run in measured] for side, measured in runs.items()}
     return {**seconds, "difference": largest_difference(runs["ours"] + runs.get("peer", []))}
 
 

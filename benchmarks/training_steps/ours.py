@@ -14,6 +14,7 @@ from modeling.data.prefetch import Batch
 from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import ShardedAdamW
+from parallel.device import Mark
 from profiles.schema import Profile
 
 
@@ -25,15 +26,19 @@ def main() -> None:
     if not options.lora_rank:
         load_initial_weights(trainer, optimizer)
     data = trainer.mesh.data
+    updates: list[tuple[Mark, Mark]] = []
 
     def step(samples: Tensor) -> Tensor:
         local = Batch(samples.chunk(data.size)[data.rank]) if trainer.reads_samples else Batch()
         optimizer.begin_step(profile.accumulation_steps)
         loss = trainer.forward_backward(local, 1 / work.tokens)
+        optimizer.reduce()
+        begin = trainer.device.mark()
         optimizer.step(profile.train.learning_rate)
+        updates.append((begin, trainer.device.mark()))
         return trainer.sum(loss[None])
 
-    workload.measure(step, options)
+    workload.measure(step, options, updates)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,6 +65,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
     parser.add_argument("--shard-degree", type=int, help="ranks over which states are sharded (HSDP)")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument(
+        "--muon-dtype",
+        choices=workload.DTYPES,
+        default="bf16",
+        help="of Newton–Schulz steps (default: torch's)",
+    )
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument(
         "--lora-rank", type=int, help="train updates of this rank; the other weights are drawn"
@@ -87,6 +99,9 @@ def make_profile(options: argparse.Namespace, ranks: int) -> Profile:
                 "global_batch_size": work.batch,
                 "micro_batch_size": 1 if options.pipeline > 1 else work.batch // data,
                 "sequence_length": work.sequence,
+                "optimizer": options.optimizer,
+                "muon_momentum": workload.MUON["momentum"],
+                "muon_dtype": options.muon_dtype,
                 "learning_rate": workload.ADAMW["lr"],
                 "betas": workload.ADAMW["betas"],
                 "epsilon": workload.ADAMW["eps"],

@@ -1,0 +1,47 @@
+"""DDP with torch.optim.Muon for the matrices of blocks, on each rank, and AdamW for the rest.
+
+Run with `torchrun --nproc-per-node 2 -m benchmarks.training_steps.muon`.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.harness import workload
+from benchmarks.training_steps.llama import Llama, cross_entropy
+
+
+class Optimizers:
+    """Muon and AdamW, each for some of a model's parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        blocks = [parameter for name, parameter in model.named_parameters() if ".layers." in name]
+        matrices = [parameter for parameter in blocks if parameter.dim() > 1]
+        chosen = {*map(id, matrices)}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+        self.members = torch.optim.Muon(matrices, **workload.MUON), workload.adamw(rest)
+
+    def step(self) -> None:
+        for optimizer in self.members:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.members:
+            optimizer.zero_grad()
+
+
+def main() -> None:
+    options, work, rank, ranks = workload.start(workload.workload_parser(__doc__))
+    llama = Llama(work.model)
+    workload.load_initial_weights(llama, work.model)
+    model = DistributedDataParallel(llama, forward_sync_buffers=False)
+
+    def compute_loss(samples: Tensor) -> Tensor:
+        local = samples.chunk(ranks)[rank]
+        return cross_entropy(model(local[:, :-1]), local[:, 1:])
+
+    workload.measure_training(model, Optimizers(llama), compute_loss, options, workload.mean_over_ranks)
+
+
+if __name__ == "__main__":
+    main()
