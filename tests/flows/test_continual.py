@@ -186,7 +186,8 @@ def test_warm_up_is_shortened_to_the_steps_of_little_new_data(series, caplog):
     )
     base = store / "runs" / json.loads((store / "runs/nightly/standing.json").read_text())["run"]
     two_ranks = ("cluster.devices_per_node=2", "train.micro_batch_size=2")
-    state = night(*EPOCH, *two_ranks, "train.warmup_steps=6", "continual.gates=[{on: old, rise_at_most: 1}]")
+    muon = ("train.optimizer=muon", "train.warmup_steps=6")  # after rounds with AdamW
+    state = night(*EPOCH, *two_ranks, *muon, "continual.gates=[{on: old, rise_at_most: 1}]")
     assert state.name == "Promoted", state.message
     # The round's cluster evaluates the promoted model too.
     _, arguments, _, processes, _ = json.loads((base / "logs/evaluate.job.json").read_text())["job"]
@@ -195,6 +196,8 @@ def test_warm_up_is_shortened_to_the_steps_of_little_new_data(series, caplog):
     assert "train.warmup_steps: reduced from 6 to 4: the new data has 4 steps" in caplog.text
     run = json.loads((store / "runs/nightly/standing.json").read_text())["run"]
     assert len(losses(store / "runs" / run)) == 4
+    assert "optimizer and schedule restart" in (store / "runs" / run / "logs/train.log").read_text()
+    assert load(str(store / "runs" / run / "profile.yaml")).train.optimizer == "muon"
 
 
 def test_round_with_nan_held_out_loss_fails_without_retry(series, tmp_path, monkeypatch):
@@ -232,9 +235,9 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert losses(round_one) == before
     assert (round_one / "export/model.safetensors").read_bytes() == exported
 
-    constant = ["train.seed=1", "train.schedule=constant"]
-    pretrain(str(texts.parent / "nightly.yaml"), constant, None, str(copy), replace=True)
-    trunk = ("continual.schedule=trunk", "train.schedule=constant")
+    constant = ["train.schedule=constant", "train.optimizer=muon"]
+    pretrain(str(texts.parent / "nightly.yaml"), ["train.seed=1", *constant], None, str(copy), replace=True)
+    trunk = ("continual.schedule=trunk", *constant)
     own = ("continual.replay_from=generated", "continual.replay=0.25")  # text of the replaced model
     state = night("continual.gates=[{on: old, rise_at_most: 9}]", *own, *trunk, store=copy)
     assert state.message.startswith("nightly-round-1 replaces nightly\n"), state.message
@@ -242,7 +245,7 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert (stream["run"], stream["begin"]) == ("continual.replay_from", 0)
     assert stream["tokens"] == 16 * 32  # a power of two of rows for 8 replayed windows
     assert len(losses(copy / "runs/nightly-round-1~1")) > 8
-    # It continued the trunk with its optimizer, at a constant rate, and decayed after the checkpoint that the next one needs.
+    # It continued the trunk with its momentum, at a constant rate, and decayed after the checkpoint that the next one needs.
     text = (copy / "runs/nightly-round-1/metrics.jsonl").read_text()
     rates = [row["learning_rate"] for row in map(json.loads, text.splitlines()) if "loss" in row]
     assert len(rates) == 8 + 2

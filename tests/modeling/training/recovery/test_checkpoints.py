@@ -197,15 +197,17 @@ def test_requested_step_is_resumed_once_and_later_checkpoints_move_aside(run, fi
 
 
 def test_resuming_weights_only_restarts_the_schedule(run, dataset):
-    before = micro.losses(run)
-    output = train(run, dataset, "checkpoint.weights=true")
+    """With another optimizer, whose states cannot be resumed by the first."""
+    before, fresh = micro.losses(run), ("checkpoint.weights=true", "train.optimizer=muon")
+    output = train(run, dataset, *fresh)
     assert "moved to checkpoints~1: step_4, step_8, step_12" in output
     assert "checkpoints~1/step_12; optimizer and schedule restart" in output
     after = micro.losses(run)
     assert list(after) == list(before)
     assert after[1] < before[1] - 0.5
     assert micro.metrics(run)[0]["learning_rate"] == pytest.approx(0.005)  # the first of two steps of warm-up
-    assert "resumed from step 12" in train(run, dataset, "checkpoint.weights=true")
+    assert "resumed from step 12" in train(run, dataset, *fresh)
+    assert "or start fresh states with checkpoint.weights=true" in train(run, dataset, code=2)
 
 
 def test_missing_step_is_rejected_with_available_steps(run, dataset):
