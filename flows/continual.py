@@ -148,6 +148,8 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
             share = _first_share(runner, current, tokenizer, new, recorded, is_resumed=begun is not None)
         run = schedule.of_round(profile, new, share).model_copy(update={"name": name})
         dataset = begun or _with_replay(runner, current, tokenizer, new, run, share)
+        # The line of the dataset step is on all data of the series.
+        log.info("%s trains on new data: %s", name, DatasetStep(tokenizer).describe(dataset.summary))
         frozen = series.frozen_weights(store, profile)
         for used in filter(None, (dataset, frozen)):
             runner.record_use(used)

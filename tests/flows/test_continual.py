@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -178,26 +179,43 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series, monkeypatc
     assert (store / "runs/nightly-round-2~3").exists()
 
 
-def test_warm_up_is_shortened_to_the_steps_of_little_new_data(series, caplog):
+def test_series_of_an_earlier_version_continues_with_a_warm_up_as_long_as_its_new_data(series, caplog):
     texts, store, night = series
     caplog.set_level(logging.INFO)
     (texts / "3.jsonl").write_text(
         "".join((texts / "2.jsonl").read_text().splitlines(keepends=True)[:4])[:-1]
     )
-    base = store / "runs" / json.loads((store / "runs/nightly/standing.json").read_text())["run"]
+    standing = json.loads((store / "runs/nightly/standing.json").read_text())
+    base = store / "runs" / standing["run"]
+    for added in ("held_out", "latest"):
+        del standing[added]
+    (store / "runs/nightly/standing.json").write_text(json.dumps(standing))
     two_ranks = ("cluster.devices_per_node=2", "train.micro_batch_size=2")
     muon = ("train.optimizer=muon", "train.warmup_steps=6")  # after rounds with AdamW
     state = night(*EPOCH, *two_ranks, *muon, "continual.gates=[{on: old, rise_at_most: 1}]")
     assert state.name == "Promoted", state.message
+    new = state.message.split("\n\n")[-1]
+    assert new.startswith(
+        f"{base.name} was promoted by an earlier version. New in the series nightly: 0.05 of"
+    )
+    assert new in caplog.messages  # before the round begins
+    trains = (
+        r"nightly-round-3 trains on new data: \d{3} tokens to train on, 1,555 held out, 0\.05 of the samples"
+    )
+    assert re.search(trains, caplog.text)
     # The round's cluster evaluates the promoted model too.
     _, arguments, _, processes, _ = json.loads((base / "logs/evaluate.job.json").read_text())["job"]
     evaluated = load(arguments[arguments.index("--profile") + 1])
     assert (processes, evaluated.world_size, evaluated.train.steps) == (2, 2, 8)
     assert "train.warmup_steps: reduced from 6 to 4: the new data has 4 steps" in caplog.text
-    run = json.loads((store / "runs/nightly/standing.json").read_text())["run"]
-    assert len(losses(store / "runs" / run)) == 4
-    assert "optimizer and schedule restart" in (store / "runs" / run / "logs/train.log").read_text()
-    assert load(str(store / "runs" / run / "profile.yaml")).train.optimizer == "muon"
+    standing = json.loads((store / "runs/nightly/standing.json").read_text())
+    run = store / "runs" / standing["run"]
+    assert len(losses(run)) == 4
+    assert "optimizer and schedule restart" in (run / "logs/train.log").read_text()
+    assert load(str(run / "profile.yaml")).train.optimizer == "muon"
+    # Earlier versions held nothing out of the rounds that they promoted.
+    assert [each["name"] for each in corpus_of(store, run.name)["sources"]] == ["first/files"]
+    assert standing["held_out"]
 
 
 def test_round_with_nan_held_out_loss_fails_without_retry(series, tmp_path, monkeypatch):
@@ -257,52 +275,52 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     assert f"weights and optimizer from {copy / 'runs/nightly/checkpoints/step_6'}" in log
 
 
-def test_rounds_of_lora_sft_train_its_adapters_further(series, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "own", "rate"), [("adapted", {"lora": {"rank": 4}}, 0.03), ("tuned", {}, 0.003)]
+)
+def test_rounds_of_sft_train_weights_or_adapters_further(series, tmp_path, name, own, rate):
     from flows.continual import continual
     from flows.pretrain import pretrain
 
     texts, store, _ = series
-    folder, path = tmp_path / "records", tmp_path / "tuned.yaml"
+    folder, path = tmp_path / "records", tmp_path / f"{name}.yaml"
     folder.mkdir()
 
-    def write(name: str, seed: int) -> None:
+    def write(file: str, seed: int) -> None:
         chance = random.Random(seed)
         words = ["".join(chance.choices("abcdefgh", k=3)) for _ in range(90)]
         records = ({"prompt": word, "completion": f" {word}{word}"} for word in words)
-        (folder / name).write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        (folder / file).write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
     write("0.jsonl", 1)
     data = {"sources": [{"kind": "files", "path": str(folder)}], "validation_fraction": 0.3}
-    own = {
+    sections = {
         "extends": str(texts.parent / "nightly.yaml"),
         "init": {"from": "run:nightly"},
         "tokenizer": {"source": "run:nightly"},
         "objective": {"kind": "sft", "template": "chatml"},
-        "lora": {"rank": 4},
         "data": data,
     }
-    path.write_text(yaml.safe_dump(own))
-    fast = ("train.learning_rate=0.03", "evaluate.every=0")
+    path.write_text(yaml.safe_dump(sections | own))
+    fast = (f"train.learning_rate={rate}", "evaluate.every=0")
     pretrain(str(path), [*fast], None, str(store))
     write("1.jsonl", 2)
     gates = "continual.gates=[{on: new, fall_at_least: 0}]"
     state = continual(str(path), [*fast, gates], None, str(store), return_state=True)
     assert state.name == "Promoted", state.message
     assert [line.split()[0] for line in state.message.splitlines()[3:]] == ["new", "old"]
-    round_one = store / "runs/tuned-round-1"
+    first, round_one = store / "runs" / name, store / f"runs/{name}-round-1"
     log = (round_one / "logs/train.log").read_text()
-    assert f"weights from {store / 'runs/tuned/checkpoints/step_6'}; optimizer and schedule restart" in log
-    corpus = corpus_of(store, "tuned-round-1")
+    assert f"weights from {first / 'checkpoints/step_6'}; optimizer and schedule restart" in log
+    corpus = corpus_of(store, round_one.name)
     assert (corpus["records"], corpus["packing"]) == (True, True)
     assert [each["name"] for each in corpus["sources"]] == ["first/records", "round-1/records"]
-    assert [stream["run"] for stream in corpus["replay"]["streams"]] == ["tuned"]
-    adapters = [
-        store / "runs" / run / "export/adapter/adapter_model.safetensors"
-        for run in ("tuned", "tuned-round-1")
-    ]
-    assert adapters[0].read_bytes() != adapters[1].read_bytes()
+    assert [stream["run"] for stream in corpus["replay"]["streams"]] == [name]
+    trained = "export/adapter/adapter_model.safetensors" if own else "export/model.safetensors"
+    assert (first / trained).read_bytes() != (round_one / trained).read_bytes()
+    assert (round_one / "export/adapter").exists() == bool(own)
     # The loss that the first run ended with, and not that of the weights without its adapters.
-    evaluated = json.loads((store / "runs/tuned/report.json").read_text())["evaluation"]
+    evaluated = json.loads((first / "report.json").read_text())["evaluation"]
     rows = {row["set"]: row for row in json.loads((round_one / "round.json").read_text())["rows"]}
     assert rows["old"]["before"] == pytest.approx(evaluated["validation_loss"], rel=1e-3)
 
@@ -406,6 +424,8 @@ def test_share_is_proposed_from_proxies_that_later_rounds_reuse(series, tmp_path
         with pytest.raises(ProfileError, match=f"{override.partition('=')[0]}.*proxies"):
             load_share(str(file))
     file.write_text(yaml.safe_dump(settings))
+    for other in texts.glob("[4-7].jsonl"):  # of rounds that no test promoted in this store
+        other.unlink()
     write_texts(texts / "8.jsonl", 9)
     found = share(str(file), str(copy))
     names = ["find-0", "find-0.1", "find-0.25", "find-0.5"]
