@@ -7,12 +7,14 @@ with static shapes, and reads nothing on the host. (FlexAttention of torch 2.13 
 Over a context axis K is gathered: a rank sends B(c-1)/2 bytes, with B those of its K and V. It computes the pairs that it
 computes in ring attention (zigzag.py).
 
-The maximum is that of one rank's tokens in one microbatch. It leaves the graph as the gradient of an otherwise unused tensor, as
-experts' statistics do (experts/balance.py): evaluation does not count, and compiled graphs have no side effects.
+The maximum is that of one rank's tokens in one microbatch. Backward records it, so that evaluation does not count. It leaves a
+compiled graph, which has no side effects, as the gradient of an otherwise unused tensor, as experts' statistics do
+(experts/balance.py). Eager backward passes that are split compute no such gradient, and record it directly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -114,13 +116,16 @@ class ScoreMaxima(nn.Module):
     def __init__(self, heads: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         tally = torch.zeros(heads, device=device, requires_grad=True)
-        tally.register_post_accumulate_grad_hook(self._keep)
+        tally.register_post_accumulate_grad_hook(self._take_gradient)
         self.register_buffer("tally", tally, persistent=False)
         self._largest: Tensor | None = None
 
-    def _keep(self, tally: Tensor) -> None:
+    def _take_gradient(self, tally: Tensor) -> None:
         found: Any = tally.grad  # not None, in a hook that runs when it is complete
         tally.grad = None
+        self._keep(found)
+
+    def _keep(self, found: Tensor) -> None:
         self._largest = found if self._largest is None else torch.maximum(self._largest, found)
 
     def take(self) -> Tensor | None:
@@ -135,18 +140,30 @@ class ScoreMaxima(nn.Module):
         """
         if not torch.is_grad_enabled():
             return out
-        return _Record.apply(out, max_scores(q, k, axis, **masks), self.tally)
+        found = max_scores(q, k, axis, **masks)
+        if torch.compiler.is_compiling():
+            return _Record.apply(out, found, self.tally, None)
+        return _Record.apply(out, found, None, self._keep)
 
 
 class _Record(Function):
-    """Identity of attention's result; backward returns the maxima as the gradient of the tally."""
+    """Identity of attention's result, whose backward records the maxima.
+
+    It passes them to `keep` or, without it, returns them as the gradient of the tally.
+    """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, maxima: Tensor, tally: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, out: Tensor, maxima: Tensor, tally: Tensor | None, keep: Callable[[Tensor], None] | None
+    ) -> Tensor:
         ctx.save_for_backward(maxima)
+        ctx.keep = keep
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         (maxima,) = ctx.saved_tensors
-        return grad, None, maxima
+        if ctx.keep is None:
+            return grad, None, maxima, None
+        ctx.keep(maxima)
+        return grad, None, None, None

@@ -42,8 +42,6 @@ def check_pipeline(profile: Profile) -> None:
         if profile.train.recompute != "none":
             reason = f"{reason} activation checkpointing"
             raise ProfileError("train.recompute", profile.train.recompute, reason, ["none"])
-        if profile.train.qk_clip is not None:  # the complete pass records the logits
-            raise ProfileError("train.qk_clip", profile.train.qk_clip, f"{reason} QK-clip", ["null"])
         if (
             profile.cluster.device == "neuron"
             and profile.compile.possible

@@ -193,8 +193,8 @@ CASES = {
         optimizer="muon",
         qk_clip=2.0,
     ),
-    "muon, pipeline 2, zero bubble, data 2": Case(
-        pipeline=2, data=2, schedule="zero_bubble", optimizer="muon"
+    "muon, QK-clip, pipeline 2, zero bubble, data 2": Case(
+        pipeline=2, data=2, schedule="zero_bubble", optimizer="muon", qk_clip=2.0
     ),
     "muon, QK-clip, expert 2, tensor 2, fsdp 4, deepseek_v3, bias": Case(
         "deepseek_v3",
@@ -256,7 +256,7 @@ LONGER = (
     "tensor 2, data 2, orpo, packed",
     "muon, QK-clip, tensor 4, KV replicated, data 2",
     "muon, QK-clip, hsdp 2 x 2, context 2, full activation checkpointing",
-    "muon, pipeline 2, zero bubble, data 2",
+    "muon, QK-clip, pipeline 2, zero bubble, data 2",
 )
 
 

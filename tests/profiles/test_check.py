@@ -125,15 +125,6 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
             ["train.qk_clip=100", "model.architecture=qwen3"],
             *("train.qk_clip", 100.0, "queries and keys are normalized after their projections", ("null",)),
         ),
-        (
-            [
-                "train.qk_clip=100",
-                "parallel.schedule=zero_bubble",
-                "parallel.pipeline=2",
-                "cluster.devices_per_node=4",
-            ],
-            *("train.qk_clip", 100.0, "does not support QK-clip", ("null",)),
-        ),
         (["train.qk_clip=100", "lora.rank=4"], "train.qk_clip", 100.0, "which LoRA freezes", ("null",)),
         (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "follows from parallel.tensor", ()),
         (
