@@ -2,17 +2,18 @@
 
     learning  what one round learns and forgets: a sweep of shares of replay, the share that proxies propose, generated text and a
               stand-in source in place of the history, and the Reptile step of meta-experience replay (arXiv 2508.01908)
-    ten       ten rounds in a row, compared with one run over everything
     kills     series of three rounds that are killed at random moments, compared with an undisturbed one
+    ten       ten rounds in a row, compared with one run over everything
     refused   a round that learned nothing, and one that forgot
     printed   three rounds with the default share and gates and one without replay, as `trainshed series` prints them
 
-The first two train in this process, the others run the product's flows. Each row is printed and appended to a JSON Lines file as
-soon as it exists. The exit code is 1 if a requirement is not met.
+`learning` and `ten` train in their process, the others run the product's flows. Two parts run at a time, each on about one core.
+Each row is printed and appended to a JSON Lines file as soon as it exists. The exit code is 1 if a requirement is not met.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -21,18 +22,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.timing import make_parser
 from benchmarks.rounds import flows, learning
 
+AT_A_TIME = 2  # parts
+
 
 def main() -> int:
     parts: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
         "learning": learning.learning,
-        "ten": learning.ten_rounds,
         "kills": flows.killed,
+        "ten": learning.ten_rounds,
         "refused": flows.refused,
         "printed": flows.printed,
     }
@@ -48,9 +53,8 @@ def main() -> int:
         return flows.run_series(options.series)
     chosen = options.part or [*parts]
     if len(chosen) > 1:  # each in a process of its own, as Prefect is configured once per process
-        command = [sys.executable, "-m", "benchmarks.rounds", "--out", str(options.out)]
-        command += ["--keep", str(options.keep)] if options.keep else []
-        return max(subprocess.call([*command, "--part", part]) for part in chosen)
+        with ThreadPool(AT_A_TIME) as pool:
+            return max(pool.map(partial(_run_part, options), chosen, chunksize=1))
     for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
         os.environ.pop(key, None)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +65,12 @@ def main() -> int:
             missed += row.get("met") is False
             _keep(options.out, {"part": chosen[0], **row, "after": round(time.monotonic() - begun)})
     return 1 if missed else 0
+
+
+def _run_part(options: argparse.Namespace, part: str) -> int:
+    """Run a part in a process of its own; returns its exit code."""
+    command = [sys.executable, "-m", "benchmarks.rounds", "--part", part, "--out", str(options.out)]
+    return subprocess.call(command + (["--keep", str(options.keep / part)] if options.keep else []))
 
 
 def _keep(out: Path, row: dict[str, Any]) -> None:

@@ -91,13 +91,9 @@ def killed(folder: Path, seed: int = 0) -> Iterator[Row]:
         expected, kills, equal, number = _results(reference), 0, 0, 0
         yield {"row": "undisturbed", "seconds": longest}
         while kills < KILLS:
-            chance, series = random.Random(seed + number), _copy(first, folder / f"series-{number}")
-            faults: list[str] = []
-            while len(faults) < min(KILLS_OF_A_SERIES, KILLS - kills):
-                if not _kill(series, chance, longest, faults):
-                    break
-            if _start(series).wait(TIMEOUT):
-                raise RuntimeError((series / "out").read_text()[-3000:])
+            series = _copy(first, folder / f"series-{number}")
+            most = min(KILLS_OF_A_SERIES, KILLS - kills)
+            faults = _run_killed(series, random.Random(seed + number), longest / 2, most)
             same, kills, number = _results(series) == expected, kills + len(faults), number + 1
             equal += same
             yield {"row": f"series {number}", "kills": "; ".join(faults), "met": same}
@@ -161,26 +157,39 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def _kill(folder: Path, chance: random.Random, longest: float, faults: list[str]) -> bool:
-    """Start a series and kill it, or a rank of its job, at a random moment; False if it ended before that."""
-    process, delay = _start(folder), chance.uniform(1, longest)
-    kill_rank = chance.random() < 0.3
-    try:
-        if process.wait(delay):
-            raise RuntimeError((folder / "out").read_text()[-3000:])
-        return False
-    except subprocess.TimeoutExpired:
-        pass
-    runs = sorted((folder / "store/runs").iterdir(), key=lambda run: run.stat().st_mtime)
-    ranks = [rank for run in runs for rank in training_ranks(run)]
-    if kill_rank and ranks:
-        chance.choice(ranks).kill()
-        faults.append(f"rank after {delay:.1f} s")
-        return process.wait(TIMEOUT) != 0  # it recovers by itself
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    faults.append(f"flow after {delay:.1f} s")
-    return True
+def _run_killed(folder: Path, chance: random.Random, longest: float, most: int) -> list[str]:
+    """Run a series to its end, and kill its flow or a rank of its job at random moments on the way.
+
+    Args:
+        longest: most seconds between two kills, which include the start of a process.
+        most: most kills.
+
+    Returns:
+        The kills.
+    """
+    faults: list[str] = []
+    process = _start(folder)
+    while len(faults) < most:
+        delay = chance.uniform(1, longest)
+        try:
+            if process.wait(delay):
+                raise RuntimeError((folder / "out").read_text()[-3000:])
+            return faults
+        except subprocess.TimeoutExpired:
+            pass
+        runs = sorted((folder / "store/runs").iterdir(), key=lambda run: run.stat().st_mtime)
+        ranks = [rank for run in runs for rank in training_ranks(run)]
+        if chance.random() < 0.3 and ranks:  # the flow recovers by itself
+            chance.choice(ranks).kill()
+            faults.append(f"rank after {delay:.1f} s")
+            continue
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        faults.append(f"flow after {delay:.1f} s")
+        process = _start(folder)
+    if process.wait(TIMEOUT):
+        raise RuntimeError((folder / "out").read_text()[-3000:])
+    return faults
 
 
 def _promoted(folder: Path) -> int:
