@@ -1,7 +1,7 @@
-"""Float8 weights with a scale for each 128 × 128 block, as published for DeepSeek-V3.
+"""Float8 weights with a scale for each 128 × 128 block, as published for DeepSeek-V3, Qwen3, Qwen3-Next and Qwen3.5.
 
 They are read as bfloat16, a slice at a time. Besides `<layer>.weight` (o, i) in float8_e4m3fn, files have
-`<layer>.weight_scale_inv` (⌈o/128⌉, ⌈i/128⌉) in float32, and
+`<layer>.weight_scale_inv` (⌈o/128⌉, ⌈i/128⌉) in float32 or, those of Qwen, bfloat16, and
 
     weight[a, b] = stored[a, b] · weight_scale_inv[⌊a/128⌋, ⌊b/128⌋]
 
@@ -31,13 +31,18 @@ class ScaledTensor:
     stored: LazyTensor  # (o, i)
     scales: LazyTensor  # (⌈o/128⌉, ⌈i/128⌉)
 
-    def read(self, _: HuggingFaceTensor, index: tuple[slice, ...]) -> Tensor:
-        """Rows and columns of the weight, which is stored as one of our tensors."""
-        factors = self.scales.open()
-        for dim, chosen in enumerate(index):
-            blocks = torch.arange(chosen.start, chosen.stop) // BLOCK
-            factors = factors.index_select(dim, blocks)
-        return self.stored.open()[index].float().mul_(factors).bfloat16()
+    def read(self, mapped: HuggingFaceTensor, index: tuple[slice, ...]) -> Tensor:
+        """Rows and columns of our tensor.
+
+        Args:
+            mapped: the rows of the stored weight that are our tensor's.
+        """
+        numbers = torch.arange(self.stored.shape[0])[:, None]  # (o, 1)
+        rows, columns = mapped.read(numbers)[index[0], 0], index[1]
+        factors = self.scales.open().float().index_select(0, rows // BLOCK)
+        blocks = torch.arange(columns.start, columns.stop) // BLOCK
+        stored = self.stored.open().view(torch.uint8)[rows, columns].view(self.stored.dtype)
+        return stored.float().mul_(factors.index_select(1, blocks)).bfloat16()
 
 
 def find_scaled(found: Mapping[str, LazyTensor], key: str) -> ScaledTensor | None:
@@ -51,8 +56,8 @@ def find_scaled(found: Mapping[str, LazyTensor], key: str) -> ScaledTensor | Non
         return None
     if scales is None:
         raise ValueError(f"{key}: is in {_kind(stored)}, but the files have no {key}{SCALES}")
-    if stored.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
-        reason = "only float8_e4m3fn with float32 is supported"
+    if stored.dtype != torch.float8_e4m3fn or scales.dtype not in (torch.float32, torch.bfloat16):
+        reason = "only float8_e4m3fn with float32 or bfloat16 is supported"
         raise ValueError(f"{key}: is in {_kind(stored)}, its scales in {_kind(scales)}; {reason}")
     blocks = tuple(math.ceil(size / BLOCK) for size in stored.shape)
     if scales.shape != blocks:

@@ -1,8 +1,6 @@
 """Conversion of checkpoints: Hugging Face forms, round trips, interruption, corrupted files, memory."""
 
-import copy
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -148,49 +146,6 @@ def test_hugging_face_round_trips_through_a_topology(make, tmp_path, monkeypatch
         found = AutoModelForCausalLM.from_pretrained(tmp_path / f"back-{name}").state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_float8_weights_with_block_scales_are_read_as_bf16(tmp_path):
-    """As published for DeepSeek-V3: blocks of 128, some smaller, multi-token prediction as an extra layer."""
-    config = copy.deepcopy(DEEPSEEK)
-    config.update({"hidden_size": 136, "q_lora_rank": 130, "num_nextn_predict_layers": 0})
-    torch.manual_seed(0)
-    source = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
-    source.save_pretrained(tmp_path / "bf16")
-    stored = load_file(tmp_path / "bf16/model.safetensors")
-    expected, quantized = {}, {"model.layers.3.eh_proj.weight": torch.ones(2, 2)}
-    for name, tensor in stored.items():
-        expected[name] = quantized[name] = tensor
-        if name.endswith("proj.weight"):
-            scales = torch.rand([-(-size // 128) for size in tensor.shape]) + 0.5
-            quantized[name] = (tensor.float() * 100).to(torch.float8_e4m3fn)
-            quantized[f"{name}_scale_inv"] = scales
-            expected[name] = quantized[name].float()
-            for row, column in itertools.product(*map(range, scales.shape)):
-                block = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
-                expected[name][block] *= scales[row, column]
-            expected[name] = expected[name].to(torch.bfloat16)
-    (tmp_path / "fp8").mkdir()
-    (tmp_path / "fp8/config.json").write_text((tmp_path / "bf16/config.json").read_text())
-    path = tmp_path / "fp8/model.safetensors"
-    save_file(quantized, path)
-    convert(tmp_path / "fp8", tmp_path / "back", Options("hf"))
-    found = load_file(tmp_path / "back/model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name].to(found[name].dtype)) for name in expected)
-    assert {name for name in found if found[name].dtype == torch.float32} == {
-        name for name in found if name.endswith("e_score_correction_bias")
-    }
-    name = "model.layers.0.self_attn.o_proj.weight"
-    save_file({**quantized, f"{name}_scale_inv": torch.ones(1, 1)}, path)
-    with pytest.raises(
-        ValueError, match=r"o_proj\.weight: scales of shape \(1, 1\); blocks of 128 × 128 have \(2, 1\)"
-    ):
-        formats.read(tmp_path / "fp8", None, None)
-    del quantized[f"{name}_scale_inv"]
-    save_file(quantized, path)
-    with pytest.raises(ValueError, match=r"o_proj\.weight: is in float8_e4m3fn, but the files have no"):
-        formats.read(tmp_path / "fp8", None, None)
 
 
 def test_fsdp_checkpoint_converts_like_a_zero1_checkpoint(pool, tmp_path):
