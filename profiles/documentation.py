@@ -11,6 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from profiles.errors import format_value
 from profiles.schema import Profile
+from profiles.sections import families
 from profiles.sections.base import Section, sections_in
 
 HEAD = """# Profiles
@@ -74,7 +75,16 @@ NAMES = {
 
 def page() -> str:
     """The reference page, in Markdown."""
-    return "\n".join((HEAD, *_section("Top level", Profile, "")))
+    return "\n".join((HEAD, *_section("Top level", Profile, ""), *_architectures()))
+
+
+def _architectures() -> Iterator[str]:
+    """A table of the architectures with their sources."""
+    yield "## Architectures\n"
+    yield "| `model.architecture` | class in transformers | source |\n|---|---|---|"
+    for name, family in families.OWN.items():
+        yield f"| `{name}` | {family.huggingface} | {family.source} |"
+    yield ""
 
 
 def _section(title: str, section: type[Section], path: str) -> Iterator[str]:
