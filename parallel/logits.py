@@ -9,6 +9,7 @@ in backward each takes its own columns of the gradient. Cost: tokens × v × 4 b
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,7 +23,13 @@ _gather_replicated = collectives.differentiable(
 
 
 def full_logits(
-    x: Tensor, weight: Tensor, axis: Axis, *, vocabulary: int, sequence_parallel: bool = False
+    x: Tensor,
+    weight: Tensor,
+    axis: Axis,
+    *,
+    vocabulary: int,
+    sequence_parallel: bool = False,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Logits of the output projection (b·s, v) in float32, the same on every rank of the axis.
 
@@ -31,7 +38,13 @@ def full_logits(
         weight: (ceil(v/t), h), this rank's rows.
         axis: tensor axis.
         vocabulary: v, unpadded.
+        soft_cap: c, for logits c · tanh(z / c); None: none.
     """
     x = collectives.gather(x, axis) if sequence_parallel else collectives.copy(x, axis)  # (b·s, h)
-    columns = F.linear(x, weight).float().t().contiguous()  # (ceil(v/t), b·s)
+    columns = soft_capped(F.linear(x, weight).float(), soft_cap).t().contiguous()  # (ceil(v/t), b·s)
     return _gather_replicated(columns, axis)[:vocabulary].t()  # (b·s, v)
+
+
+def soft_capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    """Logits with a soft cap, c · tanh(z / c); the same if it is None."""
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)

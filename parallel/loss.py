@@ -9,6 +9,9 @@ Memory: one chunk × v/t in float32, instead of tokens × v/t in float32 and in 
 program, `chunk_loss`, so the graph is independent of the number of tokens. The code before and after the loop consists of
 programs too (`LossPrograms`).
 
+A soft cap c replaces the logits by c · tanh(z / c) (Gemma 2, arXiv 2408.00118), in float32; their gradient is multiplied by
+1 - (z / c)², with the capped z.
+
 On a CPU, tokens without a target (prompts and padding of fine-tuning) are dropped before the products (`_with_target`).
 """
 
@@ -75,6 +78,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     programs: LossPrograms | None = None,
     weights: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Summed cross-entropy of the output projection X Wᵀ.
 
@@ -88,6 +92,7 @@ def linear_cross_entropy(
         chunk: tokens per chunk; None: `chunk_tokens` for the tensors' device.
         programs: compiled versions of this module's functions; None: the functions themselves.
         weights: (b·s), of each token in the sum, without gradient; None: 1.
+        soft_cap: of the logits; None: none.
 
     Returns:
         0-dim sum over the tokens, in float32 (float64 for float64 inputs), the same on every rank of the axis.
@@ -120,11 +125,13 @@ def linear_cross_entropy(
     grad_x = torch.empty_like(inputs) if train else None
     # A frozen weight needs no gradient, which saves its product.
     total, grad_weight = programs.begin(head, train and weight.requires_grad)
+    capped = {} if soft_cap is None else {"soft_cap": soft_cap}
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
         gradients = None if grad_x is None else (grad_x[rows], grad_weight)
         part = (inputs[rows], head, targets[rows], total, gradients, axis, first, vocabulary)
-        total = programs.chunk(*part) if weights is None else programs.chunk(*part, weights[rows])
+        weighted = () if weights is None else (weights[rows],)
+        total = programs.chunk(*part, *weighted, **capped)
     if grad_x is None:
         return total
     grad_x = grad_x if counted is None else counted.restore(grad_x)  # (b·s, h)
@@ -216,6 +223,7 @@ def chunk_loss(
     first: Tensor,
     vocabulary: int,
     weights: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Return total + the loss of one chunk x (c, h), targets (c).
 
@@ -225,8 +233,12 @@ def chunk_loss(
             for a frozen weight; None in evaluation.
     """
     train = gradients is not None
-    losses, grad_logits = _logits_loss(_logits(x, weight), targets, axis, first, vocabulary, train)
+    logits = _logits(x, weight, soft_cap)
+    slope = 1 - (logits / soft_cap).square() if train and soft_cap is not None else None
+    losses, grad_logits = _logits_loss(logits, targets, axis, first, vocabulary, train)
+    del logits  # its memory is free for the products
     if gradients is not None and grad_logits is not None:
+        grad_logits = grad_logits if slope is None else grad_logits.mul_(slope)
         _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, weights, *gradients)
     return total + (losses if weights is None else losses * weights).sum()
 
@@ -243,6 +255,7 @@ def token_cross_entropy(
     sequence_parallel: bool = False,
     chunk: int,
     programs: LossPrograms | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Per-token float32 cross-entropy (b·s) of the logits X Wᵀ, without gradient; 0 for ignored targets.
 
@@ -257,18 +270,25 @@ def token_cross_entropy(
             return x.new_zeros(counted.tokens, dtype=torch.promote_types(x.dtype, torch.float32))
         x, targets = x[counted.rows], targets[counted.rows]  # (counted, h), (counted)
         targets[counted.number :] = IGNORE_INDEX
+    capped = {} if soft_cap is None else {"soft_cap": soft_cap}
     parts = zip(x.split(chunk), targets.split(chunk), strict=True)
     found = programs.join(
-        [programs.tokens(part, weight, each, axis, first, vocabulary) for part, each in parts]
+        [programs.tokens(part, weight, each, axis, first, vocabulary, **capped) for part, each in parts]
     )
     return found if counted is None else counted.restore(found)  # (b·s)
 
 
 def chunk_token_losses(
-    x: Tensor, weight: Tensor, targets: Tensor, axis: Axis, first: Tensor, vocabulary: int
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    axis: Axis,
+    first: Tensor,
+    vocabulary: int,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Cross-entropy (c) of each token of a chunk x (c, h), 0 for an ignored target."""
-    return _logits_loss(_logits(x, weight), targets, axis, first, vocabulary, train=False)[0]
+    return _logits_loss(_logits(x, weight, soft_cap), targets, axis, first, vocabulary, train=False)[0]
 
 
 def join(losses: Sequence[Tensor]) -> Tensor:
@@ -287,10 +307,11 @@ class LossPrograms(NamedTuple):
     scale: Callable[[Tensor, Tensor], Tensor] = scale
 
 
-def _logits(x: Tensor, weight: Tensor) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, soft_cap: float | None) -> Tensor:
     """The logits (c, ceil(v/t)) of a chunk in float32 (float64 for float64); bf16 ones are freed."""
     logits = multiply(x, weight.t())
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def _logits_loss(

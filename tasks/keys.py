@@ -62,6 +62,8 @@ OF_FAMILIES = {
     "use_parallel_residual",
     "rope_local_base_freq",
     "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",

@@ -45,6 +45,7 @@ from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.dropless import routed_experts
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
+from parallel.logits import soft_capped
 from parallel.loss import LossPrograms, chunk_tokens, linear_cross_entropy
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, Update, adamw, update
@@ -111,6 +112,7 @@ def attention_errors(profile: Profile, window: int | None, device: torch.device)
         q, k, v, *others = leaves = [x.detach().requires_grad_() for x in (q, k, v, *sinks)]
         options: dict[str, Any] = {"documents": None if documents is None else documents.to(q.device)}
         options |= {"window": window, "scale": _score_scale(profile)}
+        options["soft_cap"] = profile.model.attn_logit_softcapping
         options["sinks"] = others[0] if others else None
         if gathers and kernel is None:
             out = _gathered_attention(q, k, v, **options)
@@ -208,26 +210,30 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
             vocabulary=rows,
             chunk=tokens,
             programs=programs,
+            soft_cap=profile.model.final_logit_softcapping,
         )
         return [loss, *torch.autograd.grad(loss, [x, weight])]
 
     kind, deterministic = devices.KINDS[device.type], torch.are_deterministic_algorithms_enabled()
     place = torch.device("cpu") if tokens <= TOKENS else device
     with kind.chosen_kernels(deterministic, "float32"):
-        exact = _plain_loss(*(x.to(place) for x in (*inputs, targets)))
+        soft_cap = profile.model.final_logit_softcapping
+        exact = _plain_loss(*(x.to(place) for x in (*inputs, targets)), soft_cap=soft_cap)
     return errors_of(run, inputs, device, exact)
 
 
-def _plain_loss(x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
+def _plain_loss(x: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None) -> list[Tensor]:
     """Summed cross-entropy of the logits X Wᵀ and its gradients, in tiles of TOKENS tokens."""
     total, grad_x, grad_weight = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
     for start in range(0, len(x), TOKENS):
         rows = slice(start, start + TOKENS)
-        logits = x[rows] @ weight.t()
+        logits = soft_capped(x[rows] @ weight.t(), soft_cap)
         columns = targets[rows, None]
         total += (logits.logsumexp(1) - logits.gather(1, columns)[:, 0]).sum()
         gradient = logits.softmax(1)
         gradient.scatter_add_(1, columns, torch.full_like(gradient[:, :1], -1.0))
+        if soft_cap is not None:
+            gradient *= 1 - (logits / soft_cap).square()
         grad_x[rows] = gradient @ weight
         grad_weight += gradient.t() @ x[rows]
     return [total, grad_x, grad_weight]
@@ -393,7 +399,7 @@ def _uses_ring(profile: Profile) -> tuple[bool, list[int | None]]:
     """Whether layers use ring attention, and the distinct windows of those that do not."""
     model = profile.model
     windows = list(dict.fromkeys(model.window(layer) for layer in range(model.num_hidden_layers)))
-    masked = profile.document_masks or _has_sinks(profile)
+    masked = profile.document_masks or _has_sinks(profile) or profile.model.attn_logit_softcapping is not None
     context = profile.parallel.context > 1 and not _gathers_context(profile)
     ring = context and None in windows and not masked
     return ring, [window for window in windows if not (ring and window is None)]
@@ -412,7 +418,7 @@ def _has_sinks(profile: Profile) -> bool:
 def _score_scale(profile: Profile) -> float | None:
     """The scale of attention scores; None: 1 / √d."""
     model = profile.model
-    return score_factor(model) * model.head_dim**-0.5 if model.v_head_dim else None
+    return score_factor(model) * model.head_dim**-0.5 if model.v_head_dim else model.score_scale
 
 
 def _ring_tokens(profile: Profile) -> int:

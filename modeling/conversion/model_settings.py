@@ -17,7 +17,7 @@ NOT_IN_WEIGHTS = (
     *("hidden_act", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "full_attention_every"),
     *("max_window_layers", "no_rope_layer_interval", "partial_rotary_factor", "embedding_multiplier"),
     *("attention_multiplier", "residual_multiplier", "logits_scaling", "query_pre_attn_scalar"),
-    *("rope_local_base_freq", "use_parallel_residual"),
+    *("rope_local_base_freq", "use_parallel_residual", "attn_logit_softcapping", "final_logit_softcapping"),
     *("clip_qkv", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
     "linear_allow_neg_eigval",
 )

@@ -354,6 +354,7 @@ class LanguageModel(nn.Module):
             "axis": self.axis,
             "vocabulary": self.model.vocab_size,
             "sequence_parallel": self.sequence_parallel,
+            "soft_cap": self.model.final_logit_softcapping,
         }
 
     @classmethod

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modeling.planning.operator_costs import Shape, operator_product, operator_volume, tensor_bytes
-from parallel.attention import delta_rule
+from parallel.attention import delta_rule, kernels
 from parallel.attention.kernels import Kernel
 from parallel.attention.maxima import SCORES
 from parallel.experts import dropless
@@ -56,7 +56,9 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         packet = function._overloadpacket
         if packet is torch.ops.trainshed.attention_backward and self._kernel is not None:
-            scratch = self._kernel.scratch_bytes(inputs[1], inputs[2], causal=True)
+            name = inputs[-1]  # the formulas, for soft caps that the device's kernel does not have
+            kernel = kernels.get_kernel(name) if name.startswith(kernels.SOFT_CAP) else self._kernel
+            scratch = kernel.scratch_bytes(inputs[1], inputs[2], causal=True)
             self.peak = max(self.peak, self.live + scratch)
         if packet is torch.ops.trainshed.max_scores:
             q, k, _, _, ranks, *_ = inputs

@@ -196,4 +196,4 @@ def _rehearse_last_stage(
     ]
     count = min(generate.SAMPLES, generate.rows_of_pass(profile))
     states = torch.zeros(count, dtype=torch.int64, device=hidden.device)
-    functions.next_logits(parts, weight, states)
+    functions.next_logits(parts, weight, states, profile.model.final_logit_softcapping)

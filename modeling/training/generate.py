@@ -112,7 +112,8 @@ def next_tokens(
             collectives.all_gather(x, mesh.tensor) if stage.sequence_parallel else x for x in hidden_states
         ]
         states = torch.arange(count) * len(local) + here.int().argmax(1)
-        shard = trainer.functions.next_logits(parts, head.weight, upload(states, trainer.torch_device))
+        states, soft_cap = upload(states, trainer.torch_device), stage.model.final_logit_softcapping
+        shard = trainer.functions.next_logits(parts, head.weight, states, soft_cap)
         # Transposed on the host: devices copy contiguous memory without a program of their own.
         logits = collectives.all_gather(shard, mesh.tensor).cpu().T[:, : stage.model.vocab_size]  # (count, v)
         seeds = (first + torch.arange(count)) * tokens.shape[1] + positions

@@ -15,7 +15,7 @@ from modeling.data.records import PADDING
 from modeling.training import user_functions
 from modeling.training.anomalies import decide, record
 from modeling.training.preference import loss as preference
-from parallel.logits import full_logits
+from parallel.logits import full_logits, soft_capped
 from parallel.loss import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -152,14 +152,18 @@ def set_loads(loads: Sequence[Tensor], counts: Tensor, numbers: tuple[int, ...],
         load.copy_(rows[number] / samples)
 
 
-def next_logits(hidden: Sequence[Tensor], weight: Tensor, states: Tensor) -> Tensor:
+def next_logits(
+    hidden: Sequence[Tensor], weight: Tensor, states: Tensor, soft_cap: float | None = None
+) -> Tensor:
     """Logits (v/t, n) of the tokens that follow n hidden states.
 
     Args:
         hidden: hidden states of each of the first microbatches, (b·s/c, h).
         states: indices (n) of those of all these microbatches.
+        soft_cap: of the logits; None: none.
     """
-    return weight @ torch.cat([*hidden]).index_select(0, states).t()
+    logits = weight @ torch.cat([*hidden]).index_select(0, states).t()
+    return logits if soft_cap is None else soft_capped(logits.float(), soft_cap)
 
 
 def user_sums(
@@ -170,13 +174,16 @@ def user_sums(
     axis: Axis,
     vocabulary: int,
     sequence_parallel: bool,
+    soft_cap: float | None,
 ) -> list[Tensor]:
     """Results, 0-dim, of user functions for a microbatch's logits and targets.
 
     Args:
         targets: (b, s/c); other arguments as for `full_logits`.
     """
-    logits = full_logits(x, weight, axis, vocabulary=vocabulary, sequence_parallel=sequence_parallel)
+    logits = full_logits(
+        x, weight, axis, vocabulary=vocabulary, sequence_parallel=sequence_parallel, soft_cap=soft_cap
+    )
     return [user_functions.call(function, logits, targets.flatten()) for function in functions]
 
 

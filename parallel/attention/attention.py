@@ -6,7 +6,8 @@ compiles under `fullgraph=True` and runs the same code eager and compiled. Other
 `scaled_dot_product_attention`, which each backend maps to its fastest kernel.
 
 Documents, windows and sinks (sinks.py) on those devices: FlexAttention where it exists (cuda, flex.py), else the device's kernel
-called with bounds, in the graph (neuron). No device repeats KV heads or holds an s × s mask for them.
+called with bounds, in the graph (neuron). Soft caps: FlexAttention, else the formulas (kernels.py). No device repeats KV
+heads or holds an s × s mask for them.
 
 Time relative to scaled_dot_product_attention with repeated KV heads, forward and backward on a CPU with bf16 matrix products
 (b 4, n 8, k 2, s 512, d 32, one thread): 0.63 in float32, 0.59 in bf16.
@@ -42,6 +43,7 @@ def attention(
     documents: Tensor | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    soft_cap: float | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """Grouped-query attention: query head i reads KV head i // (n / k).
@@ -56,6 +58,7 @@ def attention(
         documents: (b, s) integers, each token's document index; tokens attend only within their document.
         window: number of keys, up to its own position, that a query of causal attention sees; None: all.
         sinks: (n) scores that join each query head's softmax without a value (sinks.py).
+        soft_cap: c, for scores c · tanh(scores / c); None: none. Kernels without one are replaced by the formulas.
         kernel: name of a kernel (kernels.py); None: the device's default.
 
     Returns:
@@ -67,16 +70,17 @@ def attention(
     width = v.shape[-1]
     if width < k.shape[-1]:
         v = F.pad(v, (0, k.shape[-1] - width))
-        masked: dict[str, Any] = {"documents": documents, "window": window, "sinks": sinks, "kernel": kernel}
+        masked: dict[str, Any] = {"documents": documents, "window": window, "sinks": sinks}
+        masked |= {"soft_cap": soft_cap, "kernel": kernel}
         return attention(q, k, v, axis, causal=causal, scale=scale, **masked)[..., :width]
     name = kernel or kernels.default_kernel(q)
     found = kernels.get_kernel(name)
-    plain = documents is None and window is None and sinks is None
+    plain = documents is None and window is None and sinks is None and soft_cap is None
     uses_flex = not plain and found.uses_flex
     if axis is not None and axis.masks_by_flex is not None and kernel is None:
         uses_flex = not plain and axis.masks_by_flex
     masks: dict[str, Any] = {"causal": causal, "scale": scale}
-    masks |= {"documents": documents, "window": window, "sinks": sinks}
+    masks |= {"documents": documents, "window": window, "sinks": sinks, "soft_cap": soft_cap}
     graph_kernel = axis.graph_kernel if axis is not None and kernel is None else None
     if axis is not None and axis.size > 1 and not uses_flex:
         if graph_kernel is not None:
@@ -94,7 +98,9 @@ def attention(
     if plain and not opaque:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
     if not plain and (graph_kernel is not None or not opaque):
-        return _InGraph.apply(q, k, v, documents, sinks, causal, scale, window, graph_kernel or name)
+        name = kernels.soft_capped(graph_kernel or name, soft_cap)
+        return _InGraph.apply(q, k, v, documents, sinks, causal, scale, window, name)
+    name = kernels.soft_capped(name, soft_cap)
     return _attention(q, k, v, documents, sinks, causal, scale, window, name)[0]
 
 

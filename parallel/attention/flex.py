@@ -1,9 +1,10 @@
-"""FlexAttention with documents, a window or sinks, compiled into one kernel.
+"""FlexAttention with documents, a window, sinks or a soft cap, compiled into one kernel.
 
 For devices whose flash attention does not support masks. The mask is a formula of positions and document indices, so no s × s
 tensor exists: the kernel visits only the blocks of 128 × 128 scores that the window and the documents of their rows and columns
 allow, and applies the formula in those that are not fully visible. KV heads are not repeated. All shapes are static and nothing
-is read on the host, whatever the number of documents. Sinks (sinks.py) scale the result by the kernel's log-sum-exp.
+is read on the host, whatever the number of documents. Sinks (sinks.py) scale the result by the kernel's log-sum-exp, and a soft
+cap is a formula of each score, which the kernel also differentiates.
 
 Over a context axis K and V are all-gathered instead of sent around a ring (arXiv 2407.21783, section 3.3.2): each block of a
 ring would need a separate mask. Bytes that a rank sends, with B the bytes of its K and V: B(c-1) in forward, as many in
@@ -45,8 +46,9 @@ def masked_attention(
     documents: Tensor | None,
     window: int | None,
     sinks: Tensor | None,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention with documents, a window or sinks; arguments and result as for `attention.attention`."""
+    """Attention with documents, a window, sinks or a soft cap; arguments and result as for `attention.attention`."""
     positions = all_positions = torch.arange(q.shape[2], device=q.device)
     all_documents = documents
     if axis is not None and axis.size > 1:
@@ -59,10 +61,21 @@ def masked_attention(
         return torch.ops.trainshed.attention(q, k, v, None, sinks, causal, scale, window, kernels.PLANNED)[0]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
     options["block_mask"] = _block_mask(documents, all_documents, positions, all_positions, causal, window)
+    if soft_cap is not None:
+        options["score_mod"] = _soft_capped(soft_cap)
     if sinks is None:
         return _operator(q)(q, k, v, **options)
     out, extra = _operator(q)(q, k, v, **options, return_aux=AuxRequest(lse=True))
     return (out * torch.sigmoid(extra.lse - sinks[:, None])[..., None]).to(q.dtype)
+
+
+def _soft_capped(soft_cap: float) -> Callable[..., Tensor]:
+    """The formula of a score with this soft cap."""
+
+    def score_mod(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    return score_mod
 
 
 def _is_traced_elsewhere(q: Tensor, axis: Axis | None) -> bool:

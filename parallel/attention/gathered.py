@@ -65,6 +65,7 @@ def gathered_attention(
     documents: Tensor | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attention over a context axis that names a kernel; arguments, result and errors of `ring_attention`."""
     tiles.check_inputs("gathered_attention", q, k, v, causal, documents, window, sinks)
@@ -72,7 +73,8 @@ def gathered_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rank = collectives.local_shard(torch.arange(axis.size, dtype=torch.int32, device=q.device), axis)
     every = None if documents is None else _gather(torch.stack(documents.chunk(2, 1)), axis)  # (2c, b, s/2c)
-    return _Gathered.apply(q, k, v, documents, every, rank, sinks, axis, causal, scale, window)
+    kernel = kernels.soft_capped(axis.graph_kernel or kernels.default_kernel(q), soft_cap)
+    return _Gathered.apply(q, k, v, documents, every, rank, sinks, axis, causal, scale, window, kernel)
 
 
 class _Gathered(Function):
@@ -88,8 +90,8 @@ class _Gathered(Function):
         sinks: Tensor | None,
         *settings: Any,
     ) -> Tensor:
-        ctx.settings = axis, causal, scale, window = settings
-        kernel = kernels.get_kernel(axis.graph_kernel)
+        ctx.settings = axis, causal, scale, window, name = settings
+        kernel = kernels.get_kernel(name)
         queries, indices = q.chunk(2, 2), _Documents(documents, every)
         kv = _chunks(k, v)  # (2, 2, b, k, s/2c, d)
         gathered = _gather(kv, axis)  # (2c, 2, b, k, s/2c, d)
@@ -120,8 +122,8 @@ class _Gathered(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, documents, every, rank, sinks = ctx.saved_tensors
-        axis, causal, scale, window = ctx.settings
-        kernel = kernels.get_kernel(axis.graph_kernel)
+        axis, causal, scale, window, name = ctx.settings
+        kernel = kernels.get_kernel(name)
         # Otherwise a compiler would compute scores and gathered keys of backward in forward, and save them.
         q, k = (collectives.depend_on_gradient(x.flatten(1), grad.flatten(1)).view(x.shape) for x in (q, k))
         indices, kv = _Documents(documents, every), _chunks(k, v)

@@ -6,8 +6,11 @@ Given lse over all keys rather than only the block's, backward returns the block
 
     p = exp(scores - lse);   dv = pᵀ do;   ds = p ∘ (do vᵀ - rowsum(do ∘ out));   dq = scale · ds k;   dk = scale · dsᵀ q
 
-(FlashAttention-2, arXiv 2307.08691). Implementations of `Kernel` are registered by name; device.py names each device's default.
-Kernels of other packages are entry points (`load`). If a device's default is not installed, `Math` is used, the formulas.
+(FlashAttention-2, arXiv 2307.08691). With a soft cap c, as in Gemma 2 (arXiv 2408.00118), scores are c · tanh(scores / c), and ds
+is multiplied by 1 - (scores / c)²; only the formulas, `Math`, and FlexAttention (flex.py) have it.
+
+Implementations of `Kernel` are registered by name; device.py names each device's default. Kernels of other packages are entry
+points (`load`). If a device's default is not installed, `Math` is used, the formulas.
 
 Shapes: q, out (b, n, s, d); k, v (b, k, t, d), n a multiple of k; lse (b, n, s).
 """
@@ -106,14 +109,21 @@ class Kernel(ABC):
 
 
 class Math(Kernel):
-    """The formulas in plain operators, on any device and in any dtype; materializes all scores of a block."""
+    """The formulas in plain operators, on any device and in any dtype; materializes all scores of a block.
+
+    Args:
+        soft_cap: limit of the scores' magnitude; None: none.
+    """
+
+    def __init__(self, soft_cap: float | None = None) -> None:
+        self.soft_cap = soft_cap
 
     def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
         return min(q.shape[2], 512)
 
     def scores(self, inputs: KernelInput) -> Tensor:
         """Scores of all queries of each KV head, -inf where masked, (b, k, n/k·s, t)."""
-        scores = _wide(_fold(inputs.q * inputs.scale, inputs.k) @ inputs.k.mT)
+        scores = self._scores(_fold(inputs.q * inputs.scale, inputs.k), inputs.k)
         self._hide(scores, inputs, -torch.inf)
         return scores
 
@@ -131,11 +141,27 @@ class Math(Kernel):
         q, k, v = inputs.q, inputs.k, inputs.v
         total = _wide(grad * out).sum(-1, keepdim=True)  # (b, n, s, 1)
         scaled, grad = _fold(q * inputs.scale, k), _fold(grad, k)  # (b, k, n/k·s, d)
-        p = _wide(scaled @ k.mT).sub_(_fold(_finite(lse.unsqueeze(-1)), k)).exp_()  # (b, k, n/k·s, t)
+        scores = self._scores(scaled, k)  # (b, k, n/k·s, t)
+        slope = None if self.soft_cap is None else 1 - (scores / self.soft_cap).square()
+        p = scores.sub_(_fold(_finite(lse.unsqueeze(-1)), k)).exp_()
         self._hide(p, inputs, 0)
         dv = p.to(q.dtype).mT @ grad  # (b, k, t, d)
-        ds = _wide(grad @ v.mT).sub_(_fold(total, k)).mul_(p).to(q.dtype)  # (b, k, n/k·s, t)
+        ds = _wide(grad @ v.mT).sub_(_fold(total, k)).mul_(p)  # (b, k, n/k·s, t)
+        ds = (ds if slope is None else ds.mul_(slope)).to(q.dtype)
         return _unfold(ds @ k, q) * inputs.scale, ds.mT @ scaled, dv
+
+    def scratch_bytes(self, q: Tensor, k: Tensor, causal: bool) -> int:
+        """With a soft cap, whose operators a plan does not see: of a tile, four float32 tensors and copies of two."""
+        if self.soft_cap is None:
+            return 0
+        b, n, *_ = q.shape
+        rows = b * n * self.tile_rows(q, causal, backward=True)
+        return rows * k.shape[2] * (16 + 2 * q.element_size()) + 8 * k.numel()
+
+    def _scores(self, scaled: Tensor, k: Tensor) -> Tensor:
+        """Scores of queries (b, k, n/k·s, d) that are scaled already, without a mask."""
+        scores = _wide(scaled @ k.mT)
+        return scores if self.soft_cap is None else scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     @staticmethod
     def _hide(scores: Tensor, inputs: KernelInput, value: float) -> None:
@@ -267,6 +293,7 @@ class Planned(Kernel):
 
 
 MATH, PLANNED = Math(), "planned"
+SOFT_CAP = "math, soft cap "  # and its value: name of the formulas with a soft cap
 _kernels: dict[str, Kernel] = {
     "math": MATH,
     "cpu-flash": CpuFlash(),
@@ -338,8 +365,15 @@ def _entry_points(group: str, name: str) -> dict[str, metadata.EntryPoint]:
     return {point.value: point for point in metadata.entry_points(group=group, name=name)}
 
 
+def soft_capped(name: str, soft_cap: float | None) -> str:
+    """Name of the kernel to use in place of one without a soft cap: the same if there is no cap."""
+    return name if soft_cap is None else f"{SOFT_CAP}{soft_cap}"
+
+
 def get_kernel(name: str) -> Kernel:
-    """The kernel registered under this name. Raises ValueError: unknown name."""
+    """The kernel registered under this name, or of `soft_capped`. Raises ValueError: unknown name."""
+    if name.startswith(SOFT_CAP):
+        return Math(float(name.removeprefix(SOFT_CAP)))
     if name not in _kernels:
         raise ValueError(f"attention kernel {name!r} is not one of {', '.join(_kernels)}")
     return _kernels[name]

@@ -38,6 +38,7 @@ def ring_attention(
     documents: Tensor | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    soft_cap: float | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """Grouped-query attention over a sequence sharded in zigzag order over the axis.
@@ -51,6 +52,7 @@ def ring_attention(
         documents: (b, s/c) integers, each token's document index; tokens attend only within their document.
         window: number of keys, up to its own position, that a query of causal attention sees; None: all.
         sinks: (n) scores that join each query head's softmax without a value (sinks.py).
+        soft_cap: c, for scores c · tanh(scores / c); None: none. The kernel is then that of the formulas.
         kernel: name of a kernel (kernels.py); None: the device's default.
 
     Returns:
@@ -63,7 +65,7 @@ def ring_attention(
     tiles.check_inputs("ring_attention", q, k, v, causal, documents, window, sinks)
     if axis.size > 1:
         check_sequence("ring_attention", q, axis)
-    name = kernel or kernels.default_kernel(q)
+    name = kernels.soft_capped(kernel or kernels.default_kernel(q), soft_cap)
     kernels.get_kernel(name)
     if documents is not None:
         documents = collectives.all_gather(documents, axis).unflatten(0, (axis.size, -1))  # (c, b, s/c)

@@ -29,6 +29,24 @@ _FUSED_MLP = dict.fromkeys(("mlp.gate_up.gate", "mlp.gate_up.up"), "mlp.gate_up_
 _FUSED_QKV = dict.fromkeys(("attention.qkv.q", "attention.qkv.k", "attention.qkv.v"), "self_attn.qkv_proj")
 _MULTIPLIERS = same("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _NO_WINDOW = ("sliding_window", "max_window_layers")  # have no effect, because use_sliding_window is false
+_GEMMA_FIELDS = {
+    "hidden_act": "hidden_activation",
+    **same("sliding_window", "full_attention_every", "query_pre_attn_scalar"),
+}
+_GEMMA_VALUES = {"hidden_act": ("gelu_pytorch_tanh",), "tie_word_embeddings": (True, False)}
+_GEMMA_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GEMMA_NORMS = {
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
 
 OWN = {
     "llama": own(
@@ -142,26 +160,40 @@ OWN = {
             "mlp_output_norm": "post_mlp_layernorm",
         },
     ),
+    "gemma2": own(
+        "llama:Llama",
+        "Gemma2",
+        "arXiv 2408.00118",
+        fields={
+            **_GEMMA_FIELDS,
+            **same("attn_logit_softcapping", "final_logit_softcapping"),
+        },
+        values=_GEMMA_VALUES,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "full_attention_every": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fixed={**FIXED, "use_bidirectional_attention": None},
+        unused=("sliding_window_size",),  # of published files; sliding_window is read
+        norm="unit_offset",
+        norm_position="around",
+        scaled_embedding=True,
+        tensors=_GEMMA_NORMS,
+    ),
     "gemma3": own(
         "llama:Llama",
         "Gemma3",
         "arXiv 2503.19786",
         model_type="gemma3_text",
-        fields={
-            "hidden_act": "hidden_activation",
-            **same("sliding_window", "full_attention_every", "rope_local_base_freq", "query_pre_attn_scalar"),
-        },
-        values={"hidden_act": ("gelu_pytorch_tanh",), "tie_word_embeddings": (True, False)},
+        fields={**_GEMMA_FIELDS, **same("rope_local_base_freq")},
+        values=_GEMMA_VALUES,
         defaults={
-            "rms_norm_eps": 1e-6,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
+            **_GEMMA_DEFAULTS,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
             "full_attention_every": 6,
-            "tie_word_embeddings": True,
         },
         fixed={
             **FIXED,
@@ -175,11 +207,7 @@ OWN = {
         qk_norm="heads",
         local_rope=True,
         scaled_embedding=True,
-        tensors={
-            "attention_output_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_output_norm": "post_feedforward_layernorm",
-        },
+        tensors=_GEMMA_NORMS,
     ),
     "phi3": own(
         "llama:Llama",

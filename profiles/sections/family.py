@@ -17,6 +17,8 @@ OPTIONAL = {
     "partial_rotary_factor": "partly rotated heads",
     "rope_local_base_freq": "RoPE of another base in layers with a window",
     "query_pre_attn_scalar": "scale of queries",
+    "attn_logit_softcapping": "soft cap of attention scores",
+    "final_logit_softcapping": "soft cap of logits",
     **dict.fromkeys(
         ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
         "multipliers",

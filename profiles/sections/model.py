@@ -73,13 +73,13 @@ class Model(Section):
     )
     sliding_window: Count | None = Field(
         default=None,
-        description="number of tokens that a token attends to, itself included; null: all (mistral, qwen2, olmo3, gemma3, "
-        "phi3, ministral, starcoder2, mixtral, gpt_oss)",
+        description="number of tokens that a token attends to, itself included; null: all (mistral, qwen2, olmo3, gemma2, "
+        "gemma3, phi3, ministral, starcoder2, mixtral, gpt_oss)",
     )
     full_attention_every: Count | None = Field(
         default=None,
-        description="n: every n-th layer has full attention, the others the sliding window (olmo3, gemma3, ministral, gpt_oss) "
-        "or linear attention (qwen3_next, qwen3_5, olmo_hybrid)",
+        description="n: every n-th layer has full attention, the others the sliding window (olmo3, gemma2, gemma3, ministral, "
+        "gpt_oss) or linear attention (qwen3_next, qwen3_5, olmo_hybrid)",
     )
     max_window_layers: Natural | None = Field(
         default=None,
@@ -100,7 +100,14 @@ class Model(Section):
     )
     query_pre_attn_scalar: Size | None = Field(
         default=None,
-        description="number whose root divides attention scores; null: head_dim (gemma3)",
+        description="number whose root divides attention scores; null: head_dim (gemma2, gemma3)",
+    )
+    attn_logit_softcapping: Multiplier = Field(
+        default=None,
+        description="soft cap c of attention scores, c · tanh(score / c), which flash attention lacks; null: none (gemma2)",
+    )
+    final_logit_softcapping: Multiplier = Field(
+        default=None, description="soft cap c of the logits, c · tanh(logit / c); null: none (gemma2)"
     )
     linear_num_key_heads: Size | None = Field(
         default=None,
@@ -145,7 +152,8 @@ class Model(Section):
         default=None, description="bound that queries, keys and values are clipped to; null: none (dbrx)"
     )
     tie_word_embeddings: bool = Field(
-        description="share the embedding with the output projection (default: true for gpt, smollm3, gemma3 and starcoder2)"
+        description="share the embedding with the output projection (default: true for gpt, smollm3, gemma2, gemma3 and "
+        "starcoder2)"
     )
     attention_bias: bool = Field(
         description="biases in the attention projections (default: true for qwen2, glm4, starcoder2, gpt_neox, gpt and gpt_oss); "
@@ -153,8 +161,8 @@ class Model(Section):
     )
     mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt, gpt_neox and starcoder2)")
     hidden_act: str = Field(
-        description="MLP activation function (default: gelu for gpt and gpt_neox, gelu_pytorch_tanh for gemma3 and "
-        "starcoder2, else silu)"
+        description="MLP activation function (default: gelu for gpt and gpt_neox, gelu_pytorch_tanh for gemma2, gemma3 "
+        "and starcoder2, else silu)"
     )
     initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
     parametrization: Annotated[Literal["standard", "mup", "completep"], roles.INITIALIZATION] = Field(

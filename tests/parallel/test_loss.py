@@ -32,10 +32,13 @@ def problem(tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, T
     return x, weight, targets.masked_fill(ignored, -100)
 
 
-def exact(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def exact(x: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None = None) -> tuple[Tensor, ...]:
     """Loss and gradients by torch."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = F.cross_entropy(x @ weight.t(), targets, ignore_index=-100, reduction="sum")
+    logits = x @ weight.t()
+    if soft_cap is not None:
+        logits = soft_cap * (logits / soft_cap).tanh()
+    loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
     loss.backward()
     return loss.detach(), x.grad, weight.grad
 
@@ -47,7 +50,13 @@ def padded(weight: Tensor, degree: int) -> Tensor:
 
 
 def distances(
-    tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None, gpu: bool
+    tokens: int,
+    width: int,
+    vocabulary: int,
+    sequence: bool,
+    chunk: int | None,
+    gpu: bool,
+    soft_cap: float | None,
 ) -> list[float]:
     """Differences of loss and gradients from one process.
 
@@ -56,12 +65,12 @@ def distances(
     """
     degree = torch.distributed.get_world_size()
     x, weight, targets = problem(tokens, width, vocabulary)
-    expected = exact(x, weight, targets)
+    expected = exact(x, weight, targets, soft_cap)
     with mesh(tensor=degree) as m, pytest.MonkeyPatch.context() as patch:
         patch.setattr("parallel.loss.becomes_one_kernel", lambda logits: gpu)
         axis = m.tensor
         rows = -(-vocabulary // degree)
-        options = {"first": torch.tensor(axis.rank * rows), "vocabulary": vocabulary}
+        options = {"first": torch.tensor(axis.rank * rows), "vocabulary": vocabulary, "soft_cap": soft_cap}
 
         ours = x.clone().requires_grad_()
         every = padded(weight, degree).requires_grad_()
@@ -86,6 +95,7 @@ def test_matches_torch_cross_entropy(pool, degree, data):
         "sequence": data.draw(st.booleans()) and degree > 1,
         "chunk": data.draw(st.sampled_from([None, 1, 3])),
         "gpu": data.draw(st.booleans()),
+        "soft_cap": data.draw(st.sampled_from([None, 1.5])),
     }
     if degree == 1:
         return one_process(**arguments)
@@ -95,15 +105,23 @@ def test_matches_torch_cross_entropy(pool, degree, data):
 
 
 def one_process(
-    tokens: int, width: int, vocabulary: int, sequence: bool, chunk: int | None, gpu: bool
+    tokens: int,
+    width: int,
+    vocabulary: int,
+    sequence: bool,
+    chunk: int | None,
+    gpu: bool,
+    soft_cap: float | None,
 ) -> None:
     x, weight, targets = problem(tokens, width, vocabulary)
     ours, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("parallel.loss.becomes_one_kernel", lambda logits: gpu)
-        loss = linear_cross_entropy(ours, w, targets, ONE, first=FIRST, vocabulary=vocabulary, chunk=chunk)
+        options = {"first": FIRST, "vocabulary": vocabulary, "chunk": chunk, "soft_cap": soft_cap}
+        loss = linear_cross_entropy(ours, w, targets, ONE, **options)
     loss.backward()
-    for mine, theirs in zip((loss.detach(), ours.grad, w.grad), exact(x, weight, targets), strict=True):
+    expected = exact(x, weight, targets, soft_cap)
+    for mine, theirs in zip((loss.detach(), ours.grad, w.grad), expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 

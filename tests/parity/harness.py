@@ -58,6 +58,11 @@ MODELS = {
     "llama completep": {**LLAMA, "tie_word_embeddings": True, "parametrization": "completep", "base_hidden_size": 16,
                         "base_num_hidden_layers": 1},
     "mistral": {**LLAMA, "architecture": "mistral", "sliding_window": 9},
+    "gemma2": {
+        **LLAMA, "architecture": "gemma2", "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 9,
+        "full_attention_every": 2, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 0.8,
+        "final_logit_softcapping": 1.5, "vocab_size": 101,
+    },
     "gemma3": {
         **LLAMA, "architecture": "gemma3", "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 9,
         "full_attention_every": 2, "rope_local_base_freq": 100.0, "query_pre_attn_scalar": 20,

@@ -42,7 +42,9 @@ CASES = {
     "pipeline 2, zero bubble": Case(pipeline=2, schedule="zero_bubble"),
     "pipeline 4, zero bubble": Case("llama 4 layers", pipeline=4, schedule="zero_bubble"),
     "pipeline 4, gpt": Case("gpt 4 layers", pipeline=4),
-    "context 2, pipeline 2, olmo3": Case("olmo3", context=2, pipeline=2),
+    "tensor 2, context 2, pipeline 2, documents, gemma2": Case(
+        "gemma2", tensor=2, context=2, pipeline=2, documents=True
+    ),
     "pipeline 2, interleaved, tied": Case("gpt 4 layers", pipeline=2, schedule="interleaved"),
     "tensor 2, pipeline 2, data 2, gpt": Case("gpt", tensor=2, pipeline=2, data=2),
     "fsdp 2": Case(data=2, sharding="fsdp"),

@@ -56,6 +56,7 @@ class Attention(AttentionLayer):
         family = model.family
         self.d, self.window = model.head_dim, model.window(layer)
         self.context, self.scale = mesh.context, model.score_scale
+        self.soft_cap = model.attn_logit_softcapping
         self.rotates, self.adjacent = model.has_rope(layer), family.adjacent_pairs
         h, n, k = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
         options["bias"] = model.attention_bias
@@ -96,6 +97,7 @@ class Attention(AttentionLayer):
             documents=documents,
             window=self.window,
             sinks=self.sinks,
+            soft_cap=self.soft_cap,
         )
         if self.maxima is not None:
             y = self.maxima(y, q, k, self.context, scale=self.scale, documents=documents, window=self.window)

@@ -12,7 +12,8 @@ from tests.parity.harness import MODELS, Case
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", Llama), ("mistral", Llama), ("gpt", GPT), ("qwen3_5", Hybrid)]
+    ("name", "kind"),
+    [("llama", Llama), ("gemma2", Llama), ("gpt", GPT), ("qwen3_5", Hybrid)],
 )
 def test_packed_documents_match_documents_computed_alone(name, kind):
     model = Case(name).profile().model.model_copy(update=MODELS[name])

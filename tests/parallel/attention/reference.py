@@ -7,7 +7,7 @@ import torch
 from parallel.attention import kernels
 
 
-def dense(q, k, v, sinks=None, causal=True, documents=None, scale=None, window=None):
+def dense(q, k, v, sinks=None, causal=True, documents=None, scale=None, window=None, soft_cap=None):
     """Dense softmax(scale · q kᵀ) v of q (b, n, s, d) and k, v (b, k, s, d); sinks (n) have no value."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))  # (b, n, s, d)
     s = q.shape[2]
@@ -17,6 +17,8 @@ def dense(q, k, v, sinks=None, causal=True, documents=None, scale=None, window=N
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
@@ -38,6 +40,7 @@ class Case:
     scale: float | None = None
     window: int | None = None
     sinks: bool = False
+    soft_cap: float | None = None
     seed: int = 0
 
     def tensors(self):
@@ -57,7 +60,8 @@ class Case:
 
     def options(self):
         """Arguments of attention besides tensors."""
-        return {"causal": self.causal, "scale": self.scale, "window": self.window}
+        capped = {} if self.soft_cap is None else {"soft_cap": self.soft_cap}
+        return {"causal": self.causal, "scale": self.scale, "window": self.window, **capped}
 
     def document_indices(self):
         """Document index of each token (b, s), or None."""

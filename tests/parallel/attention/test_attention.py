@@ -35,9 +35,15 @@ def errors(case, **options):
 @pytest.mark.parametrize(("n", "k"), HEADS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_matches_dense_formula(kernel, n, k, dtype):
-    for causal, window in ((True, None), (False, None), (True, 90)):
+    for causal, window, soft_cap in (
+        (True, None, None),
+        (False, None, None),
+        (True, 90, None),
+        (True, None, 0.8),
+        (True, 90, 0.8),
+    ):
         for documents in (None, (70, 1, 130, 99)):
-            shape = {"b": 2, "n": n, "k": k, "s": 300, "dtype": dtype, "scale": 0.4}
+            shape = {"b": 2, "n": n, "k": k, "s": 300, "dtype": dtype, "scale": 0.4, "soft_cap": soft_cap}
             case = Case(**shape, causal=causal, window=window, sinks=window is not None, documents=documents)
             assert max(errors(case, kernel=kernel)) < case.tolerance(), case
 
@@ -96,10 +102,13 @@ def test_documents_may_be_unordered_and_noncontiguous(kernel):
             torch.testing.assert_close(out[row : row + 1, :, members], alone)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_flex_attention_without_documents_matches_dense_formula(window):
-    case = Case(b=2, s=300, window=window, sinks=True)
-    out = attention(*case.tensors()[:3], window=window, sinks=case.sink_scores()[0], kernel="cuda-flash")
+@pytest.mark.parametrize(
+    ("window", "sinks", "soft_cap"), [(None, True, None), (100, True, 0.5), (None, False, 0.5)]
+)
+def test_flex_attention_without_documents_matches_dense_formula(window, sinks, soft_cap):
+    case = Case(b=2, s=300, window=window, sinks=sinks, soft_cap=soft_cap)
+    scores = case.sink_scores()[0] if sinks else None
+    out = attention(*case.tensors()[:3], **case.options(), sinks=scores, kernel="cuda-flash")
     assert error(out, case.expected()[0].detach()) < case.tolerance()
 
 
@@ -187,7 +196,11 @@ def test_compiles_to_one_graph_with_identical_bits(masks):
         assert torch.equal(eager, traced)
 
 
-MASKS = {"documents": {"documents": (300, 1, 130, 169)}, "window": {"window": 200, "sinks": True}}
+MASKS = {
+    "documents": {"documents": (300, 1, 130, 169)},
+    "window": {"window": 200, "sinks": True},
+    "soft cap": {"soft_cap": 0.5},
+}
 
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
@@ -213,7 +226,7 @@ def test_devices_without_opaque_operators_match_dense_formula(monkeypatch, regis
         if node.name.startswith(("eq", "tril", "logical_and"))
     ]
     assert all(shape[-2] <= 512 for shape in shapes)
-    assert bool(shapes) != registered.takes_bounds
+    assert bool(shapes) != (registered.takes_bounds or "soft_cap" in masks)
     assert not any("repeat" in node.name for graph in graphs for node in graph.graph.nodes)
 
 

@@ -35,6 +35,7 @@ def test_matches_dense_formula(pool, size):
     masks = [{"causal": causal} for causal in (True, False)]
     # Windows within a chunk of the ring, over several, and over all.
     masks += [{"window": window, "sinks": window != 3} for window in (1, 3, 8, 21, 2 * s)]
+    masks += [{"window": 21, "soft_cap": 0.5}]
     cases = [Case(**shape, **mask, documents=lengths) for mask in masks for lengths in (None, documents)]
     cases.append(Case(n=4, k=1, s=s, dtype=torch.bfloat16))
     for kernel in ("math", "bounds"):

@@ -82,6 +82,7 @@ def test_matches_dense_formula(pool, size):
 
 def test_math_kernel_matches_dense_formula(pool):
     cases = [Case(s=64, documents=lengths, window=w) for lengths in (None, (30, 34)) for w in (None, 20)]
+    cases += [Case(s=64, documents=(30, 34), window=w, soft_cap=0.5) for w in (None, 20)]
     for case, *parts in zip(cases, *pool.run(rings, 4, cases=cases, kernel="math"), strict=True):
         assert worst(parts, case) < case.tolerance()
 

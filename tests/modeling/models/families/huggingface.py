@@ -12,6 +12,7 @@ from modeling.models import families
 from modeling.models.families import model_class
 from parallel import Mesh
 from parallel.layout import Box, layout_of
+from parallel.logits import full_logits
 from profiles.huggingface.config import from_config_json
 from profiles.sections.model import Model
 
@@ -174,8 +175,7 @@ def _assert_match(
     expected = theirs(tokens, labels=tokens)
 
     hidden = ours(tokens, torch.arange(length))
-    head = ours.embedding if description.tie_word_embeddings else ours.head
-    logits = (hidden @ head.weight.t()).view_as(expected.logits)
+    logits = full_logits(**ours.logits_arguments(hidden)).view_as(expected.logits)
     torch.testing.assert_close(logits, expected.logits, rtol=0, atol=TOLERANCE)
     if length == 1:  # no token has a target
         return

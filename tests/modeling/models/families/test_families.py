@@ -26,6 +26,13 @@ SIZES = {
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.07, "residual_multiplier": 0.22}
 GEMMA = {"sliding_window": 5, "query_pre_attn_scalar": 20}
+# transformers' other attention ignores soft caps
+CAPPED = {
+    **GEMMA,
+    "attn_logit_softcapping": 0.7,
+    "final_logit_softcapping": 0.9,
+    "attn_implementation": "eager",
+}
 NEOX = {"num_key_value_heads": 4, "head_dim": 10, "hidden_dropout": 0.0, "rotary_pct": 0.4}
 # Configs of each family that together use all of its features; the last is also converted (test_convert.py).
 CONFIGS = {
@@ -57,6 +64,10 @@ CONFIGS = {
         {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.3},
     ],
     "glm4": [{"attention_bias": False, "partial_rotary_factor": 1.0}, {}],
+    "gemma2": [
+        {**CAPPED, "attn_logit_softcapping": None, "tie_word_embeddings": False},
+        {**CAPPED, "num_hidden_layers": 4, "attention_bias": True},
+    ],
     "gemma3": [
         {**GEMMA, "tie_word_embeddings": False},
         {
