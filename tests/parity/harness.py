@@ -50,6 +50,10 @@ LINEAR = {
     "num_hidden_layers": 3, "full_attention_every": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 12, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+QWEN = {
+    **LLAMA, **LINEAR, "architecture": "qwen3_next", "head_dim": 16, "partial_rotary_factor": 0.25,
+    "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 MODELS = {
     "llama": LLAMA,
     "llama 4 layers": {**LLAMA, "num_hidden_layers": 4},
@@ -108,11 +112,13 @@ MODELS = {
         "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4,
         "num_experts_per_tok": 2, "n_shared_experts": 1, "num_nextn_predict_layers": 2, "vocab_size": 101,
     },
-    "qwen3_next": {
-        **LLAMA, **LINEAR, "architecture": "qwen3_next", "head_dim": 16, "partial_rotary_factor": 0.25,
-        "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24,
-    },
+    "qwen3_next": QWEN,
+    "qwen3_next multi-token": {**QWEN, "num_nextn_predict_layers": 1},
     "qwen3_5": {**LLAMA, **LINEAR, "architecture": "qwen3_5", "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    "qwen3_5 multi-token": {
+        **LLAMA, **LINEAR, "architecture": "qwen3_5", "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1,
+        "vocab_size": 101,
+    },
     "olmo_hybrid": {
         **LLAMA, **LINEAR, "architecture": "olmo_hybrid", "linear_allow_neg_eigval": True, "no_rope_layer_interval": 1,
     },

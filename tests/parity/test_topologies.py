@@ -92,11 +92,11 @@ CASES = {
         recompute="selective",
     ),
     "context 4, tensor 2, qwen3_5": Case("qwen3_5", context=4, tensor=2),
-    "context 2, tensor 2, expert 2, fsdp 4, documents, qwen3_next": Case(
-        "qwen3_next", context=2, tensor=2, data=2, expert=2, sharding="fsdp", documents=True
+    "context 2, tensor 2, expert 2, fsdp 4, documents, qwen3_next, multi-token": Case(
+        "qwen3_next multi-token", context=2, tensor=2, data=2, expert=2, sharding="fsdp", documents=True
     ),
-    "tensor 4, pipeline 2, no sequence parallelism, documents, qwen3_5": Case(
-        "qwen3_5", tensor=4, pipeline=2, sequence_parallel=False, documents=True
+    "tensor 4, pipeline 2, no sequence parallelism, documents, qwen3_5, multi-token": Case(
+        "qwen3_5 multi-token", tensor=4, pipeline=2, sequence_parallel=False, documents=True
     ),
     "pipeline 3, context 2, selective activation checkpointing, qwen3_next": Case(
         "qwen3_next", pipeline=3, context=2, recompute="selective"
