@@ -90,6 +90,7 @@ class Device:
         if self.type == "cpu":
             _retain_freed_memory()
             return torch.device("cpu")
+        load_software(self.type)
         device = torch.device(self.type, local_rank)
         torch.accelerator.set_device_index(local_rank)
         return device
@@ -140,6 +141,7 @@ class Device:
         if self.type == "cuda":
             return torch.cuda.device_count()
         torch_neuronx_version()
+        load_software(self.type)
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return torch.accelerator.device_count() if accelerator and accelerator.type == self.type else 0
 
@@ -323,6 +325,7 @@ def name_of(device: Device) -> str:
 
 def detect() -> str:
     """Type of this machine's accelerator, else "cpu"; for diagnostics only: runs never guess their device."""
+    load_software("neuron")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator and accelerator.type in KINDS else "cpu"
 
@@ -344,6 +347,28 @@ def torch_neuronx_version() -> str:
     if found.split(".")[:2] != release.split(".")[:2]:
         raise RuntimeError(f"torch-neuronx {found} is not built for torch {release}; {source}")
     return found
+
+
+def load_software(kind: str) -> None:
+    """Import the package of a device type unless it is built into torch, missing or a placeholder.
+
+    torch itself imports it only while `TORCH_DEVICE_BACKEND_AUTOLOAD` allows that.
+
+    Raises:
+        RuntimeError: it cannot be imported.
+    """
+    if kind != "neuron" or "torch_neuronx" in sys.modules:
+        return
+    try:
+        found = torch_neuronx_version()
+    except RuntimeError:  # whoever needs the device says so
+        return
+    try:
+        import_module("torch_neuronx")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"torch-neuronx {found} cannot be imported: {error}; repair or remove it"
+        ) from error
 
 
 def register_replica_groups(name: str, groups: Sequence[Sequence[int]] | None) -> None:
@@ -426,6 +451,7 @@ def for_traces(kind: str) -> torch.device:
     Torch has the operators of a device that is not built in wherever the device's package is loaded, also without hardware, and
     shapes and dispatch are the same. For GPUs they depend on the card: compilers and torch's choices of kernels ask it.
     """
+    load_software(kind)
     known = torch.accelerator.current_accelerator()
     if kind == "cpu" or known is None or known.type != kind:
         return torch.device("cpu")

@@ -125,8 +125,13 @@ class Compile(Section):
     backend: str | None = Field(
         default=None, min_length=1, description="inductor or neuron; null: the device's default"
     )
+    launcher: Annotated[Literal["local", "slurm"], roles.NONE] = Field(
+        default="local",
+        description="where graphs are compiled ahead of time; local: the machine of the flow; slurm: a job array on "
+        "cluster.shards_partition, a job for each graph's program",
+    )
     processes: Annotated[Count | None, roles.NONE] = Field(
-        default=None, description="graphs compiled concurrently; null: one per core"
+        default=None, description="graphs compiled concurrently on the flow's machine; null: one per core"
     )
     memory_gib: Annotated[Annotated[float, Field(gt=0)] | None, roles.NONE] = Field(
         default=None,

@@ -224,7 +224,7 @@ def graphs(profile: Profile) -> str:
             "rates": profile.scores_pairs_in_step,
             **({} if train.qk_clip is None else {"qk_clip": True}),
             **({"mtp": True} if profile.evaluate.mtp and profile.model.prediction_layers else {}),
-            "compiler": _compiler(profile),
+            "compiler": compiler(profile),
             "code": code_digest("modeling", "parallel"),
         }
     )
@@ -234,7 +234,7 @@ def graph(profile: Profile, graph: str) -> str:
     """Key of one compiled program, from the digest of its graphs."""
     from parallel import device as devices
 
-    inputs: dict[str, Any] = {"step": "graph", "graph": graph, "compiler": _compiler(profile)}
+    inputs: dict[str, Any] = {"step": "graph", "graph": graph, "compiler": compiler(profile)}
     if devices.KINDS[profile.cluster.device].compiles_operators:
         # What such a compiler puts into a program although its graph has names only: the ranks of each group, and the values of
         # constants in a user's functions.
@@ -246,28 +246,28 @@ def graph(profile: Profile, graph: str) -> str:
     return digest(inputs)
 
 
-def _compiler(profile: Profile) -> dict[str, Any]:
-    """The compiler and the platform of a profile's graphs."""
+def compiler(profile: Profile) -> dict[str, Any]:
+    """The compiler and the platform of a profile's graphs on this machine, as a JSON value."""
     from modeling.compilation.compilers import backend_name, make_compiler
     from modeling.training.trainer import threads
     from parallel import device as devices
     from parallel.host_products import ONEDNN_IS_FASTER
 
-    cluster, backend, compiler = profile.cluster, backend_name(profile), make_compiler(profile)
+    cluster, backend, made = profile.cluster, backend_name(profile), make_compiler(profile)
     device = devices.KINDS[cluster.device]
     return {
         "backend": backend,
         "passes": [file_digest(_source_file(module)) for module in PASSES.get(backend, ())],
         "flags": profile.compile.flags,
         "async_tensor": profile.compile.async_tensor,
-        "lacks": compiler.missing_requirement(ahead_of_time=True),
+        "lacks": made.missing_requirement(ahead_of_time=True),
         "platform": [devices.platform_tag(cluster.device), cluster.accelerator],
         "onednn": ONEDNN_IS_FASTER and cluster.device == "cpu",
         "devices": device.compiled_for(cluster.devices_per_node),
         "deterministic": device.nondeterministic and profile.train.deterministic,
-        "threads": threads(profile),
+        "threads": threads(profile) if cluster.device == "cpu" else None,  # that C++ code is divided among
         **({"settings": SETTINGS} if cluster.device == "cuda" else {}),
-        **({"target": compiler.target} if compiler.target else {}),
+        **({"target": made.target} if made.target else {}),
         "versions": compiler_versions(),
     }
 

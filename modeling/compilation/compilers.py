@@ -12,6 +12,7 @@ A compiler takes a graph as Dynamo captured it and compiles forward and backward
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -19,7 +20,7 @@ import tempfile
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -36,18 +37,31 @@ from parallel.host_products import ONEDNN_PRODUCTS
 from profiles.schema import Profile
 
 Compiled = Callable[..., Any]
-PLATFORM, CORES = "NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG"
+PLATFORM, CORES, FLAGS = "NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG", "NEURON_CC_FLAGS"
 LINK_SECONDS = 7 * 86400.0  # for which a link to a removed cache folder is kept
+log = logging.getLogger(__name__)
 
 
 class Compiler(ABC):
-    """A compiler for one kind of device."""
+    """A compiler for one kind of device.
+
+    Args:
+        flags: of `compile.flags`.
+        accelerator: of `cluster.accelerator`.
+        users: environment variables that the user has set for jobs.
+    """
 
     needs_device = False
     """Whether it can compile only on a machine with a device that works."""
 
-    def __init__(self, device: str, flags: str | None = None, accelerator: str | None = None) -> None:
-        self.device, self.flags, self.accelerator = device, flags, accelerator
+    def __init__(
+        self,
+        device: str,
+        flags: str | None = None,
+        accelerator: str | None = None,
+        users: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.device, self.flags, self.accelerator, self.users = device, flags, accelerator, users
 
     @abstractmethod
     def missing_software(self) -> str | None:
@@ -72,12 +86,12 @@ class Compiler(ABC):
         return None
 
     def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:
-        """Environment variables with which to start a process that will call `use_cache`."""
+        """Environment variables with which to start a process that will call `use_cache`; "": without one."""
         return {}
 
     @property
     def target(self) -> dict[str, str]:
-        """Environment variables that decide what a job compiles for, with their values; for cache keys."""
+        """Environment variables that decide what a job's compiler makes, with their values; for cache keys."""
         return {}
 
     @abstractmethod
@@ -123,10 +137,11 @@ class Inductor(Compiler):
         device: str,
         flags: str | None = None,
         accelerator: str | None = None,
+        users: Mapping[str, str] = os.environ,
         *,
         async_tensor: bool = False,
     ) -> None:
-        super().__init__(device, flags, accelerator)
+        super().__init__(device, flags, accelerator, users)
         self.async_tensor = async_tensor
         # Triton asks the card's driver for its architecture, and torch's choices of kernels read the card's properties.
         self.needs_device = device != "cpu"
@@ -242,6 +257,10 @@ class Neuron(Compiler):
     initial_neffs = 0
 
     def missing_software(self) -> str | None:
+        try:
+            devices.load_software(self.device)
+        except RuntimeError as error:
+            return f"no working TorchNeuron ({error})"
         # The public index has placeholder packages of this name; the real one registers its backend.
         if find_spec("torch_neuronx") is None or "neuron" not in torch.compiler.list_backends():
             return "no TorchNeuron (torch-neuronx from AWS's index)"
@@ -250,22 +269,35 @@ class Neuron(Compiler):
     def environment(self, folder: Path, *, ahead_of_time: bool = False) -> dict[str, str]:
         """TorchNeuron reads some of its settings when torch imports it, and each of them once."""
         names = ("NEFF_CACHE_DIR", "NEFF_LOCAL_CACHE_DIR", "HLO_CACHE_DIR")
-        found = {f"TORCH_NEURONX_{name}": str(folder) for name in names}
+        found = {f"TORCH_NEURONX_{name}": str(folder) for name in names} | self.target
         if ahead_of_time:
-            found |= {"TORCH_NEURONX_COMPILE_ONLY": "1", PLATFORM: self.target[PLATFORM]}
-        if self.flags:
-            found["NEURON_CC_FLAGS"] = self.flags
+            found["TORCH_NEURONX_COMPILE_ONLY"] = "1"
+        elif PLATFORM not in self.users:  # a node's device is what it is
+            found[PLATFORM] = ""
         return found
 
     @property
     def target(self) -> dict[str, str]:
-        """The profile's accelerator and the logical cores of a device, unless the user has set others."""
+        """The profile's accelerator, a device's logical cores and the flags, unless the user has set others."""
         platform = self.accelerator or devices.name_of(devices.KINDS[self.device])
-        return {name: os.environ.get(name, default) for name, default in ((PLATFORM, platform), (CORES, ""))}
+        defaults = {PLATFORM: platform, CORES: "", FLAGS: self.flags or ""}
+        return {name: self.users.get(name, default) for name, default in defaults.items()}
 
     def use_cache(self, folder: Path, *, ahead_of_time: bool = False, jobs: int | None = None) -> None:
-        """Call before anything runs on the device."""
-        os.environ |= self.environment(folder, ahead_of_time=ahead_of_time)
+        """Call before anything runs on the device.
+
+        Variables that change what is compiled, and that the compile step could not know, are replaced with a warning: a container
+        image may set them.
+        """
+        for name, value in self.environment(folder, ahead_of_time=ahead_of_time).items():
+            if name in self.target and os.environ.get(name, value) != value:
+                replaced = f"{name}={os.environ[name]} of this machine is replaced"
+                log.warning(f"{replaced}: the run's programs are compiled with {value or 'none'!r}")
+            os.environ.pop(name, None)
+            if value:
+                os.environ[name] = value
+        if self.flags and self.target[FLAGS] != self.flags:
+            log.warning(f"{FLAGS}={self.target[FLAGS]} is kept; compile.flags is {self.flags}")
         self.folder, self.initial_neffs = folder, _count_neffs(folder)
 
     def prepare(self) -> None:
@@ -299,5 +331,7 @@ def make_compiler(profile: Profile) -> Compiler:
     """The profile's compiler."""
     options = {"async_tensor": True} if profile.compile.async_tensor else {}
     cluster = profile.cluster
+    # Pods inherit nothing. On Slurm and on this machine, jobs have the environment of the command that starts them.
+    users = cluster.kubernetes.variables if cluster.launcher == "kubernetes" else os.environ
     make = COMPILERS[backend_name(profile)]
-    return make(cluster.device, profile.compile.flags, cluster.accelerator, **options)
+    return make(cluster.device, profile.compile.flags, cluster.accelerator, users, **options)

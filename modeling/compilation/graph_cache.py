@@ -65,7 +65,7 @@ METHODS = {
 BLOCKS = {"none": "block", "selective": "selective block", "full": "recomputed block"}
 REGIONS = ("embedding", "rotations", *BLOCKS.values(), "norm", "loss")
 PROGRAMS = (*(f"{region}, {mode}" for region in REGIONS for mode in ("training", "evaluation")), STEP)
-COUNTS = 4  # of a program: misses, hits, graphs of no manifest, and 1
+COUNTS = 4  # of a program: misses, hits, misses of programs of no manifest, and 1
 # `recompile_limit`: maximum number of a function's graphs, one for each combination of shapes. torch's configuration would apply
 # only to the thread that sets it, and a device's backward pass runs in another thread. Its argument has no type in torch.
 OPTIONS: dict[str, Any] = {"fullgraph": True, "dynamic": False, "recompile_limit": 64}
@@ -149,9 +149,9 @@ class CompileStatistics(RegionBackends):
     def __init__(self, compiler: Compiler, *, ahead: Manifest | None = None) -> None:
         super().__init__()
         self.compiler, self.ahead = compiler, ahead
-        self.programs: dict[str, tuple[int, int, int]] = {}  # misses, hits, programs of no manifest
+        self.programs: dict[str, tuple[int, int, int]] = {}  # misses, hits, misses of no manifest
         self._differences: dict[str, str] = {}  # of this rank's programs of no manifest, by name
-        self._reported: dict[str, tuple[int, int]] = {}  # misses, programs of no manifest; by name
+        self._reported: dict[str, tuple[int, int]] = {}  # misses of the manifest and of none, by name
         self._reasons: list[str] = []
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
@@ -160,10 +160,10 @@ class CompileStatistics(RegionBackends):
         before = self.compiler.cache_counts()
         compiled = self.compiler.compile(graph, inputs)
         misses, hits = (now - then for now, then in zip(self.compiler.cache_counts(), before, strict=True))
-        if unknown and not misses:  # an earlier attempt has compiled it
-            misses, hits = max(1, hits), 0
+        if unknown:  # also if an earlier attempt has compiled it
+            misses, hits = max(1, misses + hits), 0
         counts = self.programs.get(name, (0, 0, 0))
-        self.programs[name] = counts[0] + misses, counts[1] + hits, counts[2] + unknown
+        self.programs[name] = counts[0] + misses, counts[1] + hits, counts[2] + unknown * misses
         return compiled
 
     def _is_unknown(self, name: str, graph: GraphModule, inputs: Sequence[Any]) -> bool:
@@ -196,19 +196,24 @@ class CompileStatistics(RegionBackends):
                 mean = math.ceil(missed / ranks - 1e-6)
                 misses, hits = misses + mean, hits + round(found / ranks)
                 # Sums may be of all ranks, or divided by the tensor degree.
-                self._report(name, mean, math.ceil(unknown / ranks - 1e-6))
+                self._report(name, *(math.ceil(n / ranks - 1e-6) for n in (missed - unknown, unknown)))
         return {"cold_compiles": misses, "warm_graphs": hits}
 
     def _report(self, name: str, misses: int, unknown: int) -> None:
-        """Note what is new in a program's counts, means over its ranks rounded up."""
+        """Note what is new in a program's counts, means over its ranks rounded up.
+
+        Args:
+            misses: of programs of the manifest.
+            unknown: of others.
+        """
         before = self._reported.get(name, (0, 0))
         self._reported[name] = misses, unknown
-        if self.ahead is None or (misses, unknown) == before:
+        if self.ahead is None:
             return
         if unknown > before[1]:
             found = self._differences.get(name, "logged by the ranks that compiled it")
             self._reasons.append(f"{name}: {DIFFERS}: {found}")
-        elif misses > before[0]:
+        if misses > before[0]:
             what = f"{misses - before[0]} graphs that were compiled ahead of time are not in the cache"
             self._reasons.append(f"{name}: {what}")
             log.warning(self._reasons[-1])

@@ -59,7 +59,10 @@ def capture(graph: GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., An
         return graph
 
     partition = min_cut_rematerialization_partition
-    captured = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=partition)
+    # As compilers do: otherwise a graph would return what it writes to an input, like a graph that only computes it.
+    captured = aot_autograd(
+        fw_compiler=record, bw_compiler=record, partition_fn=partition, keep_inference_input_mutations=True
+    )
     with functorch_config.patch(force_non_lazy_backward_lowering=True), without_random_state():
         return captured(graph, inputs), graphs
 

@@ -194,6 +194,6 @@ def _rehearse_last_stage(
         hidden.new_empty(len(hidden) * ranks, hidden.shape[1])  # (b·s/c, h)
         for _ in range(generate.sampled_microbatches(profile))
     ]
-    count = min(generate.SAMPLES, generate.rows_of_pass(profile))
+    _, count = generate.sampled_rows(profile)
     states = torch.zeros(count, dtype=torch.int64, device=hidden.device)
     functions.next_logits(parts, weight, states, profile.model.final_logit_softcapping)

@@ -111,11 +111,16 @@ def next_tokens(
         parts = [
             collectives.all_gather(x, mesh.tensor) if stage.sequence_parallel else x for x in hidden_states
         ]
-        states = torch.arange(count) * len(local) + here.int().argmax(1)
-        states, soft_cap = upload(states, trainer.torch_device), stage.model.final_logit_softcapping
+        # Always as many as a pass can sample, so that all counts have one graph; the first ones stand for the rest.
+        _, together = sampled_rows(trainer.profile)
+        rows = torch.zeros(together, dtype=torch.int64)
+        rows[:count] = torch.arange(count) * len(local) + here.int().argmax(1)
+        states, soft_cap = upload(rows, trainer.torch_device), stage.model.final_logit_softcapping
         shard = trainer.functions.next_logits(parts, head.weight, states, soft_cap)
         # Transposed on the host: devices copy contiguous memory without a program of their own.
-        logits = collectives.all_gather(shard, mesh.tensor).cpu().T[:, : stage.model.vocab_size]  # (count, v)
+        logits = (
+            collectives.all_gather(shard, mesh.tensor).cpu().T[:count, : stage.model.vocab_size]
+        )  # (count, v)
         seeds = (first + torch.arange(count)) * tokens.shape[1] + positions
         # Only of one data rank: the logits of others may differ in the last bits.
         drawn = _draw(logits.float(), seeds, sampling).where(here.any(1) & (mesh.data.rank == 0), 0).double()

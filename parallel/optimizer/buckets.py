@@ -190,6 +190,12 @@ class Bucket:
             slot.filled = False
 
     @property
+    def late_axes(self) -> list[Axis]:
+        """Axes over which the shard of the gradients is summed after the step's last backward pass."""
+        replicas = (self.replicate,) if self.in_graph else ()
+        return [axis for axis in (*replicas, *self.partial) if axis.size > 1]
+
+    @property
     def microbatch_complete(self) -> bool:
         """Whether all parameters have the same number of gradients."""
         return self.awaited % len(self.slots) == 0

@@ -96,11 +96,9 @@ class GradientSums:
         # These sums wait until backward has ended: during it, the last stage would wait for the first, which waits for the
         # last stage's gradients.
         for bucket in self._buckets:
-            replicas = (bucket.replicate,) if bucket.in_graph else ()
-            for axis in (*replicas, *bucket.partial):
-                if axis.size > 1:
-                    total = collectives.all_reduce(bucket.gradient_shard, axis)
-                    self._arithmetic.assign(bucket.gradient_shard, total)
+            for axis in bucket.late_axes:
+                total = collectives.all_reduce(bucket.gradient_shard, axis)
+                self._arithmetic.assign(bucket.gradient_shard, total)
 
     def _accumulation_hook(self, bucket: Bucket, slot: Slot) -> Callable[[nn.Parameter], None]:
         def accumulate(parameter: nn.Parameter) -> None:

@@ -237,6 +237,8 @@ class ShardedAdamW:
             for _ in range(reductions):
                 wide = torch.float32 if bucket.in_graph else bucket.gradient_dtype
                 bucket.add_sum(torch.zeros_like(bucket.gradient_shard, dtype=wide))
+            if bucket.late_axes:
+                self.arithmetic.assign(bucket.gradient_shard, torch.zeros_like(bucket.gradient_shard))
             if not (bucket.shares_master or bucket.in_graph):
                 self.arithmetic.assign(bucket.local_shard(bucket.values), bucket.master)
         for bucket in self.frozen_buckets:

@@ -20,6 +20,11 @@ def check(profile: Profile) -> None:
     ):
         reason = "needs compiled graphs on cuda, and sequence parallelism over more than one tensor rank"
         raise ProfileError("compile.async_tensor", True, reason, [False])
+    if compile.launcher == "slurm" and device == "cuda":
+        reason = (
+            "compiles on nodes without accelerators, and graphs for cuda are compiled on a node with a GPU"
+        )
+        raise ProfileError("compile.launcher", "slurm", reason, ["local"])
     if compile.flags is not None and device != "neuron":
         reason = f"only applies to device neuron; the device is {device}"
         raise ProfileError("compile.flags", compile.flags, reason, ["null"])

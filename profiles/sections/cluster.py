@@ -70,6 +70,11 @@ class Kubernetes(Section):
     priority_class: str | None = Field(default=None, pattern=LABEL, description="priority class of Pods")
     queue: str | None = Field(default=None, pattern=LABEL, description="Kueue queue that admits the Jobs")
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables of Pods, by name."""
+        return dict(entry.split("=", 1) for entry in self.environment)
+
 
 class Cluster(Section):
     """Cluster and launcher."""
@@ -124,7 +129,8 @@ class Cluster(Section):
     shards_partition: str | None = Field(
         default=None,
         pattern=WORD,
-        description="Slurm partition that tokenizes shards in parallel; null: tokenize on this machine",
+        description="Slurm partition that tokenizes shards in parallel, and compiles with compile.launcher slurm; null: tokenize "
+        "on this machine",
     )
     account: str | None = Field(
         default=None, pattern=WORD, description="Slurm account; null: the user's default"

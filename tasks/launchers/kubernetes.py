@@ -69,7 +69,7 @@ class KubernetesLauncher:
         for other in self._active(job):
             self.cancel(Handle(job, other.metadata.name), self._cluster.grace)
         defaults = dict(devices.resolve(self._cluster.device).environment)
-        log_differences(job.name, defaults, manifests.users_environment(self._cluster))
+        log_differences(job.name, defaults, self._cluster.kubernetes.variables)
         attempt = next_attempt(job.attempt_file) if job.attempt_file else None
         log_start = size_of(job.log_file)
         name = manifests.resource_name(job)

@@ -44,11 +44,18 @@ class LocalLauncher:
 
     Args:
         environment: variables for jobs; this process's own take precedence.
+        fixed: variables that take precedence over those; a job does not have one whose value is "".
         grace: seconds to save, for ranks that torchrun ends on a stop signal and for a job that another one replaces.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None, grace: int = 30) -> None:
-        self._environment, self._grace = dict(environment or {}), grace
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        grace: int = 30,
+        *,
+        fixed: Mapping[str, str] | None = None,
+    ) -> None:
+        self._environment, self._grace, self._fixed = dict(environment or {}), grace, dict(fixed or {})
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(self, job: Job) -> Handle:
@@ -74,12 +81,17 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=merge(self._environment, _environment(job, identifier)),
+                env=self._variables(job, identifier),
                 start_new_session=True,
             )
         self._children[identifier] = child
         _wait_until_marked(child, identifier)
         return handle
+
+    def _variables(self, job: Job, identifier: str) -> dict[str, str]:
+        """The environment of a job."""
+        found = merge(self._environment, _environment(job, identifier)) | self._fixed
+        return {name: value for name, value in found.items() if value or name not in self._fixed}
 
     def find(self, job: Job) -> Handle | None:
         handle, state = _read_handle(job), state_files.read_json(job.handle_file) or {}

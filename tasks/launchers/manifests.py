@@ -172,13 +172,8 @@ def _environment(name: str, job: Job, cluster: Cluster) -> dict[str, str]:
     if device.communicator:
         variables[device.communicator] = f"{name}-0.{name}:{PORT + 1}"
     # Kubernetes replaces $(NAME) in values too.
-    chosen = {key: value.replace("$(", "$$(") for key, value in users_environment(cluster).items()}
+    chosen = {key: value.replace("$(", "$$(") for key, value in cluster.kubernetes.variables.items()}
     return merge(variables, chosen)
-
-
-def users_environment(cluster: Cluster) -> dict[str, str]:
-    """Variables that the profile sets in Pods."""
-    return _pairs(cluster.kubernetes.environment)
 
 
 def _resources(job: Job, cluster: Cluster) -> dict[str, str]:

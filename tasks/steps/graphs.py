@@ -1,7 +1,8 @@
-"""Graphs step: traces the run's programs and compiles each distinct one ahead of time, locally.
+"""Graphs step: traces the run's programs and compiles each distinct one ahead of time.
 
     modeling.tracing.trace    profile -> the distinct programs, by digest                 one process
-    modeling.tracing.compile  program -> its part of the compiler's cache                 a process each, several at a time
+    modeling.tracing.compile  program -> its part of the compiler's cache                 a process each (programs.py), several at
+                              a time on this machine or in a Slurm array (compile_array.py)
 
 With `compile.enabled: auto` on a CPU, modeling.tracing.trial first measures whether compiling pays over the run's length.
 Needs only the profile, so it runs beside the tokenizer and dataset steps. Each program is a separate artifact, keyed by its
@@ -15,18 +16,14 @@ import json
 import logging
 import re
 import shutil
-import tarfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from modeling.compilation import compilers, manifest, toolchain
 from modeling.compilation.graph_cache import CACHE
-from modeling.cores import usable_cores, usable_memory
 from modeling.planning import planner
 from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
@@ -34,29 +31,21 @@ from profiles.check import with_value
 from profiles.recompute import AUTO
 from profiles.schema import Profile
 from tasks import keys
-from tasks.launchers import Job, JobFailed, Launcher, execute
-from tasks.launchers.local import LocalLauncher
+from tasks.launchers import Job, JobFailed, execute
 from tasks.reporting.format import format_bytes, format_duration
 from tasks.step import Context, Step
+from tasks.steps import compile_array, programs
+from tasks.steps.programs import PREPARED, TIMEOUT, launcher, pack_all
 from tasks.store import runs
-from tasks.store.artifacts import Artifact, ArtifactId
+from tasks.store.artifacts import Artifact
 
 log = logging.getLogger(__name__)
 
-PROGRAM = "graph"  # artifact kind of a single program
-TIMEOUT = 6 * 3600.0  # seconds, of one program
-MEMORY_FRACTION = 0.9  # of this machine's memory that all compiles together may use
-PREPARED = "prepared"  # folder that each program's cache starts from
 SAVES = 0.25  # of an eager run's time at most, if it is compiled for a CPU
-LOCAL_ONLY = ("locks", "precompiled_headers")  # folders of inductor's cache, useless on other machines
 
 
 class GraphsFailed(RuntimeError):
     """Some graphs failed to compile; the message names them. The others are kept."""
-
-
-class _Stopped(BaseException):
-    """Ends a compile because the step was interrupted."""
 
 
 class GraphsStep(Step):
@@ -116,7 +105,8 @@ class GraphsStep(Step):
             )
         # Traced memory is more accurate than the plan: reject what does not fit before hours of compiling.
         planner.require_fit(profile, apply_trace(profile, planner.plan(profile), traced))
-        entries = _compile_all(context, work, traced["programs"])
+        compile_all = compile_array if profile.compile.launcher == "slurm" else programs
+        entries = compile_all.compile_all(context, work, traced["programs"])
         summary = {**summarize(entries, time.monotonic() - begun), "traced": traced}
         _show(context, summary)
         if failed := [entry for entry in entries if entry["error"]]:
@@ -129,7 +119,7 @@ class GraphsStep(Step):
                 return self._publish_none(context, key, reason, test_again=True)
             raise GraphsFailed("; ".join(f"{entry['name']}: {entry['error']}" for entry in failed))
         with store.artifacts.publish(self.id(key), summary) as staging:
-            _pack_all(context, entries, staging / CACHE)
+            pack_all(context, entries, staging / CACHE)
             shutil.move(work / "logs" / manifest.FILE, staging / manifest.FILE)
             shutil.copytree(work / "logs", staging / "logs")
         store.remove_scratch_folder(f"{self.kind}-{key}")
@@ -182,7 +172,7 @@ def _trial(context: Context, work: Path) -> dict[str, Any] | None:
     arguments = ("--run-folder", str(work), "--cache", str(work / PREPARED), "--output", str(output))
     job = Job("trial", "modeling.tracing.trial", arguments, work / "logs", threads=1)
     try:
-        execute(_launcher(context.profile, work / PREPARED), job, timeout=TIMEOUT)
+        execute(launcher(context.profile, work / PREPARED), job, timeout=TIMEOUT)
     except (JobFailed, TimeoutError) as error:
         note = f"{_reason(error)}: training runs in eager mode"
         return {**summarize([], 0.0), "note": note, "eager": True, "test_again": True}
@@ -211,114 +201,9 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
     output = work / "logs" / "trace.json"
     arguments = ("--run-folder", str(work), "--output", str(output), "--cache", str(work / PREPARED))
     job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
-    execute(_launcher(profile, work / PREPARED), job, timeout=TIMEOUT)
+    execute(launcher(profile, work / PREPARED), job, timeout=TIMEOUT)
     traced: dict[str, Any] = json.loads(output.read_text())
     return traced
-
-
-def _launcher(profile: Profile, cache: Path) -> Launcher:
-    """Starts a job on this machine that traces or compiles into a cache, and does not use a device."""
-    return LocalLauncher(compilers.make_compiler(profile).environment(cache, ahead_of_time=True))
-
-
-def _compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compile the programs concurrently; returns entries in order. An exception stops all compiles."""
-    settings, cores = context.profile.compile, usable_cores()
-    workers = min(len(programs), settings.processes or cores)
-    share = MEMORY_FRACTION * usable_memory() / workers
-    memory = int(settings.memory_gib * 2**30 if settings.memory_gib else share)
-    limits = ("--memory", str(memory), "--jobs", str(max(1, cores // workers)))
-    stop = threading.Event()
-
-    def watch() -> None:
-        if stop.is_set():
-            raise _Stopped
-
-    with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(_compile, context, work, program, limits, watch) for program in programs]
-        try:
-            done = -1
-            while done < len(futures):  # short waits, between which an interruption is noticed
-                before, done = done, len(wait(futures, timeout=0.2).done)
-                if done > before:
-                    context.progress(f"compiling: {done} of {len(futures)} programs", done / len(futures))
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-    return [future.result() for future in futures]
-
-
-def job_name(program: Mapping[str, Any]) -> str:
-    """Name of a compile job, with the digest: programs of different kinds of layers may share a name.
-
-    Two jobs of one name would replace each other.
-    """
-    return f"compile-{re.sub('[^a-z]+', '-', program['name'])}-{program['digest'][:8]}"
-
-
-def _compile(
-    context: Context, work: Path, program: Mapping[str, Any], limits: Sequence[str], watch: Callable[[], None]
-) -> dict[str, Any]:
-    """Compile a program unless the store has it; returns its entry."""
-    store, threads = context.store, context.profile.cluster.threads
-    key = keys.graph(context.profile, program["digest"])
-    entry = {"name": program["name"], "key": key, "graphs": len(program["graphs"]), "error": None}
-    id = ArtifactId(PROGRAM, key)
-    with store.artifacts.lock(id, watch):
-        if found := store.artifacts.find(id):
-            return {**entry, **found.summary, "status": "from cache"}
-        watch()
-        log.info("compiling %s", program["name"])
-        name = job_name(program)
-        result = work / "logs" / f"{name}.json"
-        result.unlink(missing_ok=True)
-        summary: dict[str, Any] = {}
-        try:
-            with store.artifacts.publish(id, summary) as staging:
-                cache = staging / "cache"
-                shutil.copytree(work / PREPARED, cache)
-                arguments = (
-                    *("--run-folder", str(work), "--stage", str(program["stage"])),
-                    *("--program", program["name"], "--digest", program["digest"]),
-                    *("--cache", str(cache), "--result", str(result), *limits),
-                )
-                job = Job(name, "modeling.tracing.compile", arguments, work / "logs", threads=threads)
-                launcher = _launcher(context.profile, cache)
-                execute(launcher, job, watch, timeout=TIMEOUT)
-                summary.update(_cost(result))
-                _pack(cache, staging / CACHE)
-        except (JobFailed, TimeoutError) as error:
-            reason = json.loads(result.read_text())["error"] if result.exists() else str(error)
-            return {**entry, **_cost(result), "status": "failed", "error": reason}
-    return {**entry, **summary, "status": "compiled"}
-
-
-def _cost(result: Path) -> dict[str, Any]:
-    if not result.exists():
-        return {"seconds": None, "peak_bytes": None}
-    written = json.loads(result.read_text())
-    return {name: written[name] for name in ("seconds", "peak_bytes")}
-
-
-def _pack(cache: Path, target: Path) -> None:
-    """Pack a cache folder into one file, without what is useless on other machines, and remove the folder."""
-    with tarfile.open(target, "w") as tar:
-        for path in sorted(cache.rglob("*")):
-            name = path.relative_to(cache)
-            if path.is_file() and name.parts[0] not in LOCAL_ONLY and path.suffix not in (".lock", ".gch"):
-                tar.add(path, arcname=str(name))
-    shutil.rmtree(cache)
-
-
-def _pack_all(context: Context, entries: Sequence[Mapping[str, Any]], target: Path) -> None:
-    """Join the packed caches of all programs."""
-    with tarfile.open(target, "w") as tar:
-        for entry in entries:
-            artifact = context.store.artifacts.expect(ArtifactId(PROGRAM, entry["key"]))
-            with tarfile.open(context.store.artifacts.path(artifact) / CACHE) as part:
-                for member in part:
-                    tar.addfile(member, part.extractfile(member))
 
 
 def summarize(entries: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:

@@ -187,6 +187,10 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
         ),
         (["compile.flags=-O1"], "compile.flags", "-O1", "only applies to device neuron", ("null",)),
         (
+            ["cluster.device=cuda", "compile.launcher=slurm"],
+            *("compile.launcher", "slurm", "compiles on nodes without accelerators", ("local",)),
+        ),
+        (
             ["cluster.time=2"],
             "cluster.time_left",
             120,

@@ -450,12 +450,33 @@ def test_checks_run_on_all_devices_in_separate_processes(tmp_path, monkeypatch, 
 )
 def test_neuron_without_its_software_is_rejected_by_name(tmp_path, monkeypatch, capsys, version, message):
     if version:
-        folder = tmp_path / f"torch_neuronx-{version}.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n")
+        install_torch_neuronx(tmp_path, version)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         main(["--device", "neuron"])
     error = capsys.readouterr().err
     assert message in error
     assert "AWS's package index" in error
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_neurons_package_is_imported_unless_it_is_a_placeholder(tmp_path, monkeypatch, real):
+    """Torch itself does so only if the user allows it."""
+    version = ".".join((*torch.__version__.split(".")[:2], "3")) if real else "1.0"
+    install_torch_neuronx(tmp_path, version)
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        device.for_traces("neuron")
+    assert (sys.modules.pop("torch_neuronx", None) is not None) is real
+    (tmp_path / "torch_neuronx.py").write_text("raise ImportError('no libnrt.so')")
+    lacks = compilers.Neuron("neuron").missing_software()
+    unusable = f"no working TorchNeuron (torch-neuronx {version} cannot be imported: no libnrt.so; repair or remove it)"
+    assert lacks == (unusable if real else "no TorchNeuron (torch-neuronx from AWS's index)")
+
+
+def install_torch_neuronx(folder: Path, version: str) -> None:
+    """Put an empty package of this version into a folder of modules."""
+    metadata = folder / f"torch_neuronx-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n")
+    (folder / "torch_neuronx.py").touch()

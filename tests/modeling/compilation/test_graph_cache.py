@@ -16,7 +16,7 @@ import torch
 
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import CACHE, CompileStatistics, prepare_cache, unpack
-from modeling.compilation.manifest import Manifest, capture, describe
+from modeling.compilation.manifest import Manifest, capture, describe, digest
 from profiles import resolve
 from profiles.errors import ProfileError
 from tests.forkserver import forkserver
@@ -109,6 +109,15 @@ def test_misses_are_counted_in_distinct_graphs_of_all_ranks(misses, cold):
     assert statistics.take_reasons() == ([reason] if cold else [])  # once
 
 
+def test_missed_program_of_the_manifest_is_reported_beside_another_of_its_name():
+    statistics = CompileStatistics(None, ahead=Manifest({}))
+    statistics.programs = {"block, training": (3, 3, 1)}
+    statistics.metrics(statistics.local_counts().tolist())
+    other, missed = statistics.take_reasons()
+    assert "differs from the programs that were compiled ahead of time" in other
+    assert missed == "block, training: 2 graphs that were compiled ahead of time are not in the cache"
+
+
 class Found:
     """A compiler that finds every graph in its cache."""
 
@@ -154,3 +163,25 @@ def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_
     )
     assert reason.index("[add, 3]") < reason.index("ahead of time it was") < reason.index("[add, 2]")
     assert Manifest({}).difference("step", ()) == "no program of this name was compiled ahead of time"
+
+
+def test_programs_that_differ_in_what_they_write_to_an_input_have_different_digests():
+    """Without gradients, as the optimizer's."""
+
+    def digest_of(function: Callable[..., object]) -> str:
+        graphs = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
+            run, found = capture(graph, inputs)
+            graphs.extend(found)
+            return run
+
+        torch.compiler.reset()
+        given = torch.ones(2)
+        torch.compile(function, backend=backend, fullgraph=True)(given)
+        written.append(given.tolist())
+        return digest(describe(graphs))
+
+    written: list[list[float]] = []
+    assert digest_of(lambda x: x.add_(1)) != digest_of(lambda x: x + 1)
+    assert written == [[2.0, 2.0], [1.0, 1.0]]

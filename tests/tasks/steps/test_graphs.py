@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, local
 from tasks.step import Context
-from tasks.steps import graphs
+from tasks.steps import graphs, programs
 from tasks.steps.graphs import GraphsStep
 from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
@@ -35,6 +36,11 @@ pytestmark = pytest.mark.slow
 SETTINGS = ("compile.enabled=true", "train.steps=6", "evaluate.every=3", "checkpoint.every=2")
 ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "evaluate.every=0")
 LOSS = "loss, evaluation"  # the program that is quickest to compile
+TARGET = {
+    "NEURON_PLATFORM_TARGET_OVERRIDE": "trn3",
+    "NEURON_LOGICAL_NC_CONFIG": "1",
+    "NEURON_CC_FLAGS": "-O1",
+}
 
 
 class Workspace:
@@ -53,7 +59,7 @@ class Workspace:
         found = self.store.artifacts.find(GraphsStep.id(keys.graphs(profile)))
         for entry in found.summary["programs"]:
             if entry["name"] in programs:
-                self.store.artifacts.remove(ArtifactId(graphs.PROGRAM, entry["key"]))
+                self.store.artifacts.remove(ArtifactId(programs.PROGRAM, entry["key"]))
         self.store.artifacts.remove(GraphsStep.id(keys.graphs(profile)))
 
     def train(self, run: Path, artifact=None, processes: int = 2) -> str:
@@ -63,36 +69,47 @@ class Workspace:
         return micro.run("training.train", *arguments, processes=processes)
 
 
-def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypatch):
+def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypatch, caplog):
     """TorchNeuron reads some when torch imports it, before a program could set them."""
     started = []
 
     def execute(launcher: local.LocalLauncher, job: Job, *_: object, **__: object) -> None:
-        started.append(launcher._environment)
+        started.append(launcher._variables(job, "identifier"))
         if job.name != "trace":
             raise JobFailed("stopped here")
         (job.folder / "trace.json").write_text("{}")
 
     monkeypatch.setattr(graphs, "execute", execute)
-    monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
-    profile = load("llama3-8b", ["compile.flags=-O2", "cluster.accelerator=trn3"])
+    monkeypatch.setattr(programs, "execute", execute)
+    # They are what Pods get, and not what this machine has.
+    for name in ("NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG"):
+        monkeypatch.setenv(name, "1")
+    settings = ("compile.flags=-O1", "cluster.accelerator=trn3", *in_pods("NEURON_CC_FLAGS=-O2"))
+    profile = load("llama3-8b", settings)
     (tmp_path / "logs").mkdir()
-    (tmp_path / graphs.PREPARED).mkdir()
+    (tmp_path / programs.PREPARED).mkdir()
     graphs._trace(profile, tmp_path)
     program = {"name": "loss, training", "digest": "0" * 16, "stage": 0, "graphs": []}
     context = Context(profile, Store(str(tmp_path / "store")))
-    assert graphs._compile(context, tmp_path, program, (), lambda: None)["status"] == "failed"
+    assert programs.compile_program(context, tmp_path, program, (), lambda: None)["status"] == "failed"
     caches = [found["TORCH_NEURONX_HLO_CACHE_DIR"] for found in started]
-    assert caches[0] == str(tmp_path / graphs.PREPARED)
+    assert caches[0] == str(tmp_path / programs.PREPARED)
     assert Path(caches[1]).is_relative_to(tmp_path / "store")
     # Neither uses a device, which this machine may lack.
     assert {found["TORCH_NEURONX_COMPILE_ONLY"] for found in started} == {"1"}
     assert {found["NEURON_PLATFORM_TARGET_OVERRIDE"] for found in started} == {"trn3"}
     assert {found["NEURON_CC_FLAGS"] for found in started} == {"-O2"}
+    assert not any("NEURON_LOGICAL_NC_CONFIG" in found for found in started)
+    with patch.dict(os.environ):  # as a rank, whose image has other settings
+        compilers.make_compiler(profile).use_cache(tmp_path)
+        assert os.environ["NEURON_CC_FLAGS"] == "-O2"
+        assert not {"NEURON_LOGICAL_NC_CONFIG", "NEURON_PLATFORM_TARGET_OVERRIDE"} & os.environ.keys()
+    assert "NEURON_LOGICAL_NC_CONFIG=1 of this machine is replaced" in caplog.text
+    assert "NEURON_CC_FLAGS=-O2 is kept; compile.flags is -O1" in caplog.text
 
 
 def test_graphs_of_neuron_are_compiled_without_a_device_and_under_the_same_key(tmp_path, monkeypatch):
-    """Those of GPUs are not. The key has the platform that they are for, also if the user has set it."""
+    """Those of GPUs are not. The key has what the environment of jobs decides."""
     monkeypatch.setattr(compilers.Neuron, "missing_software", lambda self: None)
     monkeypatch.setattr(compilers.Inductor, "missing_software", lambda self: None)
     monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
@@ -108,8 +125,22 @@ def test_graphs_of_neuron_are_compiled_without_a_device_and_under_the_same_key(t
             ]
     assert [summary.get("note", "").partition(" on")[0] for summary in summaries] == ["", "no cuda device"]
     assert [profile.name for profile in traced] == ["llama3-8b"]
-    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
-    assert found[False] == found[True] != keys.graphs(load("llama3-8b"))
+    assert found[False] == found[True] == keys.graphs(load("llama3-8b", in_pods()))
+    others = set()
+    for name, value in TARGET.items():
+        monkeypatch.setenv(name, value)
+        others.add(keys.graphs(load("llama3-8b")))
+        assert keys.graphs(load("llama3-8b", in_pods())) == found[True]  # Pods do not inherit it
+        monkeypatch.delenv(name)
+        assert keys.graphs(load("llama3-8b", in_pods(f"{name}={value}"))) in others
+    assert len({found[True], *others}) == 1 + len(TARGET)
+
+
+def in_pods(*variables: str) -> tuple[str, ...]:
+    """Overrides for Pods with these environment variables."""
+    resources = "resources: [aws.amazon.com/neuron=16]"
+    settings = f"image: trainshed, claim: store, mount: /, {resources}, environment: [{', '.join(variables)}]"
+    return "cluster.launcher=kubernetes", f"cluster.kubernetes={{{settings}}}"
 
 
 def trace_nothing(monkeypatch) -> list[Profile]:
@@ -124,7 +155,7 @@ def trace_nothing(monkeypatch) -> list[Profile]:
 
     monkeypatch.setattr(graphs, "_trace", trace)
     monkeypatch.setattr(graphs, "apply_trace", lambda profile, planned, traced: planned)
-    monkeypatch.setattr(graphs, "_compile_all", lambda *_: [])
+    monkeypatch.setattr(programs, "compile_all", lambda *_: [])
     return traced
 
 
@@ -280,7 +311,7 @@ def test_programs_that_share_a_name_have_separate_jobs():
     kinds = [
         {"name": "block, training", "digest": digest * 32} for digest in "ab"
     ]  # with experts and without
-    assert [graphs.job_name(kind) for kind in kinds] == [
+    assert [programs.job_name(kind) for kind in kinds] == [
         f"compile-block-training-{8 * letter}" for letter in "ab"
     ]
 
@@ -305,7 +336,7 @@ def test_a_machine_that_cannot_compile_is_tested_again_by_the_next_run(run, tmp_
     error = "CppCompileError: g++: fatal error: Killed signal terminated program cc1plus"
     monkeypatch.setattr(graphs, "_trace", lambda *_: {"programs": [], "stages": []})
     monkeypatch.setattr(graphs, "apply_trace", lambda profile, planned, traced: planned)
-    monkeypatch.setattr(graphs, "_compile_all", lambda *_: [{**killed, "error": error}])
+    monkeypatch.setattr(programs, "compile_all", lambda *_: [{**killed, "error": error}])
     context = Context(load(str(run / "profile.yaml")), Store(str(tmp_path / "store")))
     for reason in ("too little memory", "no Python headers"):
         summary = GraphsStep().run(context).summary
@@ -318,7 +349,7 @@ def test_a_machine_that_cannot_compile_is_tested_again_by_the_next_run(run, tmp_
     monkeypatch.setattr(graphs, "_trace", lambda *_: {"programs": [], "stages": []})
     monkeypatch.setattr(graphs, "apply_trace", lambda profile, planned, traced: planned)
     monkeypatch.setattr(
-        graphs, "_compile_all", lambda *_: [{**killed, "error": "TypeError: not the machine's"}]
+        programs, "compile_all", lambda *_: [{**killed, "error": "TypeError: not the machine's"}]
     )
     with pytest.raises(graphs.GraphsFailed, match="TypeError"):
         GraphsStep().run(context)

@@ -1,0 +1,126 @@
+"""Compile a run's programs in a Slurm array: `python -m tasks.steps.compile_array` is one of its jobs.
+
+The store's locks and artifacts ensure that each program is compiled once for the whole cluster, also by arrays of several flows.
+A job that dies loses only its own programs, which the next attempt finds missing. Programs have the keys of the flow's machine: a
+node on which the compiler would make other code of them is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from modeling import job_log
+from profiles.arguments import Parser
+from profiles.files import run_files, state_files
+from profiles.resolve import load
+from tasks import keys
+from tasks.launchers import Job, create, execute
+from tasks.step import Context
+from tasks.steps.programs import PROGRAM, compile_program, job_name, limits_of
+from tasks.store.artifacts import ArtifactId
+from tasks.store.store import Store
+from tasks.tokenization.slurm_array import CPU_NODES, MAX_JOBS
+
+log = logging.getLogger(__name__)
+
+COUNT_SECONDS = 5.0  # between counts of the programs that are done
+
+
+def compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Compile the programs that the store lacks in an array, and wait; returns entries in order.
+
+    Raises:
+        JobFailed: a job ended without having tried all of its programs.
+    """
+    missing = [program for program in programs if not _artifact(context, program)]
+    if missing:
+        _run(context, work, missing)
+    return [_entry(context, work, program, program in missing) for program in programs]
+
+
+def _run(context: Context, work: Path, missing: Sequence[Mapping[str, Any]]) -> None:
+    store, cluster = context.store, context.profile.cluster
+    order = {"programs": list(missing), "compiler": keys.compiler(context.profile)}
+    path = work / f"programs-{keys.digest(order)}.json"  # another array has another command
+    state_files.write(path, json.dumps(order))
+    count, counted = min(MAX_JOBS, len(missing)), 0.0
+    options: tuple[object, ...] = (
+        *("--work", work, "--programs", path, "--of", count),
+        *("--store", store.uri, "--work-dir", store.work_dir),
+    )
+    job = Job("compile", "tasks.steps.compile_array", tuple(map(str, options)), work / "logs", array=count)
+    changes = {**CPU_NODES, "partition": cluster.shards_partition or cluster.partition}
+    launcher = create("slurm", cluster.model_copy(update=changes))
+
+    def watch() -> None:
+        nonlocal counted
+        context.watch()
+        if time.monotonic() - counted > COUNT_SECONDS:
+            counted, done = time.monotonic(), sum(_result(work, each).exists() for each in missing)
+            message = f"compiling in a Slurm array: {done} of {len(missing)} programs"
+            context.progress(message, done / len(missing))
+
+    execute(launcher, job, watch, grace=0)  # compiled programs are in the store
+
+
+def _artifact(context: Context, program: Mapping[str, Any]) -> ArtifactId | None:
+    """The program's artifact, if the store has it."""
+    found = ArtifactId(PROGRAM, keys.graph(context.profile, program["digest"]))
+    return found if context.store.artifacts.find(found) else None
+
+
+def _entry(context: Context, work: Path, program: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
+    """A program's entry, from its job if one has compiled it."""
+    if compiled:
+        entry: dict[str, Any] = json.loads(_result(work, program).read_text())
+        return entry
+    return compile_program(context, work, program, (), lambda: None)  # finds it
+
+
+def _result(work: Path, program: Mapping[str, Any]) -> Path:
+    return work / "logs" / f"{job_name(program)}.entry.json"
+
+
+def _difference(flows: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """What of the compiler differs between the flow's machine and this one; None if nothing."""
+    for name in sorted(flows.keys() | here.keys()):
+        one, other = (json.loads(json.dumps(each.get(name))) for each in (flows, here))
+        if one != other:
+            hint = "; set cluster.threads" if name == "threads" else ""
+            return f"{name} is {other} on this node, and {one} where the flow runs{hint}"
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = Parser(prog="tasks.steps.compile_array", description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="the step's folder, with profile.yaml")
+    parser.add_argument("--programs", type=Path, required=True, help="JSON file of the programs to compile")
+    parser.add_argument("--store", required=True, help="folder or s3:// prefix")
+    parser.add_argument("--work-dir", default="store", help="local folder of a store on S3")
+    parser.add_argument("--index", type=int, default=0, help="number of this job, from 0")
+    parser.add_argument("--of", type=int, default=1, help="number of jobs that share the programs")
+    options = parser.parse_args(arguments)
+    job_log.configure(sys.stdout)
+    profile = load(str(options.work / run_files.PROFILE))
+    context = Context(profile, Store(options.store, options.work_dir))
+    order = json.loads(options.programs.read_text())
+    different = _difference(order["compiler"], keys.compiler(profile))
+    for program in order["programs"][options.index :: options.of]:
+        if different:
+            named = {"name": program["name"], "key": None, "graphs": len(program["graphs"])}
+            entry = {**named, "status": "failed", "seconds": None, "peak_bytes": None, "error": different}
+        else:
+            entry = compile_program(context, options.work, program, limits_of(profile, 1), lambda: None)
+        state_files.write(_result(options.work, program), json.dumps(entry))
+        log.info(f"{program['name']}: {entry['error'] or entry['status']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
