@@ -5,14 +5,19 @@ or memory, each with its source. Every row is planned with what its framework do
 Trainshed would run it. Five figures of the plans are fitted to the rows of some sources (published_fit.py), not to those of the
 others, HELD_OUT, which `random.Random(0).shuffle` of the sources drew before the first fit. Takes a minute of CPU.
 
-Exit codes: 0; 1 if the ranges in efficiency.py are not those of the rows.
+With --search, `trainshed plan --search` looks for a topology of each row's model, batch, precision and devices. What it finds is
+compared with the published topology, both as Trainshed would run them.
+
+Exit codes: 0; 1 if the ranges in efficiency.py are not those of the rows, or if a search finds nothing as fast as the published.
 """
 
 from __future__ import annotations
 
 import csv
 import re
+import shlex
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +29,7 @@ from modeling.models.flops import flops_per_token
 from modeling.planning.auto import resolve_auto
 from modeling.planning.efficiency import ERRORS, Software, kind_of
 from modeling.planning.planner import Plan, plan
+from modeling.planning.search import Topology, search
 from modeling.planning.stage_costs import CostCache
 from profiles import resolve
 from profiles.schema import Profile
@@ -43,6 +49,12 @@ COMMON = (
     "train.precision=bf16",
     "train.micro_batch_size=1",
     "model.dropout=0",
+)
+# Overrides that a search chooses. It starts from the row's degrees: those of shipped profiles do not divide every cluster.
+CHOSEN = re.compile(r"parallel\.(?!tensor|pipeline=|context|expert)|train\.(recompute|micro_batch_size)=")
+SEARCHED = (
+    *("mb-8b-fp8-h100x8", "mb-70b-fp8-h100x64", "mb-405b-fp8-h100x1024-gbs512", "llama3-405b-16384-cp16"),
+    "am-dsv3-h100x256",
 )
 ONCE = 2.5  # bytes an element if Transformer Engine quantizes it: once for both of its products, weights once per step
 MEGATRON = Software(attention="flash-1", fuses=False)  # before FlashAttention: as slow as its first version
@@ -78,6 +90,14 @@ class Row:
     profile: Profile
     seconds: float
     memory: float | None  # GiB
+    base: str = ""  # shipped profile
+    settings: tuple[str, ...] = ()  # its overrides, less the topology
+
+    @property
+    def command(self) -> str:
+        """The search for a topology."""
+        settings = (word for setting in self.settings for word in ("--set", setting))
+        return shlex.join(["trainshed", "plan", self.base, "--search", *settings])
 
 
 @dataclass(frozen=True)
@@ -115,7 +135,9 @@ def _row(values: dict[str, str]) -> Row:
         flops = flops_per_token(profile) * tokens / devices
         seconds = flops / (float(values["tflops_per_device"]) * 1e12)
     memory = values["memory_gib"]
-    return Row(values["id"], values["source"], profile, seconds, float(memory) if memory else None)
+    settings = tuple(each for each in overrides if not CHOSEN.match(each))
+    given = float(memory) if memory else None
+    return Row(values["id"], values["source"], profile, seconds, given, values["profile"], settings)
 
 
 def compare(row: Row, cache: CostCache) -> Compared:
@@ -181,7 +203,50 @@ def print_summary(rows: Sequence[Compared]) -> None:
         print(f"| {name} | {len(members)} | {ratio:.2f} | {' | '.join(shares)} | {ours:.2f} |")
 
 
+def print_searches(rows: Iterable[Row]) -> bool:
+    """Search a topology of each row; returns whether each is at least as fast as the published one."""
+    print("| published step | devices | found | step | published topology, planned | CPU seconds |")
+    print("|---|---:|---|---:|---:|---:|")
+    commands: list[str] = []
+    as_fast = True
+    for row in rows:
+        theirs = _seconds(plan(resolve_auto(row.profile)))
+        profile = resolve.load(row.base, row.settings)
+        begun = time.process_time()
+        best = search(profile, vary=True)[0][0]
+        cpu, seconds = time.process_time() - begun, _seconds(best.plan)
+        commands.append(row.command)
+        as_fast &= seconds <= theirs
+        cells = (
+            f"`{row.name}`",
+            f"{profile.world_size:,}",
+            _named(best),
+            f"{seconds:.2f} s",
+            f"{theirs:.2f} s",
+            f"{cpu:.0f}",
+        )
+        print(f"| {' | '.join(cells)} |", flush=True)
+    print("", *commands, sep="\n")
+    return as_fast
+
+
+def _named(topology: Topology) -> str:
+    """The keys that a topology sets, with the lengths of lists."""
+    words: list[str] = []
+    for key, value in topology.overrides.items():
+        if value not in (None, 1, False):
+            shown = f"{len(value) + 1} stages" if key == "parallel.pipeline_cuts" else value
+            words.append(f"{key.rpartition('.')[2]} {shown}")
+    return ", ".join(words)
+
+
 def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--search", nargs="*", metavar="STEP", help=f"default: {' '.join(SEARCHED)}")
+    searched = parser.parse_args().search
+    if searched is not None:
+        known = {row.name: row for row in read()}
+        return 0 if print_searches(known[name] for name in searched or SEARCHED) else 1
     rows = print_rows(read())
     print_summary(rows)
     gpus = [each for each in rows if device_of(each.row.profile).architecture]
@@ -191,5 +256,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    make_parser(__doc__).parse_args()
     sys.exit(main())
