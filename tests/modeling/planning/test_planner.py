@@ -296,7 +296,7 @@ def test_plan_that_does_not_fit_is_rejected_with_its_bytes():
             "parallel.data_sharding=fsdp",
             None,
         ),
-        ("llama3-8b-h200", LONGER, "parallel.context=2", None),
+        ("llama3-8b-h200", [*LONGER, "parallel.data_sharding=fsdp"], "parallel.context=2", None),
         (
             published("llama3-70b-trn1"),
             ["parallel.pipeline=1", "cluster.nodes=2"],
