@@ -134,7 +134,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as graphs:
         schedule = Schedule(options.rounds, warm_up=3, steps=STEPS, graphs=graphs)
         if options.quick:
-            schedule = Schedule(1, warm_up=1, steps=3, graphs=graphs)
+            schedule = Schedule(1, warm_up=1, steps=1, graphs=graphs)
         results = run(comparisons, schedule, options.out, options.minutes)
     for left in comparisons[len(results) :]:
         print(f"{left.name}: not run within {options.minutes:g} minutes", file=sys.stderr)
