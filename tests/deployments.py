@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from flows.cli.deployments import write_file
 
@@ -15,9 +16,17 @@ HOME = Path(__file__).parents[1]
 
 
 def register(api: str, entries: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Register the automations and these of the deployments that `flows.cli.deployments.listed` returns."""
+    """Register the automations and these of the deployments that `flows.cli.deployments.listed` returns.
+
+    In this process, which has imported the flows, but in another thread: in this one, Playwright's event loop may run.
+    """
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows import registration
+
     file = folder / "deployments.yaml"
     write_file(file, HOME, entries)
-    environment = {**os.environ, "PREFECT_API_URL": api, "TRAINSHED_FOLDER": "/"}
-    command = [sys.executable, "-m", "flows.registration", "--deployments", str(file)]
-    subprocess.run(command, cwd=HOME, env=environment, check=True, capture_output=True)
+    server, folder_of_runs = temporary_settings({PREFECT_API_URL: api}), {"TRAINSHED_FOLDER": "/"}
+    with server, mock.patch.dict(os.environ, folder_of_runs), ThreadPoolExecutor(1) as pool:
+        command = pool.submit(copy_context().run, registration.main, ["--deployments", str(file)])
+        assert command.result() == 0
