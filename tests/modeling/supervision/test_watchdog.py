@@ -90,8 +90,9 @@ def start_torchrun(folder, program, *arguments):
     )
 
 
-@pytest.mark.parametrize("how", ["waits", "holds", "stopped"])
+@pytest.mark.parametrize("how", ["holds", "stopped"])
 def test_hung_ranks_leave_their_stacks(how, tmp_path):
+    """Rank 0, which waits, dumps its own; rank 1 cannot."""
     output, _ = start_torchrun(tmp_path, PROGRAM, how).communicate(timeout=180)
     assert not any(psutil.pid_exists(int((tmp_path / f"{rank}.pid").read_text())) for rank in (0, 1))
     first, second = ((tmp_path / f"stacks/rank_{rank}.txt").read_text() for rank in (0, 1))
@@ -99,7 +100,7 @@ def test_hung_ranks_leave_their_stacks(how, tmp_path):
     assert "wait_for_the_other" in first
     assert exit_codes.HANG_MESSAGE in second
     assert ("hold_the_gil" if how == "holds" else "wait_for_the_other") in second
-    assert how == "waits" or "captured externally" in second
+    assert "captured externally" in second
     code = int(re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", output, re.DOTALL)[1])
     assert code in (exit_codes.HUNG, -signal.SIGALRM), output
 
