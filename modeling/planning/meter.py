@@ -51,6 +51,11 @@ class Meter(TorchDispatchMode):
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._counted: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, because nothing is compiled here, and torch's wrapper that skips it takes long for each operator."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, _: Any, inputs: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
