@@ -68,7 +68,7 @@ COMPILED = {
 }
 AHEAD = (  # compiled ahead, without the device
     *(USERS, "compiled, tensor", "compiled, bounds", "compiled, dpo, zero bubble", "compiled, experts"),
-    *("compiled, dpo", "compiled, lora"),
+    "compiled, lora",
 )
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
 SETUP = {
