@@ -46,11 +46,13 @@ PARAMETERS = {
     "qwen3.5-9b": 8953803264,
     "smollm3-3b": 3075098624,
     "granite-3.3-8b": 8170864640,
+    "gemma2-9b": 9241705984,
     "gemma3-12b": 11766034176,
     "pythia-6.9b": 6857302016,
     "mixtral-8x7b": 46702792704,
     "dbrx": 131596523520,
     "qwen3-30b-a3b": 30532122624,
+    "qwen3-next-80b-a3b": 79674391296,
     "gpt-oss-20b": 20914757184,
     "glm4.5-106b-a12b": 106852251264,  # with the 5,760 biases of the experts' selection
     # with multi-token prediction
@@ -87,6 +89,7 @@ MODERN = (
     "olmo3-7b",
     "smollm3-3b",
     "granite-3.3-8b",
+    "gemma2-9b",
     "gemma3-12b",
     "pythia-6.9b",
     "dbrx",
@@ -95,6 +98,7 @@ MODERN = (
     "glm4.5-106b-a12b",
     "olmo-hybrid-7b",
     "qwen3.5-9b",
+    "qwen3-next-80b-a3b",
     "deepseek-v3",
 )  # without a published run on trn1
 PLAIN = (*PUBLISHED, *MODERN)
@@ -145,6 +149,13 @@ CONFIGS = {
         "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
         "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0,
         "tie_word_embeddings": True, "vocab_size": 49159,
+    },
+    "gemma2-9b": {
+        "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584,
+        "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 16, "num_hidden_layers": 42,
+        "num_key_value_heads": 8, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+        "sliding_window": 4096, "sliding_window_size": 4096, "vocab_size": 256000,
     },
     "gemma3-12b": {  # of the language model alone, as exports have it
         "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None,
@@ -212,6 +223,16 @@ CONFIGS = {
         "max_position_embeddings": 262144, "mtp_num_hidden_layers": 1, "num_attention_heads": 16, "num_hidden_layers": 32,
         "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "vocab_size": 248320,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next", "attention_bias": False, "decoder_sparse_step": 1, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True,
+        "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+        "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 10000000, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
     },
     "deepseek-v3": {
         "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3, "hidden_size": 7168,
