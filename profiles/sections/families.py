@@ -176,7 +176,7 @@ OWN = {
             "final_logit_softcapping": 30.0,
         },
         fixed={**FIXED, "use_bidirectional_attention": None},
-        unused=("sliding_window_size",),  # of published files; sliding_window is read
+        unused=("hidden_act", "sliding_window_size"),  # of published files, beside the keys that are read
         norm="unit_offset",
         norm_position="around",
         scaled_embedding=True,
