@@ -217,8 +217,8 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
     kind, deterministic = devices.KINDS[device.type], torch.are_deterministic_algorithms_enabled()
     place = torch.device("cpu") if tokens <= TOKENS else device
     with kind.chosen_kernels(deterministic, "float32"):
-        soft_cap = profile.model.final_logit_softcapping
-        exact = _plain_loss(*(x.to(place) for x in (*inputs, targets)), soft_cap=soft_cap)
+        hidden_states, weight, labels = (x.to(place) for x in (*inputs, targets))
+        exact = _plain_loss(hidden_states, weight, labels, profile.model.final_logit_softcapping)
     return errors_of(run, inputs, device, exact)
 
 
