@@ -36,6 +36,9 @@ os.environ["PREFECT_API_AUTH_STRING"] = "tests:password"
 # Otherwise inductor compiles a probe for every instruction set in each process, and loads it in another one: 9 s of CPU.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
+# Otherwise Dynamo collects garbage after each frame that it compiles: 12 ms, with little to collect in a test.
+os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
+
 # Waiting OpenMP threads release the core for other tests.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
