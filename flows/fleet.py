@@ -20,7 +20,7 @@ from tasks.store.store import Store
 PAGE = "fleet.html"  # in the store
 
 
-@flow(name="fleet")
+@flow(name="fleet", flow_run_name="fleet")
 @final_states
 def fleet(store: str = "./store", work_dir: str = "./store") -> str:
     """Write a page of all runs; returns its location.

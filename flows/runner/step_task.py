@@ -86,7 +86,8 @@ class StepTask:
         self.stop: BaseException | None = None
         self.interruption = Interruption(Interrupted)
         if reason := step.skip_reason(context.profile):
-            self._task = make_task(lambda: Completed(name="Skipped", message=reason), {"name": step.name})
+            options = {"name": step.name, "task_run_name": step.name}
+            self._task = make_task(lambda: Completed(name="Skipped", message=reason), options)
         else:
             self._task = self._make(context, check, record)
 

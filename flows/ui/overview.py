@@ -6,6 +6,7 @@ Rendered only from the run folder, so that any step can update it. The loss curv
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ KEY = "run"
 MAX_EVENTS = 5  # the latest
 MAX_DETAIL_LINES = 12  # of a failed job's output
 TENSORBOARD = "http://127.0.0.1:6006"
+ADDRESS = re.compile(r"(https?://[^\s|<>`]+)")
+SPECIAL = re.compile(r"[\\`*_{}\[\]<>#|!]")
 
 
 class Overview:
@@ -170,5 +173,6 @@ def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def escape(text: str) -> str:
-    """The text in one line, with Markdown's special characters escaped."""
-    return "".join(f"\\{mark}" if mark in "\\`*_{}[]<>#|!" else mark for mark in " ".join(text.split()))
+    """The text in one line, with Markdown's special characters escaped, but for those of addresses."""
+    parts = ADDRESS.split(" ".join(text.split()))
+    return "".join(part if index % 2 else SPECIAL.sub(r"\\\g<0>", part) for index, part in enumerate(parts))

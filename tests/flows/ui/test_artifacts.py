@@ -5,6 +5,7 @@ import uuid
 
 from flows.ui import artifacts
 from flows.ui.artifacts import PrefectArtifact
+from flows.ui.overview import escape
 
 
 def test_display_error_is_logged_once_and_stops_nothing(caplog):
@@ -13,6 +14,11 @@ def test_display_error_is_logged_once_and_stops_nothing(caplog):
         page.update(lambda: 1 / 0, now=True)
     (said,) = caplog.records
     assert said.getMessage() == "artifact run: cannot be rendered: ZeroDivisionError: division by zero"
+
+
+def test_addresses_of_a_message_stay_links():
+    page = "https://errors.pydantic.dev/2.14/v/extra_forbidden"
+    assert escape(f"a_key: see\n{page} | *this*") == f"a\\_key: see {page} \\| \\*this\\*"
 
 
 def test_server_that_does_not_answer_holds_no_update_and_gets_the_latest_once_it_does(monkeypatch):
