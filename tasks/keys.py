@@ -48,7 +48,7 @@ DEEPSEEK = {
     "routed_scaling_factor",
 }
 # Keys of `train` introduced with Muon.
-MUON = {"optimizer", "muon_momentum", "muon_coefficients", "muon_dtype"}
+MUON = {"optimizer", "muon_momentum", "muon_coefficients", "muon_dtype", "muon_heads"}
 # Further keys of `model` that not every family has, introduced after those that its key always contains.
 OF_FAMILIES = {
     "max_window_layers",
@@ -479,6 +479,8 @@ def train_values(train: Train) -> dict[str, Any]:
     values = train.model_dump(mode="json", exclude={"balance_bias_rate", *MUON, *MULTI_TOKEN, *unset})
     if train.optimizer == "muon":  # else the identities of runs made before these keys existed
         values |= {name: getattr(train, name) for name in MUON} | {"muon_dtype": train.newton_schulz_dtype}
+        if not train.muon_heads:
+            del values["muon_heads"]
     values["balance_coefficient"] = train.expert_loss_coefficient
     step = train.expert_bias_step
     return {**values, "balance_bias_rate": step} if step else values

@@ -1,9 +1,10 @@
 """Whole matrices out of the optimizer's shards: assembled on one rank each, and scattered back.
 
 A matrix is a section of a layout, a global tensor: Q, K and V of a fused projection are three, and each expert has its own gate,
-up and down projections. The ranks of `Mesh.matrix` (for experts `expert_matrix`) hold its parts: rows or columns of each
-tensor rank, cut again by the shards of buckets. One of them owns it. Owners are chosen by cost alone, so that every rank computes
-the same ones without communication, and each matrix is complete, in the same memory layout, at every topology.
+up and down projections. A rule may cut it into the rows of its heads, which are then a matrix each. The ranks of `Mesh.matrix`
+(for experts `expert_matrix`) hold its parts: rows or columns of each tensor rank, cut again by the shards of buckets. One of them
+owns it. Owners are chosen by cost alone, so that every rank computes the same ones without communication, and each matrix is
+complete, in the same memory layout, at every topology.
 
     collect    each part is sent to the owner in one packed all-to-all per bucket; of replicated rows (KV heads) only the first
                replica's
@@ -15,8 +16,9 @@ Elements sent by a rank for n in its shard, over g ranks: n(g-1)/g each way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -72,23 +74,25 @@ class BucketMatrices:
     Args:
         bucket: all of its parameters are matrices.
         owners: chooses the owners; it has seen the same buckets before on every rank.
+        rows: of the matrices that sections are cut into (`cut`).
 
     Attributes:
         owned: shapes of the matrices that this rank owns, by name.
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh, owners: Owners) -> None:
+    def __init__(self, bucket: Bucket, mesh: Mesh, owners: Owners, rows: Sequence[int]) -> None:
         self.axis, self.length = matrix_axis(bucket, mesh), bucket.length
-        shapes = matrix_shapes(bucket)
+        shapes = matrix_shapes(bucket, rows)
         chosen = owners.choose(shapes)
         ranks = range(self.axis.size)
         own = self.axis.rank
         self.owned = {name: shape for name, shape in shapes.items() if chosen[name] == own}
-        held = [*bucket.boxes()]
+        held = [*matrix_boxes(bucket, rows)]
         # Parts of each rank's shard whose matrices this rank owns; the axis is (shard, tensor rank), the latter faster.
         tensor = mesh.tensor.size
         mine = [
-            [box for box in bucket.boxes(*divmod(rank, tensor)) if chosen[box.name] == own] for rank in ranks
+            [box for box in matrix_boxes(bucket, rows, *divmod(rank, tensor)) if chosen[box.name] == own]
+            for rank in ranks
         ]
         to_owners = [[box for box in held if chosen[box.name] == rank] for rank in ranks]
         self._collects = _Exchange(self.axis, [*map(_first, to_owners)], [*map(_first, mine)])
@@ -140,13 +144,51 @@ def matrix_axis(bucket: Bucket, mesh: Mesh) -> Axis:
     return mesh.expert_matrix if bucket.axis is mesh.expert_shard is not mesh.dp_shard else mesh.matrix
 
 
-def matrix_shapes(bucket: Bucket) -> dict[str, Shape]:
+def cut(shape: Shape, rows: Sequence[int]) -> Iterator[tuple[str, int, Shape]]:
+    """The matrices of a section: suffix of the name, first row, shape.
+
+    Args:
+        rows: of the matrices, in turn, such as those of a head; empty: the section is one matrix.
+    """
+    if not rows:
+        yield "", 0, shape
+        return
+    first = 0
+    for number, count in enumerate(cycle(rows)):
+        if first == shape[0]:
+            return
+        yield f"@{number}", first, (count, *shape[1:])
+        first += count
+
+
+def matrix_shapes(bucket: Bucket, rows: Sequence[int]) -> dict[str, Shape]:
     """Global shape of each matrix of a bucket, by name."""
     return {
-        global_name(slot.name, section.name): section.shape
+        global_name(slot.name, section.name) + suffix: shape
         for slot in bucket.slots
         for section in layout_of(slot.parameter).sections
+        for suffix, _, shape in cut(section.shape, rows)
     }
+
+
+def matrix_boxes(
+    bucket: Bucket, rows: Sequence[int], shard: int | None = None, tensor: int | None = None
+) -> Iterator[ShardBox]:
+    """The boxes of matrices in a rank's shard; other arguments are those of `Bucket.boxes`."""
+    for box in bucket.boxes(shard, tensor):
+        (begin, *others), (count, *sizes) = box.offsets, box.sizes
+        for suffix, first, shape in cut(box.shape, rows):
+            low, high = max(first, begin), min(first + shape[0], begin + count)
+            if low < high:
+                start = box.start + (low - begin) * math.prod(sizes)
+                yield replace(
+                    box,
+                    name=box.name + suffix,
+                    shape=shape,
+                    offsets=(low - first, *others),
+                    sizes=(high - low, *sizes),
+                    start=start,
+                )
 
 
 def _first(boxes: Sequence[ShardBox]) -> list[ShardBox]:

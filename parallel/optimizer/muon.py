@@ -6,7 +6,7 @@ With g the gradient divided by the clipping divisor, m the momentum, of a matrix
 
 The factor gives the update the root mean square of AdamW's, so that learning rate and weight decay carry over. A matrix is what a
 layout's section says: of fused projections, Q, K, V, gate and up are orthogonalized apart, Q, K and V each with all their heads,
-as in arXiv 2502.16982; so is each expert. Vectors, embeddings, heads and routers are left to AdamW.
+as in arXiv 2502.16982, or with `rows` head by head; so is each expert. Vectors, embeddings, heads and routers are left to AdamW.
 
 Momentum is sharded like all states, and computed elementwise. The matrix u is assembled on one rank, orthogonalized there once,
 and the result scattered back (matrices.py), while other buckets are on their way:
@@ -37,7 +37,7 @@ from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer.arithmetic import Arithmetic
 from parallel.optimizer.buckets import Bucket
-from parallel.optimizer.matrices import BucketMatrices, Owners, Packed, Shape, matrix_axis
+from parallel.optimizer.matrices import BucketMatrices, Owners, Packed, Shape, cut, matrix_axis
 from parallel.optimizer.newton_schulz import COEFFICIENTS, multiply_adds, orthogonalize
 from parallel.optimizer.rules import Step, Updater
 from parallel.optimizer.stacks import MatrixStacks, collect, orthogonalize_stacks
@@ -57,11 +57,13 @@ class Muon:
         momentum: μ.
         coefficients: a key of COEFFICIENTS.
         dtype: in which matrices are orthogonalized.
+        rows: of the matrices that each section is cut into, in turn, such as those of a head; empty: into none.
     """
 
     momentum: float = 0.95
     coefficients: str = "published"
     dtype: torch.dtype = torch.bfloat16
+    rows: tuple[int, ...] = ()
     states: tuple[str, ...] = ("momentum",)
     clipped: bool = True
 
@@ -84,7 +86,9 @@ class Muon:
 
     def multiply_adds(self, layout: Layout) -> int:
         """Those that orthogonalize a parameter's matrices."""
-        return sum(self.cost(section.shape) for section in layout.sections)
+        return sum(
+            self.cost(shape) for section in layout.sections for _, _, shape in cut(section.shape, self.rows)
+        )
 
     def cost(self, shape: Shape) -> int:
         """Multiply-adds that orthogonalize a matrix."""
@@ -116,7 +120,7 @@ class _Updater:
         for bucket in buckets:
             axis = matrix_axis(bucket, mesh)
             chosen = owners.setdefault(axis.name, Owners(axis.size, rule.cost))
-            self._matrices[id(bucket)] = BucketMatrices(bucket, mesh, chosen)
+            self._matrices[id(bucket)] = BucketMatrices(bucket, mesh, chosen, rule.rows)
         self._sent: deque[_Pending] = deque()
         self._returning: deque[_Pending] = deque()
 
@@ -180,7 +184,7 @@ class _StackedUpdater:
         by_axis: dict[str, list[Bucket]] = {}
         for bucket in buckets:
             by_axis.setdefault(matrix_axis(bucket, mesh).name, []).append(bucket)
-        self._stacks = [MatrixStacks(each, mesh) for each in by_axis.values()]
+        self._stacks = [MatrixStacks(each, mesh, rule.rows) for each in by_axis.values()]
         self._accelerated: dict[int, tuple[Tensor, Step]] = {}
         self._accelerate, self._collect = arithmetic.prepare(accelerate), arithmetic.prepare(collect)
         self._orthogonalize, self._apply = arithmetic.prepare(orthogonalize_stacks), arithmetic.prepare(place)

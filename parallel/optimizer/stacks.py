@@ -28,7 +28,7 @@ from torch import Tensor
 
 from parallel.mesh import Mesh
 from parallel.optimizer.buckets import Bucket, ShardBox
-from parallel.optimizer.matrices import Shape, matrix_axis, matrix_shapes
+from parallel.optimizer.matrices import Shape, matrix_axis, matrix_boxes, matrix_shapes
 from parallel.optimizer.newton_schulz import Coefficients, orthogonalize
 
 Stack = tuple[int, int, int]
@@ -61,6 +61,7 @@ class MatrixStacks:
 
     Args:
         buckets: those with the same `matrix_axis`; all of their parameters are matrices.
+        rows: of the matrices that sections are cut into (`matrices.cut`).
 
     Attributes:
         axis: the ranks that hold parts of the matrices.
@@ -71,10 +72,10 @@ class MatrixStacks:
         longer_sides: for each bucket, the larger of rows and columns of its blocks' matrices, (n, 1) float32; 0 for padding.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, rows: Sequence[int]) -> None:
         self.buckets, self.axis = buckets, matrix_axis(buckets[0], mesh)
         self.block = block = math.gcd(*(size for bucket in buckets for size in _multiples(bucket)))
-        shapes = {name: shape for bucket in buckets for name, shape in matrix_shapes(bucket).items()}
+        shapes = {name: shape for bucket in buckets for name, shape in matrix_shapes(bucket, rows).items()}
         self.shapes, owners = _deal(shapes, self.axis.size, block)
         lengths = [bucket.length // block for bucket in buckets]
         firsts = [0, *accumulate(lengths)]
@@ -83,7 +84,7 @@ class MatrixStacks:
             [
                 _Part(box, *owners[box.name], first + box.start // block)
                 for bucket, first in zip(buckets, firsts, strict=False)
-                for box in bucket.boxes(*divmod(rank, mesh.tensor.size))
+                for box in matrix_boxes(bucket, rows, *divmod(rank, mesh.tensor.size))
             ]
             for rank in range(self.axis.size)
         ]

@@ -63,6 +63,11 @@ class Train(Section):
         default=None,
         description="muon: dtype of the Newton-Schulz steps; null: float32 with train.precision float32, else bf16",
     )
+    muon_heads: Annotated[bool, roles.EAGER_MATHEMATICS] = Field(
+        default=False,
+        description="muon: orthogonalize the rows of each head of Q, K and V by themselves (Muon Split of GLM-5), instead of all "
+        "heads together",
+    )
     qk_clip: Annotated[Annotated[float, Field(gt=0)] | None, roles.COMPILED_MATHEMATICS] = Field(
         default=None,
         description="QK-clip: after each step, scale down queries and keys of heads whose largest attention logit in it exceeds "

@@ -156,6 +156,7 @@ class Case:
     # sft: the loss counts some tokens only; dpo, orpo: two rows of the batch are a pair, or several with `documents`
     objective: str = "pretrain"
     optimizer: str = "adamw"
+    muon_heads: bool = False
     qk_clip: float | None = None
     lora: tuple[
         str, ...
@@ -203,6 +204,7 @@ class Case:
             "capacity",
             "objective",
             "optimizer",
+            "muon_heads",
             "qk_clip",
             "lora",
         )
@@ -231,7 +233,7 @@ class Case:
                 },
                 "train": {
                     "steps": STEPS, "global_batch_size": size, "micro_batch_size": micro_batch, "sequence_length": SEQUENCE,
-                    "learning_rate": RATE, "optimizer": self.optimizer, "qk_clip": self.qk_clip,
+                    "learning_rate": RATE, "optimizer": self.optimizer, "muon_heads": self.muon_heads, "qk_clip": self.qk_clip,
                     "precision": self.precision, "fp8_recipe": self.fp8_recipe,
                     "recompute": self.recompute, "document_masks": self.documents,
                     "balance": self.balance, "balance_coefficient": 0.1, "router_z_coefficient": 0.01,

@@ -198,7 +198,7 @@ CASES = {
     "muon, QK-clip, pipeline 2, zero bubble, data 2": Case(
         pipeline=2, data=2, schedule="zero_bubble", optimizer="muon", qk_clip=2.0
     ),
-    "muon, QK-clip, expert 2, tensor 2, fsdp 4, deepseek_v3, bias": Case(
+    "muon by head, QK-clip, expert 2, tensor 2, fsdp 4, deepseek_v3, bias": Case(
         "deepseek_v3",
         tensor=2,
         data=4,
@@ -206,6 +206,7 @@ CASES = {
         sharding="fsdp",
         balance="bias",
         optimizer="muon",
+        muon_heads=True,
         qk_clip=1.0,
     ),
     "muon, QK-clip, fsdp 2, pipeline 2, tensor 2, tied, gathered in the graph, completep": Case(

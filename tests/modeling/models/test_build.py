@@ -2,7 +2,7 @@
 
 import torch
 
-from modeling.models.build import build_expert_options, build_mesh, build_model, rule_of
+from modeling.models.build import build_expert_options, build_mesh, build_model, head_rows, rule_of
 from parallel.optimizer.muon import Muon
 from profiles import resolve
 from tests.parity.harness import Case
@@ -39,3 +39,14 @@ def test_muon_updates_the_matrices_of_blocks_only():
     block = {"attention.qkv.weight", "attention.output.weight", "mlp.up.weight", "mlp.down.weight"}
     assert updated_by_muon(Case("gpt", optimizer="muon")) == block
     assert updated_by_muon(Case("gpt")) == set()
+
+
+def test_projections_to_heads_are_cut_into_the_rows_of_each():
+    latent, gpt = (Case(name).profile().model for name in ("deepseek_v3", "gpt"))
+    q, parts = (latent.head_dim,), (latent.qk_nope_head_dim, latent.v_head_dim)
+    found = [
+        head_rows(latent, f"layers.0.attention.{name}.weight") for name in ("q", "kv", "output", "latents")
+    ]
+    assert found == [q, parts, (), ()]
+    names = "attention.qkv", "attention.output", "mlp.up"
+    assert [head_rows(gpt, f"layers.0.{name}.weight") for name in names] == [(gpt.head_dim,), (), ()]

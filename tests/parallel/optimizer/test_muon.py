@@ -16,7 +16,7 @@ from parallel.optimizer.newton_schulz import COEFFICIENTS, multiply_adds, orthog
 from parallel.optimizer.rules import Rule
 from tests.pool import mesh
 
-RATE, STEPS, HIDDEN = 3e-3, 50, 32
+RATE, STEPS, HIDDEN, HEAD = 3e-3, 50, 32, 4
 
 
 class Layers(nn.Module):
@@ -24,13 +24,14 @@ class Layers(nn.Module):
 
     def __init__(self, on: Mesh) -> None:
         super().__init__()
-        self.qkv = GQAQKVColumnParallelLinear(HIDDEN, 8, 2, 4, on)
+        self.qkv = GQAQKVColumnParallelLinear(HIDDEN, 8, 2, HEAD, on)
         self.gate_up = ColumnParallelLinear(HIDDEN, {"gate": 48, "up": 48}, on.tensor)
         self.down = RowParallelLinear(48, HIDDEN, on.tensor, bias=True)
 
 
-def choose(name: str, parameter: nn.Parameter, **options) -> Rule:
-    return Muon(**options) if parameter.dim() > 1 else AdamW()
+def choose(name: str, parameter: nn.Parameter, heads: bool = False, **options) -> Rule:
+    rows = (HEAD,) if heads and name == "qkv.weight" else ()
+    return Muon(**options, rows=rows) if parameter.dim() > 1 else AdamW()
 
 
 def gradient(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -49,11 +50,13 @@ def trained(
     dtype: torch.dtype = torch.float32,
     clip: float | None = 1.0,
     stacked: bool = False,
+    heads: bool = False,
     **degrees: int,
 ) -> dict[str, torch.Tensor]:
     """This rank's boxes of the weights after each step, by global name, step and offsets.
 
     Args:
+        heads: whether each head of the fused projection is a matrix.
         stacked: whether the programs are those of devices that compile them; here they run uncompiled.
     """
     ranks = degrees.get("data", 1)
@@ -64,7 +67,7 @@ def trained(
         optimizer = ShardedAdamW(
             layers.named_parameters(),
             on,
-            rule=lambda *named: choose(*named, dtype=dtype),
+            rule=lambda *named: choose(*named, heads, dtype=dtype),
             bucket_size=3000,
             clip=clip,
             arithmetic=Arithmetic(lambda function: function) if stacked else EAGER,
@@ -110,25 +113,32 @@ def matrices() -> dict[str, torch.Tensor]:
     }
 
 
-def torch_steps() -> list[dict[str, torch.Tensor]]:
-    """Each matrix after each step of torch's Muon."""
-    weights = {name: nn.Parameter(value) for name, value in matrices().items()}
-    optimizer = torch.optim.Muon(weights.values(), lr=RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+def torch_steps(heads: bool) -> list[dict[str, torch.Tensor]]:
+    """Each section after each step of torch's Muon, with a weight for each matrix."""
+    weights = {
+        name: [nn.Parameter(part) for part in value.split(HEAD if heads and "qkv" in name else len(value))]
+        for name, value in matrices().items()
+    }
+    each = [part for parts in weights.values() for part in parts]
+    optimizer = torch.optim.Muon(each, lr=RATE, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     results = []
     for step in range(STEPS):
-        for name, weight in weights.items():
-            weight.grad = gradient(name, weight.shape, step)
+        for name, parts in weights.items():
+            grads = gradient(name, (sum(map(len, parts)), parts[0].shape[1]), step).split(len(parts[0]))
+            for part, grad in zip(parts, grads, strict=True):
+                part.grad = grad
         optimizer.step()
-        results.append({name: weight.detach().clone() for name, weight in weights.items()})
+        results.append({name: torch.cat(parts).detach() for name, parts in weights.items()})
     return results
 
 
-def test_every_update_of_one_process_equals_torch_muon():
+@pytest.mark.parametrize("heads", [False, True], ids=["whole", "by head"])
+def test_every_update_of_one_process_equals_torch_muon(heads):
     """Without clipping, whose divisor torch rounds; bf16 would then differ in a few elements."""
-    found = trained(STEPS, torch.bfloat16, clip=None)
+    found = trained(STEPS, torch.bfloat16, clip=None, heads=heads)
     before = matrices()
     ours_before = dict(before)
-    for step, exact in enumerate(torch_steps()):
+    for step, exact in enumerate(torch_steps(heads)):
         for name, weight in exact.items():
             ours = whole([found], name, step, weight.shape)
             difference = (ours - ours_before[name]) - (weight - before[name])
@@ -147,6 +157,7 @@ def test_every_update_of_one_process_equals_torch_muon():
             {"data": 4, "shard_degree": 2},
         ),
         *({"stacked": True, "data": 2, "tensor": 4}, {"stacked": True, "data": 4, "shard_degree": 2}),
+        *({"heads": True, "data": 2, "tensor": 4}, {"heads": True, "stacked": True, "data": 2, "tensor": 4}),
     ],
     ids=str,
 )
@@ -154,7 +165,7 @@ def test_every_distribution_updates_whole_matrices(pool, degrees):
     ranks = degrees.get("data", 1) * degrees.get("tensor", 1)
     steps = 3
     found = pool.run(trained, ranks, steps=steps, **degrees)
-    alone = trained(steps)
+    alone = trained(steps, heads=degrees.get("heads", False))
     for name, value in matrices().items():
         for step in range(steps):
             exact = whole([alone], name, step, value.shape)
