@@ -33,7 +33,7 @@ from tasks.store.locks import Lock, LockLost
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Background steps and mapped parts share the flow's threads: two parts per core, and room for the steps that wait for them.
+# For mapped parts: two per core, and a few that only wait.
 THREADS: TaskRunner[Any] = ThreadPoolTaskRunner(max_workers=2 * (os.cpu_count() or 1) + 8)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -27,7 +27,6 @@ from prefect import Task, task, unmapped
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
-from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Completed
 
 from flows.runner.interruption import Interruption
@@ -95,10 +94,6 @@ class StepTask:
         """Run it in this thread; returns its final state."""
         return run_here(self._task)
 
-    def submit(self) -> PrefectFuture[Any]:
-        """Run it in a thread of the flow's task runner."""
-        return self._task.submit()
-
     def _make(
         self, context: Context, check: Callable[[], None], record: Callable[[State], None]
     ) -> Task[..., Any]:
@@ -131,26 +126,18 @@ class StepTask:
 
 
 class Background:
-    """A step that runs in the background.
+    """A step that runs in a thread of its own.
 
     Args:
-        finish: called with the step's final state, in its thread; returns its artifact or raises its error.
+        finish: called in that thread with the step's final state; returns its artifact or raises its error.
     """
 
     def __init__(self, made: StepTask, finish: Callable[[State], Artifact | None]) -> None:
         self.task = made
-        self._result: Future[Artifact | None] = Future()
-        context = copy_context()  # so that Prefect assigns log records to the flow run
-
-        def conclude(future: PrefectFuture[Any]) -> None:
-            try:
-                future.wait()  # copies the final state from the thread
-                self._result.set_result(context.run(finish, future.state))
-            except BaseException as error:
-                self._result.set_exception(error)
-
-        self._future = made.submit()
-        self._future.add_done_callback(conclude)
+        pool = ThreadPoolExecutor(1)
+        # In the flow's context, so that Prefect assigns the task run and its log records to the flow run.
+        self._result = pool.submit(copy_context().run, lambda: finish(made.run()))
+        pool.shutdown(wait=False)  # the thread ends with the step
 
     def result(self) -> Artifact | None:
         """Wait for the step. Returns its artifact, None if skipped; raises the error that made it fail."""
@@ -159,7 +146,7 @@ class Background:
     def interrupt(self) -> None:
         """Raise `Interrupted` in the step and wait for its end.
 
-        A step that waits for a thread or for its next attempt raises it when that attempt begins.
+        A step that waits for its next attempt raises it when that begins.
         """
         self.task.interruption.interrupt()
         wait([self._result])

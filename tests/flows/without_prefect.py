@@ -16,7 +16,7 @@ from unittest import mock
 
 @dataclass
 class State:
-    """Subset of Prefect's State and PrefectFuture that flows use, of a task that has ended."""
+    """Subset of Prefect's State that flows use, of a task that has ended."""
 
     value: Any = None
     error: Exception | None = None
@@ -30,16 +30,6 @@ class State:
         if self.error is not None and raise_on_failure:
             raise self.error
         return self.error or self.value
-
-    @property
-    def state(self) -> "State":
-        return self
-
-    def wait(self) -> None:
-        """Does nothing: the task has ended."""
-
-    def add_done_callback(self, function: Callable[["State"], None]) -> None:
-        function(self)
 
 
 class Task:
@@ -57,9 +47,6 @@ class Task:
                 break
             state = self._attempt(arguments)
         return state if return_state else state.result()
-
-    def submit(self) -> State:
-        return self(return_state=True)
 
     def map(self, function: Any, items: list[Any], names: list[str]) -> list[State]:
         pairs = zip(items, names, strict=True)
