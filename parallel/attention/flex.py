@@ -48,7 +48,7 @@ def masked_attention(
     sinks: Tensor | None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention with documents, a window, sinks or a soft cap; arguments and result as for `attention.attention`."""
+    """Attention with documents, a window, sinks or a soft cap; arguments as for `attention.attention`."""
     positions = all_positions = torch.arange(q.shape[2], device=q.device)
     all_documents = documents
     if axis is not None and axis.size > 1:

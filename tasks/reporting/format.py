@@ -1,4 +1,4 @@
-"""Numbers as text: one function for each kind, such as durations, counts, bytes and FLOPs; columns of tables."""
+"""Numbers as text, one function for each kind, such as durations or bytes; columns of tables."""
 
 from __future__ import annotations
 

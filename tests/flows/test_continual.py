@@ -79,11 +79,10 @@ def series(prefect_server, tmp_path_factory):
 
 def interrupt(store: Path, run: str) -> tuple[dict[int, float], bytes]:
     """Undo what a finished round did after its first kept checkpoint; returns losses and exported weights."""
-    folder = store / "runs" / run
-    found = losses(folder), (folder / "export/model.safetensors").read_bytes()
+    found = losses(folder := store / "runs" / run), (folder / "export/model.safetensors").read_bytes()
     _, *later = sorted((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
-    kinds = ("training", "evaluation", "export")
-    for path in (*later, folder / "export", *(store / "artifacts" / kind for kind in kinds)):
+    kinds = (store / "artifacts" / kind for kind in ("training", "evaluation", "export"))
+    for path in (*later, folder / "export", *kinds):
         shutil.rmtree(path)
     return found
 
@@ -330,8 +329,7 @@ def test_run_exported_before_its_end_is_not_continued(series, tmp_path):
     copy = shutil.copytree(store, tmp_path / "store")
     (copy / "runs/nightly/standing.json").unlink()
     identity = json.loads((copy / "runs/nightly/inputs.json").read_text())["identity"]
-    (last,) = (copy / "runs/nightly/checkpoints").glob("step_6")
-    for missing in (last, copy / "ledger" / f"{identity}.json"):
+    for missing in (copy / "runs/nightly/checkpoints/step_6", copy / "ledger" / f"{identity}.json"):
         missing.rename(tmp_path / "missing")
         state = night(store=copy)
         assert state.name == "NoFinishedRun"
@@ -367,8 +365,7 @@ def test_export_flow_exports_an_existing_run(series):
     from flows.export import export
 
     _, store, _ = series
-    folder = export("nightly", str(store))
-    assert folder.endswith("nightly/export")
+    assert export("nightly", str(store)).endswith("nightly/export")
     with pytest.raises(ValueError, match="run = nobody: no such run in"):
         export("nobody", str(store))
 

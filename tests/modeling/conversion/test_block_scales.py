@@ -31,7 +31,7 @@ def quantized_to_float8(
 
 
 def test_float8_parts_of_a_tensor_are_read_with_the_scales_of_their_rows(tmp_path):
-    """As published for Qwen3-Next: scales in bfloat16, and projections whose rows are those of several of ours."""
+    """As published for Qwen3-Next: scales in bfloat16, and projections with the rows of several of ours."""
     config = AutoConfig.for_model("qwen3_next", **{**SIZES, **MIXED["qwen3_next"][-1], "hidden_size": 136})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
