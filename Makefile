@@ -42,7 +42,7 @@ lint: .venv/installed-for-tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m tests.type_errors
+	$(BIN)/mypy
 
 test: lint
 	$(PYTEST)
