@@ -88,7 +88,6 @@ PASSES = {"inductor": ("modeling.compilation.product_pass", "parallel.host_produ
 
 # By objective.kind; changed when the same input is tokenized differently.
 RECIPES = {"pretrain": 2, "sft": 6, "dpo": 7, "orpo": 7}
-FUSED = ("attention.qkv", "mlp.gate_up")  # layers whose parts one tensor may hold
 # Version of the engines that tokenize texts: 1 could confuse the tokens added to a vocabulary that are not special.
 ENGINE = 2
 SETTINGS = 3  # number of the settings with which inductor compiles for GPUs (modeling.compilation.compilers)
@@ -159,10 +158,10 @@ def generated(model: str, sequence_length: int, first: int, count: int) -> str:
 def checkpoint(profile: Profile, weights: str) -> str:
     """Key of pretrained weights converted for a model, from the digest of their source."""
     # Recipe 1 did not compare a tied head with the embedding, nor an index with the file beside it; recipe 2 read float8 parts
-    # of one tensor from its first rows.
-    family = profile.model.family
-    in_parts = family.linear_attention in ("fused", "split") or any(map(family.is_fused, FUSED))
-    inputs: dict[str, Any] = {"recipe": 3 if in_parts else 2, "weights": weights, "model": _model(profile)}
+    # of one tensor from its first rows. Of the families with such tensors, these are published in float8; the runs of the
+    # others would only become other runs.
+    published = profile.model.family.linear_attention in ("fused", "split")
+    inputs: dict[str, Any] = {"recipe": 3 if published else 2, "weights": weights, "model": _model(profile)}
     if profile.init.nxd_layout is not None:
         inputs["nxd_layout"] = profile.init.nxd_layout
     return digest({"step": "checkpoint", **inputs})

@@ -25,7 +25,9 @@ def describe_cost(profile: Profile, planned: Plan) -> str | None:
     measured = [
         calibration.find(with_value(profile, "train.deterministic", setting)) for setting in (True, False)
     ]
-    published = device.architecture == "hopper" and not profile.document_masks and not any(measured)
+    # Documents and soft caps take FlexAttention with either setting.
+    flash = not (profile.document_masks or profile.model.attn_logit_softcapping)
+    published = device.architecture == "hopper" and flash and not any(measured)
     if not (all(measured) or published):
         return "on, the default: its cost is neither measured nor estimated for this run"
     fastest = plan(with_value(profile, "train.deterministic", False)).step_seconds

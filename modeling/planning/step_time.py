@@ -147,9 +147,10 @@ def estimate(
     def work(rank: RankCosts, rate: float, memory: float) -> float:
         compute = rank.flops / rate
         attention = compute * rank.attention
-        rings = (
-            device.architecture is not None and not profile.document_masks
-        )  # else keys and values are gathered
+        # Else keys and values are gathered: FlexAttention has what flash attention has not.
+        rings = device.architecture is not None and not (
+            profile.document_masks or profile.model.attn_logit_softcapping or profile.model.sliding_window
+        )
         experts = sent_share(profile, software) * seconds(rank, "expert")
         return (
             compute

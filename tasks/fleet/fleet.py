@@ -31,7 +31,7 @@ T = TypeVar("T")
 CACHE = "fleet.json"  # in the store's local cache
 VERSION = 3  # of its contents
 READERS = 16  # threads that read runs of a slow store
-SAMPLE = 16  # runs that show whether a folder is slow
+SAMPLE, SAMPLE_SECONDS = 16, 0.1  # at most so many runs, and so long, show whether a folder is slow
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
 NODE_FAILURES = 3  # failures at which a node appears in the warnings
 ACTIVE = ("running", "queued")
@@ -195,11 +195,14 @@ def _read_each(store: Store, names: Sequence[str], read: Callable[[str], T]) -> 
 
     On a fast disk, threads cost more time than they save.
     """
-    wall, cpu = time.perf_counter(), time.thread_time()
-    found = [read(name) for name in names[: 0 if store.is_remote else SAMPLE]]
-    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    begun, used, found = time.perf_counter(), time.thread_time(), list[T]()
+    for name in names[: 0 if store.is_remote else SAMPLE]:
+        found.append(read(name))
+        if time.perf_counter() - begun > SAMPLE_SECONDS:
+            break
+    wall, cpu = time.perf_counter() - begun, time.thread_time() - used
     if not store.is_remote and wall < 5 * cpu:
-        return [*found, *map(read, names[SAMPLE:])]
+        return [*found, *map(read, names[len(found) :])]
     with ThreadPoolExecutor(READERS) as pool:
         return [*found, *pool.map(read, names[len(found) :])]
 

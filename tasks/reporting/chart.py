@@ -67,7 +67,7 @@ def line_chart(
     legend = "".join(
         f'<span class="{line.style}{"" if line.joined else " points"}">{escape(line.label)}</span>'
         for line in shown
-        if line.label != y_label  # of a single line
+        if len(shown) > 1 or line.label != y_label
     )
     return (
         f'<figure class="chart">{legend and f"<figcaption>{legend}</figcaption>"}'
