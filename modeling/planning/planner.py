@@ -4,7 +4,7 @@ Builds each pipeline stage on the meta device as on its fullest rank; takes seco
 
     parameters   in the training dtype       } in ZeRO-1 buckets, padding included
     gradients    in `train.gradient_dtype`   }
-    optimizer    master weights and two moments in float32, sharded over data × context (float32 training: no master)
+    optimizer    master weights and moments in float32, sharded over data × context (float32 training: no master)
     activations  saved by eager layers, times the microbatches in flight, plus the maximum of one layer's working memory, the
                  loss, messages and gradient exchange; compiled graphs save no more
 

@@ -1,7 +1,8 @@
 """Model families: the table of features in which the architectures differ from Llama.
 
 One entry describes a family completely: its layers, the names of its weights, its profiles and its config.json. The model, the
-conversion both ways, the export and the planner read it, and what it does not list is rejected. A package adds a family, an
+conversion both ways, the export and the planner read it, and what it does not list is rejected. `family.py` explains each
+argument. A package adds a family, an
 instance of `Family`, as an entry point of the group `trainshed.models`, here as `arcee`:
 
     [project.entry-points."trainshed.models"]

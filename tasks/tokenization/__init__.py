@@ -4,6 +4,5 @@ Start with `dataset_plan` (what is tokenized, and its cache keys) and `tokenize_
 `word_cache` turn text into ids, `worker_pool` and `slurm_array` run many shards through `worker`. `tokenizer_fetch`,
 `tokenizer_files` and `tokenizer_training` make the tokenizer's own artifact. For fine-tuning, `examples` decides which tokens of
 a record the loss covers, from its messages (`conversations`) and from where the template puts their answers (`chat_templates`).
-Imports `modeling`, `profiles`, `tasks`,
-`tasks.launchers`, `tasks.sources` and `tasks.store`.
+Imports `modeling`, `profiles`, `tasks`, `tasks.launchers`, `tasks.sources` and `tasks.store`.
 """
