@@ -134,7 +134,6 @@ REFERENCE = Role.of("graphs", reference=WITH_REFERENCE)
 SCHEDULE = Role.of("schedule")
 MATHEMATICS = Role.of("identity", graphs=ON_NEURON)
 SAMPLES = Role.of("identity")
-EAGER_MATHEMATICS = Role.of("identity")  # rejected on Neuron
 COMPILED_MATHEMATICS = Role.of("identity", "graphs")
 PRECISION = Role.of("identity", "graphs", reference=WITH_REFERENCE)
 EXPERTS = Role.of("identity", graphs=(WITH_EXPERTS, ON_NEURON))

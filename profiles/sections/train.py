@@ -52,18 +52,16 @@ class Train(Section):
         description="update rule of the matrices of blocks. muon: momentum, orthogonalized as a matrix, at AdamW's learning rate "
         "and weight decay; AdamW updates the rest: embeddings, head, norms, biases, routers, LoRA's factors",
     )
-    muon_momentum: Annotated[Fraction, roles.EAGER_MATHEMATICS] = Field(
-        default=0.95, description="muon: momentum, in Nesterov's form"
-    )
-    muon_coefficients: Annotated[Literal["published", "polar_express"], roles.EAGER_MATHEMATICS] = Field(
+    muon_momentum: Fraction = Field(default=0.95, description="muon: momentum, in Nesterov's form")
+    muon_coefficients: Literal["published", "polar_express"] = Field(
         default="published",
         description="muon: polynomials of the five Newton-Schulz steps: that of Jordan and Moonlight, or those of Polar Express",
     )
-    muon_dtype: Annotated[Literal["float32", "bf16"] | None, roles.EAGER_MATHEMATICS] = Field(
+    muon_dtype: Literal["float32", "bf16"] | None = Field(
         default=None,
         description="muon: dtype of the Newton-Schulz steps; null: float32 with train.precision float32, else bf16",
     )
-    muon_heads: Annotated[bool, roles.EAGER_MATHEMATICS] = Field(
+    muon_heads: bool = Field(
         default=False,
         description="muon: orthogonalize the rows of each head of Q, K and V by themselves (Muon Split of GLM-5), instead of all "
         "heads together",

@@ -39,7 +39,7 @@ PAIRS = ("objective.kind=dpo", *STARTED, "objective.template=chatml")
 BASES = (
     (PAIR, *MIXED, LINEAR, "continual.stand_in=[{kind: files, path: c}]"),
     (PAIR, "cluster.device=cuda", "cluster.accelerator=h100", "train.steps=null", "train.epochs=1"),
-    (PAIR, "cluster.device=neuron", "cluster.accelerator=trn2", YARN, *SCALED),
+    (PAIR, "cluster.device=neuron", "cluster.accelerator=trn2", YARN, *SCALED, "train.optimizer=muon"),
     ("tiny-moe", "cluster.threads=1", "train.optimizer=muon"),
     ("deepseek-v3", "train.recompute=none", *PAIRS),
     ("deepseek-v3-h200", "train.recompute=none", "model.num_nextn_predict_layers=1"),
