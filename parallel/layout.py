@@ -112,6 +112,17 @@ class Layout:
     expert_ranks: int | None = None
     # step size of an update by the gradient's sign; the gradient norm excludes it. None: updated by AdamW
     sign_step: float | None = None
+    # rows of each matrix of a head, in turn, if the rows of all sections are those of heads
+    head_rows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for section in self.sections if self.head_rows else ():
+            if section.shape[0] % sum(self.head_rows):
+                heads = " + ".join(map(str, self.head_rows))
+                raise ValueError(
+                    f"Layout: head_rows {heads} do not divide the {section.shape[0]} rows of section {section.name!r}; "
+                    "give the rows of one of its heads, or none"
+                )
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the local parameter, the same on every rank."""

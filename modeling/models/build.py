@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache, partial
 
@@ -37,7 +36,6 @@ from parallel.pipeline.schedules import choose_extra_forwards, count_lanes
 from parallel.pipeline.stages import cut_layers
 from profiles import recompute
 from profiles.schema import Profile
-from profiles.sections.model import Model
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}  # of weights
 
@@ -238,26 +236,13 @@ def rule_of(profile: Profile) -> ChooseRule:
     adamw = AdamW(train.betas, train.epsilon)
     if train.optimizer == "adamw":
         return EverywhereRule(adamw)
-    muon = Muon(train.muon_momentum, train.muon_coefficients, DTYPES[train.newton_schulz_dtype])
+    dtype = DTYPES[train.newton_schulz_dtype]
+    muon = Muon(train.muon_momentum, train.muon_coefficients, dtype, train.muon_heads)
 
     def choose(name: str, parameter: nn.Parameter) -> Rule:
-        if not is_block_matrix(name, parameter):
-            return adamw
-        return replace(muon, rows=head_rows(profile.model, name)) if train.muon_heads else muon
+        return muon if is_block_matrix(name, parameter) else adamw
 
     return choose
-
-
-def head_rows(model: Model, name: str) -> tuple[int, ...]:
-    """Rows of each matrix of a head in a projection to heads; empty for other parameters."""
-    part = name.partition(".attention.")[2]
-    if part == "qkv.weight":
-        return (model.head_dim,)
-    if model.qk_nope_head_dim and model.v_head_dim:  # of latent attention: Q; K without rotation, and V
-        return {"q.weight": (model.head_dim,), "kv.weight": (model.qk_nope_head_dim, model.v_head_dim)}.get(
-            part, ()
-        )
-    return ()
 
 
 def is_block_matrix(name: str, parameter: nn.Parameter) -> bool:

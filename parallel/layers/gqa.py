@@ -127,7 +127,8 @@ class GQAQKVColumnParallelLinear(DeferrableLinear):
             sections.insert(0, ("gate", q, 1))
         self.query_width = (2 if gated else 1) * self.heads * head_dim  # columns that no other rank has
         rows = tuple(Section(name, (size, hidden), 0, m) for name, size, m in sections)
-        self.weight = parameter(Layout(rows, degree, initializer or Normal(0.02)), dtype, device)
+        layout = Layout(rows, degree, initializer or Normal(0.02), head_rows=(head_dim,))
+        self.weight = parameter(layout, dtype, device)
         self.bias = None
         if bias:
             entries = tuple(Section(name, (size,), 0, m) for name, size, m in sections)

@@ -154,6 +154,7 @@ class ColumnParallelLinear(DeferrableLinear):
         sequence_parallel: whether the input is (b·s/t, h).
         products: how matrix products are computed.
         initializer: of the weight, default N(0, 0.02²); biases start at zero.
+        head_rows: of the weight's layout.
 
     Raises:
         ValueError: the axis does not divide a size, or the input has the wrong width or dtype.
@@ -169,6 +170,7 @@ class ColumnParallelLinear(DeferrableLinear):
         sequence_parallel: bool = False,
         products: Products = EXACT,
         initializer: Initializer | None = None,
+        head_rows: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -180,7 +182,8 @@ class ColumnParallelLinear(DeferrableLinear):
         self.sequence_parallel = sequence_parallel and axis.size > 1
         initializer = initializer or Normal(0.02)
         rows = tuple(Section(name, (size, in_features), 0) for name, size in sizes.items())
-        self.weight = parameter(Layout(rows, axis.size, initializer), dtype, device)
+        layout = Layout(rows, axis.size, initializer, head_rows=head_rows)
+        self.weight = parameter(layout, dtype, device)
         self.bias = None
         if bias:
             entries = tuple(Section(name, (size,), 0) for name, size in sizes.items())

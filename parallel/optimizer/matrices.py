@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -74,24 +74,24 @@ class BucketMatrices:
     Args:
         bucket: all of its parameters are matrices.
         owners: chooses the owners; it has seen the same buckets before on every rank.
-        rows: of the matrices that sections are cut into (`cut`).
+        heads: whether those of heads are cut into the rows of each.
 
     Attributes:
         owned: shapes of the matrices that this rank owns, by name.
     """
 
-    def __init__(self, bucket: Bucket, mesh: Mesh, owners: Owners, rows: Sequence[int]) -> None:
+    def __init__(self, bucket: Bucket, mesh: Mesh, owners: Owners, heads: bool) -> None:
         self.axis, self.length = matrix_axis(bucket, mesh), bucket.length
-        shapes = matrix_shapes(bucket, rows)
+        shapes = matrix_shapes(bucket, heads)
         chosen = owners.choose(shapes)
         ranks = range(self.axis.size)
         own = self.axis.rank
         self.owned = {name: shape for name, shape in shapes.items() if chosen[name] == own}
-        held = [*matrix_boxes(bucket, rows)]
+        held = [*matrix_boxes(bucket, heads)]
         # Parts of each rank's shard whose matrices this rank owns; the axis is (shard, tensor rank), the latter faster.
         tensor = mesh.tensor.size
         mine = [
-            [box for box in matrix_boxes(bucket, rows, *divmod(rank, tensor)) if chosen[box.name] == own]
+            [box for box in matrix_boxes(bucket, heads, *divmod(rank, tensor)) if chosen[box.name] == own]
             for rank in ranks
         ]
         to_owners = [[box for box in held if chosen[box.name] == rank] for rank in ranks]
@@ -144,51 +144,62 @@ def matrix_axis(bucket: Bucket, mesh: Mesh) -> Axis:
     return mesh.expert_matrix if bucket.axis is mesh.expert_shard is not mesh.dp_shard else mesh.matrix
 
 
-def cut(shape: Shape, rows: Sequence[int]) -> Iterator[tuple[str, int, Shape]]:
-    """The matrices of a section: suffix of the name, first row, shape.
+def cut(
+    shape: Shape, rows: Sequence[int], low: int = 0, high: int | None = None
+) -> Iterator[tuple[str, int, Shape]]:
+    """The matrices of a section with rows of [low, high): suffix of the name, first row, shape.
 
     Args:
-        rows: of the matrices, in turn, such as those of a head; empty: the section is one matrix.
+        rows: of the matrices, in turn (`Layout.head_rows`); empty: the section is one matrix.
+        high: None: the end of the section.
     """
     if not rows:
         yield "", 0, shape
         return
-    first = 0
-    for number, count in enumerate(cycle(rows)):
-        if first == shape[0]:
-            return
-        yield f"@{number}", first, (count, *shape[1:])
-        first += count
+    period, high = sum(rows), shape[0] if high is None else high
+    for turn in range(low // period, math.ceil(high / period)):
+        starts = accumulate(rows, initial=turn * period)
+        for number, (first, count) in enumerate(zip(starts, rows, strict=False), turn * len(rows)):
+            if first < high and low < first + count:
+                yield f"@{number}", first, (count, *shape[1:])
 
 
-def matrix_shapes(bucket: Bucket, rows: Sequence[int]) -> dict[str, Shape]:
+def matrix_shapes(bucket: Bucket, heads: bool) -> dict[str, Shape]:
     """Global shape of each matrix of a bucket, by name."""
     return {
-        global_name(slot.name, section.name) + suffix: shape
-        for slot in bucket.slots
-        for section in layout_of(slot.parameter).sections
-        for suffix, _, shape in cut(section.shape, rows)
+        name + suffix: shape
+        for name, (section, rows) in _sections(bucket, heads).items()
+        for suffix, _, shape in cut(section, rows)
     }
 
 
 def matrix_boxes(
-    bucket: Bucket, rows: Sequence[int], shard: int | None = None, tensor: int | None = None
+    bucket: Bucket, heads: bool, shard: int | None = None, tensor: int | None = None
 ) -> Iterator[ShardBox]:
     """The boxes of matrices in a rank's shard; other arguments are those of `Bucket.boxes`."""
+    sections = _sections(bucket, heads)
     for box in bucket.boxes(shard, tensor):
         (begin, *others), (count, *sizes) = box.offsets, box.sizes
-        for suffix, first, shape in cut(box.shape, rows):
+        for suffix, first, shape in cut(*sections[box.name], begin, begin + count):
             low, high = max(first, begin), min(first + shape[0], begin + count)
-            if low < high:
-                start = box.start + (low - begin) * math.prod(sizes)
-                yield replace(
-                    box,
-                    name=box.name + suffix,
-                    shape=shape,
-                    offsets=(low - first, *others),
-                    sizes=(high - low, *sizes),
-                    start=start,
-                )
+            yield replace(
+                box,
+                name=box.name + suffix,
+                shape=shape,
+                offsets=(low - first, *others),
+                sizes=(high - low, *sizes),
+                start=box.start + (low - begin) * math.prod(sizes),
+            )
+
+
+def _sections(bucket: Bucket, heads: bool) -> dict[str, tuple[Shape, tuple[int, ...]]]:
+    """Global shape of each section of a bucket, and the rows that it is cut into, by name."""
+    layouts = [(slot.name, layout_of(slot.parameter)) for slot in bucket.slots]
+    return {
+        global_name(name, section.name): (section.shape, layout.head_rows if heads else ())
+        for name, layout in layouts
+        for section in layout.sections
+    }
 
 
 def _first(boxes: Sequence[ShardBox]) -> list[ShardBox]:

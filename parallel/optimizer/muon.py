@@ -6,7 +6,7 @@ With g the gradient divided by the clipping divisor, m the momentum, of a matrix
 
 The factor gives the update the root mean square of AdamW's, so that learning rate and weight decay carry over. A matrix is what a
 layout's section says: of fused projections, Q, K, V, gate and up are orthogonalized apart, Q, K and V each with all their heads,
-as in arXiv 2502.16982, or with `rows` head by head; so is each expert. Vectors, embeddings, heads and routers are left to AdamW.
+as in arXiv 2502.16982, or with `heads` head by head; so is each expert. Vectors, embeddings, heads and routers are left to AdamW.
 
 Momentum is sharded like all states, and computed elementwise. The matrix u is assembled on one rank, orthogonalized there once,
 and the result scattered back (matrices.py), while other buckets are on their way:
@@ -57,13 +57,13 @@ class Muon:
         momentum: μ.
         coefficients: a key of COEFFICIENTS.
         dtype: in which matrices are orthogonalized.
-        rows: of the matrices that each section is cut into, in turn, such as those of a head; empty: into none.
+        heads: whether the rows of each head, where a layout names them (`head_rows`), are matrices of their own.
     """
 
     momentum: float = 0.95
     coefficients: str = "published"
     dtype: torch.dtype = torch.bfloat16
-    rows: tuple[int, ...] = ()
+    heads: bool = False
     states: tuple[str, ...] = ("momentum",)
     clipped: bool = True
 
@@ -86,8 +86,9 @@ class Muon:
 
     def multiply_adds(self, layout: Layout) -> int:
         """Those that orthogonalize a parameter's matrices."""
+        rows = layout.head_rows if self.heads else ()
         return sum(
-            self.cost(shape) for section in layout.sections for _, _, shape in cut(section.shape, self.rows)
+            self.cost(shape) for section in layout.sections for _, _, shape in cut(section.shape, rows)
         )
 
     def cost(self, shape: Shape) -> int:
@@ -120,7 +121,7 @@ class _Updater:
         for bucket in buckets:
             axis = matrix_axis(bucket, mesh)
             chosen = owners.setdefault(axis.name, Owners(axis.size, rule.cost))
-            self._matrices[id(bucket)] = BucketMatrices(bucket, mesh, chosen, rule.rows)
+            self._matrices[id(bucket)] = BucketMatrices(bucket, mesh, chosen, rule.heads)
         self._sent: deque[_Pending] = deque()
         self._returning: deque[_Pending] = deque()
 
@@ -184,7 +185,7 @@ class _StackedUpdater:
         by_axis: dict[str, list[Bucket]] = {}
         for bucket in buckets:
             by_axis.setdefault(matrix_axis(bucket, mesh).name, []).append(bucket)
-        self._stacks = [MatrixStacks(each, mesh, rule.rows) for each in by_axis.values()]
+        self._stacks = [MatrixStacks(each, mesh, rule.heads) for each in by_axis.values()]
         self._accelerated: dict[int, tuple[Tensor, Step]] = {}
         self._accelerate, self._collect = arithmetic.prepare(accelerate), arithmetic.prepare(collect)
         self._orthogonalize, self._apply = arithmetic.prepare(orthogonalize_stacks), arithmetic.prepare(place)

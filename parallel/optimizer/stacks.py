@@ -61,7 +61,7 @@ class MatrixStacks:
 
     Args:
         buckets: those with the same `matrix_axis`; all of their parameters are matrices.
-        rows: of the matrices that sections are cut into (`matrices.cut`).
+        heads: whether those of heads are cut into the rows of each.
 
     Attributes:
         axis: the ranks that hold parts of the matrices.
@@ -72,10 +72,10 @@ class MatrixStacks:
         longer_sides: for each bucket, the larger of rows and columns of its blocks' matrices, (n, 1) float32; 0 for padding.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, rows: Sequence[int]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, heads: bool) -> None:
         self.buckets, self.axis = buckets, matrix_axis(buckets[0], mesh)
         self.block = block = math.gcd(*(size for bucket in buckets for size in _multiples(bucket)))
-        shapes = {name: shape for bucket in buckets for name, shape in matrix_shapes(bucket, rows).items()}
+        shapes = {name: shape for bucket in buckets for name, shape in matrix_shapes(bucket, heads).items()}
         self.shapes, owners = _deal(shapes, self.axis.size, block)
         lengths = [bucket.length // block for bucket in buckets]
         firsts = [0, *accumulate(lengths)]
@@ -84,7 +84,7 @@ class MatrixStacks:
             [
                 _Part(box, *owners[box.name], first + box.start // block)
                 for bucket, first in zip(buckets, firsts, strict=False)
-                for box in matrix_boxes(bucket, rows, *divmod(rank, mesh.tensor.size))
+                for box in matrix_boxes(bucket, heads, *divmod(rank, mesh.tensor.size))
             ]
             for rank in range(self.axis.size)
         ]

@@ -63,8 +63,8 @@ class Train(Section):
     )
     muon_heads: bool = Field(
         default=False,
-        description="muon: orthogonalize the rows of each head of Q, K and V by themselves (Muon Split of GLM-5), instead of all "
-        "heads together",
+        description="muon: orthogonalize the rows of each head of Q, K and V, and of attention's output gate, by themselves "
+        "(Muon Split of GLM-5), instead of all heads together; projections of linear attention are not cut",
     )
     qk_clip: Annotated[Annotated[float, Field(gt=0)] | None, roles.COMPILED_MATHEMATICS] = Field(
         default=None,

@@ -96,6 +96,11 @@ def test_initialization_depends_on_seed_and_name():
     assert draw("a", 1).std() == pytest.approx(1, abs=0.3)
 
 
+def test_rows_of_heads_that_do_not_divide_a_section_are_rejected():
+    with pytest.raises(ValueError, match=r"head_rows 4 \+ 2 do not divide the 10 rows of section 'k'"):
+        Layout((Section("q", (12, 8), 0), Section("k", (10, 8), 0)), 1, Normal(1.0), head_rows=(4, 2))
+
+
 def test_block_boundaries_do_not_change_initialization(monkeypatch):
     """A rank draws only the blocks that its shard touches, from any offset within a block."""
     monkeypatch.setattr("parallel.initialization.BLOCK_ELEMENTS", 32)

@@ -66,9 +66,11 @@ class Attention(AttentionLayer):
             self.q_norm = RMSNorm(model.q_lora_rank, axis, **norm)
         self.latents = ReplicatedLinear(h, ranks, axis, **weight_options(options))
         self.ranks = [*ranks.values()]
-        self.q = ColumnParallelLinear(model.q_lora_rank or h, queries, axis, **options)
+        rows = (model.head_dim,)
+        self.q = ColumnParallelLinear(model.q_lora_rank or h, queries, axis, head_rows=rows, **options)
         self.kv_norm = RMSNorm(latent, axis, **norm)
-        self.kv = ColumnParallelLinear(latent, {"": n * (self.plain + self.value)}, axis, **options)
+        rows = self.plain, self.value
+        self.kv = ColumnParallelLinear(latent, {"": n * sum(rows)}, axis, head_rows=rows, **options)
         options["initializer"] = parametrization.residual(model)
         self.output = RowParallelLinear(n * self.value, h, axis, **options)
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from modeling.models.build import build_expert_options, build_mesh, build_model, head_rows, rule_of
+from modeling.models.build import build_expert_options, build_mesh, build_model, rule_of
+from parallel.layout import layout_of
 from parallel.optimizer.muon import Muon
 from profiles import resolve
 from tests.parity.harness import Case
@@ -42,11 +43,17 @@ def test_muon_updates_the_matrices_of_blocks_only():
 
 
 def test_projections_to_heads_are_cut_into_the_rows_of_each():
-    latent, gpt = (Case(name).profile().model for name in ("deepseek_v3", "gpt"))
-    q, parts = (latent.head_dim,), (latent.qk_nope_head_dim, latent.v_head_dim)
-    found = [
-        head_rows(latent, f"layers.0.attention.{name}.weight") for name in ("q", "kv", "output", "latents")
-    ]
-    assert found == [q, parts, (), ()]
-    names = "attention.qkv", "attention.output", "mlp.up"
-    assert [head_rows(gpt, f"layers.0.{name}.weight") for name in names] == [(gpt.head_dim,), (), ()]
+    for name, heads in (("deepseek_v3", {"q", "kv"}), ("gpt", {"qkv"})):
+        profile = Case(name, optimizer="muon", muon_heads=True).profile()
+        model, settings = (
+            build_model(profile, build_mesh(profile), range(1), torch.device("meta")),
+            profile.model,
+        )
+        rows = {"kv": (settings.qk_nope_head_dim, settings.v_head_dim)}
+        expected = {
+            f"layers.0.attention.{each}.weight": rows.get(each, (settings.head_dim,)) for each in heads
+        }
+        layouts = {each: layout_of(parameter) for each, parameter in model.named_parameters()}
+        assert {each: found.head_rows for each, found in layouts.items() if found.head_rows} == expected
+    # Matrices with and without heads may share a bucket.
+    assert len({rule_of(profile)(*named) for named in model.named_parameters()}) == 2  # with AdamW

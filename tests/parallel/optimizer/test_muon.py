@@ -30,8 +30,7 @@ class Layers(nn.Module):
 
 
 def choose(name: str, parameter: nn.Parameter, heads: bool = False, **options) -> Rule:
-    rows = (HEAD,) if heads and name == "qkv.weight" else ()
-    return Muon(**options, rows=rows) if parameter.dim() > 1 else AdamW()
+    return Muon(**options, heads=heads) if parameter.dim() > 1 else AdamW()
 
 
 def gradient(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
