@@ -104,7 +104,7 @@ COMPARISONS: tuple[Comparison, ...] = (
     RingComparison("ring-32k", 32768),
     TrainingComparison("muon", "DP 2, Muon", REPLICATED, 1.0, ("muon",), MUON, tolerance=MUON_TOLERANCE),
     TrainingComparison(
-        *("muon-update", "its update alone", REPLICATED, 1.40, ("muon",), MUON),
+        *("muon-update", "its update alone", REPLICATED, 1.40, ("muon",), (*MUON, "--wait-for-weights")),
         tolerance=MUON_TOLERANCE,
         update=True,
     ),

@@ -35,6 +35,8 @@ def main() -> None:
         optimizer.reduce()
         begin = trainer.device.mark()
         optimizer.step(profile.train.learning_rate)
+        if options.wait_for_weights:
+            optimizer.wait_for_parameters()
         updates.append((begin, trainer.device.mark()))
         return trainer.sum(loss[None])
 
@@ -71,6 +73,11 @@ def parser() -> argparse.ArgumentParser:
         choices=workload.DTYPES,
         default="bf16",
         help="of Newton–Schulz steps (default: torch's)",
+    )
+    parser.add_argument(
+        "--wait-for-weights",
+        action="store_true",
+        help="end an update, also in its time, when the weights are gathered, instead of beside the next forward",
     )
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument(

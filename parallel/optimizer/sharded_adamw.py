@@ -223,6 +223,10 @@ class ShardedAdamW:
         """
         self._gathers.wait_before_use(units)
 
+    def wait_for_parameters(self) -> None:
+        """Wait until the resident parameters that `step` updated are gathered, as their uses do."""
+        self._gathers.wait()
+
     @torch.no_grad()
     def rehearse(self, microbatches: int) -> None:
         """Run a step's computations without collectives, on arbitrary values, so that all are compiled."""
