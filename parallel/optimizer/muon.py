@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -199,16 +199,21 @@ class _StackedUpdater:
         return ()
 
     def finish(self) -> Iterable[Bucket]:
-        return [bucket for stacks in self._stacks for bucket in self._end(stacks, collectives.all_to_all)]
+        for stacks in self._stacks:
+            yield from self._end(stacks, collectives.all_to_all)
 
     def rehearse(self, bucket: Bucket, step: Step) -> None:
         self.update(bucket, step)
         if len(self._accelerated) == self._count:
             for stacks in self._stacks:
-                self._end(stacks, lambda blocks, axis: blocks)
+                deque(self._end(stacks, lambda blocks, axis: blocks), maxlen=0)
 
-    def _end(self, stacks: MatrixStacks, exchange: Callable[[Tensor, Axis], Tensor]) -> Sequence[Bucket]:
-        """Orthogonalize the matrices of these buckets and update their weights; `exchange`: an all-to-all."""
+    def _end(self, stacks: MatrixStacks, exchange: Callable[[Tensor, Axis], Tensor]) -> Iterator[Bucket]:
+        """Orthogonalize the matrices of these buckets, and yield each bucket as soon as its weights are updated.
+
+        Args:
+            exchange: an all-to-all.
+        """
         shards, steps = zip(*(self._accelerated.pop(id(bucket)) for bucket in stacks.buckets), strict=True)
         received = exchange(self._collect(shards, stacks.sent, stacks.block), stacks.axis)
         del shards  # their memory
@@ -219,7 +224,7 @@ class _StackedUpdater:
         ):
             scalars = step.rates[bucket.rate], step.skip, bucket.weight_decay
             self._apply(bucket.master, found, placed, sides, *scalars)
-        return stacks.buckets
+            yield bucket  # its parameters are gathered beside the next ones' updates
 
 
 def accelerate(
