@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -24,9 +25,11 @@ from modeling.models.build import (
 from modeling.models.language_model import LanguageModel
 from modeling.planning.stage_costs import CostCache, LayerCosts, counts_choices
 from parallel.layout import layout_of
-from parallel.optimizer.buckets import IN_FLIGHT, pack
-from parallel.optimizer.grouping import Group, group_parameters
+from parallel.optimizer.buckets import IN_FLIGHT, Slot, pack
+from parallel.optimizer.grouping import Group, Named, group_parameters
+from parallel.optimizer.muon import Muon
 from parallel.optimizer.rules import Rule
+from parallel.optimizer.stacks import stack_sizes
 from parallel.pipeline.schedules import in_flight
 from profiles.schema import Profile
 
@@ -43,6 +46,10 @@ class PlannedBucket(NamedTuple):
     rule: Rule | None  # that updates it; None if frozen
     multiply_adds: int = 0  # of matrix products in an update, all shards and tensor ranks together
     unit: int | None = None  # number of the unit that FSDP gathers it with; None if it is resident
+    exchanged: int = 0  # bytes for all owners of matrices, this rank included, and back
+    # of an update of matrices in compiled programs: the most bytes at the same time, and bytes of indices
+    stacked: int = 0
+    indices: int = 0
 
     @property
     def frozen(self) -> bool:
@@ -66,12 +73,13 @@ class PlannedBucket(NamedTuple):
         experts = layout_of(members[0][1]).expert_ranks is not None
         if experts:
             holders, shards = holders // profile.parallel.expert, profile.expert_shard_degree
-        dtypes = members[0][1].dtype, DTYPES[profile.train.gradient_dtype]
-        _, size = pack([parameter.numel() for _, parameter in members], shards, *dtypes)
+        _, size = _pack(profile, members, shards)
         block, frozen = members[0][0].startswith("layers."), not members[0][1].requires_grad
         rule = None if frozen else rule
         products = sum(rule.multiply_adds(layout_of(each)) for _, each in members) if rule else 0
-        return cls(size, unit is None, block, shards, holders // shards, experts, rule, products, unit)
+        exchanged = size // shards * rule.exchanged if rule else 0
+        replicas = holders // shards
+        return cls(size, unit is None, block, shards, replicas, experts, rule, products, unit, exchanged)
 
 
 def plan_buckets(profile: Profile, stages: Sequence[LanguageModel]) -> list[PlannedBucket]:
@@ -86,10 +94,62 @@ def plan_buckets(profile: Profile, stages: Sequence[LanguageModel]) -> list[Plan
         (unit, group) for unit, (_, members) in enumerate(groups.sharded) for group in members
     ]
     units_of += [(None, group) for group in groups.resident]
-    return [
-        *(PlannedBucket.of(profile, group.members, group.rule, unit) for unit, group in units_of),
-        *(PlannedBucket.of(profile, members) for members in [groups.frozen] if members),
-    ]
+    trained = [PlannedBucket.of(profile, group.members, group.rule, unit) for unit, group in units_of]
+    if device_of(profile).compiles_operators:
+        trained = _with_stacks(profile, trained, [group.members for _, group in units_of], named)
+    return [*trained, *(PlannedBucket.of(profile, members) for members in [groups.frozen] if members)]
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Where a bucket has its parameters (`parallel.optimizer.matrices.Packing`)."""
+
+    slots: list[Slot]
+    length: int
+
+
+def _pack(profile: Profile, members: Sequence[Named], shards: int) -> tuple[list[int], int]:
+    """Starts of a bucket's parameters, and its size."""
+    dtypes = members[0][1].dtype, DTYPES[profile.train.gradient_dtype]
+    return pack([parameter.numel() for _, parameter in members], shards, *dtypes)
+
+
+def _with_stacks(
+    profile: Profile,
+    buckets: Sequence[PlannedBucket],
+    members: Sequence[Sequence[Named]],
+    named: Sequence[Named],
+) -> list[PlannedBucket]:
+    """The buckets of a device that updates all matrices of an axis at once (parallel/optimizer/stacks.py).
+
+    The first of them has what all need.
+    """
+    found, tensor = [*buckets], profile.parallel.tensor
+    order = {name: position for position, (name, _) in enumerate(named)}
+    axes: dict[tuple[Muon, int, bool], list[int]] = {}
+    for number, bucket in enumerate(buckets):
+        if isinstance(bucket.rule, Muon):
+            axes.setdefault((bucket.rule, bucket.shards, bucket.experts), []).append(number)
+            found[number] = bucket._replace(exchanged=0, multiply_adds=0)
+    for (rule, shards, _), numbers in axes.items():
+        packings = []
+        # In the order of their updates, by which matrices are dealt.
+        for number in sorted(numbers, key=lambda number: min(order[name] for name, _ in members[number])):
+            starts, size = _pack(profile, members[number], shards)
+            # Stages may share a module, and so the names of its parameters.
+            slots = [
+                Slot(f"{number}.{start}", parameter, start)
+                for (_, parameter), start in zip(members[number], starts, strict=True)
+            ]
+            packings.append(_Packing(slots, size // shards))
+        sizes, width = stack_sizes(packings, shards, tensor, rule.heads), rule.dtype.itemsize
+        found[numbers[0]] = found[numbers[0]]._replace(
+            exchanged=width * (sizes.sent + sizes.returned),
+            multiply_adds=shards * tensor * sum(count * rule.cost((r, c)) for count, r, c in sizes.shapes),
+            stacked=width * sizes.peak,
+            indices=sizes.index_bytes,
+        )
+    return found
 
 
 def bucket_planner(profile: Profile, costs: CostCache | None = None) -> Callable[..., list[PlannedBucket]]:
@@ -159,10 +219,11 @@ def state_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> dict[str,
     )
     if profile.copies_reference:  # sharded like the model: matrices with FSDP, else nothing
         frozen_elements += resident + sharded
+    indices = sum(bucket.indices for bucket in buckets)
     return {
         "parameters": (resident + frozen_elements) * width,
         "gradients": (resident + sharded) * DTYPES[settings.gradient_dtype].itemsize,
-        "optimizer": states * 4,
+        "optimizer": states * 4 + indices,
     }
 
 
@@ -193,10 +254,10 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
             gathered = passes * scattered if bucket.block else 1
         if profile.copies_reference and not bucket.resident:  # for the reference model's forward pass
             gathered += scattered if bucket.block else 1
-        if bucket.rule is not None and bucket.rule.exchanged:
+        if bucket.exchanged:
             owners = bucket.shards * profile.parallel.tensor
             axis = shards if bucket.shards > 1 else "tensor"
-            moved = bucket.size // bucket.shards * bucket.rule.exchanged * (owners - 1) // owners
+            moved = bucket.exchanged * (owners - 1) // owners
             communication[axis] = communication.get(axis, 0) + moved
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
         communication[shards] += exchanged * (bucket.shards - 1) // bucket.shards
@@ -272,7 +333,7 @@ def activation_bytes(
     exchanged = _exchanged_bytes(profile, resident)
     if len(resident) > IN_FLIGHT:  # the first buckets are exchanged while backward runs
         working += exchanged
-    peak = max(working, exchanged, _stacked_bytes(profile, buckets))
+    peak = max(working, exchanged, sum(bucket.stacked for bucket in buckets))
     if profile.parallel.pipeline > 1:
         from parallel.pipeline.runtime import SENDS_IN_FLIGHT  # imports slowly; only pipelines need it
 
@@ -294,16 +355,6 @@ def _exchanged_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
     exchanged = [b for b in buckets if (b.replicas if device.reduces_in_place else b.shards * b.replicas) > 1]
     sizes = sorted(bucket.size * (1 / bucket.shards + copies) for bucket in exchanged)
     return math.ceil(sum(sizes[-IN_FLIGHT:]) * width)
-
-
-def _stacked_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:
-    """Bytes of an update of whole matrices in compiled programs (parallel/optimizer/stacks.py).
-
-    What is sent, received and computed of each weight at the same time: six elements in the dtype that is exchanged twice.
-    """
-    if not device_of(profile).compiles_operators:
-        return 0
-    return sum(3 * b.rule.exchanged * (b.size // b.shards) for b in buckets if b.rule is not None)
 
 
 def _gathered_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:

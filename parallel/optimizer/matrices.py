@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +27,20 @@ from torch import Tensor
 from parallel import collectives
 from parallel.layout import global_name, layout_of
 from parallel.mesh import Axis, Mesh
-from parallel.optimizer.buckets import Bucket, ShardBox
+from parallel.optimizer.buckets import Bucket, ShardBox, Slot
 
 Shape = tuple[int, ...]
+
+
+class Packing(Protocol):
+    """Where a bucket, which may only be planned, has its parameters."""
+
+    @property
+    def slots(self) -> list[Slot]: ...
+
+    @property
+    def length(self) -> int:
+        """Elements of a shard."""
 
 
 class Owners:
@@ -164,7 +176,7 @@ def cut(
                 yield f"@{number}", first, (count, *shape[1:])
 
 
-def matrix_shapes(bucket: Bucket, heads: bool) -> dict[str, Shape]:
+def matrix_shapes(bucket: Packing, heads: bool) -> dict[str, Shape]:
     """Global shape of each matrix of a bucket, by name."""
     return {
         name + suffix: shape
@@ -192,7 +204,7 @@ def matrix_boxes(
             )
 
 
-def _sections(bucket: Bucket, heads: bool) -> dict[str, tuple[Shape, tuple[int, ...]]]:
+def _sections(bucket: Packing, heads: bool) -> dict[str, tuple[Shape, tuple[int, ...]]]:
     """Global shape of each section of a bucket, and the rows that it is cut into, by name."""
     layouts = [(slot.name, layout_of(slot.parameter)) for slot in bucket.slots]
     return {

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 
+from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.optimizer.buckets import Bucket, ShardBox
-from parallel.optimizer.matrices import Shape, matrix_axis, matrix_boxes, matrix_shapes
+from parallel.optimizer.matrices import Packing, Shape, cut, matrix_axis, matrix_boxes, matrix_shapes
 from parallel.optimizer.newton_schulz import Coefficients, orthogonalize
 
 Stack = tuple[int, int, int]
@@ -74,7 +75,7 @@ class MatrixStacks:
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, heads: bool) -> None:
         self.buckets, self.axis = buckets, matrix_axis(buckets[0], mesh)
-        self.block = block = math.gcd(*(size for bucket in buckets for size in _multiples(bucket)))
+        self.block = block = _block(buckets)
         shapes = {name: shape for bucket in buckets for name, shape in matrix_shapes(bucket, heads).items()}
         self.shapes, owners = _deal(shapes, self.axis.size, block)
         lengths = [bucket.length // block for bucket in buckets]
@@ -98,7 +99,9 @@ class MatrixStacks:
         held, returned, longest = self._messages(parts)
         indices += [_padded(returned, longest), *_positions(held, longest, firsts[-1]).split(lengths)]
         device = buckets[0].master.device
-        self.sent, self.assembled, self.returned, *self.placed = (index.to(device) for index in indices)
+        # Half the memory, on all ranks alike.
+        dtype = torch.int32 if max(firsts[-1], *map(len, indices)) < 2**31 else torch.int64
+        self.sent, self.assembled, self.returned, *self.placed = (each.to(device, dtype) for each in indices)
         self.longer_sides = [each.to(device) for each in longer_sides.split(lengths)]
 
     def _messages(self, parts: Sequence[Sequence[_Part]]) -> tuple[list[Tensor], list[Tensor], int]:
@@ -142,7 +145,84 @@ def orthogonalize_stacks(
     return torch.cat(found)[returned]
 
 
-def _multiples(bucket: Bucket) -> Iterable[int]:
+@dataclass(frozen=True)
+class StackSizes:
+    """Elements of an update by stacks, the same on every rank.
+
+    Attributes:
+        block: see `MatrixStacks`.
+        held: of the shards.
+        sent, returned: of the messages to all owners, and back, with their padding.
+        shapes: of the stacks, unused matrices included.
+    """
+
+    block: int
+    held: int
+    sent: int
+    returned: int
+    shapes: Sequence[Stack]
+
+    @property
+    def stacked(self) -> int:
+        """Elements of the stacks."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def peak(self) -> int:
+        """The most elements at the same time, in the dtype that is exchanged.
+
+        First the shards, also as one tensor, and their blocks, sent and received; then what was received, the stacks, their
+        products, the results, also as one tensor, and what is sent back.
+        """
+        return max(2 * (self.held + self.sent), self.sent + 4 * self.stacked + self.returned)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of indices and longer sides."""
+        return 4 * (self.sent + self.stacked + self.returned + 2 * self.held) // self.block
+
+
+def stack_sizes(buckets: Sequence[Packing], shards: int, tensor: int, heads: bool) -> StackSizes:
+    """What `MatrixStacks` of buckets will have, from their packing alone.
+
+    Args:
+        shards, tensor: ranks; together those of the axis.
+    """
+    block, ranks = _block(buckets), shards * tensor
+    shapes = {name: shape for bucket in buckets for name, shape in matrix_shapes(bucket, heads).items()}
+    stacks, owners = _deal(shapes, ranks, block)
+    # Elements by shard, tensor rank and owner; those of the first replicas are collected.
+    collected, held = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+    for bucket, rank in product(buckets, range(tensor)):
+        length = bucket.length
+        for name, replica, start, stop in _spans(bucket, rank, heads):
+            for shard in range(start // length, math.ceil(stop / length)):
+                elements = min(stop, (shard + 1) * length) - max(start, shard * length)
+                held[shard, rank, owners[name][0]] += elements
+                if replica == 0:
+                    collected[shard, rank, owners[name][0]] += elements
+    total = sum(bucket.length for bucket in buckets)
+    return StackSizes(block, total, ranks * max(collected.values()), ranks * max(held.values()), stacks)
+
+
+def _spans(bucket: Packing, rank: int, heads: bool) -> Iterator[tuple[str, int, int, int]]:
+    """Name, replica, start and stop of the matrices' parts in a tensor rank's bucket, all shards together."""
+    for slot in bucket.slots:
+        layout, width = layout_of(slot.parameter), slot.parameter.shape[1]
+        for box in layout.boxes(slot.name, rank):
+            low, high = box.offsets[0], box.offsets[0] + box.sizes[0]
+            zero = slot.start + (box.local_offsets[0] - low) * width  # where the section's row 0 would be
+            for suffix, first, shape in cut(box.shape, layout.head_rows if heads else (), low, high):
+                begin, end = max(first, low), min(first + shape[0], high)
+                yield box.name + suffix, box.replica, zero + begin * width, zero + end * width
+
+
+def _block(buckets: Sequence[Packing]) -> int:
+    """Elements of a block."""
+    return math.gcd(*(size for bucket in buckets for size in _multiples(bucket)))
+
+
+def _multiples(bucket: Packing) -> Iterable[int]:
     """Sizes that the blocks of a bucket divide, the same on every rank."""
     yield bucket.length
     for slot in bucket.slots:

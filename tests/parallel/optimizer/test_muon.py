@@ -14,6 +14,7 @@ from parallel.optimizer.matrices import Owners
 from parallel.optimizer.muon import Muon
 from parallel.optimizer.newton_schulz import COEFFICIENTS, multiply_adds, orthogonalize
 from parallel.optimizer.rules import Rule
+from parallel.optimizer.stacks import MatrixStacks, stack_sizes
 from tests.pool import mesh
 
 RATE, STEPS, HIDDEN, HEAD = 3e-3, 50, 32, 4
@@ -169,6 +170,23 @@ def test_every_distribution_updates_whole_matrices(pool, degrees):
         for step in range(steps):
             exact = whole([alone], name, step, value.shape)
             torch.testing.assert_close(whole(found, name, step, value.shape), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [False, True], ids=["whole", "by head"])
+def test_planned_sizes_of_stacks_are_those_of_the_programs(heads):
+    on = Mesh(data=4, tensor=4, kv_replicas=2, rank=5, whole_matrices=True)
+    layers = Layers(on).named_parameters()
+    optimizer = ShardedAdamW(layers, on, rule=lambda *named: choose(*named, heads), bucket_size=3000)
+    buckets = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, Muon)]
+    stacks, sizes = MatrixStacks(buckets, on, heads), stack_sizes(buckets, 4, 4, heads)
+    assert [*sizes.shapes] == stacks.shapes
+    assert (sizes.sent, sizes.returned) == (
+        len(stacks.sent) * stacks.block,
+        len(stacks.returned) * stacks.block,
+    )
+    indices = [stacks.sent, stacks.assembled, stacks.returned, *stacks.placed, *stacks.longer_sides]
+    assert sizes.index_bytes == sum(each.nbytes for each in indices)
+    assert sizes.held < sizes.sent  # padded
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
