@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from concurrent.futures import Future, wait
+from typing import Any
 
 POLL = 0.2  # seconds of a wait between which a thread notices that it was interrupted
 
@@ -52,3 +54,9 @@ def pause(seconds: float) -> None:
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, POLL))
+
+
+def await_end(future: Future[Any]) -> None:
+    """Wait until a future is done; an interruption of this thread ends the wait, unlike an untimed one."""
+    while not wait([future], POLL).done:
+        pass

@@ -29,7 +29,7 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled, Completed
 
-from flows.runner.interruption import Interruption
+from flows.runner.interruption import Interruption, await_end
 from flows.runner.retries import StepRetries, retry_options
 from flows.server.prefect_settings import STOPPED
 from flows.ui.artifacts import show_table
@@ -141,6 +141,7 @@ class Background:
 
     def result(self) -> Artifact | None:
         """Wait for the step. Returns its artifact, None if skipped; raises the error that made it fail."""
+        await_end(self._result)
         return self._result.result()
 
     def interrupt(self) -> None:
@@ -162,4 +163,5 @@ def map_items(function: Callable[[T], R], items: Sequence[T], names: Sequence[st
     """Run a function for each item as a separate task, which Prefect shows and retries."""
     futures: Iterable[Any] = map_item.map(unmapped(function), list(items), list(names))
     for future in futures:
+        await_end(future.wrapped_future)
         yield future.result()

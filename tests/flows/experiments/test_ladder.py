@@ -13,6 +13,7 @@ import yaml
 from flows.cli.main import main
 from flows.experiments.side_by_side import run_side_by_side
 from flows.runner.interruption import pause
+from flows.runner.step_task import Background
 from profiles.resolve import load
 from tasks.step import Context
 from tasks.steps.tokenizer import TokenizerStep
@@ -128,17 +129,20 @@ def test_a_stop_interrupts_the_runs_in_progress_and_starts_no_other(three_runs):
             begun.append(run.name)
             if len(begun) == 2:
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # as Ctrl-C
-            pause(20)
+            compiling.result() if run.name == "medium" else pause(20)
         except BaseException as stop:
             ended.append((run.name, type(stop)))
             raise
 
-    begun, ended = [], []
+    begun, ended, stopped = [], [], threading.Event()
     _, runs = three_runs
+    step = SimpleNamespace(run=lambda: stopped.wait(20) or ended.append(("compiling", None)))
+    compiling = Background(step, lambda state: None)
     with pytest.raises(KeyboardInterrupt):
         run_side_by_side(
             SimpleNamespace(name="ladder", devices=2 * runs[0].profile.world_size), runs, "store", train
         )
+    stopped.set()
     assert sorted(begun) == ["large", "medium"]
     assert sorted(ended) == [("large", KeyboardInterrupt), ("medium", KeyboardInterrupt)]
 
