@@ -69,6 +69,8 @@ class Runner:
         """Interrupt background steps, which are still running only if the flow ends early."""
         for background in self._background:
             background.interrupt()
+        for background in self._background:
+            background.wait()
 
     @contextmanager
     def until_reached(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -145,12 +145,15 @@ class Background:
         return self._result.result()
 
     def interrupt(self) -> None:
-        """Raise `Interrupted` in the step and wait for its end.
+        """Raise `Interrupted` in the step; `wait` for its end.
 
         A step that waits for its next attempt raises it when that begins.
         """
         self.task.interruption.interrupt()
-        wait([self._result])
+
+    def wait(self) -> None:
+        """Wait for the end of the step, however it ends."""
+        await_end(self._result)
 
 
 @task(task_run_name="{name}", cache_policy=NO_CACHE, **retry_options())

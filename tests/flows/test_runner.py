@@ -55,8 +55,9 @@ class ToyStep(Step):
 
 @dataclass
 class EndlessStep(Step):
-    """Runs until it is interrupted."""
+    """Runs until it is interrupted, and so are the others at its barrier."""
 
+    barrier: threading.Barrier
     begun: threading.Event = field(default_factory=threading.Event)
     ended: list[str] = field(default_factory=list)
 
@@ -64,7 +65,7 @@ class EndlessStep(Step):
     name = "endless"
 
     def key(self, context):
-        return keys.digest(self.kind)
+        return keys.digest([self.kind, id(self)])
 
     def make(self, context, key):
         self.begun.set()
@@ -72,6 +73,7 @@ class EndlessStep(Step):
             while True:
                 time.sleep(0.01)
         except BaseException as error:
+            self.barrier.wait(timeout=20)
             self.ended.append(type(error).__name__)
             raise
 
@@ -116,19 +118,21 @@ def test_background_step_runs_concurrently_in_prefect_and_both_steps_are_cached(
     assert sorted(ToyStep.made) == [1, 2]
 
 
-def test_background_step_is_interrupted_when_the_flow_fails(context):
-    endless = EndlessStep()
+def test_background_steps_are_interrupted_together_when_the_flow_fails(context):
+    barrier = threading.Barrier(2)
+    steps = EndlessStep(barrier), EndlessStep(barrier)
 
     @flow(task_runner=THREADS)
     def failing():
         with Runner(context) as runner:
-            runner.start(endless)
-            endless.begun.wait(60)
+            for step in steps:
+                runner.start(step)
+                step.begun.wait(60)
             raise ValueError("the flow fails")
 
     with pytest.raises(ValueError, match="the flow fails"):
         failing()
-    assert endless.ended == ["Interrupted"]
+    assert [step.ended for step in steps] == [["Interrupted"], ["Interrupted"]]
 
 
 def test_background_step_that_waits_for_its_retry_is_interrupted(context, monkeypatch):
