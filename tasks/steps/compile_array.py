@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from profiles.arguments import Parser
 from profiles.files import run_files, state_files
 from profiles.resolve import load
 from tasks import keys
+from tasks.failures import FatalError
 from tasks.launchers import Job, create, execute
 from tasks.step import Context
 from tasks.steps.programs import PROGRAM, compile_program, job_name, limits_of
@@ -37,6 +39,7 @@ def compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, An
 
     Raises:
         JobFailed: a job ended without having tried all of its programs.
+        FatalError: a node has another compiler than the flow's machine.
     """
     missing = [program for program in programs if not _artifact(context, program)]
     if missing:
@@ -76,9 +79,11 @@ def _artifact(context: Context, program: Mapping[str, Any]) -> ArtifactId | None
 
 
 def _entry(context: Context, work: Path, program: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
-    """A program's entry, from its job if one has compiled it."""
+    """A program's entry, from its job if one has compiled it. Raises FatalError if its node has another compiler."""
     if compiled:
         entry: dict[str, Any] = json.loads(_result(work, program).read_text())
+        if entry.get("fatal"):
+            raise FatalError(f"compile.launcher slurm: {program['name']} was not compiled: {entry['error']}")
         return entry
     return compile_program(context, work, program, (), lambda: None)  # finds it
 
@@ -92,8 +97,8 @@ def _difference(flows: Mapping[str, Any], here: Mapping[str, Any]) -> str | None
     for name in sorted(flows.keys() | here.keys()):
         one, other = (json.loads(json.dumps(each.get(name))) for each in (flows, here))
         if one != other:
-            hint = "; set cluster.threads" if name == "threads" else ""
-            return f"{name} is {other} on this node, and {one} where the flow runs{hint}"
+            todo = "set cluster.threads" if name == "threads" else "install the same one there, or use local"
+            return f"{name} is {other} on {platform.node()}, and {one} where the flow runs; {todo}"
     return None
 
 
@@ -113,8 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     different = _difference(order["compiler"], keys.compiler(profile))
     for program in order["programs"][options.index :: options.of]:
         if different:
-            named = {"name": program["name"], "key": None, "graphs": len(program["graphs"])}
-            entry = {**named, "status": "failed", "seconds": None, "peak_bytes": None, "error": different}
+            entry = {"status": "not compiled", "error": different, "fatal": True}
         else:
             entry = compile_program(context, options.work, program, limits_of(profile, 1), lambda: None)
         state_files.write(_result(options.work, program), json.dumps(entry))

@@ -1,6 +1,7 @@
 """Programs compiled by a job array, each once; array and compiler are stand-ins."""
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from modeling.compilation import compilers
 from profiles import resolve
 from profiles.schema import Cluster
 from tasks import keys
+from tasks.failures import FatalError
 from tasks.launchers import Job, JobFailed
 from tasks.step import Context
 from tasks.steps import compile_array, programs
@@ -82,7 +84,8 @@ def test_node_with_another_compiler_is_named(array, monkeypatch):
     found = iter([here, *2 * [{**here, "versions": {"neuronx-cc": "2.22"}}]])
     monkeypatch.setattr(compile_array.keys, "compiler", lambda profile: next(found))
     monkeypatch.setattr(compile_array.keys, "graph", lambda profile, digest: digest)
-    made = compile_array.compile_all(context, work, PROGRAMS)
-    assert {entry["status"] for entry in made} == {"failed"}
-    assert made[0]["error"].startswith("versions is {'neuronx-cc': '2.22'} on this node, and {")
+    with pytest.raises(FatalError) as failure:  # neither retried, nor trained without the graphs
+        compile_array.compile_all(context, work, PROGRAMS)
+    named = f"block, training was not compiled: versions is {{'neuronx-cc': '2.22'}} on {platform.node()}, and {{"
+    assert named in str(failure.value)
     assert compiled == []
