@@ -1,8 +1,9 @@
 """Compile a run's programs in a Slurm array: `python -m tasks.steps.compile_array` is one of its jobs.
 
 The store's locks and artifacts ensure that each program is compiled once for the whole cluster, also by arrays of several flows.
-A job that dies loses only its own programs, which the next attempt finds missing. Programs have the keys of the flow's machine: a
-node on which the compiler would make other code of them is an error.
+A job that dies loses only its own programs, which the next attempt finds missing. An array has all of the run's programs, with
+those that the store has: a flow that is started again makes the same one, and re-attaches to it. Programs have the keys of the
+flow's machine: a node on which the compiler would make other code of them is an error.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ COUNT_SECONDS = 5.0  # between counts of the programs that are done
 
 
 def compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compile the programs that the store lacks in an array, and wait; returns entries in order.
+    """Compile the programs in an array, unless the store has all of them, and wait; returns entries in order.
 
     Raises:
         JobFailed: a job ended without having tried all of its programs.
         FatalError: a node has another compiler than the flow's machine.
     """
-    missing = [program for program in programs if not _artifact(context, program)]
-    if missing:
-        _run(context, work, missing)
-    return [_entry(context, work, program, program in missing) for program in programs]
+    if all(_artifact(context, program) for program in programs):
+        return [compile_program(context, work, program, (), lambda: None) for program in programs]  # finds it
+    _run(context, work, programs)
+    return [_entry(work, program) for program in programs]
 
 
-def _run(context: Context, work: Path, missing: Sequence[Mapping[str, Any]]) -> None:
+def _run(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> None:
     store, cluster = context.store, context.profile.cluster
-    order = {"programs": list(missing), "compiler": keys.compiler(context.profile)}
+    order = {"programs": list(programs), "compiler": keys.compiler(context.profile)}
     path = work / f"programs-{keys.digest(order)}.json"  # another array has another command
     state_files.write(path, json.dumps(order))
-    count, counted = min(MAX_JOBS, len(missing)), 0.0
+    count, counted = min(MAX_JOBS, len(programs)), 0.0
     options: tuple[object, ...] = (
         *("--work", work, "--programs", path, "--of", count),
         *("--store", store.uri, "--work-dir", store.work_dir),
@@ -65,11 +66,16 @@ def _run(context: Context, work: Path, missing: Sequence[Mapping[str, Any]]) -> 
         nonlocal counted
         context.watch()
         if time.monotonic() - counted > COUNT_SECONDS:
-            counted, done = time.monotonic(), sum(_result(work, each).exists() for each in missing)
-            message = f"compiling in a Slurm array: {done} of {len(missing)} programs"
-            context.progress(message, done / len(missing))
+            counted, done = time.monotonic(), sum(_result(work, each).exists() for each in programs)
+            message = f"compiling in a Slurm array: {done} of {len(programs)} programs"
+            context.progress(message, done / len(programs))
 
-    execute(launcher, job, watch, grace=0)  # compiled programs are in the store
+    def forget() -> None:
+        """Remove the results of an earlier array."""
+        for each in programs:
+            _result(work, each).unlink(missing_ok=True)
+
+    execute(launcher, job, watch, grace=0, on_submit=forget)  # compiled programs are in the store
 
 
 def _artifact(context: Context, program: Mapping[str, Any]) -> ArtifactId | None:
@@ -78,14 +84,12 @@ def _artifact(context: Context, program: Mapping[str, Any]) -> ArtifactId | None
     return found if context.store.artifacts.find(found) else None
 
 
-def _entry(context: Context, work: Path, program: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
-    """A program's entry, from its job if one has compiled it. Raises FatalError if its node has another compiler."""
-    if compiled:
-        entry: dict[str, Any] = json.loads(_result(work, program).read_text())
-        if entry.get("fatal"):
-            raise FatalError(f"compile.launcher slurm: {program['name']} was not compiled: {entry['error']}")
-        return entry
-    return compile_program(context, work, program, (), lambda: None)  # finds it
+def _entry(work: Path, program: Mapping[str, Any]) -> dict[str, Any]:
+    """A program's entry, from its job. Raises FatalError if its node has another compiler."""
+    entry: dict[str, Any] = json.loads(_result(work, program).read_text())
+    if entry.get("fatal"):
+        raise FatalError(f"compile.launcher slurm: {program['name']} was not compiled: {entry['error']}")
+    return entry
 
 
 def _result(work: Path, program: Mapping[str, Any]) -> Path:

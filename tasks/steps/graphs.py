@@ -28,6 +28,7 @@ from modeling.planning import planner
 from modeling.tracing.traced_plan import apply_trace
 from profiles import resolve
 from profiles.check import with_value
+from profiles.files import run_files, state_files
 from profiles.recompute import AUTO
 from profiles.schema import Profile
 from tasks import keys
@@ -41,6 +42,7 @@ from tasks.store.artifacts import Artifact
 
 log = logging.getLogger(__name__)
 
+PREPARING = "preparing"  # folder that becomes PREPARED
 SAVES = 0.25  # of an eager run's time at most, if it is compiled for a CPU
 
 
@@ -84,10 +86,9 @@ class GraphsStep(Step):
             return self._publish_none(context, key, lacks)
         begun = time.monotonic()
         work = store.scratch_folder(f"{self.kind}-{key}")
-        if fault := compiler.fault(work / PREPARED):
+        if fault := compiler.fault(work):
             return self._publish_none(context, key, fault, test_again=True)
-        (work / "profile.yaml").write_text(resolve.dump(profile))
-        (work / PREPARED).mkdir(exist_ok=True)
+        state_files.write(work / run_files.PROFILE, resolve.dump(profile))
         if decides(profile):
             if summary := _trial(context, work):
                 return self._publish(context, key, summary)
@@ -169,6 +170,7 @@ def _trial(context: Context, work: Path) -> dict[str, Any] | None:
     """Compile a small graph. The summary of a run that trains eagerly, None if compiling all graphs pays."""
     context.progress("measuring whether compiling pays", None)
     output = work / "logs" / "trial.json"
+    (work / PREPARED).mkdir(exist_ok=True)
     arguments = ("--run-folder", str(work), "--cache", str(work / PREPARED), "--output", str(output))
     job = Job("trial", "modeling.tracing.trial", arguments, work / "logs", threads=1)
     try:
@@ -198,10 +200,19 @@ def _reason(error: JobFailed | TimeoutError) -> str:
 
 
 def _trace(profile: Profile, work: Path) -> dict[str, Any]:
+    # A job array of an earlier flow may still copy what is prepared, so it does not change once it is there.
+    prepared, cache = work / PREPARED, work / PREPARING
+    cache.mkdir(exist_ok=True)
     output = work / "logs" / "trace.json"
-    arguments = ("--run-folder", str(work), "--output", str(output), "--cache", str(work / PREPARED))
+    arguments: tuple[str, ...] = ("--run-folder", str(work), "--output", str(output))
+    if not prepared.exists():
+        arguments += ("--cache", str(cache))
     job = Job("trace", "modeling.tracing.trace", arguments, work / "logs", threads=profile.cluster.threads)
-    execute(launcher(profile, work / PREPARED), job, timeout=TIMEOUT)
+    execute(launcher(profile, cache), job, timeout=TIMEOUT)
+    if prepared.exists():
+        shutil.rmtree(cache)
+    else:
+        cache.rename(prepared)
     traced: dict[str, Any] = json.loads(output.read_text())
     return traced
 

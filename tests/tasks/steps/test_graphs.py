@@ -78,6 +78,7 @@ def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypat
         if job.name != "trace":
             raise JobFailed("stopped here")
         (job.folder / "trace.json").write_text("{}")
+        Path(started[-1]["TORCH_NEURONX_HLO_CACHE_DIR"], f"{len(started)}").touch()
 
     monkeypatch.setattr(graphs, "execute", execute)
     monkeypatch.setattr(programs, "execute", execute)
@@ -87,14 +88,16 @@ def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypat
     settings = ("compile.flags=-O1", "cluster.accelerator=trn3", *in_pods("NEURON_CC_FLAGS=-O2"))
     profile = load("llama3-8b", settings)
     (tmp_path / "logs").mkdir()
-    (tmp_path / programs.PREPARED).mkdir()
-    graphs._trace(profile, tmp_path)
+    for _ in range(2):
+        graphs._trace(profile, tmp_path)
+    # What a restarted flow prepares anew replaces nothing: jobs of the earlier one may be copying it.
+    assert [path.name for path in (tmp_path / programs.PREPARED).iterdir()] == ["1"]
     program = {"name": "loss, training", "digest": "0" * 16, "stage": 0, "graphs": []}
     context = Context(profile, Store(str(tmp_path / "store")))
     assert programs.compile_program(context, tmp_path, program, (), lambda: None)["status"] == "failed"
     caches = [found["TORCH_NEURONX_HLO_CACHE_DIR"] for found in started]
-    assert caches[0] == str(tmp_path / programs.PREPARED)
-    assert Path(caches[1]).is_relative_to(tmp_path / "store")
+    assert caches[:2] == 2 * [str(tmp_path / graphs.PREPARING)]
+    assert Path(caches[2]).is_relative_to(tmp_path / "store")
     # Neither uses a device, which this machine may lack.
     assert {found["TORCH_NEURONX_COMPILE_ONLY"] for found in started} == {"1"}
     assert {found["NEURON_PLATFORM_TARGET_OVERRIDE"] for found in started} == {"trn3"}
