@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -116,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--of", type=int, default=1, help="number of jobs that share the programs")
     options = parser.parse_args(arguments)
     job_log.configure(sys.stdout)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `execute` stops its compile
     profile = load(str(options.work / run_files.PROFILE))
     context = Context(profile, Store(options.store, options.work_dir))
     order = json.loads(options.programs.read_text())

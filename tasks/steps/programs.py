@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "graph"  # artifact kind of a single program
 TIMEOUT = 6 * 3600.0  # seconds, of one program
+GRACE = 5.0  # seconds to end, of a compile that is stopped: within Slurm's KillWait, and it saves nothing
 MEMORY_FRACTION = 0.9  # of this machine's memory that all compiles together may use
 PREPARED = "prepared"  # folder that each program's cache starts from
 LOCAL_ONLY = ("locks", "precompiled_headers")  # folders of inductor's cache, useless on other machines
@@ -113,7 +114,7 @@ def compile_program(
                     *("--cache", str(cache), "--result", str(result), *limits),
                 )
                 job = Job(name, "modeling.tracing.compile", arguments, work / "logs", threads=threads)
-                execute(launcher(context.profile, cache), job, watch, timeout=TIMEOUT)
+                execute(launcher(context.profile, cache), job, watch, timeout=TIMEOUT, grace=GRACE)
                 summary.update(_cost(result))
                 _pack(cache, staging / CACHE)
         except (JobFailed, TimeoutError) as error:

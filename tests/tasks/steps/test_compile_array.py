@@ -2,6 +2,7 @@
 
 import json
 import platform
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,7 +60,9 @@ def array(tmp_path, monkeypatch):
     (work / "logs").mkdir()
     profile = resolve.load("llama3-8b", SETTINGS)
     (work / "profile.yaml").write_text(resolve.dump(profile))
-    return Context(profile, Store(str(tmp_path / "store"))), work, compiled, submitted
+    terminate = signal.getsignal(signal.SIGTERM)
+    yield Context(profile, Store(str(tmp_path / "store"))), work, compiled, submitted
+    signal.signal(signal.SIGTERM, terminate)
 
 
 def test_each_program_is_compiled_by_one_job_and_found_afterwards(array):
@@ -97,3 +100,12 @@ def test_node_with_another_compiler_is_named(array, monkeypatch):
     )
     assert named in str(failure.value)
     assert compiled == []
+
+
+def test_job_that_slurm_cancels_stops_its_compile(array, monkeypatch):
+    """Which `execute` does, as on any exception of this kind; the compile has a session of its own."""
+    context, work, _, _ = array
+    monkeypatch.setattr(programs, "execute", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as stop:
+        compile_array.compile_all(context, work, PROGRAMS)
+    assert stop.value.code == 128 + signal.SIGTERM
