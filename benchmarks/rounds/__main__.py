@@ -54,7 +54,7 @@ def main() -> int:
     chosen = options.part or [*parts]
     if len(chosen) > 1:  # each in a process of its own, as Prefect is configured once per process
         with ThreadPool(AT_A_TIME) as pool:
-            return max(pool.map(partial(_run_part, options), chosen, chunksize=1))
+            return int(any(pool.map(partial(_run_part, options), chosen, chunksize=1)))
     for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
         os.environ.pop(key, None)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def _run_part(options: argparse.Namespace, part: str) -> int:
-    """Run a part in a process of its own; returns its exit code."""
+    """Run a part in a process of its own; returns its exit code, below 0 if a signal killed it."""
     command = [sys.executable, "-m", "benchmarks.rounds", "--part", part, "--out", str(options.out)]
     return subprocess.call(command + (["--keep", str(options.keep / part)] if options.keep else []))
 
