@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -85,7 +86,7 @@ def run_script(script: Script, arguments: Sequence[str] = ()) -> str:
         except subprocess.TimeoutExpired:
             raise ScriptError(f"{script.module}: timed out after {TIMEOUT} s") from None
         finally:
-            _terminate(process)
+            terminate(process)
         if process.returncode:
             errors.seek(0)
             last = "\n".join(errors.read().strip().splitlines()[-30:])
@@ -108,8 +109,8 @@ def largest_difference(runs: Sequence[Measurement]) -> float:
     return largest
 
 
-def _terminate(process: subprocess.Popen[str]) -> None:
-    """Terminate a running launcher; SIGTERM first, because SIGKILL would leave its children running."""
+def terminate(process: subprocess.Popen[Any]) -> None:
+    """Terminate a running launcher or flow; SIGTERM first, because SIGKILL would leave its children running."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -7,7 +7,6 @@ promoted. Killed at random moments and started again, it has to end with the sam
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -15,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
-from benchmarks.harness.processes import training_ranks
+from benchmarks.harness.processes import terminate, training_ranks
 from benchmarks.rounds import languages
 from flows.cli.main import main as command
 from flows.cli.run import prefect_api
@@ -85,8 +85,7 @@ def killed(folder: Path, seed: int = 0) -> Iterator[Row]:
         prepare(first)
         reference = _copy(first, folder / "reference")
         begun = time.monotonic()
-        if _start(reference).wait(TIMEOUT):
-            raise RuntimeError((reference / "out").read_text()[-3000:])
+        _run_killed(reference, random.Random(seed), 0, 0)
         longest = time.monotonic() - begun
         expected, kills, equal, number = _results(reference), 0, 0, 0
         yield {"row": "undisturbed", "seconds": longest}
@@ -169,27 +168,45 @@ def _run_killed(folder: Path, chance: random.Random, longest: float, most: int) 
     """
     faults: list[str] = []
     process = _start(folder)
-    while len(faults) < most:
-        delay = chance.uniform(1, longest)
-        try:
-            if process.wait(delay):
-                raise RuntimeError((folder / "out").read_text()[-3000:])
-            return faults
-        except subprocess.TimeoutExpired:
-            pass
-        runs = sorted((folder / "store/runs").iterdir(), key=lambda run: run.stat().st_mtime)
-        ranks = [rank for run in runs for rank in training_ranks(run)]
-        if chance.random() < 0.3 and ranks:  # the flow recovers by itself
-            chance.choice(ranks).kill()
-            faults.append(f"rank after {delay:.1f} s")
-            continue
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        faults.append(f"flow after {delay:.1f} s")
-        process = _start(folder)
-    if process.wait(TIMEOUT):
-        raise RuntimeError((folder / "out").read_text()[-3000:])
-    return faults
+    try:
+        while len(faults) < most:
+            delay = chance.uniform(1, longest)
+            if _has_ended(process, folder, delay):
+                return faults
+            ranks = _ranks(folder)
+            if chance.random() < 0.3 and ranks:  # the flow recovers by itself
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    chance.choice(ranks).kill()
+                    faults.append(f"rank after {delay:.1f} s")
+                continue
+            process.kill()
+            if process.wait() == -signal.SIGKILL:  # else it has just ended
+                faults.append(f"flow after {delay:.1f} s")
+                process = _start(folder)
+        if not _has_ended(process, folder, TIMEOUT):
+            raise RuntimeError(f"{folder}: not done {TIMEOUT} s after its last start")
+        return faults
+    finally:
+        terminate(process)
+        for rank in _ranks(folder):
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+
+
+def _has_ended(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> bool:
+    """Whether a series ends within so many seconds. Raises RuntimeError with its output if it fails."""
+    try:
+        if process.wait(seconds):
+            raise RuntimeError((folder / "out").read_text()[-3000:])
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _ranks(folder: Path) -> list[psutil.Process]:
+    """Processes that train a run of the series."""
+    runs = sorted((folder / "store/runs").iterdir(), key=lambda run: run.stat().st_mtime)
+    return [rank for run in runs for rank in training_ranks(run)]
 
 
 def _promoted(folder: Path) -> int:
