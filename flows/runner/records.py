@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,10 @@ class UsedArtifacts:
         with store.lock(f"artifacts-{run.name}"):  # an evaluation may record its artifacts at the same time
             known = self._recorded(run.read(run_files.ARTIFACTS), context.run_folder / run_files.ARTIFACTS)
             kept = known if self._keeps_recorded else {}
-            own = {kind: [*dict.fromkeys([*kept.get(kind, ()), *keys])] for kind, keys in self._keys.items()}
-            if known != (used := known | own):
-                run.write(run_files.ARTIFACTS, json.dumps(used, indent=1).encode())
+            used = self._keys.copy()  # steps in the background may add to it
+            own = {kind: [*dict.fromkeys([*kept.get(kind, ()), *keys])] for kind, keys in used.items()}
+            if known != known | own:
+                run.write(run_files.ARTIFACTS, json.dumps(known | own, indent=1).encode())
 
     def _recorded(self, data: bytes | None, location: Path) -> dict[str, list[str]]:
         """What the run folder refers to.
@@ -63,12 +65,19 @@ class UsedArtifacts:
 
 
 class Failures:
-    """Failed attempts of steps in the run folder's events.jsonl, with the last training step."""
+    """Failed attempts of steps in the run folder's events.jsonl, with the last training step.
 
-    def __init__(self) -> None:
+    Steps in the background record theirs while the flow opens the folder.
+
+    Args:
+        folder: of the run; None until `open`.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder, self._lock = folder, threading.Lock()
         self._earlier: list[dict[str, Any]] = []  # from before there was a run folder
 
-    def record(self, folder: Path | None, step: str, how: str, state: State) -> None:
+    def record(self, step: str, how: str, state: State) -> None:
         """Record one; without a folder, when it is opened.
 
         An OSError is logged and not raised, because it would keep Prefect from retrying the step.
@@ -78,17 +87,20 @@ class Failures:
             "time": round(time.time(), 3),
             "reason": reason(state),
         }
-        if folder is None:
-            self._earlier.append(event)
-            return
+        with self._lock:
+            if self._folder is None:
+                self._earlier.append(event)
+                return
         try:
-            row = runs.last_training_row(folder) if step == "train" else None
-            record_event(folder, **event, **({"step": row["step"]} if row else {}))
+            row = runs.last_training_row(self._folder) if step == "train" else None
+            record_event(self._folder, **event, **({"step": row["step"]} if row else {}))
         except OSError as error:
             log.warning("not recorded in the run's events: %s; %s", event["event"], error)
 
     def open(self, folder: Path) -> None:
-        """Record those from before there was this folder."""
-        for event in self._earlier:
+        """Record those from before there was this folder, and later ones in it."""
+        with self._lock:
+            self._folder = folder
+            earlier, self._earlier = self._earlier, []
+        for event in earlier:
             record_event(folder, **event)
-        self._earlier.clear()

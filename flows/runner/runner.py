@@ -60,7 +60,7 @@ class Runner:
         self._until, self.reached = until, False
         self.outcomes: list[Outcome] = []  # in the order in which the steps were started
         self._background: list[Background] = []
-        self._used, self._failures = UsedArtifacts(keeps_recorded), Failures()
+        self._used, self._failures = UsedArtifacts(keeps_recorded), Failures(context.folder)
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +132,7 @@ class Runner:
         position = self._reserve(step.name)
 
         def record(state: State) -> None:
-            self._failures.record(self.context.folder, step.name, "retried", state)
+            self._failures.record(step.name, "retried", state)
 
         made = StepTask(step, context, self.require_lock, record)
         return made, lambda state: self._finish(made, state, position)
@@ -158,7 +158,7 @@ class Runner:
             raise made.stop
         if not state.is_completed():
             self._conclude(position, Outcome(step.name, "failed", seconds, retries=made.retries))
-            self._failures.record(self.context.folder, step.name, "failed", state)
+            self._failures.record(step.name, "failed", state)
         state.result()  # raises the step's error
         if artifact is None:
             self._conclude(position, Outcome(step.name, "skipped", None, state.message or ""))

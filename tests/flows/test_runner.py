@@ -10,8 +10,10 @@ from typing import ClassVar
 import pytest
 from prefect import flow
 from prefect.runtime import flow_run
+from prefect.states import Failed
 
 from flows.runner import THREADS, Runner, retries
+from flows.runner.records import Failures
 from profiles import resolve
 from profiles.files import run_files
 from tasks import keys
@@ -156,6 +158,16 @@ def test_flow_that_reads_a_run_keeps_artifacts_recorded_meanwhile(context, tmp_p
     run.write(run_files.ARTIFACTS, json.dumps({"export": ["new"], "toy": ["new"]}).encode())
     reader.record_use(Artifact(ArtifactId("toy", "own")))
     assert json.loads(run.read(run_files.ARTIFACTS)) == {"export": ["new"], "toy": ["new", "own"]}
+
+
+def test_failures_are_recorded_in_the_folder_that_is_opened_meanwhile(tmp_path):
+    """A background step may fail at any moment."""
+    failures, failed = Failures(None), Failed(message="out of memory")
+    failures.record("graphs", "retried", failed)
+    failures.open(tmp_path)
+    failures.record("graphs", "failed", failed)
+    events = map(json.loads, (tmp_path / run_files.EVENTS).read_text().splitlines())
+    assert [event["event"] for event in events] == ["graphs retried", "graphs failed"]
 
 
 def test_failed_step_is_retried_although_its_run_folder_cannot_be_read(context, tmp_path, monkeypatch):
