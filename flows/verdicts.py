@@ -153,17 +153,18 @@ def _task_files(settings: Continual) -> Path | None:
 def missing_held_out(profile: Profile, contents: Mapping[str, object], origin: str) -> str | None:
     """Why a round's new loss cannot be evaluated yet; None if it can be, or no gate needs it.
 
-    Raises ProfileError for a gate on a set that the round's dataset does not have.
+    Raises ProfileError for a gate on a set that the round's dataset does not have, or that is too short to be evaluated.
     """
     found, length = held_out.HeldOut.of(contents), profile.train.sequence_length
+    settings = profile.continual.gates
     names = found.evaluated(length)
-    if any(held_out.origin_of(name) == origin for name in names):
-        gates.check_gates(profile.continual.gates, names, origin)
-        return None
-    if not any(gate.on in (gates.NEW, origin) for gate in profile.continual.gates):
-        return None
-    tokens = found.tokens(origin)
-    return f"the new data holds out {tokens:,} tokens, fewer than one window of {length:,} + 1"
+    if not any(held_out.origin_of(name) == origin for name in names):
+        waiting = {gates.NEW, origin, *gates.selections(held_out.expected_sets(profile.data, origin), origin)}
+        if any(gate.on in waiting - gates.selections(names, origin).keys() for gate in settings):
+            tokens = found.tokens(origin)
+            return f"the new data holds out {tokens:,} tokens, fewer than one window of {length:,} + 1"
+    gates.check_gates(settings, names, origin, [name for name in found.names if name not in names])
+    return None
 
 
 def show_series(store: Store, name: str) -> None:

@@ -26,6 +26,10 @@ NOTHING_NEW = (
     "cannot be evaluated: no source holds out a share of its new documents; set data.validation_fraction and use: split, or "
     "leave this gate out"
 )
+TOO_SHORT = (
+    "cannot be evaluated: its held-out text is shorter than one window of train.sequence_length + 1 tokens; hold out more, or "
+    "leave this gate out"
+)
 Sets = Mapping[str, Mapping[str, float]]  # loss and tokens of each held-out set, by name
 
 
@@ -108,20 +112,25 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(found)
 
 
-def check_gates(gates: Sequence[Gate], sets: Iterable[str], origin: str) -> None:
+def check_gates(gates: Sequence[Gate], sets: Iterable[str], origin: str, short: Iterable[str] = ()) -> None:
     """Check that each gate on held-out text names some. Raises ProfileError with the nearest valid names.
 
     Args:
         sets: names of the round's held-out sets.
         origin: name of the round, whose sets are new.
+        short: names of sets that are too short to be evaluated.
     """
-    known = [*_selections(sets, origin)]
+    known, too_short = [*selections(sets, origin)], selections(short, origin)
     for number, gate in enumerate(gates):
         if gate.on.startswith(TASK) or gate.on in known:
             continue
         reason, choices = "names no held-out text of the series", closest(gate.on, known)
+        if too_short:  # of which several sources may be in one set
+            reason += " that has at least one window"
         if gate.on in (OLD, NEW):
             reason, choices = NOTHING_OLD if gate.on == OLD else NOTHING_NEW, []
+        if gate.on in too_short:
+            reason, choices = TOO_SHORT, []
         raise ProfileError(f"continual.gates.{number}.on", gate.on, reason, choices)
 
 
@@ -145,25 +154,25 @@ def judge(
         origin: name of the round, whose sets are new.
         scores: of the lm-eval tasks that gates are on, before and after.
     """
-    selections = _selections(after, origin)
-    values = {name: (_mean(before, found), _mean(after, found)) for name, found in selections.items()}
+    selected = selections(after, origin)
+    values = {name: (_mean(before, found), _mean(after, found)) for name, found in selected.items()}
     values |= {f"{TASK}{name}": (score, scores[1].get(name)) for name, score in scores[0].items()}
     rows = [_judged(gate, *values.get(gate.on, (None, None))) for gate in gates]
     gated = {gate.on for gate in gates}
     # Selections of the same sets are shown once, under the first name; a selection of all sets, such as the only source, is not.
-    shown = {tuple(found): name for name, found in reversed(selections.items()) if len(found) < len(after)}
+    shown = {tuple(found): name for name, found in reversed(selected.items()) if len(found) < len(after)}
     others = [name for name in values if name not in gated and (name in shown.values() or name in scores[0])]
     return Verdict([*rows, *(Row(name, *values[name]) for name in others)])
 
 
 def losses(sets: Sets, origin: str) -> dict[str, float]:
     """A model's losses on `old` and `new` text, from its evaluated sets; origin: whose sets are new."""
-    found = {name: _mean(sets, names) for name, names in _selections(sets, origin).items()}
+    found = {name: _mean(sets, names) for name, names in selections(sets, origin).items()}
     return {name: loss for name in (OLD, NEW) if (loss := found.get(name)) is not None}
 
 
-def _selections(sets: Iterable[str], origin: str) -> dict[str, list[str]]:
-    """The names that a gate may be on, and the held-out sets of each."""
+def selections(sets: Iterable[str], origin: str) -> dict[str, list[str]]:
+    """The names that a gate may be on, and the held-out sets of each; those of `origin` are new."""
     found: dict[str, list[str]] = {}
     names = list(sets)
     for name in names:

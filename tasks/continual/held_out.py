@@ -104,6 +104,11 @@ class HeldOut:
     def __add__(self, other: HeldOut) -> HeldOut:
         return HeldOut([*self.entries, *other.entries], [*self.sets, *other.sets])
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all sets."""
+        return [each["name"] for each in self.sets]
+
     def tokens(self, origin: str = "") -> int:
         """Number of tokens, of one origin or all."""
         return sum(tokens for name, tokens in self._tokens().items() if origin in ("", origin_of(name)))

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flows.start_checks import RunCommand, check_run, overrides_from
-from flows.verdicts import check_gates
+from flows.verdicts import check_gates, missing_held_out
 from profiles import resolve
 from profiles.errors import ProfileError
 from tasks.continual.series import Promoted
@@ -146,6 +146,23 @@ def test_default_gates_are_rejected_if_the_data_of_the_initial_weights_is_unknow
         check_gates(store, known, promoted)
     warn_if_unknown(Context(known, store))
     assert caplog.text == ""
+
+
+def test_gates_on_text_that_is_shorter_than_a_window_are_reported_before_training():
+    """New text will be longer in a later round; text of stand-in sources will not."""
+    names = {"first/old": 300, "stand-in/others": 30, "round-1/others": 20}
+    contents = {
+        "validation": [{"tokens": tokens} for tokens in names.values()],
+        "sources": [{"name": name, "shards": 1, "by_hash": True} for name in names],
+    }
+    sources = "data.sources=[{kind: files, path: more.jsonl}]", "train.sequence_length=256"
+    said = "the new data holds out 20 tokens, fewer than one window of 256 + 1"
+    for on, reason in (("new", said), ("round-1", said), ("source:more", said), ("old", None)):
+        gate = f"continual.gates=[{{on: {on}, rise_at_most: 9}}]"
+        assert missing_held_out(resolve.load("tiny", [gate, *sources]), contents, "round-1") == reason
+    gate = "continual.gates=[{on: stand-in, rise_at_most: 9}]"
+    with pytest.raises(ProfileError, match=r"continual\.gates\.0\.on = stand-in: .* shorter than one window"):
+        missing_held_out(resolve.load("tiny", [gate, *sources]), contents, "round-1")
 
 
 def test_gate_on_an_unknown_task_is_rejected_with_the_nearest_names(series, monkeypatch):
