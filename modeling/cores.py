@@ -1,4 +1,8 @@
-"""CPU cores and memory that this process may use."""
+"""CPU cores and memory that this process may use.
+
+Slurm enforces a job's share of a node only if it is configured to (task/affinity, ConstrainRAMSpace): what is allotted may be
+less than what is usable.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,24 @@ def usable_memory() -> int:
         with suppress(OSError, ValueError):  # no such control group, or "max"
             limits.append(int((folder / name).read_text()))
     return min(limits)
+
+
+def allotted_cores() -> int:
+    """Number of usable cores, at most those that Slurm has allotted to this process's job."""
+    return min(usable_cores(), _slurm("SLURM_CPUS_ON_NODE") or usable_cores())
+
+
+def allotted_memory() -> int:
+    """Usable memory, at most that of this process's Slurm job if it asked for some, in bytes."""
+    megabytes = _slurm("SLURM_MEM_PER_NODE")
+    megabytes = megabytes or _slurm("SLURM_MEM_PER_CPU") * _slurm("SLURM_CPUS_ON_NODE")
+    return min(usable_memory(), megabytes << 20) if megabytes else usable_memory()
+
+
+def _slurm(name: str) -> int:
+    """A number that Slurm gives its jobs; 0, which means all of the node, if it is not set."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0
 
 
 def _memory_groups() -> list[tuple[Path, str]]:

@@ -135,7 +135,8 @@ class Compile(Section):
     )
     memory_gib: Annotated[Annotated[float, Field(gt=0)] | None, roles.NONE] = Field(
         default=None,
-        description="memory limit of each compiler process; null: this machine's memory divided among the processes",
+        description="memory limit of each compiler process; null: this machine's memory, or that of its Slurm job, divided among "
+        "the processes",
     )
     async_tensor: bool = Field(
         default=False,

@@ -19,7 +19,7 @@ from typing import Any
 
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import CACHE
-from modeling.cores import usable_cores, usable_memory
+from modeling.cores import allotted_cores, allotted_memory
 from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, Launcher, execute
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 PROGRAM = "graph"  # artifact kind of a single program
 TIMEOUT = 6 * 3600.0  # seconds, of one program
 GRACE = 5.0  # seconds to end, of a compile that is stopped: within Slurm's KillWait, and it saves nothing
-MEMORY_FRACTION = 0.9  # of this machine's memory that all compiles together may use
+MEMORY_FRACTION = 0.9  # of this machine's memory, or of the Slurm job's, that all compiles together may use
 PREPARED = "prepared"  # folder that each program's cache starts from
 LOCAL_ONLY = ("locks", "precompiled_headers")  # folders of inductor's cache, useless on other machines
 
@@ -48,7 +48,7 @@ def launcher(profile: Profile, cache: Path) -> Launcher:
 
 def compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Compile the programs concurrently; returns entries in order. An exception stops all compiles."""
-    workers = min(len(programs), context.profile.compile.processes or usable_cores())
+    workers = min(len(programs), context.profile.compile.processes or allotted_cores())
     limits, stop = limits_of(context.profile, workers), threading.Event()
 
     def watch() -> None:
@@ -75,8 +75,8 @@ def compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, An
 def limits_of(profile: Profile, workers: int) -> tuple[str, ...]:
     """Options that limit one of so many compiles on this machine: its memory, and its own processes."""
     given = profile.compile.memory_gib
-    memory = given * 2**30 if given else MEMORY_FRACTION * usable_memory() / workers
-    return "--memory", str(int(memory)), "--jobs", str(max(1, usable_cores() // workers))
+    memory = given * 2**30 if given else MEMORY_FRACTION * allotted_memory() / workers
+    return "--memory", str(int(memory)), "--jobs", str(max(1, allotted_cores() // workers))
 
 
 def job_name(program: Mapping[str, Any]) -> str:

@@ -31,3 +31,23 @@ def test_usable_memory_is_that_of_the_control_group(tmp_path, monkeypatch, files
     (tmp_path / "membership").write_text(membership)
     monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
     assert cores.usable_memory() == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "memory", "count"),
+    [
+        ({"SLURM_CPUS_ON_NODE": "1", "SLURM_MEM_PER_NODE": "64"}, 64 << 20, 1),
+        ({"SLURM_CPUS_ON_NODE": "1", "SLURM_MEM_PER_CPU": "32"}, 32 << 20, 1),
+        ({"SLURM_CPUS_ON_NODE": "512", "SLURM_MEM_PER_NODE": "0"}, None, None),  # all of the node
+        ({}, None, None),
+    ],
+)
+def test_slurm_job_has_the_cores_and_the_memory_that_are_allotted_to_it(
+    monkeypatch, variables, memory, count
+):
+    for name in ("SLURM_CPUS_ON_NODE", "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cores.allotted_memory() == (memory or cores.usable_memory())
+    assert cores.allotted_cores() == (count or cores.usable_cores())
