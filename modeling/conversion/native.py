@@ -30,10 +30,18 @@ from parallel.checkpoint.reader import Reader, StoredBox
 from parallel.checkpoint.writer import Written, write_boxes, write_metadata
 from parallel.constraints import kv_replicas
 from parallel.layout import Box, GlobalBox, layout_of
+from profiles.sections.base import Section
 from profiles.sections.model import Model
+from profiles.validation_errors import profile_error
 
 FILE_BYTES = 2 * 10**9
 PREFIX = checkpoint.PREFIX["master"]
+
+
+class _Described(Section):
+    """What a checkpoint's marker has of the profile."""
+
+    model: Model
 
 
 def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
@@ -46,9 +54,11 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
     try:
         profile = about["profile"]
         precision = profile.get("train", {}).get("precision")
-        return Model(**profile["model"]), DTYPES[precision] if precision else None
+        return _Described(model=profile["model"]).model, DTYPES[precision] if precision else None
     except (KeyError, TypeError, ValidationError) as error:
-        raise ValueError(f"{folder / checkpoint.MARKER}: does not describe a model: {error}") from error
+        invalid = isinstance(error, ValidationError)
+        reason = profile_error(error, profile, _Described) if invalid else repr(error)
+        raise ValueError(f"{folder / checkpoint.MARKER}: does not describe a model: {reason}") from error
 
 
 def read(folder: Path, model: Model, dtype: torch.dtype | None = None) -> Weights:

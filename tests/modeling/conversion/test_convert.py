@@ -274,6 +274,15 @@ def test_invalid_config_beside_the_weights_is_reported_for_the_source(llama):
         formats.read(llama, None, None)
 
 
+def test_checkpoint_of_an_unknown_model_is_rejected_by_key(tmp_path):
+    marker = {"step": 0, "profile": {"model": {"hiden_size": 8}}}
+    (tmp_path / "complete.json").write_text(json.dumps(marker))
+    with pytest.raises(
+        ValueError, match=r"a model: model\.hiden_size = 8: there is no such key in model; nearest"
+    ):
+        native.describe(tmp_path)
+
+
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_file_that_cannot_be_read_is_not_called_corrupted(form, llama, monkeypatch):
     path = llama / "model.safetensors"
