@@ -56,8 +56,9 @@ def describe(folder: Path) -> tuple[Model, torch.dtype | None]:
         precision = profile.get("train", {}).get("precision")
         return _Described(model=profile["model"]).model, DTYPES[precision] if precision else None
     except (KeyError, TypeError, ValidationError) as error:
-        invalid = isinstance(error, ValidationError)
-        reason = profile_error(error, profile, _Described) if invalid else repr(error)
+        reason: object = repr(error)
+        if isinstance(error, ValidationError):
+            reason = profile_error(error, profile, _Described)
         raise ValueError(f"{folder / checkpoint.MARKER}: does not describe a model: {reason}") from error
 
 

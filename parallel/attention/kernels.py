@@ -151,7 +151,7 @@ class Math(Kernel):
         return _unfold(ds @ k, q) * inputs.scale, ds.mT @ scaled, dv
 
     def scratch_bytes(self, q: Tensor, k: Tensor, causal: bool) -> int:
-        """With a soft cap, whose operators a plan does not see: four float32 tensors of a tile, and two copies."""
+        """With a soft cap, whose operators no plan sees: four float32 tensors of a tile, and two copies."""
         if self.soft_cap is None:
             return 0
         b, n, *_ = q.shape

@@ -209,7 +209,7 @@ class _StackedUpdater:
                 deque(self._end(stacks, lambda blocks, axis: blocks), maxlen=0)
 
     def _end(self, stacks: MatrixStacks, exchange: Callable[[Tensor, Axis], Tensor]) -> Iterator[Bucket]:
-        """Orthogonalize the matrices of these buckets, and yield each bucket as soon as its weights are updated.
+        """Orthogonalize the matrices of these buckets; yield each bucket as soon as it is updated.
 
         Args:
             exchange: an all-to-all.

@@ -37,7 +37,7 @@ COUNT_SECONDS = 5.0  # between counts of the programs that are done
 
 
 def compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compile the programs in an array, unless the store has all of them, and wait; returns entries in order.
+    """Compile the programs in an array, unless the store has all; returns entries in order.
 
     Raises:
         JobFailed: a job ended without having tried all of its programs.

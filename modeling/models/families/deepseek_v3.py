@@ -66,7 +66,7 @@ class Attention(AttentionLayer):
             self.q_norm = RMSNorm(model.q_lora_rank, axis, **norm)
         self.latents = ReplicatedLinear(h, ranks, axis, **weight_options(options))
         self.ranks = [*ranks.values()]
-        rows = (model.head_dim,)
+        rows: tuple[int, ...] = (model.head_dim,)
         self.q = ColumnParallelLinear(model.q_lora_rank or h, queries, axis, head_rows=rows, **options)
         self.kv_norm = RMSNorm(latent, axis, **norm)
         rows = self.plain, self.value

@@ -127,8 +127,10 @@ def test_a_stop_interrupts_the_runs_in_progress_and_starts_no_other(three_runs):
     def train(run, store):
         try:
             begun.append(run.name)
-            if len(begun) == 2:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # as Ctrl-C
+            if len(begun) == 2:  # as Ctrl-C, when the flow has started both and waits
+                threading.Timer(
+                    0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+                ).start()
             compiling.result() if run.name == "medium" else pause(20)
         except BaseException as stop:
             ended.append((run.name, type(stop)))
