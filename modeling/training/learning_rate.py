@@ -1,4 +1,7 @@
-"""Learning rate schedule: linear warm-up, optional plateau, then decay to the minimum."""
+"""Learning rate schedule: linear warm-up, optional plateau, then decay to the minimum.
+
+Another shape is a case of `_decayed`, and a value of `schedule` in profiles/sections/train.py.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,26 @@ def learning_rate(train: Train, step: int) -> float:
     With w warm-up steps, c constant steps, m steps at the minimum and n steps in total: lr · step / w up to step w; lr up to
     step w + c; then a half cosine or a line from lr to the minimum, which is reached at step n - m.
     """
-    peak, minimum = train.learning_rate, train.minimum_learning_rate
+    peak = train.learning_rate
     if step <= train.warmup_steps:
         return peak * step / train.warmup_steps
     decayed = step - train.warmup_steps - train.constant_steps
     decay_steps = train.last_step - train.warmup_steps - train.constant_steps - train.minimum_steps
-    if train.schedule == "constant" or decayed <= 0:
+    if decayed <= 0:
         return peak
-    progress = min(1.0, decayed / max(1, decay_steps))
-    if train.schedule == "linear":
-        return peak + (minimum - peak) * progress
-    return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
+    return _decayed(train, min(1.0, decayed / max(1, decay_steps)))
+
+
+def _decayed(train: Train, progress: float) -> float:
+    """Learning rate after a share of the decay."""
+    peak, minimum = train.learning_rate, train.minimum_learning_rate
+    match train.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak + (minimum - peak) * progress
+        case "cosine":
+            return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def same_until(one: Train, other: Train, step: int) -> bool:
