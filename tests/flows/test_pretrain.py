@@ -13,8 +13,8 @@ from typing import get_args
 
 import pytest
 
-from flows import runner
 from flows.cli.main import main
+from flows.runner import retries
 from modeling.planning.planner import plan
 from profiles import resolve
 from profiles.check import with_value
@@ -322,8 +322,8 @@ def test_run_over_a_randomly_failing_store_ends_like_an_undisturbed_one(
     pretrain, finished, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(state_files, "DELAYS", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(runner, "RETRIES", 50)
-    monkeypatch.setattr(runner, "DELAYS", {"retry_delay_seconds": 0})
+    monkeypatch.setattr(retries, "RETRIES", 50)
+    monkeypatch.setattr(retries, "DELAYS", {"retry_delay_seconds": 0})
     store, fault = tmp_path / "store", faults.Once(0, share=0.05)
     with monkeypatch.context() as patch:
         faults.inject(patch, store, fault)

@@ -227,9 +227,9 @@ def test_repeated_up_registers_once_runs_schedules_and_a_second_ctrl_c_kills_eve
         line = started.process.stderr.readline()
     assert line == "the Prefect server exited with code -9; started again\n"
     assert wait_healthy(api, lambda: started.process.poll() is None)
+    wait_for_step(tmp_path / "store/runs/outlasting", 100, timeout=300)  # and the server is no longer busy
     states = {each["name"]: each["state_type"] for each in ask(f"{api}/flow_runs/filter")}
     assert states["outlasting"] == "RUNNING"
-    wait_for_step(tmp_path / "store/runs/outlasting", 100, timeout=300)
 
     for process in started.processes():
         if "RANK" in process.environ():
