@@ -110,7 +110,7 @@ def largest_difference(runs: Sequence[Measurement]) -> float:
 
 
 def terminate(process: subprocess.Popen[Any]) -> None:
-    """Terminate a running launcher or flow; SIGTERM first, because SIGKILL would leave its children running."""
+    """Terminate a running launcher or flow: first by SIGTERM, since SIGKILL leaves its children running."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -279,7 +279,7 @@ def column_widths(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
 
 
 def parts_of(console: Console, widths: Sequence[int]) -> list[list[int]]:
-    """The columns of each part of a table of these widths that fits in the terminal; each has the first column."""
+    """The columns of each part of a table that fits in the terminal; each part has the first column."""
     first, *others = widths
     parts, used = [[0]], first
     for column, width in enumerate(others, 1):

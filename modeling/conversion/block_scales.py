@@ -1,4 +1,4 @@
-"""Float8 weights with a scale for each 128 × 128 block, as published for DeepSeek-V3, Qwen3, Qwen3-Next and Qwen3.5.
+"""Float8 weights with a scale for each 128 × 128 block, as of DeepSeek-V3, Qwen3 and their hybrids.
 
 They are read as bfloat16, a slice at a time. Besides `<layer>.weight` (o, i) in float8_e4m3fn, files have
 `<layer>.weight_scale_inv` (⌈o/128⌉, ⌈i/128⌉) in float32 or, those of Qwen, bfloat16, and

@@ -53,7 +53,7 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No, because nothing is compiled here, and torch's wrapper that skips it takes long for each operator."""
+        """No: nothing is compiled here, and torch's wrapper that skips it takes long for each operator."""
         return False
 
     def __torch_dispatch__(

@@ -273,7 +273,7 @@ def _states(x: _Chunks, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _state_gradients(x: _Chunks, grad: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From the last chunk to the first: gradients of the state after each, of what its tokens add, and of the first state.
+    """Gradients of the state after each chunk, of what its tokens add, and of the first state.
 
     Args:
         grad: of the outputs (b, k, n/k, N, C, u).

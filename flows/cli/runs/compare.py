@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, on a narrow terminal in parts: only texts longer than UNFOLDED are folded, no numbers."""
+    """Print a table, on a narrow terminal in parts; only texts longer than UNFOLDED are folded."""
     name, *others = column_widths(titles, rows)
     widths = [name, *(min(UNFOLDED, width) for width in others)]
     for number, part in enumerate(parts_of(console, widths)):

@@ -53,12 +53,12 @@ class Workspace:
     def compile(self, run: Path, **context):
         return GraphsStep().run(Context(load(str(run / "profile.yaml")), self.store, **context))
 
-    def forget(self, run: Path, *programs: str) -> None:
+    def forget(self, run: Path, *names: str) -> None:
         """Remove the artifacts of the run's graphs and of these programs."""
         profile = load(str(run / "profile.yaml"))
         found = self.store.artifacts.find(GraphsStep.id(keys.graphs(profile)))
         for entry in found.summary["programs"]:
-            if entry["name"] in programs:
+            if entry["name"] in names:
                 self.store.artifacts.remove(ArtifactId(programs.PROGRAM, entry["key"]))
         self.store.artifacts.remove(GraphsStep.id(keys.graphs(profile)))
 
