@@ -13,6 +13,7 @@ from benchmarks.harness.timing import alternate_timed, make_parser, positive, pr
 from benchmarks.harness.workload import SMALL_QWEN3_5
 from modeling.models.families.hybrid import Hybrid
 from parallel import Mesh, initialize
+from parallel.device import KINDS
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 LAYERS = {"linear": "0", "full": "3"}
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=2, help="torch threads (default: 2)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    KINDS["cpu"].set_current()  # as training does: freed memory is kept, whose pages take long to map again
     mesh = Mesh()
     network = Hybrid(SMALL_QWEN3_5, mesh)
     initialize(network.named_parameters(), mesh.tensor, 0)
