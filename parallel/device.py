@@ -361,7 +361,7 @@ def load_software(kind: str) -> None:
         return
     try:
         found = torch_neuronx_version()
-    except RuntimeError:  # whoever needs the device says so
+    except RuntimeError:  # reported where the device is used
         return
     try:
         import_module("torch_neuronx")

@@ -69,7 +69,7 @@ def warn_if_unknown(context: Context) -> None:
     initial = unknown_weights(context.store, context.profile)
     if initial is not None:
         log.warning(
-            "continual.stand_in: what %s was trained on, the initial weights of the series, is in no ledger, so forgetting it is "
-            "neither prevented nor measured; name sources that stand for it",
+            "continual.stand_in: what %s was trained on, the initial weights of the series, is not in the series' data ledger, "
+            "so forgetting it is neither prevented nor measured; name sources that stand for it",
             initial,
         )

@@ -132,7 +132,7 @@ def series(tmp_path):
 
 def test_default_gates_are_rejected_if_the_data_of_the_initial_weights_is_unknown(series, caplog):
     store, promoted = series
-    said = "is in no ledger, so forgetting it is neither prevented nor measured"
+    said = "is not in the series' data ledger, so forgetting it is neither prevented nor measured"
     with pytest.raises(ProfileError, match=r"continual\.gates\.0\.on = old: .*continual\.stand_in"):
         check_gates(store, resolve.load("tiny"), promoted)
     own = resolve.load("tiny", ["continual.gates=[{on: old, rise_at_most: 0.1}]"])
