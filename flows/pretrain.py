@@ -156,10 +156,9 @@ def _prepare(runner: Runner, parent: Parent | None, update: bool) -> tuple[Artif
     resolve_inputs(runner, lockfile, keep_exports=parent is not None)
     write_lockfile(runner.context)
     tokenizer = required(runner.run(TokenizerStep()))
-    # A tokenizer is small: what it lacks is found before weights and data are fetched.
+    # A tokenizer is small: what it lacks is found before weights and data are fetched, in a second attempt too.
     check_fits(run, tokenizer.summary)
-    if lockfile is None:
-        check_records(run, store.artifacts.path(tokenizer))
+    check_records(run, store.artifacts.path(tokenizer))
     converting = runner.start(CheckpointStep())
     dataset = required(runner.run(DatasetStep(tokenizer)))
     return tokenizer, dataset, required(converting)  # None only if the flow has ended before
