@@ -1,7 +1,7 @@
-"""Install Trainshed into .venv, for the Makefile; shows what is downloaded, and its progress.
+"""Install Trainshed into a virtual environment, for the Makefile; shows what is downloaded, and its progress.
 
 With uv, which downloads and unpacks in parallel; without it, or if it fails, with pip. It needs only Python's standard library,
-runs before anything is installed, and writes nothing outside .venv, except the caches of pip and uv and Trainshed's egg-info.
+runs before anything is installed, and writes nothing elsewhere, except the caches of pip and uv and Trainshed's egg-info.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 VENV = Path(".venv")
-CONSTRAINTS = ["-c", "constraints.txt"]
+CONSTRAINTS = Path("constraints.txt")
 SECONDS = {True: 0.5, False: 20.0}  # between two lines of progress, if the output is a terminal or not
 WHEEL = re.compile(
     r"\s*(Downloading|Using cached) (?:\S*/)?([^-\s/]+)-([^-\s]+)-\S*?\.whl(?: \(([\d.]+ ?\w+)\))?$"
@@ -102,15 +102,24 @@ def cuda_notice(gpu: bool, uv: bool) -> str:
     )
 
 
+def with_other_pins(constraints: str, pins: str) -> str:
+    """The constraints with other pins in place of those of the same packages."""
+
+    def by_name(text: str) -> dict[str, str]:
+        return {re.split(r"[^-.\w]", line, maxsplit=1)[0].lower(): line for line in text.splitlines()}
+
+    return "\n".join((by_name(constraints) | by_name(pins)).values())
+
+
 def create_venv(uv: str | None) -> None:
-    """Create .venv unless it is there; raises SystemExit with the name of a missing package."""
+    """Create the environment unless it is there; raises SystemExit with the name of a missing package."""
     if (VENV / "bin/python").exists() and (uv or (VENV / "bin/pip").exists()):
         return
     pip = importlib.util.find_spec("ensurepip") is not None
     if importlib.util.find_spec("venv") is None or not (pip or uv):
         version = "{}.{}".format(*sys.version_info)
         sys.exit(
-            f"Python {version} cannot create .venv, since it lacks ensurepip; as root: apt-get install python3-venv "
+            f"Python {version} cannot create {VENV}, since it lacks ensurepip; as root: apt-get install python3-venv "
             f"(for a second Python: python{version}-venv); or install uv, which needs neither"
         )
     options = [] if pip else ["--without-pip"]
@@ -248,11 +257,16 @@ def has_gpu() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Install Trainshed into .venv.")
+    global VENV
+    parser = argparse.ArgumentParser(description="Install Trainshed into a virtual environment.")
+    parser.add_argument("--venv", type=Path, default=VENV, help="folder of the environment (default: .venv)")
+    parser.add_argument("--pins", type=Path, help="constraints that replace those of constraints.txt")
     parser.add_argument("--extra", default="", help="extra of pyproject.toml to install, too")
     parser.add_argument("--index", action="append", default=[], help="address of a further package index")
     options = parser.parse_args()
-    arguments = [*CONSTRAINTS, "-e", f".[{options.extra}]" if options.extra else "."]
+    VENV = options.venv
+    constraints = VENV / CONSTRAINTS if options.pins else CONSTRAINTS
+    arguments = ["-c", str(constraints), "-e", f".[{options.extra}]" if options.extra else "."]
     for index in filter(None, options.index):
         arguments += ["--extra-index-url", index]
     for folder in (Path(), VENV):
@@ -260,7 +274,9 @@ def main() -> None:
             sys.exit(f"{folder.absolute()}: cannot be written; its owner has to install first: make install")
     uv = shutil.which("uv")
     create_venv(uv)
-    print("installing into .venv, which takes some minutes the first time", flush=True)
+    if options.pins:
+        constraints.write_text(with_other_pins(CONSTRAINTS.read_text(), options.pins.read_text()))
+    print(f"installing into {VENV}, which takes some minutes the first time", flush=True)
     started = time.monotonic()
     if not (uv and install_with_uv(uv, arguments)):
         if not (VENV / "bin/pip").exists():

@@ -1,7 +1,7 @@
 """All private torch names that the tree uses: the only ones to check for another version of torch.
 
 The rest of the tree imports them from here, under our own names: `from parallel.torch_internals import fused_adamw`. Each is
-looked up at its first import, because some of their modules take seconds to import.
+looked up at its first import, because some of their modules take seconds to import. They are the same in all VERSIONS of torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+VERSIONS = ("2.13", "2.14")  # of torch that the suite runs on
 NAMES = {
     # Collectives that torch.compile traces, and groups by name
     "all_gather_into_tensor": "torch.ops._c10d_functional.all_gather_into_tensor",

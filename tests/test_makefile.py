@@ -28,7 +28,7 @@ def folder(tmp_path):
     """A folder in which nothing is installed."""
     folder = tmp_path / "a folder, größer"
     folder.mkdir()
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "install.py"):
+    for name in ("Makefile", "pyproject.toml", "install.py", *map(str, ROOT.glob("constraints*.txt"))):
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -97,6 +97,17 @@ def test_extra_neuron_is_installed_after_an_installation_without_it(folder):
     assert "install" not in commands(folder, NEURON, "check-device")
 
 
+def test_another_version_of_torch_is_installed_in_place_of_the_default_and_tested_beside_it(folder):
+    (folder / ".venv").mkdir()
+    (folder / ".venv/installed").touch()
+    assert "--pins constraints-torch-2.14.txt" in commands(folder, "install", "TORCH=2.14")
+    printed = commands(folder, "test-torch214")
+    assert "install.py --venv .venv-torch214 --pins constraints-torch-2.14.txt" in printed
+    assert ".venv-torch214/bin/python -m pytest" in printed
+    with pytest.raises(subprocess.CalledProcessError):
+        commands(folder, "install", "TORCH=2.15")
+
+
 @pytest.mark.parametrize("version", [(3, 10), (3, 15), None])
 def test_a_missing_or_unsupported_python_is_one_line(folder, version):
     python = folder.parent / "python3"
@@ -143,6 +154,19 @@ def test_installation_names_torchs_cuda_build_before_its_download_and_counts_byt
     (stub / "broken").touch()
     with pytest.raises(SystemExit, match="ERROR: No space left on device\npip failed; its complete output: "):
         install.main()
+
+
+def test_other_pins_replace_those_of_the_same_packages(stub, monkeypatch):
+    pins = "constraints-torch-2.14.txt"
+    monkeypatch.setattr(sys, "argv", ["install.py", "--pins", pins])
+    install.main()
+    constraints = stub / ".venv/constraints.txt"
+    assert f"-c {constraints.relative_to(stub)} " in (stub / "arguments").read_text()
+    default, changed = (
+        set(path.read_text().splitlines()) for path in (stub / "constraints.txt", constraints)
+    )
+    assert {line for line in default - changed if not line.startswith("#")} == {"torch==2.13.0"}
+    assert {line.partition(" ")[0] for line in changed - default} == {"#", "torch==2.14.*"}
 
 
 def test_python_without_ensurepip_names_the_package_to_install(stub, monkeypatch):

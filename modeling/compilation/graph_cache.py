@@ -261,7 +261,8 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
     if reason := compiler.missing_device():  # a retry may find it ready, or another node
         raise RuntimeError(f"{reason} on {platform.node()}; check its devices and their driver")
     if artifact is None or folder is None:
-        return run / run_files.GRAPHS / "own", None
+        # Not shared by versions of torch: inductor's keys of C++ libraries have the code, but not the headers it includes.
+        return run / run_files.GRAPHS / f"own-{torch.__version__}", None
     return folder, Manifest.read(artifact) if state_files.exists(artifact / manifest.FILE) else None
 
 

@@ -131,12 +131,13 @@ class LowMemoryStage(PipelineStage):
     def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[RecvInfo, ...]:
         return self._release_buffers(super()._create_grad_recv_info(act_send_info))
 
-    def _get_recv_ops(self, recv_infos: tuple[RecvInfo, ...]) -> list[dist.P2POp]:
+    def _get_recv_ops(self, recv_infos: tuple[RecvInfo, ...], *group: Any) -> list[dist.P2POp]:
+        # group: of torch 2.14, which `_on_lane` replaces
         for info in recv_infos:
             if info.tensor_meta is not None and not info.is_root_arg:
                 meta = info.tensor_meta
                 info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-        return super()._get_recv_ops(recv_infos)
+        return super()._get_recv_ops(recv_infos, *group)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         received = super()._retrieve_recv_activations(fwd_chunk_id)

@@ -3,10 +3,12 @@
 import ast
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel import torch_internals
 
@@ -14,6 +16,18 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("flows", "tasks", "modeling", "parallel", "profiles")
 DOTTED = re.compile(r"(?<![\w.])torch(?:\.\w+)+")
 IMPORTED = re.compile(r"^\s*from (torch[\w.]*) import ([\w, ]+)", re.MULTILINE)
+
+
+def test_supported_versions_of_torch_are_those_of_the_installation():
+    first, last = torch_internals.VERSIONS[0], torch_internals.VERSIONS[-1]
+    below = f"2.{int(last.split('.')[1]) + 1}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={first},<{below}" in project["dependencies"]
+    assert project["optional-dependencies"]["neuron"] == [f"torch-neuronx>={first},<{below}"]
+    assert f"\ntorch=={first}." in (ROOT / "constraints.txt").read_text()
+    pins = {path.stem.removeprefix("constraints-torch-") for path in ROOT.glob("constraints-torch-*.txt")}
+    assert pins == set(torch_internals.VERSIONS[1:])
+    assert torch.__version__.startswith(torch_internals.VERSIONS)
 
 
 def private_names(text: str) -> set[str]:

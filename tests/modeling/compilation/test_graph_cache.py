@@ -20,6 +20,7 @@ from modeling.compilation.manifest import Manifest, capture, describe, digest
 from profiles import resolve
 from profiles.errors import ProfileError
 from tests.forkserver import forkserver
+from tests.profiles.pair import PAIR
 
 FILES = 20
 RANKS = 4
@@ -91,6 +92,17 @@ def test_node_without_its_device_is_retried_but_not_one_without_the_compiler(
     monkeypatch.setattr(compilers.toolchain, "missing", lambda: None)  # this machine's may be incomplete
     with pytest.raises(error, match=f"{message} {platform.node()}"):
         prepare_cache(resolve.load("llama3-8b-h100"), None, tmp_path)
+
+
+def test_code_compiled_in_training_is_not_used_by_another_version_of_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilers.toolchain, "missing", lambda: None)
+    monkeypatch.setattr(compilers.toolchain, "fault", lambda folder: None)
+    profile = resolve.load(PAIR, ["compile.enabled=true"])
+    folders = set()
+    for version in ("2.13.0+cpu", "2.14.0", "2.14.1"):
+        monkeypatch.setattr(torch, "__version__", version)
+        folders.add(prepare_cache(profile, None, tmp_path)[0])
+    assert len(folders) == 3
 
 
 @pytest.mark.parametrize(
