@@ -87,7 +87,7 @@ def continual(
 
 def _attempts(context: Context, current: series.Promoted) -> State[Any]:
     """A round, trained again with more replay while it is rejected for forgetting."""
-    stand_in.warn_if_unknown(context)
+    stand_in.warn_if_unknown(context, current)
     if message := series.whats_new(context.profile.name, current, context.profile.continual):
         log.info("%s", message)
     promoted = runs.load_profile(runs.fetch(context.store, current.run))

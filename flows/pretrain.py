@@ -38,7 +38,8 @@ from profiles.schema import Profile
 from profiles.sections.base import required
 from tasks.evaluation.held_out import EvaluationStep
 from tasks.experiments import forecasts
-from tasks.fork import copy_checkpoint, hold_checkpoint, record_data
+from tasks.fork import copy_checkpoint, hold_checkpoint
+from tasks.lineage import find_origin
 from tasks.report import ReportStep, read_initial_evaluation
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, with_steps
@@ -127,10 +128,9 @@ def train_profile(
         )
         with opened as overview, runner.until_reached():
             # Before training: a run that never ends may be forked.
-            origin = parent.identity if parent else None
+            origin = find_origin(runner.context, tokenizer, parent)
             ledger.record(store, run.name, training.identity, dataset, origin)
             if parent:
-                record_data(store, parent)
                 copy_checkpoint(store, parent, run.name)
             # A ladder does not locate its target's tokenizer, whose location depends on the machine.
             _take_forecast(store, run.model_copy(update={"tokenizer": profile.tokenizer}))

@@ -25,7 +25,6 @@ from profiles.files import run_files, state_files
 from profiles.files.jsonl import is_metrics
 from profiles.schema import Profile, Train
 from tasks.keys import POSITION
-from tasks.steps.dataset import DatasetStep
 from tasks.store import ledger, runs
 from tasks.store.run_folder import Parent, RunFolder
 from tasks.store.store import Store
@@ -279,28 +278,6 @@ def copy_checkpoint(store: Store, parent: Parent, name: str) -> None:
             reason = "its copy is not complete; start the fork again"
             raise ProfileError("fork", f"{parent.run}@{parent.step}", reason)
     store.remove(f"runs/{name}/{HELD}")
-
-
-def record_data(store: Store, parent: Parent) -> None:
-    """Record in the data ledger what a parent and its ancestors were trained on.
-
-    Runs of earlier versions were not recorded if they did not end.
-    """
-    above: Parent | None = parent
-    while above and ledger.find(store, above.identity) is None:
-        run = store.run_folder(above.run)
-        found = state_files.parse(run.read(run_files.INPUTS) or b"") or {}
-        dataset = None
-        if found.get("identity") == above.identity:
-            dataset = store.artifacts.find(DatasetStep.id(found["dataset"]), hash_limit=0)
-        if not dataset:
-            message = "run %s: its training data is unknown, so continual pretraining cannot start from %s"
-            log.warning(message, above.run, parent.run)
-            return
-        grandparent = run.parent
-        from_ = grandparent.identity if grandparent else None
-        ledger.record(store, above.run, above.identity, dataset, from_)
-        above = grandparent
 
 
 def _needs_checkpoint(run: RunFolder) -> bool:

@@ -27,7 +27,7 @@ from profiles.schema import Data, Profile, Source, Tokenizer
 from tasks import keys
 from tasks.sources import corpus, weights
 from tasks.sources.digest_cache import DigestCache
-from tasks.sources.shard import Shard
+from tasks.sources.shard import Shard, SourceChanged
 from tasks.store import run_artifacts
 from tasks.store.manifest import Corrupted
 from tasks.store.store import Store
@@ -80,7 +80,8 @@ class Inputs:
 
     tokenizer: Mapping[str, Any] | None  # contents or commit; None: trained on the text of the sources
     shards: tuple[Shard, ...]  # of all sources, in order
-    weights: Mapping[str, Any] | None  # digest and, if they are on the hub, commit; None: from scratch
+    # digest; commit, if on the hub; name and identity of the run, if one of the store exported them. None: from scratch
+    weights: Mapping[str, Any] | None
     lockfile: Lockfile
 
     @property
@@ -127,7 +128,7 @@ def resolve(
     text = "" if profile.objective.traits.reads_records else profile.data.text
     shards = tuple(_shards(profile.data, text, digests, token, pin, progress))
     progress("resolving the initial weights", None)
-    initial = _weights(profile, digests, token, pin)
+    initial = _weights(profile, store, digests, token, pin)
     return Inputs(tokenizer, shards, initial, Lockfile(pins))
 
 
@@ -223,10 +224,29 @@ def _shards(
             yield replace(Shard.from_json(shard), source=number, use=source.use)
 
 
-def _weights(profile: Profile, digests: DigestCache, token: str | None, pin: Pin) -> dict[str, Any] | None:
+def _weights(
+    profile: Profile, store: Store, digests: DigestCache, token: str | None, pin: Pin
+) -> dict[str, Any] | None:
     source, revision = profile.init.from_, profile.init.revision
     if source is None:
         return None
-    reference = {"weights": source, "revision": revision}
-    found: dict[str, Any] = pin(reference, lambda: weights.pin(source, revision, token, "init.from", digests))
+
+    def find() -> dict[str, Any]:
+        run = _exporter(store, source)
+        found = weights.pin(source, revision, token, "init.from", digests)
+        if run != _exporter(store, source):
+            raise SourceChanged(source)
+        return {**found, "run": run} if run else found
+
+    found: dict[str, Any] = pin({"weights": source, "revision": revision}, find)
     return found
+
+
+def _exporter(store: Store, source: str) -> dict[str, str] | None:
+    """Name and identity of the run of a store whose export a path is; None for other sources."""
+    path = Path(source).expanduser().absolute()
+    folder, runs = path.parent, store.work_dir / "runs"
+    if "://" in source or path.name != EXPORT or folder.parent.resolve() != runs.resolve():
+        return None
+    identity = store.run_folder(folder.name).identity
+    return {"name": folder.name, "identity": identity} if identity else None

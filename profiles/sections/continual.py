@@ -12,7 +12,7 @@ from profiles.sections import roles
 from profiles.sections.base import NAME, Count, Fraction, Rate, Section
 from profiles.sections.data import Source
 
-GATED = rf"^(old|new|first|stand-in|round-[1-9]\d*|source:.+|task:{NAME})$"
+GATED = rf"^(old|new|first|stand-in|round-[1-9]\d*|run:.+|source:.+|task:{NAME})$"
 LIMITS = ("rise_at_most", "fall_at_least", "at_least")
 
 
@@ -23,9 +23,9 @@ class Gate(Section):
 
     on: str = Field(
         pattern=GATED,
-        description="old: the held-out text of the first run and all earlier rounds; new: of the round's new data; first, "
-        "round-N, stand-in: of the first run, round N or continual.stand_in; source:NAME: of a source, by its name; task:NAME: "
-        "the score of an lm-eval task",
+        description="old: the held-out text of the first run, of runs that it started from and of all earlier rounds; new: of "
+        "the round's new data; first, round-N, stand-in: of the first run, round N or continual.stand_in; run:NAME: of one that "
+        "it started from; source:NAME: of a source, by its name; task:NAME: the score of an lm-eval task",
     )
     rise_at_most: Rate | None = Field(
         default=None, description="largest increase over the promoted model's loss, in nats per token"

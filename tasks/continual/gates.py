@@ -1,7 +1,7 @@
 """Gates of a round, and their table: conditions on losses and scores that decide on its promotion.
 
 A condition is on `old` (all held-out sets but the round's own), `new` (the round's own), an origin (`first`, `round-N`,
-`stand-in`), `source:NAME` or `task:NAME`. A loss on several sets is their mean per token.
+`stand-in`, `run:NAME`), `source:NAME` or `task:NAME`. A loss on several sets is their mean per token.
 """
 
 from __future__ import annotations

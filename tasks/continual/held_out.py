@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import numpy as np
 from modeling.data.indexed import map_index, map_tokens, read_header
 from profiles.errors import ProfileError
 from profiles.files import run_files, yaml_text
+from profiles.local_paths import RUN
 from profiles.rules import data_sources
 from profiles.schema import Data, Profile
 from tasks.sources.shard import local_path
 from tasks.store.artifacts import ArtifactId
 from tasks.store.store import Store
 
-FIRST, STAND_IN = "first", "stand-in"  # origins, besides round-N
+FIRST, STAND_IN = "first", "stand-in"  # origins, besides round-N and run:NAME
 OTHERS = "others"  # name for sources that are too short for a set of their own
 BY_HASH = (
     "python-docs",
@@ -38,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def origin_of(name: str) -> str:
-    """The origin of a set: first, round-N or stand-in."""
+    """The origin of a set: first, round-N, stand-in or run:NAME."""
     return name.partition("/")[0]
 
 
@@ -88,7 +90,7 @@ class HeldOut:
         for source in sources:
             found = [entry for entry, chosen in islice(pairs, source["shards"]) if chosen and entry["tokens"]]
             held_by_hash = source["name"] in by_hash
-            if sum(entry["tokens"] for entry in found) > length:
+            if source["name"] != OTHERS and sum(entry["tokens"] for entry in found) > length:
                 large += cls._set(f"{origin}/{source['name']}", found, by_hash=held_by_hash)
             elif found:
                 small += cls._set("", found, by_hash=held_by_hash)
@@ -96,6 +98,33 @@ class HeldOut:
             every = all(each["by_hash"] for each in small.sets)
             large += cls._set(f"{origin}/{OTHERS}", small.entries, by_hash=every)
         return large
+
+    @classmethod
+    def of_ancestor(
+        cls, run: str, contents: Mapping[str, Any], by_hash: Collection[str], known: HeldOut
+    ) -> HeldOut:
+        """The sets of a run that the first run descends from, by source, without entries of known sets.
+
+        Args:
+            contents: corpus.json of its dataset; if it is a round's, its series' earlier sets are in it too.
+            by_hash: names of the sources that hold out documents by their hash, as the series does.
+        """
+        places, taken = {place(entry) for entry in known.entries}, {*map(origin_of, known.names)}
+        # Several runs may have had the name.
+        origins = (f"{RUN}{run}{number}" for number in chain([""], (f"~{n}" for n in count(1))))
+        origin = next(name for name in origins if name not in taken)
+        if has_sets(contents):
+            parts: dict[str, list[Entry]] = defaultdict(list)
+            entries = iter(contents["validation"])
+            for each in contents["sources"]:
+                name = source_of(each["name"]) or OTHERS
+                parts[name] += islice(entries, each["shards"])
+                if not each["by_hash"]:
+                    by_hash = {*by_hash} - {name}
+            sources = [{"name": name, "shards": len(found)} for name, found in parts.items()]
+            contents = {**contents, "validation": [*chain(*parts.values())], "sources": sources}
+        new = [place(entry) not in places for entry in contents["validation"]]
+        return cls.from_sources(origin, contents, by_hash, new)
 
     @classmethod
     def _set(cls, name: str, entries: Sequence[Entry], *, by_hash: bool) -> HeldOut:
@@ -126,6 +155,11 @@ class HeldOut:
             each["name"]: sum(entry["tokens"] for entry in islice(entries, each["shards"]))
             for each in self.sets
         }
+
+
+def place(entry: Entry) -> tuple[str, int]:
+    """What a shard's entry is told from others by."""
+    return entry["path"], entry.get("start", 0)
 
 
 def has_sets(contents: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from tasks.fleet.page import format_cost
 from tasks.reporting import html
 from tasks.reporting.chart import Series as Line
 from tasks.reporting.chart import line_chart, svg_data_uri
-from tasks.reporting.format import format_count, format_duration, without_empty_columns
+from tasks.reporting.format import format_count, format_duration, format_share, without_empty_columns
 from tasks.store.store import Store
 
 HEADINGS = (
@@ -103,7 +103,7 @@ def _cells(each: Round) -> tuple[str, ...]:
         each.outcome + (", current" if each.current else ""),
         short_name(each.base) if each.base else "",
         "" if each.tokens is None else format_count(each.tokens),
-        "" if each.replay is None else f"{each.replay:.0%}",
+        "" if each.replay is None else format_share(each.replay),
         _change(each, OLD),
         _change(each, NEW),
         "" if each.seconds is None else format_duration(each.seconds),

@@ -20,9 +20,10 @@ from parallel.checkpoint.locations import MARKER
 from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
 from tasks import keys
+from tasks.continual import series
+from tasks.continual.held_out import place
 from tasks.continual.series import Promoted
 from tasks.steps.dataset import CORPUS, DatasetStep, read_file
-from tasks.store import ledger
 from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.ledger import SHARDS, LedgerEntry
 from tasks.store.run_folder import RunFolder
@@ -82,6 +83,23 @@ class History:
         """Without text that was sampled from earlier models."""
         return History(tuple(part for part in self.parts if part.stream.run != GENERATED))
 
+    def without(self, known: History, sequence_length: int) -> History:
+        """Without shards that a known history has, as of a fork that reads its parent's data again.
+
+        Records, whose samples may be of several shards, stay unless all of them are known.
+        """
+        places, found = {place(shard) for part in known.parts for shard in part.shards}, []
+        for part in self.parts:
+            shards = tuple(shard for shard in part.shards if place(shard) not in places)
+            if part.rows is None and len(shards) < len(part.shards):
+                tokens = sum(shard["tokens"] for shard in shards)
+                windows = max(0, tokens - 1) // sequence_length
+                shorter = {"shards": len(shards), "tokens": tokens, "windows": windows, "end": windows}
+                part = Part(replace(part.stream, **shorter), shards)
+            if shards and part.stream.windows:
+                found.append(part)
+        return History(tuple(found))
+
     def drawn(self, replay: Replay, span: int | None) -> Iterator[tuple[HistoryStream, Entry]]:
         """The shards that a round reads, with their streams."""
         counts = replay.counts(replay.samples)
@@ -97,19 +115,26 @@ def history(store: Store, promoted: Promoted, new: Artifact, sequence_length: in
         new: the round's new data, in whose order the history is read too.
 
     Raises:
-        ProfileError: a dataset is not in the store any more.
+        ProfileError: a dataset of the series is not in the store any more.
     """
     span, found = read_file(store, new).get("span"), History()
-    for entry in ledger.lineage(store, promoted.identity):
-        contents = _contents(store, entry)
+
+    def read(entry: LedgerEntry, contents: dict[str, Any]) -> tuple[History, History]:
+        """What a run trained on first, and what it replayed."""
         rows = rows_of(store, Artifact(DatasetStep.id(entry.dataset)), contents)
         own, replayed = _recorded(entry, contents, sequence_length, rows)
-        found = found + own
-        if replayed is not None:
-            known = _restarted(replayed, contents.get("span") != span, sequence_length)
-            found = found + known.without_generated()
-            if any(stream.run != GENERATED for stream in known.streams):  # they cover all ancestors
-                return found
+        return own, _restarted(replayed, contents.get("span") != span, sequence_length)
+
+    ancestors = series.ancestors_of(store, promoted)
+    for entry in ancestors.series:
+        own, replayed = read(entry, _contents(store, entry))
+        found = found + own + replayed.without_generated()
+        if any(stream.run != GENERATED for stream in replayed.streams):  # they cover all earlier runs
+            break
+    for run in ancestors.known:
+        if run.entry.identity not in {stream.identity for stream in found.streams}:
+            own, replayed = read(run.entry, run.contents)
+            found = found + own.without(found, sequence_length) + replayed.without_generated()
     return found
 
 
@@ -261,10 +286,10 @@ def _contents(store: Store, entry: LedgerEntry) -> dict[str, Any]:
 
 def _recorded(
     entry: LedgerEntry, contents: dict[str, Any], sequence_length: int, rows: Rows | None
-) -> tuple[History, History | None]:
-    """What a run trained on first, and what it replayed; None if it replayed nothing."""
+) -> tuple[History, History]:
+    """What a run trained on first, and what it replayed."""
     if "replay" not in contents:
-        return of_dataset(entry.identity, entry.run, contents, sequence_length, rows), None
+        return of_dataset(entry.identity, entry.run, contents, sequence_length, rows), History()
     replay = Replay.from_json(contents["replay"])
     streams = replay.after(entry.samples or replay.samples)
     shard = len(contents["train"]) - sum(stream.shards for stream in streams)
@@ -287,7 +312,7 @@ def _restarted(known: History, reordered: bool, sequence_length: int) -> History
         stream.windows if rows is not None else max(0, stream.tokens - 1) // sequence_length
         for stream, _, rows in known.parts
     ]
-    if not reordered and windows == [stream.windows for stream in known.streams]:
+    if not known.parts or (not reordered and windows == [stream.windows for stream in known.streams]):
         return known
     log.info(
         "the history is replayed from its beginning: train.sequence_length or data.shuffle_tokens changed"

@@ -18,6 +18,7 @@ from tasks.continual.replay import Entry, tokens_of
 from tasks.sources.shard import SourceError
 from tasks.step import Context
 from tasks.steps.dataset import ShardJob, without_duplicates
+from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import ledger, runs
 from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
@@ -75,17 +76,20 @@ def _tokenize_again(
 ) -> set[str]:
     """Make those of the missing shards that a run's sources have; returns their keys."""
     store = context.store
-    recorded, folder = series.recorded_inputs(store, run), store.run_folder(run)
-    pins = folder.read(run_files.LOCKFILE)
-    if recorded is None or recorded["identity"] != identity or pins is None:
-        raise _lost(run, missing, f"its run folder, {folder.path}, is not that of the run any more")
-    profile = resolve.load(str(runs.fetch(store, run) / run_files.PROFILE))
+    folder = runs.find_folder(store, run, identity)
+    recorded = folder and series.recorded_inputs(store, folder.name)
+    pins = folder and folder.read(run_files.LOCKFILE)
+    if folder is None or not recorded or not pins:
+        where = store.run_folder(run).path
+        raise _lost(run, missing, f"its run folder, {where}, is not that of the run any more")
+    profile = resolve.load(str(runs.fetch(store, folder.name) / run_files.PROFILE))
+    own = store.artifacts.find(TokenizerStep.id(recorded["tokenizer"]), hash_limit=0)
     lockfile = inputs.Lockfile.from_bytes(pins, folder.location(run_files.LOCKFILE))
     pinned = inputs.resolve(profile, store, context.token, lockfile)
     origin = replace(context, profile=profile, resolved=pinned)
     name = f"of run {run}"
     try:
-        plan = DatasetPlan.of(profile, tokenizer, list(pinned.shards), store)
+        plan = DatasetPlan.of(profile, own or tokenizer, list(pinned.shards), store)
         plan = without_duplicates(origin, plan)
         numbers = {plan.key(k): k for k in range(len(plan.shards))}
         wanted = sorted(numbers[key] for key in missing & numbers.keys())

@@ -17,9 +17,12 @@ from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
 from profiles.schema import Continual, Profile
+from tasks.continual import ancestors
+from tasks.continual.ancestors import Ancestors
 from tasks.continual.held_out import FIRST, HeldOut, by_hash_of_run
 from tasks.continual.schedule import constant_rate_steps
 from tasks.inputs import EXPORT
+from tasks.reporting.format import format_share
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.store import ledger, runs
@@ -155,8 +158,13 @@ def frozen_weights(store: Store, profile: Profile) -> Artifact | None:
     return runs.require_artifact(store, profile.name, CheckpointStep.id(inputs["checkpoint"]))
 
 
+def ancestors_of(store: Store, promoted: Promoted) -> Ancestors:
+    """The runs that the promoted model descends from."""
+    return ancestors.find(store, promoted.identity, promoted.dataset)
+
+
 def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
-    """The sets that the promoted model and its ancestors held out; their shards may not be in the store.
+    """The sets that the promoted model and all that it descends from held out; their shards may not be in the store.
 
     Raises ProfileError if the list of them is not in the store any more.
     """
@@ -167,18 +175,21 @@ def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
         reason = f"the dataset {key}, which lists what the series holds out, is not in the store any more"
         raise ProfileError("name", name, f"{reason}; restore artifacts/dataset from a backup") from error
     if promoted.held_out:
-        return HeldOut.of(contents)
-    return HeldOut.from_sources(FIRST, contents, by_hash_of_run(store, name))
+        own = HeldOut.of(contents)
+    else:
+        own = HeldOut.from_sources(FIRST, contents, by_hash_of_run(store, name))
+    return own + ancestors_of(store, promoted).held_out(own)
 
 
 def whats_new(name: str, promoted: Promoted, settings: Continual) -> str:
     """What changes in a series whose latest round an earlier version promoted; empty for other series."""
     if not promoted.is_of_earlier_version:
         return ""
+    share = format_share(settings.shares[0])
     return (
-        f"{promoted.run} was promoted by an earlier version. New in the series {name}: {settings.shares[0]:.3g} of a round's "
-        "samples are replayed from earlier data (continual.replay=0: none); a round holds out a share of its new documents, and "
-        "is promoted by continual.gates, on old and new text. The documents that earlier rounds held out are not evaluated."
+        f"{promoted.run} was promoted by an earlier version. New in the series {name}: {share} of a round's samples are "
+        "replayed from earlier data (continual.replay=0: none); a round holds out a share of its new documents, and is promoted "
+        "by continual.gates, on old and new text. The documents that earlier rounds held out are not evaluated."
     )
 
 

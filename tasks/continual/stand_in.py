@@ -11,10 +11,11 @@ from profiles.files import run_files
 from profiles.rules.continual import stand_in_data
 from profiles.schema import Profile
 from tasks import inputs
+from tasks.continual import series
 from tasks.continual.replay import History, of_dataset, rows_of
+from tasks.continual.series import Promoted
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep, read_file
-from tasks.store import runs
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
@@ -49,8 +50,8 @@ def history(store: Store, made: Artifact, sequence_length: int) -> History:
     return of_dataset(made.key, RUN, contents, sequence_length, rows_of(store, made, contents))
 
 
-def unknown_weights(store: Store, profile: Profile) -> str | None:
-    """The initial weights of a series, if nothing stands for what they were trained on; None otherwise.
+def unknown_weights(store: Store, profile: Profile, promoted: Promoted) -> str | None:
+    """The initial weights of a series, or a run, if nothing stands for what they were trained on; else None.
 
     What a series of fine-tuning must not forget is its records, all of which are in the ledger.
     """
@@ -58,18 +59,15 @@ def unknown_weights(store: Store, profile: Profile) -> str | None:
         return None
     if profile.continual.stand_in or profile.continual.replay_from == "generated":
         return None
-    try:
-        return runs.load_profile(runs.fetch(store, profile.name)).init.from_
-    except ProfileError:  # the series has gone on without the folder of its first run
-        return None
+    return series.ancestors_of(store, promoted).unknown
 
 
-def warn_if_unknown(context: Context) -> None:
-    """Warn if nothing stands for what the initial weights of the series' first run were trained on."""
-    initial = unknown_weights(context.store, context.profile)
+def warn_if_unknown(context: Context, promoted: Promoted) -> None:
+    """Warn if nothing stands for what the initial weights of the series were trained on."""
+    initial = unknown_weights(context.store, context.profile, promoted)
     if initial is not None:
         log.warning(
-            "continual.stand_in: what %s was trained on, the initial weights of the series, is not in the series' data ledger, "
-            "so forgetting it is neither prevented nor measured; name sources that stand for it",
+            "continual.stand_in: the store does not have what %s was trained on, which the series started from, so forgetting it "
+            "is neither prevented nor measured; name sources that stand for it",
             initial,
         )

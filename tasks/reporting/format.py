@@ -46,6 +46,11 @@ def format_number(number: float) -> str:
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
+def format_share(share: float) -> str:
+    """Format a share as a percentage, such as 5% or 0.5%."""
+    return f"{100 * share:.3g}%"
+
+
 def format_step_time(seconds: float) -> str:
     """0.0123 -> '12.3 ms', 5.81 -> '5.81 s', 349 -> '5:49'."""
     if seconds < 0.1:

@@ -27,6 +27,7 @@ from profiles.files.state_files import retried
 from profiles.rules import data_sources
 from profiles.schema import Profile
 from tasks import keys
+from tasks.reporting.format import format_share
 from tasks.sources import duplicates
 from tasks.sources.changes import unchanged
 from tasks.sources.shard import Shard, local_path
@@ -178,7 +179,7 @@ class DatasetStep(Step):
         else:
             described = f"{summary['tokens']:,} tokens to train on, {summary['validation_tokens']:,} held out"
         if summary.get("replay"):  # of a round
-            described += f", {summary['replay']:.3g} of the samples replayed from earlier data"
+            described += f", {format_share(summary['replay'])} of the samples replayed from earlier data"
         return described
 
 

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from profiles.errors import ProfileError
 from profiles.files import run_files, yaml_text
 from profiles.files.state_files import CorruptedState, require_json
-from tasks.store import activities
+from tasks.store import activities, ledger
 from tasks.store.artifacts import ArtifactId
 from tasks.store.backends.backend import NAME
 from tasks.store.backends.folder import REMOVED
@@ -196,6 +196,10 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
         used |= {ArtifactId(kind, key) for kind, key in inputs.items() if key}
         used |= {ArtifactId(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
         used |= {ArtifactId("dataset", key) for key in (series.get("held_out"),) if key}
+        # Rounds replay runs that the series descends from, also if their folders are gone.
+        with suppress(CorruptedState):  # the next round reports it
+            for entry in ledger.lineage(store, series.get("identity")):
+                used.add(ArtifactId("dataset", entry.dataset))
         for kind, parts in PARTS.items():
             if kind not in record and (kind != "graphs" or _compiles(store, name)):
                 kept |= {*parts}

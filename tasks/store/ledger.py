@@ -2,7 +2,8 @@
 
     <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...], samples}
 
-A run is identified by its identity hash; its parent is the run whose weights it started from. Every run is recorded before it
+A run is identified by its identity hash; its parent is the run whose weights it started from: the base of a round, the
+parent of a fork, or the run of the store that exported init.from. Every run is recorded before it
 trains, whether or not it ends or is promoted. Data is new to a run's successor if it is in no entry of the run or its ancestors.
 """
 
@@ -25,7 +26,7 @@ class LedgerEntry:
 
     run: str
     identity: str
-    parent: str | None  # identity of the run whose weights it started from; None for a run from scratch
+    parent: str | None  # identity of the run whose weights it started from; None: from scratch or unknown
     dataset: str  # its key
     shards: tuple[str, ...]  # their keys
     samples: int | None = (

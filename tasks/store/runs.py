@@ -372,6 +372,15 @@ def files_by_run(store: Store) -> dict[str, dict[str, int]]:
     return {name: files for name, files in runs.items() if NAME.fullmatch(REPLACED.sub("", name))}
 
 
+def find_folder(store: Store, name: str, identity: str) -> RunFolder | None:
+    """The folder of a run by its identity: the one of its name, or the one that a replaced run was moved to."""
+    if (run := store.run_folder(name)).stored_identity == identity:
+        return run
+    entries = store.backend.entries("runs")
+    replaced = (store.run_folder(each) for each in sorted(entries) if REPLACED.sub("", each) == name != each)
+    return next((run for run in replaced if run.stored_identity == identity), None)
+
+
 def unknown_run(store: Store, key: str, name: str) -> ProfileError:
     """The error for a run that the store does not have, with the nearest names that it has."""
     names = [entry for entry in store.backend.entries("runs") if not entry.startswith(".")]

@@ -123,7 +123,7 @@ def test_series_promotes_rounds_on_new_data_that_are_no_worse(series, monkeypatc
     assert "data:image/svg+xml" in artifacts["series"]
     assert "nightly-round-1" in (store / "series/nightly.html").read_text()
     assert f"{added['tokens']:,} tokens<" in report
-    assert "0.05 of the samples replayed from earlier data" in report
+    assert "5% of the samples replayed from earlier data" in report
     rows = [
         json.loads(line) for line in (store / "runs/nightly-round-1/metrics.jsonl").read_text().splitlines()
     ]
@@ -194,12 +194,10 @@ def test_series_of_an_earlier_version_continues_with_a_warm_up_as_long_as_its_ne
     state = night(*EPOCH, *two_ranks, *muon, "continual.gates=[{on: old, rise_at_most: 1}]")
     assert state.name == "Promoted", state.message
     new = state.message.split("\n\n")[-1]
-    assert new.startswith(
-        f"{base.name} was promoted by an earlier version. New in the series nightly: 0.05 of"
-    )
+    assert new.startswith(f"{base.name} was promoted by an earlier version. New in the series nightly: 5% of")
     assert new in caplog.messages  # before the round begins
     trains = (
-        r"nightly-round-3 trains on new data: \d{3} tokens to train on, 1,555 held out, 0\.05 of the samples"
+        r"nightly-round-3 trains on new data: \d{3} tokens to train on, 1,555 held out, 5% of the samples"
     )
     assert re.search(trains, caplog.text)
     # The round's cluster evaluates the promoted model too.
@@ -304,6 +302,10 @@ def test_rounds_of_sft_train_weights_or_adapters_further(series, tmp_path, name,
     fast = (f"train.learning_rate={rate}", "evaluate.every=0")
     pretrain(str(path), [*fast], None, str(store))
     write("1.jsonl", 2)
+    lineage = ledger.lineage(
+        Store(str(store)), json.loads((store / f"runs/{name}/inputs.json").read_text())["identity"]
+    )
+    assert [entry.run for entry in lineage] == [name, "nightly"]  # whose text is not replayed among records
     gates = "continual.gates=[{on: new, fall_at_least: 0}]"
     state = continual(str(path), [*fast, gates], None, str(store), return_state=True)
     assert state.name == "Promoted", state.message

@@ -15,7 +15,7 @@ from tasks.continual.series import Promoted
 from tasks.continual.stand_in import warn_if_unknown
 from tasks.step import Context
 from tasks.steps.dataset import DatasetStep
-from tasks.store import runs
+from tasks.store import ledger, runs
 from tasks.store.store import Store
 
 CONFIG = {
@@ -127,24 +127,26 @@ def series(tmp_path):
     }
     with store.artifacts.publish(DatasetStep.id("dataset")) as folder:
         (folder / "corpus.json").write_text(json.dumps(held_out))
+        (folder / "shards.json").write_text("[]")
+    ledger.record(store, "tiny", "identity", store.artifacts.expect(DatasetStep.id("dataset")))
     return store, Promoted("tiny", "identity", 0, "tokenizer", "dataset")
 
 
 def test_default_gates_are_rejected_if_the_data_of_the_initial_weights_is_unknown(series, caplog):
     store, promoted = series
-    said = "is not in the series' data ledger, so forgetting it is neither prevented nor measured"
+    said = "which the series started from, so forgetting it is neither prevented nor measured"
     with pytest.raises(ProfileError, match=r"continual\.gates\.0\.on = old: .*continual\.stand_in"):
         check_gates(store, resolve.load("tiny"), promoted)
     own = resolve.load("tiny", ["continual.gates=[{on: old, rise_at_most: 0.1}]"])
     check_gates(store, own, promoted)
-    warn_if_unknown(Context(own, store))
-    assert f"what org/model was trained on, the initial weights of the series, {said}" in caplog.text
+    warn_if_unknown(Context(own, store), promoted)
+    assert f"the store does not have what org/model was trained on, {said}" in caplog.text
     caplog.clear()
     standing = "continual.stand_in=[{kind: files, path: old.jsonl}]"
     for on in ("stand-in", "source:old", "old"):  # of sources that are not read yet
         known = resolve.load("tiny", [standing, f"continual.gates.0.on={on}"])
         check_gates(store, known, promoted)
-    warn_if_unknown(Context(known, store))
+    warn_if_unknown(Context(known, store), promoted)
     assert caplog.text == ""
 
 

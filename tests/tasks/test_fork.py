@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from flows.cli.main import main
 from modeling.supervision.time_account import TOTALS
@@ -19,11 +20,13 @@ from tasks.fork import (
     hold_checkpoint,
     parent_profile,
     rate_warnings,
-    record_data,
     require_forkable,
     require_new_name,
     require_same_mixture,
 )
+from tasks.inputs import Inputs, Lockfile
+from tasks.lineage import find_origin, record_data
+from tasks.step import Context
 from tasks.store import ledger, runs
 from tasks.store.artifacts import ArtifactId
 from tasks.store.run_folder import Parent
@@ -283,7 +286,7 @@ def test_a_fork_with_other_data_is_warned_of_once(store, caplog):
             (folder / "shards.json").write_text("[]")
     for dataset in "de":
         parent = find_parent(store, "parent", "child")
-        record_data(store, parent)
+        record_data(store, parent.run, parent.identity)
         open_child(store, parent, dataset)
         copy_checkpoint(store, parent, "child")
         copy_checkpoint(store, parent, "child")
@@ -328,7 +331,31 @@ def test_the_data_of_parents_that_never_ended_is_recorded(store, caplog):
     parent = find_parent(store, "parent", "child")
     open_child(store, parent, dataset="e")
     ledger.record(store, "grandchild", "three", store.artifacts.expect(ArtifactId("dataset", "e")), "two")
-    record_data(store, Parent("child", "two", 300))
+    assert record_data(store, "child", "two")
     assert ledger.trained_on(store, "three") == {"shard of d", "shard of e"}
-    record_data(store, Parent("removed", "four", 1))
+    assert not record_data(store, "removed", "four")
     assert "run removed: its training data is unknown" in caplog.text
+
+
+def test_run_from_the_weights_of_another_descends_from_it_if_their_tokens_have_the_same_ids(store, caplog):
+    with store.artifacts.publish(ArtifactId("dataset", "d")) as folder:
+        (folder / "shards.json").write_text("[]")
+    tokenizers = []
+    for key, words in (("t", "ab"), ("more", "abc"), ("other", "ba")):
+        with store.artifacts.publish(ArtifactId("tokenizer", key)) as folder:
+            vocabulary = {word: number for number, word in enumerate(words)}
+            Tokenizer(models.WordLevel(vocabulary, unk_token="a")).save(str(folder / "tokenizer.json"))
+        tokenizers.append(store.artifacts.expect(ArtifactId("tokenizer", key)))
+    exporter = {"digest": "w", "commit": None, "run": {"name": "parent", "identity": "one"}}
+    own, more, other = tokenizers
+
+    def origin(tokenizer, weights=exporter):
+        inputs = Inputs(None, (), weights, Lockfile({}))
+        return find_origin(Context(load(PAIR), store, resolved=inputs), tokenizer)
+
+    assert store.run_folder("parent").move_aside() == "parent~1"  # replaced after its weights were read
+    assert (origin(own), origin(more), origin(other)) == ("one", "one", None)
+    assert "tokenizer.source: tokens of parent have other ids" in caplog.text
+    assert ledger.find(store, "one").run == "parent"
+    assert origin(own, {"digest": "w", "commit": None}) is None  # of the hub
+    assert origin(own, {**exporter, "run": {"name": "gone", "identity": "five"}}) is None

@@ -62,10 +62,12 @@ def test_only_changed_references_are_resolved_again(hub, store, tmp_path):
 
 def test_an_export_of_a_run_is_resolved_again_while_it_exists(store, tmp_path):
     weights = tmp_path / "store/runs/tiny/export/model.safetensors"
-    weights.parent.mkdir(parents=True)
+    store.run_folder("tiny").prepare("one")
+    weights.parent.mkdir()
     weights.write_bytes(b"1")
     wanted = locate_runs(resolve_profile("tiny-sft", ["init.from=run:tiny"]), store)
     first = resolve(wanted, store)
+    assert first.weights["run"] == {"name": "tiny", "identity": "one"}
     weights.write_bytes(b"2")
     assert resolve(wanted, store, lockfile=stored(first)).weights == first.weights
     changed = resolve(wanted, store, lockfile=stored(first).without_exports())

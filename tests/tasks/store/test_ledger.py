@@ -1,22 +1,24 @@
 """The data ledger records what runs were trained on, and so which data is new to the next round."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 
 from modeling.data.corpus import Corpus
-from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.resolve import check
+from tasks.continual import replay
 from tasks.continual.data import new_data
 from tasks.continual.held_out import HeldOut, check_disjoint, check_fraction, held_out_by_hash
-from tasks.continual.series import Promoted, held_out_sets
+from tasks.continual.series import Promoted, ancestors_of, held_out_sets, set_promoted
 from tasks.step import Context
 from tasks.steps import dataset
 from tasks.steps.dataset import DatasetStep
 from tasks.steps.tokenizer import TokenizerStep
-from tasks.store import ledger
+from tasks.store import ledger, runs
+from tasks.store.garbage import find_garbage
 from tests.tasks.source_files import files, lines, profile
 from tests.tasks.tokenization.tokenizers import DOCUMENTS
 
@@ -62,8 +64,18 @@ def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path)
     wanted = profile(files(tmp_path / "one"), files(tmp_path / "other"), validation_fraction=0.3)
     tokenizer = TokenizerStep().run(Context(wanted, store))
     first = DatasetStep(tokenizer).run(Context(wanted, store))
-    ledger.record(store, "base", "1" * 32, first)
-    store.run_folder("base").write("profile.yaml", resolve.dump(wanted).encode())
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/a.jsonl").write_bytes(lines(DOCUMENTS[100:150]))
+    older = profile(files(tmp_path / "old"), files(tmp_path / "one"), validation_fraction=0.3)
+    ancestor = DatasetStep(tokenizer).run(Context(older, store))
+    # The first run has read the data of its parent again, which started from the weights of another run.
+    for run, each, data, identity, parent in (
+        ("ancestor", older, ancestor, "8" * 32, None),
+        ("parent", wanted, first, "9" * 32, "8" * 32),
+        ("base", wanted, first, "1" * 32, "9" * 32),
+    ):
+        runs.open_run(store, each.model_copy(update={"name": run}), identity, "flow run", {})
+        ledger.record(store, run, identity, data, parent)
     base = Promoted("base", "1" * 32, 0, tokenizer.key, first.key)
     by_hash = held_out_by_hash(wanted.data)
     assert by_hash == {"one", "other"}
@@ -81,11 +93,24 @@ def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path)
 
     (tmp_path / "one/b.jsonl").write_bytes(lines(DOCUMENTS[50:100]))
     names, _, promoted = new(base, 1)
-    assert names == ["first/one", "first/other", "round-1/one"]
+    assert names == ["first/one", "first/other", "run:ancestor/old", "round-1/one"]
     # Documents that are listed again in another file, also by another source, are held out there too.
     (tmp_path / "other/c.jsonl").write_bytes(lines(DOCUMENTS[20:90]))
     names, contents, _ = new(promoted, 2)
-    assert names == ["first/one", "first/other", "round-1/one", "round-2/other"]
+    assert names == ["first/one", "first/other", "run:ancestor/old", "round-1/one", "round-2/other"]
+    (history,) = [run for run in replay.history(store, base, first, 16).streams if run.run == "ancestor"]
+    assert [run.run for run in replay.history(store, base, first, 16).streams] == ["base", "ancestor"]
+    assert (history.shards, history.windows) == (1, (history.tokens - 1) // 16)  # without what base read too
+
+    # Garbage collection keeps what a series descends from. A dataset that is gone is reported like unknown weights.
+    set_promoted(store, "base", base)
+    store.remove("runs/ancestor")
+    assert f"artifacts/dataset/{ancestor.key}" not in {each.name for each in find_garbage(store)[0]}
+    assert ancestors_of(store, base).unknown is None
+    shutil.rmtree(store.artifacts.path(ancestor))
+    assert ancestors_of(store, base).unknown == "ancestor"
+    assert held_out_sets(store, "base", base).names == ["first/one", "first/other"]
+    assert [run.run for run in replay.history(store, base, first, 16).streams] == ["base"]
 
     # A source whose documents are not held out by their hash is compared by content.
     wanted = profile(files(tmp_path / "one", use="train"), files(tmp_path / "other"), validation_fraction=0.3)
