@@ -28,7 +28,7 @@ class Ancestor:
     """A run before the first run, or that one, with its dataset's corpus.json and its profile; empty if they are gone."""
 
     entry: LedgerEntry
-    contents: Mapping[str, Any]
+    contents: dict[str, Any]
     profile: Sections
 
     @classmethod
