@@ -2,11 +2,14 @@
 
 No command may crash, hang or use wrong data.
 
-A small run is trained once. Then one file, or one folder, of a copy of its store is damaged, and a command is run on the copy, in
-a forked process and without Prefect. It must succeed, or name what is damaged in its error; a traceback, an error without the
-name, more than 60 seconds, and another validation loss of a run that succeeds are findings, which are printed and make the exit
-code 1. Jobs are not started: a command that would train or evaluate again has passed (tests/modeling/training/recovery tests what
-jobs do with damaged checkpoints).
+A small run is trained and evaluated once. Then one file, or one folder, of a copy of its store is damaged, and a command is run
+on the copy, in a forked process and without Prefect; jobs that it starts train and evaluate in processes forked from that one. It
+must succeed with the results that it has without damage, or name what is damaged in its error. A traceback, an error without the
+name, more than 60 seconds, and other results (losses of `run` and `evaluate`, files of the export) are findings, which are
+printed and make the exit code 1.
+
+With `--sample`, each file and damage is tried with one command, in turn, so that every file, every damage and every command is
+tried, and every pair of them.
 """
 
 from __future__ import annotations
@@ -14,12 +17,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import io
-import itertools
 import json
 import logging
-import math
 import multiprocessing
 import os
 import random
@@ -29,12 +31,15 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import yaml
 from rich import box
 from rich.console import Console
@@ -42,6 +47,7 @@ from rich.table import Table
 
 from benchmarks.harness.timing import make_parser
 from flows.cli.main import main as command
+from parallel.checkpoint import locations
 from profiles.errors import ProfileError
 from profiles.files import state_files
 from profiles.files.state_files import CorruptedState
@@ -67,13 +73,10 @@ PRELOADED = (
         f"flows.cli.{name}"
         for name in ("run", "evaluate", "runs.compare", "runs.runs", "runs.fleet", "runs.gc", "runs.fork")
     ),
+    *("modeling.training.train", "modeling.training.evaluate", "tests.forkserver"),
     *("torch.utils.tensorboard", "transformers.models.auto.tokenization_auto"),
 )
 OTHERS = ("forecast.json", "before.json", "evaluations.jsonl", "events.jsonl")  # files that this run lacks
-
-
-class JobStarted(Exception):
-    """A step would start a job."""
 
 
 def retype(value: Any) -> Any:
@@ -157,8 +160,8 @@ DAMAGES = {
 }
 
 
-def commands(folder: Path) -> dict[str, Callable[[], int]]:
-    """Each command on the store of a folder."""
+def commands(folder: Path, results: list[Any]) -> dict[str, Callable[[], int]]:
+    """Each command on the store of a folder; `results` takes those of flows."""
     store, profile = str(folder / "store"), str(folder.parent / f"{RUN}.yaml")
 
     def call(*arguments: str) -> Callable[[], int]:
@@ -167,7 +170,8 @@ def commands(folder: Path) -> dict[str, Callable[[], int]]:
     def export() -> int:
         from flows.export import export
 
-        export(RUN, store, store)
+        files = sorted(Path(export(RUN, store, store)).iterdir())
+        results.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
         return 0
 
     return {
@@ -193,6 +197,9 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, timeout: float 
             raise TimeoutError
         return receiver.recv()
     finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in psutil.Process(process.pid).children(recursive=True):  # its jobs
+                each.kill()
         process.kill()
         process.join()
 
@@ -201,43 +208,51 @@ def _send(sender: Connection, function: Callable[..., Any], arguments: tuple[Any
     sender.send(function(*arguments))
 
 
-def attempt(folder: Path, name: str) -> tuple[int, bool, bool, str, float | None]:
-    """Run a command.
+@dataclass(frozen=True)
+class Attempt:
+    """How a command ended."""
 
-    Returns its exit code, whether an error of its kind names its subject, whether it would start a job, its errors, and the
-    flow's validation loss.
-    """
+    code: int
+    known: bool  # whether its error is of a kind that names its subject
+    jobs: int  # that it started
+    errors: str
+    results: Any  # of its flow: losses, or digests of exported files
+
+
+def attempt(folder: Path, name: str) -> Attempt:
+    """Run a command, with jobs in forked processes; nothing waits before it tries again."""
     _drop_capabilities()
     os.chdir(folder)
-    errors, raised = io.StringIO(), []
+    errors, raised, jobs = io.StringIO(), [], []
     logging.basicConfig(stream=errors, level=logging.WARNING, force=True)
 
     def keep(*_: object) -> str:
         raised.append(sys.exception())
         return "kept"
 
-    def start(*_: object, **__: object) -> None:
-        raise JobStarted
+    def fork() -> BaseContext:
+        jobs.append(name)
+        return multiprocessing.get_context("fork")  # torch is imported here
 
     with (
         without_prefect() as results,
+        forked_jobs(),
+        mock.patch("tests.forked_jobs.forkserver", fork),
+        mock.patch("tasks.launchers.base.POLL", 0.02),
         mock.patch("flows.cli.main.save_traceback", keep),
-        mock.patch("tasks.steps.training.execute", start),
-        mock.patch("tasks.steps.jobs.execute", start),
-        mock.patch.object(state_files, "DELAYS", ()),
-        mock.patch("parallel.checkpoint.locations.READ_PAUSES", ()),
+        mock.patch.object(state_files, "DELAYS", (0.0,) * len(state_files.DELAYS)),
+        mock.patch.object(locations, "READ_PAUSES", (0.0,) * len(locations.READ_PAUSES)),
         contextlib.redirect_stderr(errors),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         try:
-            code = commands(folder)[name]()
+            code = commands(folder, results)[name]()
         except Exception as error:
             raised.append(error)
             code = 1
     text = "".join(traceback.format_exception(raised[-1])) if raised else ""
     known = not raised or isinstance(raised[-1], NAMED)
-    loss = results[-1].get("validation_loss") if results and isinstance(results[-1], dict) else None
-    return code, known, JobStarted.__name__ in text, f"{errors.getvalue()}{text}", loss
+    return Attempt(code, known, len(jobs), f"{errors.getvalue()}{text}", results[-1] if results else None)
 
 
 def _drop_capabilities() -> None:
@@ -246,22 +261,29 @@ def _drop_capabilities() -> None:
     ctypes.CDLL(None).capset(ctypes.byref(header), ctypes.byref(nothing))
 
 
-def judge(folder: Path, file: str, name: str, loss: float) -> tuple[str, str]:
+def judge(folder: Path, file: str, name: str, expected: Any) -> tuple[str, str]:
     """Run a command on a damaged store; returns its outcome, and details of a finding."""
     try:
-        code, known, started, text, found = call_in_child(attempt, folder, name)
+        found: Attempt = call_in_child(attempt, folder, name)
     except TimeoutError:
         return "HANGS", ""
     except EOFError:
         return "CRASHES", ""
-    if started:
-        return "starts a job again", ""
-    if code == 0:
-        return ("succeeds", "") if found in (None, loss) else (f"WRONG LOSS {found}", text)
-    if not known:
-        return "TRACEBACK", text
-    named = any(part in text for part in (Path(file).name, str(Path(file).parent), f"= {RUN}"))
-    return ("names it", "") if named else ("DOES NOT NAME IT", text)
+    if found.code == 0:
+        if not same(found.results, expected):
+            return "OTHER RESULTS", f"{found.results}, not {expected}\n{found.errors}"
+        return ("succeeds after a job" if found.jobs else "succeeds"), ""
+    if not found.known:
+        return "TRACEBACK", found.errors
+    named = any(part in found.errors for part in (Path(file).name, str(Path(file).parent), f"= {RUN}"))
+    return ("names it", "") if named else ("DOES NOT NAME IT", found.errors)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether results are those without damage; evaluations may lack checkpoints that are damaged."""
+    if isinstance(found, list):
+        return all(each in expected for each in found)
+    return bool(found == expected)
 
 
 def files_of(store: Path) -> list[str]:
@@ -284,36 +306,36 @@ def files_of(store: Path) -> list[str]:
     return [*found.values(), *(f"runs/{RUN}/{name}" for name in OTHERS)]
 
 
-def train(folder: Path) -> float:
-    """Train the run whose store is damaged; returns its validation loss."""
-    profile = write_profile(folder)
-    with without_prefect() as results, forked_jobs():
-        command(["run", str(profile), "--store", str(folder / "store")])
-    loss: float = results[-1]["validation_loss"]
-    return loss
+def train(folder: Path) -> None:
+    """Train and evaluate the run whose store is damaged."""
+    profile, store = write_profile(folder), str(folder / "store")
+    with without_prefect(), forked_jobs():
+        if command(["run", str(profile), "--store", store]) or command(["evaluate", RUN, "--store", store]):
+            raise SystemExit("the undamaged run failed")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    names = [*commands(Path())]
+    names = [*commands(Path(), [])]
     parser.add_argument("--commands", nargs="+", choices=names, default=names)
     parser.add_argument("--damages", nargs="+", choices=DAMAGES, default=[*DAMAGES])
     parser.add_argument("--files", default="", help="only files whose path contains this text")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of cases")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after this time")
+    parser.add_argument("--sample", action="store_true", help="one command for each file and damage, in turn")
     return parser.parse_args(arguments)
 
 
 def cases(store: Path, options: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """(file, damage, command) of each chosen case, shuffled, so that the first ones are a sample of all."""
+    """(file, damage, command) of each chosen case."""
     chosen: list[tuple[str, str, str]] = []
-    for file in files_of(store):
+    for number, file in enumerate(files_of(store)):
+        if options.files not in file:
+            continue
         damages = OF_FOLDERS if (store / file).is_dir() else DAMAGES
-        if options.files in file:
-            chosen += itertools.product(
-                [file], [each for each in options.damages if each in damages], options.commands
-            )
-    random.Random(options.seed).shuffle(chosen)
+        for turn, damage in enumerate([each for each in options.damages if each in damages], number):
+            names = options.commands
+            if options.sample:
+                names = [names[turn % len(names)]]
+            chosen += [(file, damage, name) for name in names]
     return chosen
 
 
@@ -328,6 +350,16 @@ def table(outcomes: Mapping[tuple[str, str], int]) -> Table:
     return shown
 
 
+@contextlib.contextmanager
+def copied(store: Path, copy: Path) -> Iterator[None]:
+    """A copy of the store in a folder; commands write into files, so that links to them would not do."""
+    shutil.copytree(store, copy / "store")
+    try:
+        yield
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     options, console = parse(arguments), Console(highlight=False)
     outcomes: Counter[tuple[str, str]] = Counter()  # of a command and an outcome
@@ -337,23 +369,25 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["PREFECT_HOME"] = str(base / "prefect")
         for module in PRELOADED:
             importlib.import_module(module)
-        loss = call_in_child(train, base, timeout=1800)
-        chosen, started = cases(base / "store", options), time.monotonic()
+        call_in_child(train, base, timeout=1800)
+        chosen, copy = cases(base / "store", options), base / "copy"
+        expected: dict[str, Any] = {}  # results of each command without damage
         for file, damage, each in chosen:
-            if time.monotonic() - started > options.seconds:
-                break
-            copy = base / "copy"
-            shutil.copytree(base / "store", copy / "store")
-            DAMAGES[damage](copy / "store" / file)
-            outcome, details = judge(copy, file, each, loss)
-            shutil.rmtree(copy, ignore_errors=True)
+            if each not in expected:
+                with copied(base / "store", copy):
+                    expected[each] = call_in_child(attempt, copy, each).results
+            with copied(base / "store", copy):
+                DAMAGES[damage](copy / "store" / file)
+                outcome, details = judge(copy, file, each, expected[each])
             outcomes[each, outcome] += 1
-            if outcome.isupper() or outcome.startswith("WRONG"):
+            if outcome.isupper():
                 findings += 1
                 console.print(f"{outcome}: {each}, {file} {damage}\n{details}", markup=False)
     console.print(table(outcomes))
+    times = os.times()
+    cpu = times.user + times.system + times.children_user + times.children_system
     seconds = time.monotonic() - begun
-    console.print(f"{findings} findings in {outcomes.total():,} of {len(chosen):,} cases, {seconds:,.0f} s")
+    console.print(f"{findings} findings in {len(chosen):,} cases, {seconds:,.0f} s, {cpu:,.0f} s of CPU")
     return 1 if findings else 0
 
 

@@ -9,6 +9,7 @@ A cached run takes a second of CPU this way. Prefect's own part, such as retries
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -25,6 +26,13 @@ class State:
 
     def is_completed(self) -> bool:
         return self.error is None and self.name != "Cancelled"
+
+    @property
+    def wrapped_future(self) -> Future[Any]:
+        """A future that is done: as one of a mapped task, a state has what its function returned."""
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
 
     def result(self, raise_on_failure: bool = True) -> Any:
         if self.error is not None and raise_on_failure:
@@ -83,7 +91,7 @@ def without_prefect() -> Iterator[list[Any]]:
         return 0
 
     replaced = [
-        (step_task, "task", Task),
+        (step_task, "task", lambda **options: lambda function: Task(function, **options)),
         (step_task, "map_item", Task(step_task.map_item.fn)),
         (step_task, "unmapped", lambda value: value),
         (flows.alerts.events, "emit_event", lambda *_, **__: None),
