@@ -161,7 +161,7 @@ DAMAGES = {
 
 
 def commands(folder: Path, results: list[Any]) -> dict[str, Callable[[], int]]:
-    """Each command on the store of a folder; `results` takes those of flows."""
+    """Each command on the store of a folder; `results` takes that of the flow export, which has no command."""
     store, profile = str(folder / "store"), str(folder.parent / f"{RUN}.yaml")
 
     def call(*arguments: str) -> Callable[[], int]:
@@ -170,8 +170,7 @@ def commands(folder: Path, results: list[Any]) -> dict[str, Callable[[], int]]:
     def export() -> int:
         from flows.export import export
 
-        files = sorted(Path(export(RUN, store, store)).iterdir())
-        results.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
+        results.append({"export": export(RUN, store, store)})
         return 0
 
     return {
@@ -252,7 +251,17 @@ def attempt(folder: Path, name: str) -> Attempt:
             code = 1
     text = "".join(traceback.format_exception(raised[-1])) if raised else ""
     known = not raised or isinstance(raised[-1], NAMED)
-    return Attempt(code, known, len(jobs), f"{errors.getvalue()}{text}", results[-1] if results else None)
+    found = outputs(results[-1]) if results and code == 0 else None
+    return Attempt(code, known, len(jobs), f"{errors.getvalue()}{text}", found)
+
+
+def outputs(result: Any) -> Any:
+    """What damage may not change of a flow's result: its evaluations, and the contents of the export."""
+    if isinstance(result, list):
+        return result
+    files = sorted(Path(result["export"]).iterdir())
+    exported = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {"evaluation": result.get("evaluation"), **exported}
 
 
 def _drop_capabilities() -> None:

@@ -118,6 +118,7 @@ def write_store(folder: Path, runs: int, files: int) -> int:
                 "checkpoint": None,
             },
             "plan.json": {"step_seconds": 0.9, "tokens_per_second": 4096 / 0.9},
+            "report.json": {"evaluation": {"step": STEPS, "validation_loss": 5.0}},
         }
         texts = {name: json.dumps(value) for name, value in records.items()}
         texts |= {"metrics.jsonl": rows, "attempts.jsonl": json.dumps(started) + "\n"}

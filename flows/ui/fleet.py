@@ -30,7 +30,7 @@ def _cells(run: RunView) -> list[str]:
     loss = summary.last["loss"] if summary.last else None
     return [
         run.name,
-        run.state,
+        run.shown_state,
         f"{run.step:,} of {summary.steps:,}" if summary.steps else f"{run.step:,}",
         f"{loss:.4f}" if loss is not None else "",
         f"{speed:.0%}" if speed else "",

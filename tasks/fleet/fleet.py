@@ -10,28 +10,26 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
 from profiles.files import state_files
 from tasks.fleet.goodput import CATEGORIES, STARTED, WAITING, TimeUse, time_use
 from tasks.fleet.run_summary import FILES, RunSummary, read_summary
+from tasks.reporting.outcome import AFTER_TRAINING
 from tasks.store import activities
 from tasks.store.backends.backend import Backend, FileInfo
+from tasks.store.reading import read_each
 from tasks.store.run_folder import REPLACED
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 CACHE = "fleet.json"  # in the store's local cache
-VERSION = 3  # of its contents
-READERS = 16  # threads that read runs of a slow store
-SAMPLE, SAMPLE_SECONDS = 16, 0.1  # at most so many runs, and so long, show whether a folder is slow
+VERSION = 4  # of its contents
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
 NODE_FAILURES = 3  # failures at which a node appears in the warnings
 ACTIVE = ("running", "queued")
@@ -45,10 +43,17 @@ class RunView:
     summary: RunSummary
     state: str  # running, queued, finished, failed, stopped, preparing, replaced or UNREADABLE
     use: TimeUse
+    failed_step: str | None = None  # of a failed run
 
     @property
     def name(self) -> str:
         return self.summary.name
+
+    @property
+    def shown_state(self) -> str:
+        """The state; of a run that failed after its training, with the step that failed."""
+        after = self.failed_step in AFTER_TRAINING
+        return f"{self.failed_step} failed" if after else self.state
 
     @property
     def step(self) -> int:
@@ -112,6 +117,7 @@ class RunView:
         return {
             "name": self.name,
             "state": self.state,
+            "failed_step": self.failed_step,
             "step": self.step,
             "steps": summary.steps,
             "loss": summary.last["loss"] if summary.last else None,
@@ -174,7 +180,7 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     backends = store.backends
     entries = [entry for backend in backends for entry in backend.entries("runs").items()]
     names = sorted({name for name, entry in entries if entry.is_folder and not name.startswith(".")})
-    read = _read_each(store, names, lambda name: _view(store, backends, name, cached.get(name), now))
+    read = read_each(store, names, lambda name: _view(store, backends, name, cached.get(name), now))
     found = dict(zip(names, read, strict=True))
     kept = {name: (stamps, view.summary) for name, (stamps, view) in found.items() if stamps is not None}
     if {name: stamps for name, (stamps, _) in kept.items()} != {
@@ -188,23 +194,6 @@ def read_fleet(store: Store, now: float | None = None) -> Fleet:
     runs = [view for _, view in found.values()]
     runs.sort(key=lambda run: (run.state not in ACTIVE, -run.summary.changed))
     return Fleet(store.location, now, runs, nodes_of(runs))
-
-
-def _read_each(store: Store, names: Sequence[str], read: Callable[[str], T]) -> list[T]:
-    """Read runs: in threads where reading waits, as for an object store or a network file system.
-
-    On a fast disk, threads cost more time than they save.
-    """
-    begun, used, found = time.perf_counter(), time.thread_time(), list[T]()
-    for name in names[: 0 if store.is_remote else SAMPLE]:
-        found.append(read(name))
-        if time.perf_counter() - begun > SAMPLE_SECONDS:
-            break
-    wall, cpu = time.perf_counter() - begun, time.thread_time() - used
-    if not store.is_remote and wall < 5 * cpu:
-        return [*found, *map(read, names[len(found) :])]
-    with ThreadPoolExecutor(READERS) as pool:
-        return [*found, *pool.map(read, names[len(found) :])]
 
 
 def read_run(store: Store, name: str) -> RunView:
@@ -268,25 +257,27 @@ def _changed(entries: Mapping[str, FileInfo]) -> float:
     return max((entry.modified for file, entry in entries.items() if file in FILES), default=0.0)
 
 
-def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse]:
-    """State and time of a run; queries the lock only if its files do not show that it is finished."""
+def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse, str | None]:
+    """State, time and failed step of a run.
+
+    Queries the lock only if its files do not show that it is finished: a flow that ends writes a report of the last step.
+    """
     ended = time_use(summary.attempts, summary.events, summary.last)
     rows = [*reversed(summary.attempts), *summary.events]  # of equal times, `max` takes the first
-    latest = max(rows, key=lambda row: row["time"], default={}).get("event")
-    finished = (
-        summary.last is not None and summary.steps is not None and summary.last["step"] >= summary.steps
-    )
+    rows += [summary.later_failure] if summary.later_failure else []
+    latest = max(rows, key=lambda row: row["time"], default={}).get("event", "")
+    failed_step = latest.removesuffix(" failed") if latest.endswith(" failed") else None
     if REPLACED.search(summary.name):
-        return "replaced", ended
-    if finished and latest not in ("train failed", *WAITING):
-        return "finished", ended
+        return "replaced", ended, None
+    if summary.reported and failed_step != "train" and latest not in WAITING:
+        return "finished", ended, None
     if activities.holder(store, "run", summary.name):
         use = time_use(summary.attempts, summary.events, summary.last, now)
-        return "queued" if latest in WAITING else "running", use
-    if latest == "train failed":
-        return "failed", ended
+        return "queued" if latest in WAITING else "running", use, None
+    if failed_step:
+        return "failed", ended, failed_step
     begun = summary.last is not None or latest == STARTED or bool(summary.attempts)
-    return "stopped" if begun else "preparing", ended
+    return "stopped" if begun else "preparing", ended, None
 
 
 def nodes_of(runs: Sequence[RunView]) -> list[Node]:

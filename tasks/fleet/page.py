@@ -97,7 +97,11 @@ def warning_texts(fleet: Fleet) -> list[str]:
         for node in fleet.bad_nodes
     ]
     texts += [f"Not shown: {run.summary.problem}" for run in fleet.runs if run.summary.problem]
-    failed = [run.name for run in fleet.runs if run.state == "failed"]
+    failed = [
+        f"{run.name} ({run.failed_step})" if run.failed_step != "train" else run.name
+        for run in fleet.runs
+        if run.state == "failed"
+    ]
     if failed:
         texts.append(f"{len(failed)} failed: {_first(failed)}")
     texts += [
@@ -151,7 +155,7 @@ def _row(run: RunView, now: float, priced: bool) -> str:
     measured = summary.tokens_per_second
     cells = [
         _cell(run.name, escape(run.name), f"from {summary.parent}" if summary.parent else ""),
-        _cell(run.state, f'<span class="state {run.state}">{run.state}</span>'),
+        _cell(run.state, f'<span class="state {run.state}">{run.shown_state}</span>'),
         _cell(run.step / summary.steps if summary.steps else 0, _progress(run), _progress_text(run)),
         _cell(
             loss if loss is not None else 1e9,
@@ -178,7 +182,7 @@ def _row(run: RunView, now: float, priced: bool) -> str:
             number=True,
         ),
     ]
-    text = escape(f"{run.name} {run.state}".lower())
+    text = escape(f"{run.name} {run.state} {run.failed_step or ''}".lower())
     return f'<tr data-text="{text}">{"".join(cells)}</tr>'
 
 

@@ -21,7 +21,7 @@ from profiles.files.jsonl import is_event
 from profiles.sections.objective import OBJECTIVES
 from tasks.fleet.goodput import FAILURES
 from tasks.reporting.downsampling import downsample
-from tasks.reporting.outcome import final_evaluation, validation_in_training
+from tasks.reporting.outcome import final_evaluation, latest_failure, validation_in_training
 from tasks.store.backends.backend import Backend, FileInfo
 
 FILES = (
@@ -64,7 +64,9 @@ class RunSummary:
     step_seconds: float | None = None  # of the latest steps
     tokens_per_second: float | None = None
     attempts: list[Row] = field(default_factory=list)
-    events: list[Row] = field(default_factory=list)  # failures and stragglers
+    events: list[Row] = field(default_factory=list)  # failures of training, and stragglers
+    later_failure: Row | None = None  # the latest of a step after training
+    reported: bool = False  # whether there is a report of the last step
     changed: float = 0.0  # seconds since 1970
     problem: str | None = None  # why the run's files cannot be summarized
 
@@ -81,20 +83,18 @@ def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -
         name, changed=max((entries[file].modified for file in FILES if file in entries), default=0.0)
     )
     summary.attempts = in_order(reader.rows(run_files.ATTEMPTS))
-    events = reader.rows(run_files.EVENTS, EVENT_BYTES)
-    kept = (*FAILURES, "straggler")
-    summary.events = [
-        {key: row.get(key) for key in ("event", "time", "reason")}
-        for row in events
-        if row.get("event") in kept
-    ]
+    rows = reader.rows(run_files.EVENTS, EVENT_BYTES)
+    events = [{key: row.get(key) for key in ("event", "time", "reason")} for row in rows if is_event(row)]
+    summary.events = [row for row in events if row["event"] in (*FAILURES, "straggler")]
+    if failure := latest_failure(events):
+        summary.later_failure = dict(failure)
     plan = reader.json(run_files.PLAN)
     summary.planned = {key: plan.get(key) for key in PLANNED}
     if parent := reader.json(run_files.IDENTITY).get("parent"):
         summary.parent = f"{parent['run']}@{parent['step']}"
     _add_size(summary, reader)
     if evaluation := final_evaluation(reader.json(run_files.REPORT_JSON), summary.steps):
-        summary.validation_loss = _finite(evaluation["validation_loss"])
+        summary.validation_loss, summary.reported = _finite(evaluation["validation_loss"]), True
     _add_metrics(summary, reader, finished=summary.steps if evaluation else None)
     return summary
 

@@ -24,13 +24,13 @@ from tasks.reporting.format import (
     format_step_time,
 )
 from tasks.reporting.history import History
-from tasks.reporting.outcome import final_evaluation, validation_in_training
+from tasks.reporting.outcome import final_evaluation, latest_failure, validation_in_training
 from tasks.store.backends.backend import Backend
-from tasks.store.runs import existing_run, load_profile, unknown_local_run, unknown_run
+from tasks.store.runs import existing_run, load_profile, read_events, unknown_local_run, unknown_run
 from tasks.store.store import Store
 
 UNKNOWN = "–"
-FILES = (run_files.PROFILE, run_files.METRICS, run_files.REPORT_JSON)  # that are read
+FILES = (run_files.PROFILE, run_files.METRICS, run_files.EVENTS, run_files.REPORT_JSON)  # that are read
 RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {  # row: (key of `load_runs`, formatter)
     "state": ("state", str),
     "parameters": ("parameters", format_count),
@@ -159,6 +159,8 @@ def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
     if results:
         run |= {"state": "finished", **results}
+    elif history.steps == profile.train.steps and (failure := latest_failure(read_events(folder))):
+        run["state"] = failure["event"]
     return run
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+AFTER_TRAINING = ("evaluate", "export", "report")  # steps of a run
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,15 @@ def final_evaluation(report: Mapping[str, Any], steps: int | None) -> Mapping[st
     if not isinstance(evaluation, Mapping) or evaluation.get("step") not in (None, steps):
         return None  # reports of early versions have no step
     return evaluation
+
+
+def latest_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The last event in events.jsonl of a step that failed after training; None without one.
+
+    A run is finished once it has a report of its last step (`final_evaluation`), which the flow writes last.
+    """
+    names = [f"{step} failed" for step in AFTER_TRAINING]
+    return next((event for event in reversed([*events]) if event["event"] in names), None)
 
 
 def validation_in_training(row: Mapping[str, Any] | None, finished: int | None = None) -> float | None:

@@ -11,7 +11,6 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,13 +26,13 @@ from tasks.store.backends.backend import NAME
 from tasks.store.backends.folder import REMOVED
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
+from tasks.store.reading import read_each
 from tasks.store.run_folder import REPLACED
 from tasks.store.staging import abandoned_folders
 from tasks.store.store import Store
 
 # Kinds of intermediate artifacts, by the step that makes them.
 PARTS = {"dataset": ("tokens", "hashes", "duplicates"), "graphs": ("graph",)}
-READERS = 16  # of runs' records, which an object store answers slowly
 FULL = {errno.ENOSPC, errno.EDQUOT}
 CHECK_SECONDS = 1.0  # between checks that the lock is still held
 
@@ -186,10 +185,8 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
     notes = []
     names = [name for name in _runs(store) if not REPLACED.search(name)]
     files = ((run_files.ARTIFACTS, list), (run_files.INPUTS, str | None), (run_files.STANDING, object))
-    with ThreadPoolExecutor(READERS) as pool:
-        read = pool.map(lambda name: [_json(store, name, *each) for each in files], names)
-        records = list(zip(names, read, strict=True))
-    for name, (record, inputs, series) in records:
+    records = read_each(store, names, lambda name: [_json(store, name, *each) for each in files])
+    for name, (record, inputs, series) in zip(names, records, strict=True):
         if not (record or inputs or store.backend.entries(f"runs/{name}")):
             continue  # an empty folder
         used |= {ArtifactId(kind, key) for kind, found in record.items() for key in found}
@@ -220,12 +217,11 @@ def _add_required(
         listed: all artifacts, which saves requests for manifests of those that do not exist.
     """
     waiting = used
-    with ThreadPoolExecutor(READERS) as pool:
-        while waiting:
-            there = [each for each in waiting if listed is None or MANIFEST in listed.get(each, ())]
-            required = {other for found in pool.map(partial(_required, store), there) for other in found}
-            waiting = required - used
-            used |= waiting
+    while waiting:
+        there = [each for each in waiting if listed is None or MANIFEST in listed.get(each, ())]
+        required = {other for found in read_each(store, there, partial(_required, store)) for other in found}
+        waiting = required - used
+        used |= waiting
 
 
 def _required(store: Store, id: ArtifactId) -> Iterable[ArtifactId]:

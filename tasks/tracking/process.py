@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from profiles.errors import ProfileError
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from profiles.resolve import load
 from profiles.schema import Profile
 from tasks.launchers.base import SAFE_PATH
 from tasks.reporting.comparison_page import flat_profile, load_runs, write_page
-from tasks.store import runs
+from tasks.reporting.outcome import final_evaluation
 from tasks.store.run_folder import Parent
 from tasks.store.store import Store
 
@@ -66,9 +66,8 @@ def catch_up(folder: Path) -> None:
     profile = load(str(folder / run_files.PROFILE))
     if profile.tracking.trackers and (folder / run_files.TRACKERS).is_dir():
         with tracking(profile, folder, labels_of(profile, profile.name, None)) as final_state:
-            last = runs.last_training_row(folder) or {"step": 0}
-            reported = (folder / run_files.REPORT).exists()  # perhaps of fewer steps, if the run was extended
-            final_state.state = "finished" if reported and last["step"] == profile.train.steps else "stopped"
+            report = state_files.read_json(folder / run_files.REPORT_JSON) or {}
+            final_state.state = "finished" if final_evaluation(report, profile.train.steps) else "stopped"
 
 
 class TrackerProcess:

@@ -16,6 +16,7 @@ def test_the_page_and_the_artifact_show_all_runs(prefect_server, tmp_path, capsy
     for _ in range(9):
         run.train(2.0, 0.0)
     run.end()
+    run.report()
     for _ in range(3):
         run.fail("rank 1 on n7 was killed by SIGKILL")
     page = fleet.with_options(flow_run_name="all runs")(str(tmp_path))

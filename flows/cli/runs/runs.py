@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
             print_stderr(f"trainshed: {view.summary.problem}")
     rows = [(run, stored.get(run.name, _Files())) for run in found]
     if options.json:
-        print_json([{**run.to_json(), **asdict(files), "state": _state(run, files)} for run, files in rows])
+        print_json([run.to_json() | asdict(files) for run, files in rows])
     elif rows:
         _print(rows)
     else:
@@ -69,17 +69,11 @@ def _print(rows: Sequence[tuple[RunView, _Files]]) -> None:
     for index, (run, files) in enumerate(rows):
         summary = run.summary
         loss = summary.last["loss"] if summary.last else None
-        line = [run.name, _state(run, files), _step(run, files), f"{loss:.4f}" if loss is not None else ""]
+        line = [run.name, run.shown_state, _step(run, files), f"{loss:.4f}" if loss is not None else ""]
         line += [values[index] for values in optional.values()]
         line += [format_age(time.time() - summary.changed) if summary.changed else ""]
         lines.append([*line, format_bytes(files.bytes), summary.parent or ""])
     print_table(table_console(), titles, lines, left=2, last_left=True)
-
-
-def _state(run: RunView, files: _Files) -> str:
-    """The run's state: it is finished once the checkpoint of its last step is saved."""
-    unsaved = run.state == "finished" and files.checkpoint < (run.summary.steps or 0)
-    return "stopped" if unsaved else run.state
 
 
 def _step(run: RunView, files: _Files) -> str:

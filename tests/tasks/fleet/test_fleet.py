@@ -35,7 +35,9 @@ def simulated(store, name, steps=20, until=20, **facts):
 @pytest.fixture
 def store(tmp_path):
     """Runs: finished, failed three times on n7, queued, replaced, and one without a step."""
-    simulated(tmp_path, "done").end()
+    done = simulated(tmp_path, "done")
+    done.end()
+    done.report()
     failed = simulated(tmp_path, "failed", until=5, node_price=3600.0)
     failed.save(0)
     for _ in range(3):
@@ -82,6 +84,33 @@ def test_fleet_has_the_state_and_time_of_each_run_and_the_failures_of_nodes(stor
     assert [node.name for node in fleet.bad_nodes] == ["n7"]
 
 
+def test_a_trained_run_is_finished_once_it_has_its_report_and_names_the_step_that_failed(tmp_path, capsys):
+    run = simulated(tmp_path, "trained")
+    run.end()
+    store = Store(str(tmp_path))
+
+    def found():
+        (view,) = read_fleet(store).runs
+        assert main(["runs", "--store", str(tmp_path)]) == 0
+        assert view.shown_state in capsys.readouterr().out
+        return view.state, view.failed_step
+
+    assert found() == ("stopped", None)
+    run.clock += 5
+    run.fail("OSError(28, 'No space left on device')", "export failed")
+    assert found() == ("failed", "export")
+    assert warning_texts(read_fleet(store)) == ["1 failed: trained (export)"]
+    assert ">export failed<" in render(read_fleet(store))
+    (run.folder / "profile.yaml").write_text(resolve.dump(resolve.load(PAIR, ("train.steps=20",), "trained")))
+    os.utime(run.folder / "profile.yaml", (1.7e9, 1.7e9))
+    assert main(["compare", str(run.folder), "--json", "--output", str(tmp_path / "page.html")]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "export failed"
+    with store.lock("run-trained"):
+        assert found() == ("running", None)
+    run.report()
+    assert found() == ("finished", None)
+
+
 def test_started_run_is_not_queued_if_the_clocks_of_its_nodes_are_behind(tmp_path):
     run = SimulatedRun(tmp_path / "runs" / "behind")
     run.submit(0, 30)
@@ -104,6 +133,8 @@ def test_a_fork_counts_only_the_steps_that_it_trained(tmp_path):
 
 def test_a_finished_run_that_is_opened_again_is_not_finished(tmp_path):
     extended, evaluated = (simulated(tmp_path, name) for name in ("extended", "evaluated"))
+    for run in (extended, evaluated):
+        run.report()
     profile = extended.folder / "profile.yaml"
     profile.write_text("train: {steps: 40}")
     store = Store(str(tmp_path))
@@ -223,7 +254,7 @@ def test_runs_of_a_slow_folder_are_read_by_several_threads(store, monkeypatch):
         time.sleep(0.05)
         return entries(backend, name)
 
-    monkeypatch.setattr("tasks.fleet.fleet.SAMPLE", 2)
+    monkeypatch.setattr("tasks.store.reading.SAMPLE", 2)
     monkeypatch.setattr(FolderBackend, "entries", wait)
     slow = read_fleet(store, now=fast.time)
     assert [run.to_json() for run in slow.runs] == [run.to_json() for run in fast.runs]
