@@ -11,7 +11,7 @@ PINS := $(filter-out constraints-torch-2.13.txt,constraints-torch-$(TORCH).txt)
 NEURON_INDEX ?=
 # Without a GPU: the address of PyTorch's package index for CPUs, whose torch is 0.2 GB instead of 3 GB.
 TORCH_INDEX ?=
-INSTALL := $(PYTHON) install.py --venv $(VENV) $(PINS:%=--pins %) --index "$(TORCH_INDEX)" --index "$(NEURON_INDEX)"
+INSTALL := $(PYTHON) install.py --venv $(VENV) --index "$(TORCH_INDEX)" --index "$(NEURON_INDEX)" $(PINS:%=--pins %)
 WRONG_PYTHON := Trainshed needs Python 3.11 to 3.14, and $(PYTHON) is %d.%d; set another one: make PYTHON=python3.13
 BASE := $(VENV)/installed$(PINS:constraints%.txt=%)
 INSTALLED := $(BASE)$(if $(NEURON_INDEX),-neuron)

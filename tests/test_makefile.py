@@ -92,7 +92,9 @@ def test_extra_neuron_is_installed_after_an_installation_without_it(folder):
     (folder / ".venv/installed").touch()
     assert "install" not in commands(folder, "check-device")
     printed = commands(folder, NEURON, "check-device")
-    assert 'install.py --index "" --index "https://example.com/simple" --extra neuron' in printed
+    (line,) = [line for line in printed.splitlines() if "install.py" in line]
+    assert '--index "https://example.com/simple"' in line
+    assert "--extra neuron" in line
     (folder / ".venv/installed-neuron").touch()
     assert "install" not in commands(folder, NEURON, "check-device")
 
@@ -102,7 +104,10 @@ def test_another_version_of_torch_is_installed_in_place_of_the_default_and_teste
     (folder / ".venv/installed").touch()
     assert "--pins constraints-torch-2.14.txt" in commands(folder, "install", "TORCH=2.14")
     printed = commands(folder, "test-torch214")
-    assert "install.py --venv .venv-torch214 --pins constraints-torch-2.14.txt" in printed
+    installs = [line for line in printed.splitlines() if "install.py" in line]
+    assert all(
+        "--venv .venv-torch214" in line and "--pins constraints-torch-2.14.txt" in line for line in installs
+    )
     assert ".venv-torch214/bin/python -m pytest" in printed
     with pytest.raises(subprocess.CalledProcessError):
         commands(folder, "install", "TORCH=2.15")
