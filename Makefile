@@ -4,8 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Version of torch: 2.13, or another one that has a file of pins which replace some of those in constraints.txt.
-TORCH ?= 2.13
+# Version of torch: 2.13, or one with a file of pins that replace some of those in constraints.txt. By default the installed one.
+TORCH ?= $(or $(patsubst $(VENV)/installed-torch-%,%,$(wildcard $(VENV)/installed-torch-?.??)),2.13)
 PINS := $(filter-out constraints-torch-2.13.txt,constraints-torch-$(TORCH).txt)
 # For Trainium: the address of AWS's package index for the Neuron SDK. If set, `make` also installs the extra `neuron`.
 NEURON_INDEX ?=
@@ -78,7 +78,7 @@ test-system:
 	  test "$$(id -u)" = 0 || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
 	  apt-get update -q && apt-get install -qy --no-install-recommends $(SYSTEM_PACKAGES); }
 
-# Stamp files: the installation is complete and up to date. Each version of torch has its own; the last one installed is kept.
+# Stamp files: the installation is complete and up to date. An installation of one version of torch removes those of another.
 $(BASE): pyproject.toml constraints.txt $(PINS)
 	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON): not found; as root: apt-get install python3 python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 11) <= v < (3, 15) and ("$(WRONG_PYTHON)" % v[:2]))'

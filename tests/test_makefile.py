@@ -111,6 +111,9 @@ def test_another_version_of_torch_is_installed_in_place_of_the_default_and_teste
     assert ".venv-torch214/bin/python -m pytest" in printed
     with pytest.raises(subprocess.CalledProcessError):
         commands(folder, "install", "TORCH=2.15")
+    (folder / ".venv/installed").rename(folder / ".venv/installed-torch-2.14")
+    assert "install" not in commands(folder, "check-device")  # keeps the version
+    assert "--pins" not in commands(folder, "install", "TORCH=2.13")
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 15), None])
