@@ -42,7 +42,7 @@ from tasks.continual import generated, held_out, replay, rounds, schedule, serie
 from tasks.continual.data import new_data
 from tasks.continual.gates import Verdict
 from tasks.continual.restore import restore, restore_held_out
-from tasks.inputs import EXPORT, locate_runs
+from tasks.inputs import EXPORT, Lockfile, locate_runs
 from tasks.report import ReportStep
 from tasks.reporting.outcome import Outcome
 from tasks.step import Context
@@ -73,7 +73,7 @@ def continual(
     run = load(profile, overrides, name or None)
     check_round(run)
     opened = open_store(store, run.cluster.work_dir or "store")
-    run = locate_runs(run, opened)
+    run = locate_runs(run, opened, required=False)
     # If scheduled flow runs overlap, the later one waits for the lock, and then finds no new data.
     with activities.begin(opened, "continual", run.name), ExitStack() as stack:
         current = series.promoted_model(opened, run.name)
@@ -127,7 +127,10 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
     over = series.was_not_promoted(store, name) or _is_outdated(context, name, current, recorded)
     over = over or (recorded is not None and _lacks_sets(store, name, recorded["dataset"]))
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
-        resolve_inputs(runner, None if over else read_lockfile(store, name))
+        # Of the tokenizer and the initial weights, which may be gone, those of the first run are used.
+        pins = (read_lockfile(store, profile.name) or Lockfile({})).of_models()
+        pins |= (None if over else read_lockfile(store, name)) or Lockfile({})
+        resolve_inputs(runner, pins, keep_exports=True)
         everything = required(runner.run(DatasetStep(tokenizer)))
         old = old_sets(runner.context, current, tokenizer)
         restore_held_out(runner.context, tokenizer, current.identity, old.entries)

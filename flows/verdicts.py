@@ -130,7 +130,7 @@ def check_gates(store: Store, profile: Profile, promoted: series.Promoted) -> No
     known = [*contents.evaluated(length), *standing, *held_out.expected_sets(profile.data, origin)]
     gates.check_gates(settings, known, origin)
     if settings == Continual().gates and stand_in.unknown_weights(store, profile, promoted):
-        raise ProfileError("continual.gates.0.on", gates.OLD, gates.NOTHING_OLD)
+        raise ProfileError("continual.gates.0.on", gates.OLD, gates.UNKNOWN_OLD)
     tasks = gates.tasks_of(settings)
     if not tasks:
         return

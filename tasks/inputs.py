@@ -52,6 +52,15 @@ class Lockfile:
         """Without the pins of runs' exports, which change if such a run is trained further or again."""
         return type(self)({key: pin for key, pin in self.pins.items() if not _is_export(pin["question"])})
 
+    def of_models(self) -> Self:
+        """The pins of the tokenizer and the initial weights only."""
+        kinds = {"tokenizer", "weights"}
+        return type(self)({key: pin for key, pin in self.pins.items() if kinds & pin["question"].keys()})
+
+    def __or__(self, other: Self) -> Self:
+        """The pins of both; those of the other one where both have a reference."""
+        return type(self)({**self.pins, **other.pins})
+
     def to_bytes(self) -> bytes:
         return json.dumps({"format": FORMAT, "answers": dict(self.pins)}, indent=1).encode()
 
@@ -132,8 +141,11 @@ def resolve(
     return Inputs(tokenizer, shards, initial, Lockfile(pins))
 
 
-def locate_export(store: Store, key: str, source: str) -> str:
+def locate_export(store: Store, key: str, source: str, *, required: bool = True) -> str:
     """Store location of the export of `run:NAME`, which another machine may have made.
+
+    Args:
+        required: whether it has to exist.
 
     Raises ProfileError, for the profile key `key`, for a run without an export, or whose latest one is not in the store.
     """
@@ -142,6 +154,8 @@ def locate_export(store: Store, key: str, source: str) -> str:
         run = store.run_folder(name)
     except ValueError as error:
         raise ProfileError(key, source, str(error)) from error
+    if not required and not run.files(EXPORT):
+        return run.location(EXPORT)
     if not run.files(EXPORT):
         reason = f"the store {store.uri} has no run {name} with an export"
         if name in profile_names():
@@ -162,19 +176,24 @@ def locate_export(store: Store, key: str, source: str) -> str:
     return run.location(EXPORT)
 
 
-def locate_runs(profile: Profile, store: Store) -> Profile:
+def locate_runs(profile: Profile, store: Store, *, required: bool = True) -> Profile:
     """Replace `run:NAME` in init.from and tokenizer.source by the store location of that run's export.
 
     An export that another machine has made since is downloaded.
+
+    Args:
+        required: whether the export has to exist. A round has the weights and the tokenizer of its series.
 
     Raises ProfileError for a run without an export, or whose latest one is not in the store.
     """
     init, tokenizer = profile.init, profile.tokenizer
     if init.from_ and init.from_.startswith(RUN):
-        init = init.model_copy(update={"from_": locate_export(store, "init.from", init.from_)})
+        init = init.model_copy(
+            update={"from_": locate_export(store, "init.from", init.from_, required=required)}
+        )
     if tokenizer.source.startswith(RUN):
         tokenizer = tokenizer.model_copy(
-            update={"source": locate_export(store, "tokenizer.source", tokenizer.source)}
+            update={"source": locate_export(store, "tokenizer.source", tokenizer.source, required=required)}
         )
     return profile.model_copy(update={"init": init, "tokenizer": tokenizer})
 

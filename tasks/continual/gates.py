@@ -19,8 +19,12 @@ OLD, NEW, SOURCE, TASK = "old", "new", "source:", "task:"
 RISES = "rises"  # begins the limits of losses that must not rise
 COLUMNS = ("set", "before", "after", "limit", "met")
 NOTHING_OLD = (
+    "cannot be evaluated: no earlier run of the series holds out text; name sources in continual.stand_in, or leave this gate "
+    "out"
+)
+UNKNOWN_OLD = (
     "cannot be evaluated: nothing is held out of what the initial weights were trained on; name sources that stand for it in "
-    "continual.stand_in, or set other gates"
+    "continual.stand_in, set continual.replay_from=generated, or set other gates"
 )
 NOTHING_NEW = (
     "cannot be evaluated: no source holds out a share of its new documents; set data.validation_fraction and use: split, or "

@@ -68,6 +68,6 @@ def warn_if_unknown(context: Context, promoted: Promoted) -> None:
     if initial is not None:
         log.warning(
             "continual.stand_in: the store does not have what %s was trained on, which the series started from, so forgetting it "
-            "is neither prevented nor measured; name sources that stand for it",
+            "is neither prevented nor measured; name sources that stand for it, or set continual.replay_from=generated",
             initial,
         )

@@ -350,7 +350,7 @@ def test_runs_that_a_round_reads_are_not_replaced_and_run_references_are_located
     store.run_folder("base").write("export/config.json", b"{}")
 
     def train_round(context, current):
-        sources.append(context.profile.tokenizer.source)
+        sources.extend((context.profile.tokenizer.source, context.profile.init.from_))
         for name in ("tiny", current.run):
             other = load("tiny", ["train.learning_rate=1e-2"], name)
             with pytest.raises(ProfileError, match="continues the run that this one replaces"):
@@ -359,8 +359,9 @@ def test_runs_that_a_round_reads_are_not_replaced_and_run_references_are_located
 
     monkeypatch.setattr(continual, "_attempts", train_round)
     monkeypatch.setattr("flows.run_setup.hub_token", lambda profile: None)  # would ask Prefect
-    continual.continual.fn.__wrapped__("tiny", ["tokenizer.source=run:base"], store=str(tmp_path))
-    assert sources == [str(tmp_path / "runs/base/export")]
+    overrides = ["tokenizer.source=run:base", "init.from=run:removed"]
+    continual.continual.fn.__wrapped__("tiny", overrides, store=str(tmp_path))
+    assert sources == [str(tmp_path / f"runs/{name}/export") for name in ("base", "removed")]
 
 
 def test_export_flow_exports_an_existing_run(series):
