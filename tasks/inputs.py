@@ -95,8 +95,9 @@ class Inputs:
 
     @property
     def since(self) -> str:
-        """Time of the oldest pin, in UTC; empty if nothing had to be resolved."""
-        return min((pin["resolved"] for pin in self.lockfile.pins.values()), default="")
+        """Time of the oldest pin of a source, in UTC; empty if nothing had to be resolved."""
+        pins = self.lockfile.pins.values()
+        return min((pin["resolved"] for pin in pins if "source" in pin["question"]), default="")
 
 
 def resolve(
