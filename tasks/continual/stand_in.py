@@ -67,7 +67,7 @@ def warn_if_unknown(context: Context, promoted: Promoted) -> None:
     initial = unknown_weights(context.store, context.profile, promoted)
     if initial is not None:
         log.warning(
-            "continual.stand_in: the store does not have what %s was trained on, which the series started from, so forgetting it "
-            "is neither prevented nor measured; name sources that stand for it, or set continual.replay_from=generated",
+            "continual.stand_in: what %s was trained on, which the series started from, cannot be replayed, so forgetting it is "
+            "neither prevented nor measured; name sources that stand for it, or set continual.replay_from=generated",
             initial,
         )
