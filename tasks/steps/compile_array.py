@@ -24,7 +24,8 @@ from profiles.files import run_files, state_files
 from profiles.resolve import load
 from tasks import keys
 from tasks.failures import FatalError
-from tasks.launchers import Job, create, execute
+from tasks.launchers import Job, JobFailed, create, execute
+from tasks.launchers.base import Unavailable
 from tasks.step import Context
 from tasks.steps.programs import PROGRAM, compile_program, job_name, limits_of
 from tasks.store.artifacts import ArtifactId
@@ -40,7 +41,7 @@ def compile_all(context: Context, work: Path, programs: Sequence[Mapping[str, An
     """Compile the programs in an array, unless the store has all; returns entries in order.
 
     Raises:
-        JobFailed: a job ended without having tried all of its programs.
+        JobFailed: a job ended without having tried all of its programs, which the message names.
         FatalError: a node has another compiler than the flow's machine.
     """
     if all(_artifact(context, program) for program in programs):
@@ -76,7 +77,15 @@ def _run(context: Context, work: Path, programs: Sequence[Mapping[str, Any]]) ->
         for each in programs:
             _result(work, each).unlink(missing_ok=True)
 
-    execute(launcher, job, watch, grace=0, on_submit=forget)  # compiled programs are in the store
+    try:
+        execute(launcher, job, watch, grace=0, on_submit=forget)  # compiled programs are in the store
+    except JobFailed as failure:
+        left = [each["name"] for each in programs if not _result(work, each).exists()]
+        if isinstance(failure, Unavailable) or not left:
+            raise
+        raise JobFailed(
+            f"{failure}; not tried: {', '.join(left)}", failure.detail, failure.exit_code
+        ) from failure
 
 
 def _artifact(context: Context, program: Mapping[str, Any]) -> ArtifactId | None:
