@@ -175,7 +175,8 @@ class SlurmLauncher:
 
     def _sbatch(self, job: Job, submission: str) -> str:
         """Submit the job's script; returns its identifier, from the queue if sbatch's answer is lost."""
-        command = ["sbatch", "--parsable", f"{job.name}.sbatch"]
+        # On the command line, --export replaces a site's default, such as SBATCH_EXPORT=NONE, which would withhold secrets too.
+        command = ["sbatch", "--parsable", "--export=ALL", f"{job.name}.sbatch"]
         try:
             return run_command(command, folder=job.folder, secrets=job.secrets).strip().partition(";")[0]
         except JobFailed as error:
