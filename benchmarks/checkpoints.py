@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import (
     alternate,
     alternate_timed,
@@ -48,7 +49,7 @@ ROWS, WIDTH = 4096, 1024  # of each parameter
 
 
 def main() -> int:
-    parser = make_parser(__doc__, rounds=3)
+    parser = make_parser(__doc__, rounds=3, out="checkpoints")
     parser.add_argument("--parameters", type=int, default=50_000_000)
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: temporary)")
     options = parser.parse_args()
@@ -82,7 +83,8 @@ def main() -> int:
             return duration
 
         sides = {name: lambda save=save: timed_save(save) for name, save in saves.items()}
-        results = alternate({"stall": stall, **sides}, options.rounds)
+        keep = Results(options.out).turn
+        results = alternate({"stall": stall, **sides}, options.rounds, keep=keep)
         shard = make_optimizer(options.parameters, Mesh(data=4, rank=1))
         loads = {
             "load": lambda: load(
@@ -91,7 +93,7 @@ def main() -> int:
             "unverified": lambda: load(folder / "step_0", shard, None),
             "DCP load": lambda: load_dcp(folder / "step_0", shard),
         }
-        results |= alternate_timed(loads, options.rounds)
+        results |= alternate_timed(loads, options.rounds, keep=keep)
         saver.close()
     return show(options.parameters, results, steps)
 

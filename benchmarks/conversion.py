@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness.processes import peak_memory
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import alternate, make_parser, print_table
 from benchmarks.harness.workload import llama
 from profiles.sections.model import Model
@@ -46,7 +47,7 @@ PEER = (
 
 
 def main() -> int:
-    parser = make_parser(__doc__, rounds=3)
+    parser = make_parser(__doc__, rounds=3, out="conversion")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--folder", type=Path, required=True, help="scratch folder on the disk to measure")
     parser.add_argument(
@@ -90,7 +91,8 @@ def main() -> int:
         return run
 
     sides = {name: side(*program) for name, program in programs.items()}
-    results = alternate(sides, options.rounds, after_round=lambda: shutil.rmtree(split))
+    keep = Results(options.out).turn
+    results = alternate(sides, options.rounds, after_round=lambda: shutil.rmtree(split), keep=keep)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     median = {name: statistics.median(seconds for seconds, _ in runs) for name, runs in results.items()}
     print_table(

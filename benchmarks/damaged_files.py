@@ -45,6 +45,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.results import append
 from benchmarks.harness.timing import make_parser
 from flows.cli.main import main as command
 from parallel.checkpoint import locations
@@ -324,7 +325,7 @@ def train(folder: Path) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="damaged_files")
     names = [*commands(Path(), [])]
     parser.add_argument("--commands", nargs="+", choices=names, default=names)
     parser.add_argument("--damages", nargs="+", choices=DAMAGES, default=[*DAMAGES])
@@ -389,6 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
                 DAMAGES[damage](copy / "store" / file)
                 outcome, details = judge(copy, file, each, expected[each])
             outcomes[each, outcome] += 1
+            append(options.out, {"row": f"{each}, {file} {damage}", "outcome": outcome})
             if outcome.isupper():
                 findings += 1
                 console.print(f"{outcome}: {each}, {file} {damage}\n{details}", markup=False)

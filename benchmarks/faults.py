@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.processes import training_ranks
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from profiles import resolve
 from profiles.files import run_files
@@ -145,34 +146,24 @@ def effective_training_time(recovery: float, stall: float, devices: int) -> tupl
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser = make_parser(__doc__, out="faults")
     parser.add_argument("--stall", type=float, default=1.0, help="seconds that a checkpoint stalls training")
     options = parser.parse_args()
     if missing():
         sys.exit(missing())
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, Cluster() as cluster:
-        results = {}
+        results, kept = {}, Results(options.out)
         for name, value in measure(Path(folder), cluster):
             results[name] = value
-            if not options.json:
-                print(format_result(name, value), flush=True)
+            kept.add(name, format_result(name, value), result=value)
     faults = ("process killed", "node killed", "rank hung")  # a killed orchestrator does not stop training
     recoveries = {
         "mean of the faults": statistics.mean(results[name]["seconds"] for name in faults),
         "node killed, with SlurmdTimeout": results["node killed"]["seconds"] + SLURMD_TIMEOUT,
     }
-    results["effective"] = {
-        name: {
-            devices: effective_training_time(recovery, options.stall, devices) for devices in (512, 16_384)
-        }
-        for name, recovery in recoveries.items()
-    }
-    if options.json:
-        print(json.dumps(results, indent=1))
-        return
     for name, recovery in recoveries.items():
-        for devices, (interval, share) in results["effective"][name].items():
+        for devices in (512, 16_384):
+            interval, share = effective_training_time(recovery, options.stall, devices)
             print(
                 f"{devices:,} devices, recovery {recovery:.0f} s ({name}): a checkpoint every {interval / 60:.1f} min, "
                 f"{share:.2%} of the time is spent training"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from modeling.data.records import RecordSamples, open_samples
 from modeling.training.reference import log_probabilities
@@ -184,7 +185,7 @@ def theirs(folder: Path, work: Work) -> Callable[[int], list[Times]]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=3)
+    parser = make_parser(__doc__, rounds=3, out="finetuning")
     parser.add_argument(
         "--steps", type=int, default=6, help="steps of each run after the warm-up (default: 6)"
     )
@@ -193,7 +194,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = []
+    results = Results(options.out)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = write_inputs(folder, records=96)
@@ -210,9 +211,8 @@ def main() -> None:
                     times[side] += run(WARM_UP + options.steps)
             for index, clock in enumerate(("wall", "CPU")):
                 one, other = (statistics.median(pair[index] for pair in times[side]) for side in sides)
-                line = f"{title}  {clock:<4}  ours {one * 1e3:7.1f} ms a step, TRL {other * 1e3:7.1f} ms: {other / one:.2f} times"
-                lines.append(line)
-    print("\n".join(lines))
+                text = f"{title}  {clock:<4}  ours {one * 1e3:7.1f} ms a step, TRL {other * 1e3:7.1f} ms: {other / one:.2f} times"
+                results.add(f"{title}, {clock}", text, ours_seconds=one, peer_seconds=other)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from tasks.fleet.fleet import CACHE, read_fleet
 from tasks.fleet.page import write_page
@@ -26,17 +27,17 @@ BEGIN = 1_790_000_000.0
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=5)
+    parser = make_parser(__doc__, rounds=5, out="fleet")
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--changed", type=int, default=20)
     options = parser.parse_args()
     for steps in (options.steps // 10, options.steps):
         with tempfile.TemporaryDirectory() as folder:
-            measure(Path(folder), options.runs, steps, options.changed, options.rounds)
+            measure(Path(folder), options.runs, steps, options.changed, options.rounds, Results(options.out))
 
 
-def measure(folder: Path, count: int, steps: int, changed: int, rounds: int) -> None:
+def measure(folder: Path, count: int, steps: int, changed: int, rounds: int, results: Results) -> None:
     """Print the times for a store with `count` runs."""
     size = write_store(folder, count, steps)
     store, page = Store(str(folder)), folder / "fleet.html"
@@ -56,7 +57,8 @@ def measure(folder: Path, count: int, steps: int, changed: int, rounds: int) -> 
             walls, cpus = zip(*values, strict=True)
             spread = f"of {len(values)}: {min(walls):.2f} to {max(walls):.2f}"
             cpu = f", {statistics.median(cpus):.2f} s of CPU" if any(cpus) else ""
-            print(f"  {name:<12} {statistics.median(walls):6.2f} s   ({spread}){cpu}")
+            text = f"  {name:<12} {statistics.median(walls):6.2f} s   ({spread}){cpu}"
+            results.add(name, text, runs=count, steps=steps, walls=walls, cpus=cpus)
 
 
 def opening(page: Path) -> list[tuple[float, float]]:

@@ -181,6 +181,7 @@ COMPARISONS: tuple[Comparison, ...] = (
         for tokens in (32768, 131072)
     ),
 )
+ROWS, OUT, LEASE = "gpu.jsonl", Path("build/benchmarks"), Path("lease")
 CHECKS = ("check-device", "cuda-tests")
 PACKAGE = "the package "
 SUFFIXES = {"bf16": "", "FP8": "-fp8"}  # of the names of rows, by precision
@@ -214,8 +215,9 @@ def main() -> int:
     names += [row.name for row in lease_rows.ROWS if row.name not in names]
     about = "run the rows of a lease (benchmarks/gpu_lease/rows.py) within so many minutes, the most valuable first"
     parser.add_argument("--minutes", type=float, help=about)
-    about = "with --minutes: append each result to FOLDER/results.jsonl; rows that it has are skipped"
-    parser.add_argument("--out", type=Path, default=Path("lease"), metavar="FOLDER", help=about)
+    about = f"append each result to FOLDER/{ROWS} (default: {OUT}); with --minutes to FOLDER/{lease.RESULTS} (default: "
+    about += f"{LEASE}), whose rows are skipped"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about)
     about = "with --minutes: NCCL library that allows several ranks on one GPU"
     parser.add_argument("--nccl", type=Path, metavar="FILE", help=about)
     parser.add_argument(
@@ -235,7 +237,7 @@ def main() -> int:
         deadline = time.monotonic() + 60 * options.minutes
         lent = lease.Machine(options.rehearse, deadline, graphs, options.nccl)
         leased = [row for row in lease_rows.ROWS if not options.only or row.name in options.only]
-        return lease.run(leased, lent, options.out)
+        return lease.run(leased, lent, options.out or LEASE)
     ring_attention.preload()
     rows = checks_and_comparisons(options.rehearse)
     chosen = [item for item in rows if not options.only or item.name in options.only]
@@ -244,7 +246,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as folder:
         warm_up, steps = (1, 2) if options.rehearse else (3, 10)
         schedule = Schedule(options.rounds, warm_up, steps, folder)
-        results = run(runnable, schedule)
+        results = run(runnable, schedule, (options.out or OUT) / ROWS)
     trained = {
         item.name: (item, result)
         for item, result in zip(runnable, results, strict=True)

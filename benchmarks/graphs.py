@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness.processes import Script, largest_difference, measure_script
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import alternate, make_parser, median_ratio
 from profiles.resolve import dump, load
 
@@ -26,7 +27,7 @@ MIN_SPEEDUP = 4.0
 LOSS_TOLERANCE = 2e-2
 
 
-def trace(names: Sequence[str]) -> bool:
+def trace(names: Sequence[str], results: Results) -> bool:
     """Trace profiles; returns whether all are within the limits."""
     print(f"{'profile':<20}{'layers':>7}{'ranks':>7}{'seconds':>9}{'MB':>7}{'graphs':>8}")
     within = True
@@ -40,16 +41,17 @@ def trace(names: Sequence[str]) -> bool:
             subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
             traced = json.loads(output.read_text())
         graphs = sum(len(program["graphs"]) for program in traced["programs"])
-        print(
+        text = (
             f"{name:<20}{profile.model.num_hidden_layers:>7}{profile.world_size:>7}{traced['seconds']:>9.1f}"
             f"{traced['peak_bytes'] / 1e6:>7.0f}{graphs:>8}"
         )
+        results.add(name, text, seconds=traced["seconds"], peak_bytes=traced["peak_bytes"], graphs=graphs)
         within &= traced["seconds"] <= MAX_SECONDS and traced["peak_bytes"] <= MAX_BYTES
     print(f"\nat most {MAX_SECONDS} s and {MAX_BYTES / 1e6:.0f} MB each")
     return within
 
 
-def first_step(rounds: int) -> bool:
+def first_step(rounds: int, results: Results) -> bool:
     """Time the first step, alternating between an empty compile cache and precompiled graphs."""
     from tasks.step import Context
     from tasks.steps import graphs
@@ -79,7 +81,8 @@ def first_step(rounds: int) -> bool:
             seconds: float = row["step_seconds"]
             return seconds
 
-        seconds = alternate({kind: partial(train, kind) for kind in ("cold", "warm")}, rounds)
+        sides = {kind: partial(train, kind) for kind in ("cold", "warm")}
+        seconds = alternate(sides, rounds, keep=results.turn)
     for kind, times in seconds.items():
         print(f"first step, {kind}: {', '.join(f'{value:.2f}' for value in times)} s")
     ratio = statistics.median(seconds["cold"]) / statistics.median(seconds["warm"])
@@ -87,7 +90,7 @@ def first_step(rounds: int) -> bool:
     return ratio >= MIN_SPEEDUP
 
 
-def speed(rounds: int, precision: str) -> bool:
+def speed(rounds: int, precision: str, results: Results) -> bool:
     """Compare eager with compiled training steps."""
     with tempfile.TemporaryDirectory() as graphs:
         common = ("--precision", precision, "--threads", "2")
@@ -95,7 +98,8 @@ def speed(rounds: int, precision: str) -> bool:
             "eager": Script("training_steps.ours", common),
             "compiled": Script("training_steps.ours", (*common, "--graphs", graphs)),
         }
-        runs = alternate({kind: partial(measure_script, script) for kind, script in scripts.items()}, rounds)
+        sides = {kind: partial(measure_script, script) for kind, script in scripts.items()}
+        runs = alternate(sides, rounds, keep=lambda side, run: results.turn(side, run.median_seconds()))
     seconds = {kind: [run.median_seconds() for run in measured] for kind, measured in runs.items()}
     for kind, times in seconds.items():
         print(f"step, {kind}: {', '.join(f'{value * 1e3:.0f}' for value in times)} ms")
@@ -114,17 +118,18 @@ def write_run_folder(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def main() -> int:
-    parser = make_parser(__doc__, rounds=2)
+    parser = make_parser(__doc__, rounds=2, out="graphs")
     parser.add_argument("what", choices=("trace", "first-step", "speed"))
     parser.add_argument("--profiles", nargs="+", default=LARGE, help="for `trace`")
     parser.add_argument("--precision", choices=("float32", "bf16"), default="float32", help="for `speed`")
     options = parser.parse_args()
+    results = Results(options.out)
     if options.what == "trace":
-        within = trace(options.profiles)
+        within = trace(options.profiles, results)
     elif options.what == "first-step":
-        within = first_step(options.rounds)
+        within = first_step(options.rounds, results)
     else:
-        within = speed(options.rounds, options.precision)
+        within = speed(options.rounds, options.precision, results)
     return 0 if within else 1
 
 

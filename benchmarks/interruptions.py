@@ -22,9 +22,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.harness.processes import training_ranks
+from benchmarks.harness.results import Results
 from benchmarks.harness.s3 import s3_server
 from benchmarks.harness.timing import make_parser
 from tasks.keys import file_digest
@@ -123,7 +122,7 @@ def run_chains(
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="interruptions")
     parser.add_argument("--chains", type=int, default=10)
     parser.add_argument("--faults", type=int, default=4, help="interruptions of each chain")
     parser.add_argument("--seed", type=int, default=0)
@@ -132,7 +131,7 @@ def main() -> int:
         "--eager", action="store_true", help="train without compiled graphs, in a tenth of the time"
     )
     options = parser.parse_args()
-    console, equal = Console(highlight=False), 0
+    results, equal = Results(options.out), 0
     with tempfile.TemporaryDirectory() as name, s3_server() if options.s3 else nullcontext():
         if options.s3:
             import s3fs
@@ -144,10 +143,11 @@ def main() -> int:
         chains = run_chains(Path(name), *chosen)
         for number, (chain, same) in enumerate(chains):
             equal += same
-            console.print(
-                f"chain {number}: {'equal' if same else 'DIFFERENT'} after {'; '.join(chain.faults) or 'no fault'}"
+            name, faults = f"chain {number}", "; ".join(chain.faults) or "no fault"
+            results.add(
+                name, f"{name}: {'equal' if same else 'DIFFERENT'} after {faults}", equal=same, faults=faults
             )
-    console.print(f"{equal} of {options.chains} chains ended with equal losses, evaluations and exports")
+    print(f"{equal} of {options.chains} chains ended with equal losses, evaluations and exports")
     return 0 if equal == options.chains else 1
 
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.rungs import OVERRIDES, SEQUENCE, VOCABULARY, WIDTHS
 from benchmarks.harness.timing import make_parser
 from benchmarks.harness.training import train_and_evaluate
@@ -87,7 +88,7 @@ def describe(seed: int) -> Ladder:
     )
 
 
-def measure(seed: int) -> tuple[bool, bool]:
+def measure(seed: int, results: Results) -> tuple[bool, bool]:
     """Forecast and train a seed's target; returns whether error ≤ 1 %, and whether the interval holds."""
     ladder = describe(seed)
     target = target_of(ladder)
@@ -96,34 +97,31 @@ def measure(seed: int) -> tuple[bool, bool]:
     for rung in rungs_of(ladder, target):
         loss = train_and_evaluate(rung.profile, samples, validation).loss
         observations.append(Observation(rung.n, rung.tokens, loss))
-        print(
-            f"  {rung.name:<24} {rung.flops:.3g} FLOPs, {rung.profile.train.steps} steps: {loss:.4f}",
-            flush=True,
-        )
+        text = f"  {rung.name:<24} {rung.flops:.3g} FLOPs, {rung.profile.train.steps} steps: {loss:.4f}"
+        results.add(rung.name, text, seed=seed, loss=loss)
     found = forecast(observations, target.n, target.tokens, seed)
     low, high = found["interval"]
     beyond = f"{found['extrapolation']:.1f} × the largest rung, noise {found['noise']:.2%}"
-    print(
-        f"seed {seed}: forecast {found['loss']:.4f}, 90% interval {low:.4f} to {high:.4f}, {beyond}",
-        flush=True,
-    )
+    text = f"seed {seed}: forecast {found['loss']:.4f}, 90% interval {low:.4f} to {high:.4f}, {beyond}"
+    results.add("forecast", text, seed=seed, loss=found["loss"], interval=[low, high])
     outcome = train_and_evaluate(target.profile, samples, validation).loss
     error, naive = (loss / outcome - 1 for loss in (found["loss"], min(point.loss for point in observations)))
     inside = low <= outcome <= high
-    print(
+    text = (
         f"seed {seed}: outcome {outcome:.4f}, {'inside' if inside else 'outside'}; error {error:+.2%}, naive {naive:+.2%}; "
-        f"{time.process_time() - begun:.0f} s of CPU time",
-        flush=True,
+        f"{time.process_time() - begun:.0f} s of CPU time"
     )
+    results.add("outcome", text, seed=seed, loss=outcome, error=error, naive=naive)
     return abs(error) <= 0.01, inside
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="ladder")
     parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
     options = parser.parse_args()
     print(f"entropy of the source: {entropy():.4f} nats a word", flush=True)
-    close, inside = zip(*(measure(seed) for seed in options.seed), strict=True)
+    results = Results(options.out)
+    close, inside = zip(*(measure(seed, results) for seed in options.seed), strict=True)
     print(f"{sum(close)} of {len(close)} within 1 %, {sum(inside)} inside the interval")
 
 

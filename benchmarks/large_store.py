@@ -19,6 +19,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from flows.cli.main import main as trainshed
 from profiles.resolve import dump, load
@@ -34,20 +35,21 @@ GARBAGE = 10  # one of so many runs has an artifact that nothing refers to
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=2)
+    parser = make_parser(__doc__, rounds=2, out="large_store")
     parser.add_argument("--runs", type=int, default=3000)
     parser.add_argument("--files", type=int, default=40, help="of each run")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         total = write_store(Path(folder), options.runs, options.files)
-        print(f"{options.runs:,} runs, {total:,} files")
+        results = Results(options.out)
+        results.add("store", f"{options.runs:,} runs, {total:,} files", runs=options.runs, files=total)
         for number in range(options.rounds):
             for command in (["runs"], ["gc"], *([["gc", "--yes"]] if number + 1 == options.rounds else [])):
-                measure(Path(folder), command, profiled=options.profile)
+                measure(Path(folder), command, results, profiled=options.profile)
 
 
-def measure(folder: Path, command: list[str], *, profiled: bool) -> None:
+def measure(folder: Path, command: list[str], results: Results, *, profiled: bool) -> None:
     """Print the time of a command, and for how long it kept its lock from others."""
     profiler = cProfile.Profile()
     ended = threading.Event()
@@ -69,7 +71,10 @@ def measure(folder: Path, command: list[str], *, profiled: bool) -> None:
     wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
     ended.set()
     lock = f", lock held for about {held[0]:.1f} s" if held[0] else ""
-    print(f"{' '.join(command):<10} {wall:6.2f} s, {cpu:6.2f} s of CPU{lock}", flush=True)
+    name = " ".join(command)
+    results.add(
+        name, f"{name:<10} {wall:6.2f} s, {cpu:6.2f} s of CPU{lock}", wall=wall, cpu=cpu, lock=held[0]
+    )
     if profiled:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness.processes import Script, run_script
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from modeling.data.prefetch import Batch
 from modeling.planning.planner import plan
@@ -72,7 +73,7 @@ CASES = {
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="memory")
     parser.add_argument(
         "overrides", nargs="?", type=json.loads, help="measure these overrides (JSON list) as one rank"
     )
@@ -82,7 +83,7 @@ def main() -> None:
             dist.init_process_group("gloo")
         print(json.dumps(measure(options.overrides)), flush=True)
         return
-    ratios = []
+    ratios, results = [], Results(options.out)
     for name, overrides in CASES.items():
         profile = case(overrides)
         output = run_script(Script("memory", (json.dumps(overrides),), profile.world_size))
@@ -92,7 +93,7 @@ def main() -> None:
             measured = max(peak for rank, states, peak in ranks if rank == number and states == planned)
             ratios.append(stage.total / measured)
             text = f"{name:28} stage {number}: {measured / 2**20:6.1f} MiB, planned {ratios[-1]:.2f} of it"
-            print(text, flush=True)
+            results.add(name, text, stage=number, measured=measured, planned=stage.total)
     print(f"planned / measured: {min(ratios):.2f} to {max(ratios):.2f}; states equal to the byte")
 
 

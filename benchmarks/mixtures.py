@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from benchmarks.harness.training import train_and_evaluate
 from modeling.data.corpus import Corpus, Samples
@@ -117,15 +118,15 @@ def train_on_dataset(profile: Profile, dataset: Path) -> Evaluation:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="mixtures")
     parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
     options = parser.parse_args()
     for seed in options.seed:
         with tempfile.TemporaryDirectory() as folder:
-            measure(Path(folder), seed)
+            measure(Path(folder), seed, Results(options.out))
 
 
-def measure(folder: Path, seed: int) -> None:
+def measure(folder: Path, seed: int, results: Results) -> None:
     """Propose weights for one seed, train with them, and compare with the grid."""
     mixture, store = describe(folder, seed), Store(str(folder / "store"))
     target = mixture_target(mixture)
@@ -140,10 +141,10 @@ def measure(folder: Path, seed: int) -> None:
         found = train_on_dataset(profile, build_dataset(profile, store)).sources
         losses = np.array([found[name] for name in sources])
         weights = " ".join(f"{weight:5.1%}" for weight in (proxy.weights or natural).values())
-        print(
-            f"  {proxy.name:<20} {weights}: {' '.join(f'{x:.4f}' for x in losses)}, mean {losses.mean():.4f}",
-            flush=True,
+        text = (
+            f"  {proxy.name:<20} {weights}: {' '.join(f'{x:.4f}' for x in losses)}, mean {losses.mean():.4f}"
         )
+        results.add(proxy.name, text, seed=seed, weights=proxy.weights or natural, losses=losses.tolist())
         return losses
 
     losses = np.array([train(proxy) for proxy in proxies])
@@ -164,12 +165,12 @@ def measure(folder: Path, seed: int) -> None:
             grid = dict(zip(sources, [*row, 1 - sum(row)], strict=True))
             best = min(best, train(proposed(mixture, target, grid, "grid")).mean())
     inside = "inside" if low <= outcome <= high else "outside"
-    print(
+    text = (
         f"seed {seed}: natural {losses[0].mean():.4f}, proposed {outcome:.4f}, best of the grid {best:.4f}: "
         f"{outcome / best - 1:+.2%}; forecast {forecast:.4f}, {low:.4f} to {high:.4f}, {inside}; "
-        f"{time.monotonic() - begun:.0f} s",
-        flush=True,
+        f"{time.monotonic() - begun:.0f} s"
     )
+    results.add("outcome", text, seed=seed, natural=losses[0].mean(), proposed=outcome, best=best)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.harness import rungs as shapes
+from benchmarks.harness.results import Results
 from benchmarks.harness.text import documents
 from benchmarks.harness.timing import make_parser
 from benchmarks.harness.training import train_and_evaluate
@@ -88,20 +89,22 @@ def describe(optimizer: Optimizer, rate: float, seed: int, share: float = 1.0) -
     )
 
 
-def loss_of(run: PlannedRun) -> float:
+def loss_of(run: PlannedRun, results: Results) -> float:
     """Train a run; its loss on held-out text, in nats per byte."""
-    train, validation = texts()
-    samples = Text(train, run.profile.train.seed)
-    return train_and_evaluate(run.profile, samples, Text(validation, 0, VALIDATION)).loss
+    text, validation = texts()
+    train = run.profile.train
+    loss = train_and_evaluate(run.profile, Text(text, train.seed), Text(validation, 0, VALIDATION)).loss
+    about = train.model_dump(include={"optimizer", "seed", "steps", "learning_rate"})
+    results.add(run.name, **about, loss=loss)
+    return loss
 
 
-def tune(optimizer: Optimizer) -> float:
+def tune(optimizer: Optimizer, results: Results) -> float:
     """The rate of the lowest loss of the smallest rung."""
     losses: dict[float, float] = {}
     for rate in RATES:
         ladder = describe(optimizer, rate, TUNING_SEED)
-        losses[rate] = loss_of(rungs_of(ladder, target_of(ladder))[0])
-    print(f"{optimizer}: " + ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items()), flush=True)
+        losses[rate] = loss_of(rungs_of(ladder, target_of(ladder))[0], results)
     return min(losses, key=lambda rate: losses[rate])
 
 
@@ -130,53 +133,50 @@ def reached(loss: float, losses: Sequence[float]) -> float:
     return math.exp(np.interp(-loss, [-each for each in losses], np.log(SHARES)))
 
 
-def measure_forecast(seed: int, rates: dict[Optimizer, float]) -> tuple[float, float]:
-    """Train both ladders with one seed and print their forecast of the ratio; returns its interval."""
+def measure_forecast(seed: int, rates: dict[Optimizer, float], results: Results) -> tuple[float, float]:
+    """Train both ladders with one seed and forecast the ratio; returns its interval."""
     fits = []
     for optimizer in OPTIMIZERS:
         ladder = describe(optimizer, rates[optimizer], seed)
         rungs = rungs_of(ladder, target_of(ladder))
-        losses = [loss_of(rung) for rung in rungs]
-        print(f"seed {seed}, {optimizer}: " + ", ".join(f"{loss:.4f}" for loss in losses), flush=True)
+        losses = [loss_of(rung, results) for rung in rungs]
         points = zip(rungs, losses, strict=True)
         fits.append(fit([Observation(rung.n, rung.tokens, loss) for rung, loss in points], seed))
     target = target_of(describe("adamw", rates["adamw"], seed))
     adamw, muon = fits
     ratio, low, high = forecast(adamw, muon, target, seed)
-    print(
-        f"seed {seed}: forecast {ratio:.2f} of AdamW's tokens, 90% interval {low:.2f} to {high:.2f}",
-        flush=True,
-    )
+    text = f"seed {seed}: forecast {ratio:.2f} of AdamW's tokens, 90% interval {low:.2f} to {high:.2f}"
+    results.add("forecast", text, seed=seed, ratio=ratio, interval=[low, high])
     return low, high
 
 
-def measure_outcome(seed: int, rates: dict[Optimizer, float]) -> float:
+def measure_outcome(seed: int, rates: dict[Optimizer, float], results: Results) -> float:
     """Train the target with one seed; returns the ratio."""
     begun = time.process_time()
-    loss = loss_of(target_of(describe("adamw", rates["adamw"], seed)))
-    found = [loss_of(target_of(describe("muon", rates["muon"], seed, share))) for share in SHARES]
+    loss = loss_of(target_of(describe("adamw", rates["adamw"], seed)), results)
+    found = [loss_of(target_of(describe("muon", rates["muon"], seed, share)), results) for share in SHARES]
     outcome = reached(loss, found)
     curve = ", ".join(f"{share:g}: {each:.4f}" for share, each in zip(SHARES, found, strict=True))
-    print(
-        f"seed {seed}: AdamW {loss:.4f}; Muon {curve}; outcome {outcome:.2f}; {time.process_time() - begun:.0f} s of CPU time",
-        flush=True,
-    )
+    cost = f"{time.process_time() - begun:.0f} s of CPU time"
+    text = f"seed {seed}: AdamW {loss:.4f}; Muon {curve}; outcome {outcome:.2f}; {cost}"
+    results.add("outcome", text, seed=seed, ratio=outcome)
     return outcome
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="optimizers")
     parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
     about = "learning rates, instead of tuning them"
     parser.add_argument("--rates", type=float, nargs=2, metavar=("ADAMW", "MUON"), help=about)
     parser.add_argument("--part", choices=("outcome",), help="only train the target, without a forecast")
     options = parser.parse_args()
-    given = options.rates or map(tune, OPTIMIZERS)
+    results = Results(options.out)
+    given = options.rates or [tune(optimizer, results) for optimizer in OPTIMIZERS]
     rates = dict(zip(OPTIMIZERS, given, strict=True))
     outcomes, inside = [], 0
     for seed in options.seed:
-        low, high = (math.nan, math.nan) if options.part else measure_forecast(seed, rates)
-        outcomes.append(measure_outcome(seed, rates))
+        low, high = (math.nan, math.nan) if options.part else measure_forecast(seed, rates, results)
+        outcomes.append(measure_outcome(seed, rates, results))
         inside += low <= outcomes[-1] <= high
     last = "" if options.part else f"; {inside} of {len(outcomes)} inside the interval"
     print(f"Muon needs {min(outcomes):.2f} to {max(outcomes):.2f} of AdamW's tokens{last}")

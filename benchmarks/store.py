@@ -10,6 +10,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.s3 import s3_server
 from benchmarks.harness.timing import alternate_timed, make_parser, median_ratio
 
@@ -17,15 +18,15 @@ GOAL = 0.8
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=5)
+    parser = make_parser(__doc__, rounds=5, out="store")
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--files", type=int, default=4)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, s3_server():
-        compare(Path(name), options.megabytes, options.files, options.rounds)
+        compare(Path(name), options.megabytes, options.files, options.rounds, Results(options.out))
 
 
-def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
+def compare(folder: Path, megabytes: int, files: int, rounds: int, results: Results) -> None:
     import s3fs
 
     from tasks.store.artifacts import Artifact, ArtifactId
@@ -64,7 +65,7 @@ def compare(folder: Path, megabytes: int, files: int, rounds: int) -> None:
         "store, down": fetch,
         "s3fs, down": lambda: plain.get(remote, [str(target / name) for name in names]),
     }
-    seconds = alternate_timed(sides, rounds, after_round=reset)
+    seconds = alternate_timed(sides, rounds, after_round=reset, keep=results.turn)
     print(f"{megabytes} MiB in {files} files; MiB/s")
     for side, times in seconds.items():
         rates = [megabytes / duration for duration in times]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import alternate_timed, make_parser
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.indexed import IndexedDatasetBuilder
@@ -34,16 +35,17 @@ print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=5)
+    parser = make_parser(__doc__, rounds=5, out="reading")
     parser.add_argument("--megabytes", type=int, default=400, help="size of the token file")
     options = parser.parse_args()
+    results = Results(options.out)
     with tempfile.TemporaryDirectory() as name:
-        measure_reading(Path(name), options.megabytes * 500_000, options.rounds)
+        measure_reading(Path(name), options.megabytes * 500_000, options.rounds, results)
     with tempfile.TemporaryDirectory() as name:
-        measure_opening(Path(name))
+        measure_opening(Path(name), results)
 
 
-def measure_reading(folder: Path, tokens: int, rounds: int) -> None:
+def measure_reading(folder: Path, tokens: int, rounds: int, results: Results) -> None:
     dataset = write_corpus(folder, tokens, shards=1)
     stream = np.random.default_rng(0).integers(0, 50_000, tokens, dtype=np.uint16)
     with IndexedDatasetBuilder(folder / PREFIX, np.dtype(np.uint16)) as builder:
@@ -70,14 +72,14 @@ def measure_reading(folder: Path, tokens: int, rounds: int) -> None:
 
     bound()  # loads the file into the page cache
     sides = {"bound": bound, "ours": ours, "ours, with documents": with_documents}
-    seconds = alternate_timed(sides, rounds)
+    seconds = alternate_timed(sides, rounds, keep=results.turn)
     median = {side: statistics.median(times) for side, times in seconds.items()}
     for side, middle in median.items():
         rate = BATCH * BATCHES * LENGTH / middle / 1e6
         print(f"{side:<22} {rate:7.1f} million tokens/s, {median['bound'] / middle:.2f} of the bound")
 
 
-def measure_opening(folder: Path) -> None:
+def measure_opening(folder: Path, results: Results) -> None:
     dataset = write_corpus(folder, SHARD_TOKENS, SHARDS)
     prefix = folder / PREFIX
     with prefix.with_suffix(".bin").open("wb") as file:
@@ -87,9 +89,8 @@ def measure_opening(folder: Path) -> None:
     command = [sys.executable, "-c", OPEN, str(dataset)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     seconds, megabytes = map(float, output.split())
-    print(
-        f"10^12 tokens in {SHARDS:,} shards: opened in {seconds:.2f} s (goal 1), {megabytes:.0f} MB (goal 100)"
-    )
+    text = f"10^12 tokens in {SHARDS:,} shards: opened in {seconds:.2f} s (goal 1), {megabytes:.0f} MB (goal 100)"
+    results.add("opening", text, seconds=seconds, megabytes=megabytes)
 
 
 def write_corpus(folder: Path, tokens: int, shards: int) -> Path:

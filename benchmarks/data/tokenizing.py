@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.text import documents
 from benchmarks.harness.timing import alternate, make_parser, seconds
 from profiles import resolve
@@ -37,7 +38,7 @@ GOALS = {
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=3)
+    parser = make_parser(__doc__, rounds=3, out="tokenizing")
     parser.add_argument("--megabytes", type=float, default=60)
     parser.add_argument("--tokenizer", choices=("byte-level", "sentencepiece"), default="byte-level")
     parser.add_argument("--map", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
@@ -47,10 +48,10 @@ def main() -> None:
         map_dataset(options.map)
         return
     with tempfile.TemporaryDirectory() as name:
-        compare(Path(name), options.megabytes, options.rounds, options.tokenizer)
+        compare(Path(name), options.megabytes, options.rounds, options.tokenizer, Results(options.out))
 
 
-def compare(folder: Path, megabytes: float, rounds: int, kind: str) -> None:
+def compare(folder: Path, megabytes: float, rounds: int, kind: str, results: Results) -> None:
     texts = list(documents(megabytes))
     cores = os.cpu_count() or 1
     part = texts[::EVERY]
@@ -70,7 +71,7 @@ def compare(folder: Path, megabytes: float, rounds: int, kind: str) -> None:
     }
     if kind == "sentencepiece":
         del sides["ours, gigatoken"]  # does not support it
-    speeds = alternate(sides, rounds)
+    speeds = alternate(sides, rounds, keep=results.turn)
     median = {side: statistics.median(rates) for side, rates in speeds.items()}
     print(f"{size['all']:.0f} MB, {len(texts):,} documents, {cores} cores, {kind}; MB of text per second")
     for side, rates in speeds.items():

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness.processes import peak_memory
+from benchmarks.harness.results import Results
 from benchmarks.harness.text import DOCUMENT, documents
 from benchmarks.harness.timing import make_parser
 from profiles import resolve
@@ -30,7 +31,7 @@ ROWS = {
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="tokenizing_memory")
     parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--document", type=float, default=200, help="size of the long document in MB")
     parser.add_argument("--text", choices=("prose", *ROWS), default="prose", help="kind of the long document")
@@ -59,9 +60,12 @@ def main() -> None:
         shards.write_text("[0]")
         command = [sys.executable, "-m", "tasks.tokenization.worker", "--plan", str(plan)]
         _, peak = peak_memory([*command, "--store", store.uri, "--shards", str(shards)], "VmHWM")
-    print(
+    text = (
         f"{written:.0f} MB of text with a document of {options.document:.0f} MB of {options.text}: "
         f"peak of the worker {peak / 1e9:.2f} GB (goal: under 1)"
+    )
+    Results(options.out).add(
+        options.text, text, megabytes=written, document=options.document, peak_bytes=peak
     )
 
 

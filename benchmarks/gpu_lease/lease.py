@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_lease.start import ONE_DEVICE, is_older
+from benchmarks.harness import results
 
 RESULTS = "results.jsonl"
 LOG_LINES = 20  # of a failed process, in its row
@@ -151,7 +152,7 @@ class Row:
 
 def run(rows: Sequence[Row], machine: Machine, out: Path) -> int:
     """Run the rows that earlier leases have not; returns the exit code: 0, or 1 if one failed."""
-    out.mkdir(parents=True, exist_ok=True)
+    kept = results.Results(out / RESULTS)
     done = {each["row"] for each in read(out) if "failed" not in each}
     facts, code = describe(machine), 0
     for row in rows:
@@ -166,32 +167,15 @@ def run(rows: Sequence[Row], machine: Machine, out: Path) -> int:
             figures = row.measure(machine)
         except Exception as error:  # one row must not end the lease
             figures, code = {"failed": f"{type(error).__name__}: {error}"}, 1
-        append(out, {"row": row.name, "took": round(time.monotonic() - begun, 1), **facts, **figures})
+        took = round(time.monotonic() - begun, 1)
         shown = figures.get("failed") or ", ".join(f"{name} {value}" for name, value in figures.items())
-        print(f"{row.name}: {shown}", flush=True)
+        kept.add(row.name, f"{row.name}: {shown}", took=took, **facts, **figures)
     return code
 
 
-def append(out: Path, result: Mapping[str, Any]) -> None:
-    """Append a result durably; a line that a killed lease left incomplete is ended first."""
-    with (out / RESULTS).open("a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-            file.write(b"\n" if torn else b"")
-        file.write(json.dumps(result).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read(out: Path) -> list[dict[str, Any]]:
-    """All results, oldest first; incomplete lines are left out."""
-    found = []
-    path = out / RESULTS
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+    """All results in a lease's folder, oldest first."""
+    return results.read(out / RESULTS)
 
 
 def describe(machine: Machine) -> dict[str, Any]:

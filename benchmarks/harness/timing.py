@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -17,8 +18,13 @@ WIDTH = 130  # columns of a table that is not printed to a terminal
 T = TypeVar("T")
 
 
-def make_parser(documentation: str | None, rounds: int | None = None) -> Parser:
-    """Parser described by the benchmark's module docstring; `rounds` adds `--rounds` with this default."""
+def make_parser(documentation: str | None, rounds: int | None = None, out: str | None = None) -> Parser:
+    """Parser described by the benchmark's module docstring.
+
+    Args:
+        rounds: adds `--rounds` with this default.
+        out: adds `--out`, by default a file of this name, for `results.Results`.
+    """
     spec = sys.modules["__main__"].__spec__  # None if `main` is called from a script
     parser = Parser(
         prog=f"python -m {spec.name}" if spec else None,
@@ -28,6 +34,10 @@ def make_parser(documentation: str | None, rounds: int | None = None) -> Parser:
     if rounds:
         text = f"number of times that each side runs, alternately (default: {rounds})"
         parser.add_argument("--rounds", type=positive, default=rounds, help=text)
+    if out:
+        path = Path(f"build/benchmarks/{out}.jsonl")
+        text = f"JSON Lines file to which each row is appended when it exists (default: {path})"
+        parser.add_argument("--out", type=Path, default=path, metavar="FILE", help=text)
     return parser
 
 
@@ -50,8 +60,12 @@ def alternate(
     rounds: int,
     before_turn: Callable[[str], object] = lambda side: None,
     after_round: Callable[[], object] = lambda: None,
+    keep: Callable[[str, T], object] = lambda side, result: None,
 ) -> dict[str, list[T]]:
     """Run every side once per round, in turn, so that other load on the machine affects all sides equally.
+
+    Args:
+        keep: called with each result when it exists.
 
     Returns:
         Each side's results, one per round.
@@ -61,16 +75,20 @@ def alternate(
         for side, run in sides.items():
             before_turn(side)
             results[side].append(run())
+            keep(side, results[side][-1])
         after_round()
     return results
 
 
 def alternate_timed(
-    sides: Mapping[str, Callable[[], object]], rounds: int, after_round: Callable[[], object] = lambda: None
+    sides: Mapping[str, Callable[[], object]],
+    rounds: int,
+    after_round: Callable[[], object] = lambda: None,
+    keep: Callable[[str, float], object] = lambda side, result: None,
 ) -> dict[str, list[float]]:
     """Time every side once per round, in turn. Returns each side's seconds."""
     timed = {side: lambda call=call: seconds(call) for side, call in sides.items()}
-    return alternate(timed, rounds, after_round=after_round)
+    return alternate(timed, rounds, after_round=after_round, keep=keep)
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ import statistics
 
 import torch
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import alternate_timed, make_parser
 from modeling.data.prefetch import Batch
 from modeling.training.trainer import Trainer
@@ -15,7 +16,7 @@ from profiles import resolve
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=5)
+    parser = make_parser(__doc__, rounds=5, out="document_masks")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens per sample")
     parser.add_argument("--document", type=int, default=300, help="tokens per document")
     options = parser.parse_args()
@@ -36,7 +37,8 @@ def main() -> None:
             "causal": lambda: trainer.forward_backward(Batch(tokens), 1.0),
             "within documents": lambda: trainer.forward_backward(Batch(tokens, starts), 1.0),
         }
-        seconds = alternate_timed(sides, options.rounds + 1)  # the first round warms up
+        keep = Results(options.out).turn
+        seconds = alternate_timed(sides, options.rounds + 1, keep=keep)  # the first round warms up
     median = {side: statistics.median(times[1:]) for side, times in seconds.items()}
     for side, middle in median.items():
         print(f"{side:<17} {middle * 1e3:7.1f} ms per step, {middle / median['causal']:.2f} of causal")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import alternate_timed, make_parser, positive, print_table
 from benchmarks.harness.workload import SMALL_QWEN3_5
 from modeling.models.families.hybrid import Hybrid
@@ -20,7 +21,7 @@ LAYERS = {"linear": "0", "full": "3"}
 
 
 def main() -> None:
-    parser = make_parser(__doc__, rounds=3)
+    parser = make_parser(__doc__, rounds=3, out="linear_attention")
     about = "tokens of the sequences (default: 2048 to 32768)"
     parser.add_argument("--lengths", nargs="+", type=positive, default=LENGTHS, metavar="TOKENS", help=about)
     about = "longest sequence of full attention (default: 8192)"
@@ -32,18 +33,17 @@ def main() -> None:
     mesh = Mesh()
     network = Hybrid(SMALL_QWEN3_5, mesh)
     initialize(network.named_parameters(), mesh.tensor, 0)
-    rows = []
+    rows, results = [], Results(options.out)
     for length in sorted(options.lengths):
         kinds = [kind for kind in LAYERS if kind == "linear" or length <= options.longest_full]
         seconds = alternate_timed(
             {kind: make_step(network, kind, length) for kind in kinds}, options.rounds + 1
         )
-        medians = {
-            kind: statistics.median(times[1:]) for kind, times in seconds.items()
+        costs = {
+            kind: statistics.median(times[1:]) / length * 1e6 for kind, times in seconds.items()
         }  # the first warms up
-        rows.append(
-            (length, *(f"{medians[kind] / length * 1e6:.1f}" if kind in medians else "" for kind in LAYERS))
-        )
+        results.add(f"{length} tokens", **costs)
+        rows.append((length, *(f"{costs[kind]:.1f}" if kind in costs else "" for kind in LAYERS)))
     print_table("forward and backward of a layer, µs per token", ("tokens", *LAYERS), rows)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from benchmarks.harness.processes import Script, largest_difference, measure_script
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser, print_table, seconds
 from parallel import Mesh, linear_cross_entropy
 from parallel.collectives import copy
@@ -30,7 +31,7 @@ VARIANTS = ("fused", "torch")
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="loss_memory")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=32768)
@@ -42,10 +43,11 @@ def main() -> int:
         measure(options)
         return 0
     sizes = [f"--{name}={getattr(options, name)}" for name in ("tokens", "hidden", "vocabulary")]
-    measured = {
-        variant: measure_script(Script("operators.loss_memory", (f"--variant={variant}",), RANKS), sizes)
-        for variant in VARIANTS
-    }
+    measured, results = {}, Results(options.out)
+    for variant in VARIANTS:
+        script = Script("operators.loss_memory", (f"--variant={variant}",), RANKS)
+        measured[variant] = run = measure_script(script, sizes)
+        results.add(variant, peak_bytes=run.peak_bytes, seconds=run.median_seconds())
     agree = largest_difference(list(measured.values())) <= TOLERANCE
     logits = options.tokens * options.vocabulary // RANKS * 4
     print_table(

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.processes import ScriptError
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import alternate, make_parser
 from benchmarks.harness.workload import DTYPES
 from benchmarks.harness.zigzag import zigzag_merge, zigzag_split
@@ -229,7 +230,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def main() -> int:
-    parser = make_parser(__doc__, rounds=5)
+    parser = make_parser(__doc__, rounds=5, out="ring_attention")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--precision", choices=DTYPES, default="float32")
     parser.add_argument("--device", choices=sorted(devices.KINDS), default="cpu")
@@ -241,17 +242,17 @@ def main() -> int:
     sides, ring = make_sides(options.device, options.blocks), f"ring of {RANKS}"
     if options.blocks:
         ring = f"blocks of 1 of {options.blocks} ranks"
-    agree = True
+    agree, results = True, Results(options.out)
     for tokens in options.tokens:
         heads = SMALL_HEADS if options.device == "cpu" else LLAMA_8B_HEADS
         error, seconds = compare(sides, Workload(tokens, options.precision, heads), options.rounds)
         agree &= error < TOLERANCES[options.precision]
         ours, single = (statistics.median(seconds[side]) for side in sides)
-        print(
+        text = (
             f"{tokens} tokens, {options.precision}: ideal {single:.3f} s, {ring} {ours:.3f} s, "
-            f"ratio {single / ours:.3f} of ideal (at least {TARGET}); largest relative difference {error:.1e}",
-            flush=True,
+            f"ratio {single / ours:.3f} of ideal (at least {TARGET}); largest relative difference {error:.1e}"
         )
+        results.add(f"{tokens} tokens", text, precision=options.precision, difference=error, seconds=seconds)
     return 0 if agree else 1
 
 

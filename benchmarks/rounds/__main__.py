@@ -14,7 +14,6 @@ Each row is printed and appended to a JSON Lines file as soon as it exists. The 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from benchmarks.rounds import flows, learning
 
@@ -41,11 +41,8 @@ def main() -> int:
         "refused": flows.refused,
         "printed": flows.printed,
     }
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="rounds")
     parser.add_argument("--part", action="append", choices=[*parts], help="repeatable (default: all parts)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/benchmarks/rounds.jsonl"), help="file for the rows"
-    )
     parser.add_argument("--keep", type=Path, help="keep the files of the parts in this folder, which is new")
     parser.add_argument("--series", type=Path, help="run the series in this folder, and nothing else")
     options = parser.parse_args()
@@ -57,13 +54,12 @@ def main() -> int:
             return int(any(pool.map(partial(_run_part, options), chosen, chunksize=1)))
     for key in ("PREFECT_API_URL", "PREFECT_PROFILE"):
         os.environ.pop(key, None)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    missed, begun = 0, time.monotonic()
+    missed, begun, results = 0, time.monotonic(), Results(options.out)
     with ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for row in parts[chosen[0]](folder.absolute()):
             missed += row.get("met") is False
-            _keep(options.out, {"part": chosen[0], **row, "after": round(time.monotonic() - begun)})
+            results.add(part=chosen[0], **row, after=round(time.monotonic() - begun))
     return 1 if missed else 0
 
 
@@ -71,15 +67,6 @@ def _run_part(options: argparse.Namespace, part: str) -> int:
     """Run a part in a process of its own; returns its exit code, below 0 if a signal killed it."""
     command = [sys.executable, "-m", "benchmarks.rounds", "--part", part, "--out", str(options.out)]
     return subprocess.call(command + (["--keep", str(options.keep / part)] if options.keep else []))
-
-
-def _keep(out: Path, row: dict[str, Any]) -> None:
-    """Print a row, and append it to the file."""
-    shown = (f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-             if name not in ("part", "row"))  # fmt: skip
-    print(f"{row['part']}: {row['row']}: {', '.join(shown)}", flush=True)
-    with out.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Run comparisons with a progress bar and print their results as a table."""
 
-import json
 import os
 import platform
 import statistics
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.processes import ScriptError
+from benchmarks.harness.results import append
 from benchmarks.harness.timing import print_table
 from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import Comparison, Result, Schedule
@@ -36,15 +36,17 @@ def run(
 
     Args:
         out: JSON Lines file to which each result is appended when it exists, so that a run that is ended keeps them.
-        minutes: after which no row starts any more; the results are then those of the first rows.
+        minutes: no row starts that would end later, if it took as long as the longest before; the results are then those of the
+            first rows.
     """
     results: list[Result | CheckResult] = []
-    begun = time.monotonic()
+    begun, longest = time.monotonic(), 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=sum(item.turns(schedule) for item in rows))
         for number, item in enumerate(rows):
-            if minutes is not None and time.monotonic() - begun > 60 * minutes:
+            started = time.monotonic()
+            if minutes is not None and started - begun + longest > 60 * minutes:
                 break
 
             def before_turn(side: str, name: str = item.name) -> None:
@@ -58,12 +60,12 @@ def run(
                     results.append(CheckResult(*named, "none ran", str(error)))
                 else:
                     results.append(Result(*named, item.target, failure=str(error)))
+            took = time.monotonic() - started
+            longest = max(longest, took)
             progress.update(bar, completed=sum(item.turns(schedule) for item in rows[: number + 1]))
             progress.console.print(_line(results[-1]), markup=False, highlight=False, soft_wrap=True)
             if out:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with out.open("a") as file:
-                    file.write(json.dumps({**results[-1].to_json(), "machine": machine()}) + "\n")
+                append(out, {**results[-1].to_json(), "took": round(took), "machine": machine()})
     return results
 
 

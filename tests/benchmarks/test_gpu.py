@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.harness import processes
+from benchmarks.harness.results import read
 from benchmarks.operators import kernels, ring_attention
 from benchmarks.operators.ring_attention import relative_error
 from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
@@ -160,18 +161,19 @@ def test_gpu_tests_pass_only_if_some_ran_and_none_failed(cases, code, counted, f
     assert (proof.counted, proof.failure) == (counted, failure)
 
 
-def test_failed_check_does_not_stop_other_rows_and_its_reason_is_printed(monkeypatch, capsys):
+def test_failed_check_does_not_stop_other_rows_and_its_reason_is_printed(monkeypatch, tmp_path, capsys):
     failed = CheckResult(
         "check-device", "check_device", "the CPU", "8 passed, 1 failed", "kernels: experts of …: bf16 0.3"
     )
     passed = replace(failed, name="cuda-tests", counted="9 passed", failure=None)
     monkeypatch.setattr(DeviceChecks, "run", lambda *_: failed)
     monkeypatch.setattr(MarkedTests, "run", lambda *_: passed)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--only", *gpu.CHECKS])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--out", str(tmp_path), "--only", *gpu.CHECKS])
     assert gpu.main() == 1
     printed = capsys.readouterr()
     assert "8 passed, 1 failed" in printed.out
     assert "9 passed" in printed.out
+    assert [row["row"] for row in read(tmp_path / gpu.ROWS)] == [*gpu.CHECKS]
     assert "check-device: kernels: experts of …: bf16 0.3" in printed.err
 
 

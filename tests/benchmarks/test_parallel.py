@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import parallel
+from benchmarks.harness import results, timing
 from benchmarks.harness.processes import Measurement, largest_difference
 from benchmarks.rows import report
 from benchmarks.rows.comparisons import Result
@@ -25,13 +26,16 @@ def test_quick_comparison_runs_and_losses_agree(tmp_path):
     (row,) = json.loads(ran.stdout)["rows"]
     assert row["row"] == "tensor"
     assert row["difference"] <= row["tolerance"] == 1e-5
-    assert json.loads(out.read_text()) == {**row, "machine": json.loads(out.read_text())["machine"]}
+    kept = json.loads(out.read_text())
+    assert kept.pop("machine")["torch"]
+    assert kept.pop("took") > 0
+    assert kept == row
     assert f"tensor: {row['status']}, ratio " in ran.stderr
     assert row["ratios"] == [row["peer_seconds"] / row["ours_seconds"]]
 
 
-def test_rows_are_kept_when_they_exist_and_none_starts_after_the_time(tmp_path, monkeypatch):
-    seen, clock = [], iter([0.0, 30.0, 61.0])
+def test_rows_are_kept_when_they_exist_and_none_starts_that_would_end_too_late(tmp_path, monkeypatch):
+    seen, clock = [], iter([0.0, 0.0, 28.0, 33.0])  # another 28 s would end after 61
     rows = [SimpleNamespace(name=name, turns=lambda _: 1) for name in ("first", "second")]
     for row in rows:
         result = Result(
@@ -60,3 +64,18 @@ def test_comparison_with_different_losses_fails_whatever_its_ratio(loss):
     result = Result("tensor", "ours", "theirs", target=1.25, tolerance=1e-5, ours=[0.1], peer=[0.2])
     result.difference = largest_difference(runs)
     assert result.status == ("met" if loss == 8.3 else "failed")
+
+
+def test_interrupted_benchmark_keeps_every_run_of_a_side(tmp_path, capsys):
+    out, turns = tmp_path / "kept/rows.jsonl", iter([1.0, 2.0, 3.0])
+
+    def measure():
+        if value := next(turns, None):
+            return value
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        timing.alternate({"ours": measure, "peer": measure}, 2, keep=results.Results(out).turn)
+    kept = [{"row": side, "result": value} for side, value in (("ours", 1.0), ("peer", 2.0), ("ours", 3.0))]
+    assert results.read(out) == kept
+    assert capsys.readouterr().out == "ours: result 1\npeer: result 2\nours: result 3\n"

@@ -1,0 +1,55 @@
+"""Results of a benchmark: each row is printed, and appended to a JSON Lines file, when it exists.
+
+A benchmark that is ended keeps the rows that it has measured.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Results:
+    """The rows of one run of a benchmark.
+
+    Args:
+        path: the file that `--out` names; earlier rows stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, row: str, text: str | None = None, **figures: Any) -> None:
+        """Print a text, by default the row's name and figures, and append the row to the file."""
+        shown = (f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
+                 for name, value in figures.items())  # fmt: skip
+        print(f"{row}: {', '.join(shown)}" if text is None else text, flush=True)
+        append(self.path, {"row": row, **figures})
+
+    def turn(self, side: str, result: Any) -> None:
+        """Add the result of one turn of a side, for `keep` of `timing.alternate`."""
+        self.add(side, result=result)
+
+
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a row durably; a line that a killed process left incomplete is ended first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+            file.write(b"\n" if torn else b"")
+        file.write(json.dumps(row).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file, oldest first; incomplete lines are left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
