@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tasks.continual.gates import COLUMNS, NEW, OLD
 from tasks.continual.rounds import NOT_PROMOTED, PROMOTED, Round, Series, short_name
@@ -18,7 +19,7 @@ HEADINGS = (
     *("time", "cost"),
 )
 REPLACED_OFFSET = 0.2  # in the chart, in rounds
-X_LABEL, Y_LABEL = "round", "loss"
+AXES: Any = {"x_label": "round", "y_label": "loss", "x_integers": True}
 
 
 def location(name: str) -> str:
@@ -47,9 +48,7 @@ def render(found: Series) -> str:
     figures["not promoted"] = f"{counts[NOT_PROMOTED]}"
     if costs := [each.cost for each in rounds if each.cost is not None]:
         figures["cost"] = format_cost(sum(costs))
-    chart = line_chart(lines(rounds), x_label=X_LABEL, y_label=Y_LABEL) or html.paragraph(
-        "No round was evaluated yet.", muted=True
-    )
+    chart = line_chart(lines(rounds), **AXES) or html.paragraph("No round was evaluated yet.", muted=True)
     sections = [
         html.section("", html.key_figures(figures)),
         html.section("Loss by round", chart),
@@ -61,7 +60,7 @@ def render(found: Series) -> str:
 
 def picture(rounds: Sequence[Round]) -> str:
     """Data URI of the chart as an image; "" before the first round was judged."""
-    return svg_data_uri(lines(rounds), x_label=X_LABEL, y_label=Y_LABEL)
+    return svg_data_uri(lines(rounds), **AXES)
 
 
 def lines(rounds: Sequence[Round]) -> list[Line]:

@@ -50,19 +50,19 @@ def line_chart(
     y_label: str,
     from_zero: bool = False,
     x_exponents: bool = False,
+    x_integers: bool = False,
 ) -> str:
     """HTML of a chart of all series that have finite points; "" if none has.
 
     Args:
         from_zero: start the y axis at 0.
         x_exponents: the x values are base-10 logarithms; ticks are powers of ten.
+        x_integers: ticks of the x axis are integers.
     """
     shown = _finite(series)
     if not shown:
         return ""
-    frame = Frame.enclosing(shown, from_zero=from_zero)
-    if x_exponents:
-        frame = replace(frame, x_ticks=integer_ticks(frame.x_ticks[0], frame.x_ticks[-1]))
+    frame = Frame.enclosing(shown, from_zero=from_zero, x_integers=x_integers or x_exponents)
     x_ticks = [f"10<sup>{tick:g}</sup>" if x_exponents else f"{tick:,g}" for tick in frame.x_ticks]
     legend = "".join(
         f'<span class="{line.style}{"" if line.joined else " points"}">{escape(line.label)}</span>'
@@ -104,18 +104,18 @@ def stacked_bar(parts: Mapping[str, float]) -> str:
     return f'<span class="stack">{spans}</span>'
 
 
-def svg_data_uri(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
+def svg_data_uri(series: Sequence[Series], *, x_label: str, y_label: str, x_integers: bool = False) -> str:
     """Data URI of the chart as SVG (about 10 kB), for viewers that only show images; "" without points."""
-    text = svg(series, x_label=x_label, y_label=y_label)
+    text = svg(series, x_label=x_label, y_label=y_label, x_integers=x_integers)
     return text and f"data:image/svg+xml;base64,{base64.b64encode(text.encode()).decode()}"
 
 
-def svg(series: Sequence[Series], *, x_label: str, y_label: str) -> str:
+def svg(series: Sequence[Series], *, x_label: str, y_label: str, x_integers: bool = False) -> str:
     """The chart as an SVG image; "" without points."""
     shown = _finite(series, MAX_POINTS // 2)
     if not shown:
         return ""
-    frame = Frame.enclosing(shown)
+    frame = Frame.enclosing(shown, x_integers=x_integers)
     left, top = 90.0, 46.0
     text = f'font-family="system-ui, sans-serif" font-size="17" fill="{MUTED}"'
     parts = [
@@ -156,11 +156,14 @@ class Frame:
     y_ticks: Sequence[float]
 
     @classmethod
-    def enclosing(cls, series: Sequence[Series], *, from_zero: bool = False) -> Frame:
+    def enclosing(
+        cls, series: Sequence[Series], *, from_zero: bool = False, x_integers: bool = False
+    ) -> Frame:
         """The smallest frame with round ticks that contains all points."""
         xs = [x for line in series for x, _ in line.points]
         ys = [y for line in series for _, y in line.points]
-        return cls(ticks(min(xs), max(xs)), ticks(min(0.0, *ys) if from_zero else min(ys), max(ys)))
+        x_ticks = (integer_ticks if x_integers else ticks)(min(xs), max(xs))
+        return cls(x_ticks, ticks(min(0.0, *ys) if from_zero else min(ys), max(ys)))
 
     def svg_paths(self, series: Sequence[Series]) -> str:
         """Grid and lines as SVG paths of WIDTH × HEIGHT."""

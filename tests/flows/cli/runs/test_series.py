@@ -112,6 +112,8 @@ def test_series_prints_each_round_with_its_losses_and_outcome(series, tmp_path, 
     assert "| loss on new text |\n" in shown
     picture = base64.b64decode(re.search(r"\(data:image/svg\+xml;base64,(\S+)\)", shown)[1]).decode()
     assert all("old text, not promoted" in each for each in ("".join(parser.text), picture))
+    assert "<b>1</b>" in page.read_text()
+    assert "0.2</" not in page.read_text()  # rounds are integers
     assert main(["series", "nightl", "--store", series.uri]) == 2
     assert "nearest valid: nightly" in capsys.readouterr().err
 
