@@ -202,6 +202,7 @@ def with_replay(
     restore(drawn)
     used = [*contents["train"], *(shard for _, shard in drawn)]
     summary = {**new.summary, "replay": share, "replayed_samples": sum(replay.counts(samples))}
+    summary["generated"] = all(stream.run == GENERATED for stream in known.streams)
     rows = partial(_write_rows, store, new, known) if contents.get("records") else None
     shards = read_file(store, new, SHARDS)
     return publish(store, keys.new_data(selected), selected, used, summary, shards, rows)

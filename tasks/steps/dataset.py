@@ -179,7 +179,8 @@ class DatasetStep(Step):
         else:
             described = f"{summary['tokens']:,} tokens to train on, {summary['validation_tokens']:,} held out"
         if summary.get("replay"):  # of a round
-            described += f", {format_share(summary['replay'])} of the samples replayed from earlier data"
+            source = "generated text" if summary.get("generated") else "earlier data"
+            described += f", {format_share(summary['replay'])} of the samples replayed from {source}"
         return described
 
 

@@ -259,6 +259,10 @@ def test_round_whose_base_run_was_replaced_starts_over(series, tmp_path):
     (stream,) = corpus_of(copy, "nightly-round-1")["replay"]["streams"]
     assert (stream["run"], stream["begin"]) == ("continual.replay_from", 0)
     assert stream["tokens"] == 16 * 32  # a power of two of rows for 8 replayed windows
+    assert (
+        "25% of the samples replayed from generated text"
+        in (copy / "runs/nightly-round-1/report.html").read_text()
+    )
     assert len(losses(copy / "runs/nightly-round-1~1")) > 8
     # It continued the trunk with its momentum, at a constant rate, and decayed after the checkpoint that the next one needs.
     text = (copy / "runs/nightly-round-1/metrics.jsonl").read_text()
