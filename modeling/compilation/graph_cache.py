@@ -34,6 +34,7 @@ from modeling.compilation import compilers, manifest
 from modeling.compilation.compilers import Compiled, Compiler
 from modeling.compilation.manifest import Manifest
 from parallel import device as devices
+from parallel.attention.maxima import ScoreMaxima, larger
 from parallel.experts.layer import MixtureOfExperts
 from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.layers.tied import TiedWeight, add
@@ -104,6 +105,8 @@ def compile_regions(model: LanguageModel, kind: str, backend: Callable[[str], Ba
                 module.weight_gradient = compiled
             if isinstance(module, MixtureOfExperts):
                 module.add = torch.compile(add, backend=backend(STEP), **OPTIONS)
+            if isinstance(module, ScoreMaxima):
+                module.larger = torch.compile(larger, backend=backend(STEP), **OPTIONS)
         for name, region in METHODS.items():
             if hasattr(model, name):
                 setattr(model, name, torch.compile(getattr(model, name), backend=backend(region), **OPTIONS))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from modeling.models import qk_clip
 from modeling.models.build import (
     DTYPES,
     device_of,
@@ -50,6 +51,7 @@ class PlannedBucket(NamedTuple):
     # of an update of matrices in compiled programs: the most bytes at the same time, and bytes of indices
     stacked: int = 0
     indices: int = 0
+    scaled: bool = False  # whether QK-clip multiplies its weights after their update
 
     @property
     def frozen(self) -> bool:
@@ -79,7 +81,10 @@ class PlannedBucket(NamedTuple):
         products = sum(rule.multiply_adds(layout_of(each)) for _, each in members) if rule else 0
         exchanged = size // shards * rule.exchanged if rule else 0
         replicas = holders // shards
-        return cls(size, unit is None, block, shards, replicas, experts, rule, products, unit, exchanged)
+        clips = rule is not None and profile.train.qk_clip is not None
+        scaled = clips and any(qk_clip.is_scaled(name) for name, _ in members)
+        held = size, unit is None, block, shards, replicas, experts
+        return cls(*held, rule, products, unit, exchanged, scaled=scaled)
 
 
 def plan_buckets(profile: Profile, stages: Sequence[LanguageModel]) -> list[PlannedBucket]:

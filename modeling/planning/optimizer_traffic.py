@@ -3,7 +3,7 @@
 Of one device at bf16 with float32 gradients and one microbatch, 48 bytes per parameter: 6 to accumulate, 8 for the norms of
 gradients and weights, 28 for AdamW and 6 for the bf16 copy. What other ranks update counts on them: with d shards, all but the
 accumulation is divided by d. Each further microbatch adds 10 bytes with ZeRO-1, whose gradients are sums in place; with FSDP 6,
-and 12/d more for the sum of shards and 6/d more for each gather.
+and 12/d more for the sum of shards and 6/d more for each gather. QK-clip adds 8 per parameter of buckets with queries and keys.
 """
 
 from __future__ import annotations
@@ -51,5 +51,7 @@ def optimizer_traffic(profile: Profile, buckets: Sequence[PlannedBucket]) -> Opt
         updated += shard * (
             gradient + WIDE + gradient + bucket.rule.traffic
         )  # norms of gradients and weights
+        if bucket.scaled:
+            updated += shard * 2 * WIDE
         multiply_adds += bucket.multiply_adds // (bucket.shards * profile.parallel.tensor)
     return OptimizerTraffic(accumulated, updated, 2.0 * multiply_adds)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from modeling.compilation.graph_cache import COUNTS, PROGRAMS
-from modeling.models.build import build_optimizer, experts_by_layer
+from modeling.models import qk_clip
+from modeling.models.build import build_optimizer, experts_by_layer, maxima_by_layer
 from modeling.models.language_model import LanguageModel
 from modeling.training import expert_load, generate, user_functions
 from modeling.training.anomalies import WINDOW
@@ -44,7 +45,7 @@ def rehearse(
     Each argument of a function is a tensor of its own, since one that is passed twice would be a single input of the graph.
 
     Args:
-        model: the stage.
+        model: the stage, with compiled regions.
         stages: all stages of the rank, including this one, for the optimizer.
         hidden: outputs of the stage.
     """
@@ -52,11 +53,12 @@ def rehearse(
         layer.deferred_gradient(required(layer.kept), torch.empty_like(required(layer.receiver)))
     functions = StepFunctions(compile)
     _rehearse_samples(profile, functions, mesh, hidden.device)
-    _rehearse_statistics(profile, functions, stages, mesh, hidden.device)
+    clipped = _rehearse_clipping(profile, functions, model, stages, mesh, hidden.device)
+    _rehearse_statistics(profile, functions, stages, mesh, hidden.device, clipped)
     if model.last:
         _rehearse_last_stage(profile, functions, model, mesh, hidden)
     optimizer = build_optimizer(profile, stages, mesh, compile)
-    optimizer.rehearse(profile.accumulation_steps)
+    optimizer.rehearse(profile.accumulation_steps, *clipped[:1])
     ReplicaCheck(optimizer.buckets, mesh, optimizer.arithmetic).rehearse()
 
 
@@ -109,6 +111,7 @@ def _rehearse_statistics(
     stages: Sequence[LanguageModel],
     mesh: Mesh,
     device: torch.device,
+    clipped: Sequence[Tensor],
 ) -> None:
     """The statistics that ranks exchange after backward, and decisions based on them."""
 
@@ -129,7 +132,7 @@ def _rehearse_statistics(
     modules = torch.zeros(len(model.prediction_layers), device=device)
     numbers = counts, load, modules, torch.zeros(1, device=device)
     statistics = functions.pack(number(), mesh.tensor.size, *numbers)
-    functions.join(statistics, number(), number(), number())
+    functions.join(statistics, *clipped[1:], number(), number(), number())
     factor, window = profile.train.spike_factor, torch.zeros(WINDOW, device=device)
     functions.decide(statistics[0], window, number(), factor)
     if factor is not None:
@@ -141,6 +144,28 @@ def _rehearse_statistics(
         shares = functions.to_table(loads, tuple(found), layers, mesh.tensor.size)
         samples = profile.train.global_batch_size * profile.rows_per_sample
         functions.set_loads(loads, shares, tuple(found), samples)
+
+
+def _rehearse_clipping(
+    profile: Profile,
+    functions: StepFunctions,
+    model: LanguageModel,
+    stages: Sequence[LanguageModel],
+    mesh: Mesh,
+    device: torch.device,
+) -> Sequence[Tensor]:
+    """The results of `clip_logits`; none without `train.qk_clip`."""
+    threshold, settings, found = profile.train.qk_clip, profile.model, maxima_by_layer(stages)
+    if threshold is None:
+        return ()
+    if profile.accumulation_steps > 1:
+        for maxima in maxima_by_layer([model]).values():
+            maxima.larger(torch.zeros_like(maxima.tally), torch.zeros_like(maxima.tally))
+    logits = torch.zeros(settings.num_layers, settings.num_attention_heads, device=device)
+    if found:
+        rows = [torch.zeros_like(maxima.tally) for maxima in found.values()]
+        logits = functions.logit_table(rows, tuple(found), settings.num_layers, mesh.tensor)
+    return functions.clip_logits(logits, threshold, qk_clip.key_heads(settings))
 
 
 def _rehearse_user_functions(

@@ -15,25 +15,22 @@ from torch import Tensor
 from modeling.models import qk_clip
 from modeling.training.trainer import Trainer
 from parallel.collectives import all_reduce_max
+from parallel.device import upload
 
 
 @dataclass(frozen=True)
 class LogitClip:
-    """The largest logits of a step, and the factors of rows that follow; the same on every rank.
+    """The largest logits of a step, and what follows from them; the same on every rank, on the device.
 
     Attributes:
-        logits: of each layer and query head, (L, n) float32 on the device.
+        logits: of each layer and query head, (L, n) float32.
         row_factors: flat (`models.qk_clip.factors`).
+        results: the largest logit, and the number of query heads beyond the threshold.
     """
 
     logits: Tensor
     row_factors: Tensor
-    threshold: float
-
-    def results(self, skipped: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest logit, and the number of query heads beyond the threshold, 0 in a skipped step."""
-        beyond = (self.logits > self.threshold).sum()
-        return self.logits.amax(), beyond.where(skipped == 0, 0).float()
+    results: tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
@@ -42,11 +39,14 @@ def take(trainer: Trainer) -> LogitClip | None:
     profile, threshold = trainer.profile, trainer.profile.train.qk_clip
     if threshold is None:
         return None
-    model, tensor = profile.model, trainer.mesh.tensor
-    shape = model.num_layers, tensor.size, model.num_attention_heads // tensor.size
-    logits = torch.full(shape, -torch.inf, device=trainer.torch_device)
-    for number, maxima in trainer.maxima.items():
-        if (found := maxima.take()) is not None:
-            logits[number, tensor.rank] = found
-    logits = all_reduce_max(logits.flatten(1), trainer.mesh.world)
-    return LogitClip(logits, qk_clip.factors(logits, threshold, model), threshold)
+    model, functions = profile.model, trainer.functions
+    taken = ((number, maxima.take()) for number, maxima in trainer.maxima.items())
+    found = {number: largest for number, largest in taken if largest is not None}
+    layers, heads = model.num_layers, model.num_attention_heads
+    if found:
+        logits = functions.logit_table([*found.values()], tuple(found), layers, trainer.mesh.tensor)
+    else:
+        logits = upload(torch.full((layers, heads), -torch.inf), trainer.torch_device)
+    logits = all_reduce_max(logits, trainer.mesh.world)
+    factors, *results = functions.clip_logits(logits, threshold, qk_clip.key_heads(model))
+    return LogitClip(logits, factors, (results[0], results[1]))

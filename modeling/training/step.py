@@ -118,7 +118,7 @@ class QueuedStep:
         experts = expert_load.read(rest[end:], trainer.profile.model.num_layers)
         rest, results = rest[:end], (differing, gradient_norm, parameter_norm, bool(skipped))
         counts = rest[:-ranks], rest[-ranks:]
-        of_clip = max_logit, None if clipped is None else int(clipped)
+        of_clip = max_logit, None if clipped is None else int(clipped) * (not skipped)
         statistics = StepStatistics(loss, stops, writers, *counts, *results, experts, modules, *of_clip)
         marks, (forward_waits, waits) = self._marks, self._waits
         forward_backward = device.seconds(marks.ready, marks.backward)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from modeling.data.records import PADDING
+from modeling.models import qk_clip
 from modeling.training import user_functions
 from modeling.training.anomalies import decide, record
 from modeling.training.preference import loss as preference
+from parallel.collectives import local_shard
 from parallel.logits import full_logits, soft_capped
 from parallel.loss import IGNORE_INDEX
 
@@ -36,6 +38,8 @@ class StepFunctions:
     pack: Callable[..., Tensor]
     join: Callable[..., Tensor]
     to_table: Callable[..., Tensor]
+    logit_table: Callable[[Sequence[Tensor], tuple[int, ...], int, Axis], Tensor]
+    clip_logits: Callable[[Tensor, float, int], tuple[Tensor, Tensor, Tensor]]
     clear: Callable[[Sequence[Tensor]], None]
     set_loads: Callable[[Sequence[Tensor], Tensor, tuple[int, ...], int], None]
     next_logits: Callable[..., Tensor]
@@ -139,6 +143,31 @@ def to_table(rows: Sequence[Tensor], numbers: tuple[int, ...], count: int, degre
     return torch.cat(table) / degree
 
 
+def logit_table(found: Sequence[Tensor], numbers: tuple[int, ...], layers: int, tensor: Axis) -> Tensor:
+    """Largest logits of each layer and query head, (L, n), -inf unless this rank has found them.
+
+    Args:
+        found: those of its heads (n/t), in the layers with these numbers.
+    """
+    # By the rank in a tensor, because a graph must not depend on it.
+    ranks = torch.arange(tensor.size, dtype=torch.int32, device=found[0].device)
+    own = (ranks == local_shard(ranks, tensor))[:, None]  # (t, 1)
+    table = [torch.full_like(found[0], -torch.inf).repeat(tensor.size)] * layers
+    for number, row in zip(numbers, found, strict=True):
+        table[number] = torch.where(own, row, -torch.inf).flatten()
+    return torch.stack(table)
+
+
+def clip_logits(logits: Tensor, threshold: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """QK-clip of the largest logits of each layer and query head, (L, n).
+
+    Returns:
+        flat factors (`models.qk_clip.factors`), the largest logit, and the number of query heads beyond the threshold.
+    """
+    beyond = (logits > threshold).sum(dtype=torch.float32)
+    return qk_clip.factors(logits, threshold, groups), logits.amax(), beyond
+
+
 def clear(loads: Sequence[Tensor]) -> None:
     """Set the experts' loads to zero."""
     for load in loads:
@@ -194,7 +223,7 @@ def stack(sums: Sequence[Tensor]) -> Tensor:
 
 FUNCTIONS = (
     *(shard, find_padding, count_targets, pack_evaluation, add, multiply, pack, join, to_table, clear),
-    *(set_loads, next_logits, user_sums, stack),
+    *(logit_table, clip_logits, set_loads, next_logits, user_sums, stack),
     *(preference.split_targets, preference.log_probabilities, preference.score_pairs),
     *(preference.with_value, preference.concatenate),
     *(decide, record),

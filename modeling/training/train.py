@@ -251,7 +251,7 @@ class TrainingRun:
         update = optimizer.step(rate, skip=self.guard.decide(statistics[0]), row_factors=factors)
         self.guard.record(statistics[0], update.skipped)
         norms = update.gradient_norm, optimizer.parameter_norm()
-        clipped = () if clip is None else clip.results(update.skipped)
+        clipped = () if clip is None else clip.results
         results = self.trainer.functions.join(statistics, *clipped, *norms, update.skipped)
         marks.end = device.mark()
         waits = forward_waits, collectives.wait_time.seconds - waited_before

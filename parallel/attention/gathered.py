@@ -31,7 +31,7 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel.activation_checkpointing import saving_outputs
 from parallel.attention import kernels, tiles
-from parallel.attention.kernels import Kernel
+from parallel.attention.kernels import Kernel, Math
 from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.attention.tiles import Visibility
 from parallel.attention.zigzag import check_sequence, merge
@@ -53,6 +53,13 @@ class _ChunkPair(NamedTuple):
             return second if self.first is None else first
         return torch.where(self.first, first, second)
 
+    @property
+    def counts(self) -> Tensor | None:
+        """(1) whether the keys are part of the sequence; None: always."""
+        if self.first is None or self.second is None:
+            return self.second if self.first is None else self.first
+        return None
+
 
 def gathered_attention(
     q: Tensor,
@@ -71,10 +78,33 @@ def gathered_attention(
     tiles.check_inputs("gathered_attention", q, k, v, causal, documents, window, sinks)
     check_sequence("gathered_attention", q, axis)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rank = collectives.local_shard(torch.arange(axis.size, dtype=torch.int32, device=q.device), axis)
-    every = None if documents is None else _gather(torch.stack(documents.chunk(2, 1)), axis)  # (2c, b, s/2c)
+    rank, every = _rank(q, axis), _gather_documents(documents, axis)
     kernel = kernels.soft_capped(axis.graph_kernel or kernels.default_kernel(q), soft_cap)
     return _Gathered.apply(q, k, v, documents, every, rank, sinks, axis, causal, scale, window, kernel)
+
+
+def max_scores(
+    kernel: Math,
+    q: Tensor,
+    k: Tensor,
+    axis: Axis,
+    causal: bool,
+    scale: float,
+    documents: Tensor | None,
+    window: int | None,
+) -> Iterator[Tensor]:
+    """Yield the largest scores of this rank's query heads, (n), in parts; arguments as for `gathered_attention`."""
+    check_sequence("max_scores", q, axis)
+    indices = _Documents(documents, _gather_documents(documents, axis))
+    queries, own = q.chunk(2, 2), torch.stack(k.chunk(2, 2))  # (2, b, k, s/2c, d)
+    every = _gather(own, axis)  # (2c, b, k, s/2c, d)
+    for i, (x, keys) in enumerate(zip(queries, own.unbind(), strict=True)):
+        yield from tiles.max_scores(kernel, x, keys, scale, Visibility(causal, indices.own(i), window))
+    for pair in _chunk_pairs(_rank(q, axis), axis.size, queries[0].shape[2], causal, window):
+        x, keys = pair.queries(queries), every.index_select(0, pair.keys)[0]
+        visibility = Visibility(False, indices.of(pair), window, pair.distance)
+        for found in tiles.max_scores(kernel, x, keys, scale, visibility):
+            yield found if pair.counts is None else found.where(pair.counts, -torch.inf)
 
 
 class _Gathered(Function):
@@ -268,6 +298,16 @@ def _sum_shares(shares: Tensor, pairs: list[_ChunkPair], size: int) -> Tensor:
                 index = index + number * (counts & (pair.keys == chunks[:, 0]))
         selected.append(shares.index_select(0, index))
     return selected[0] + selected[1]
+
+
+def _rank(q: Tensor, axis: Axis) -> Tensor:
+    """This rank's on the axis, (1)."""
+    return collectives.local_shard(torch.arange(axis.size, dtype=torch.int32, device=q.device), axis)
+
+
+def _gather_documents(documents: Tensor | None, axis: Axis) -> Tensor | None:
+    """Document indices (b, s/c) -> those of each chunk (2c, b, s/2c)."""
+    return None if documents is None else _gather(torch.stack(documents.chunk(2, 1)), axis)
 
 
 def _chunks(k: Tensor, v: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ only the maximum is kept: half of attention's products in forward, and no backwa
 with static shapes, and reads nothing on the host. (FlexAttention of torch 2.13 returns maxima on GPUs only.)
 
 Over a context axis K is gathered: a rank sends B(c-1)/2 bytes, with B those of its K and V. It computes the pairs that it
-computes in ring attention (zigzag.py).
+computes in ring attention (zigzag.py), in an operator that knows the rank. Devices that support no opaque operators compute those
+of gathered.py in the graph, which is the same on every rank.
 
 The maximum is that of one rank's tokens in one microbatch. Backward records it, so that evaluation does not count. It leaves a
 compiled graph, which has no side effects, as the gradient of an otherwise unused tensor, as experts' statistics do
@@ -24,6 +25,7 @@ from torch.autograd import Function
 
 from parallel import collectives, mesh
 from parallel.activation_checkpointing import always_save
+from parallel.attention import gathered, tiles
 from parallel.attention.kernels import Math
 from parallel.attention.zigzag import RankAttention
 from parallel.mesh import Axis
@@ -50,8 +52,16 @@ def max_scores(
     """
     axis = axis or Axis("context")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    over = axis.name, axis.size, axis.supports_reduction
-    return _max_scores(q.detach(), k.detach(), documents, *over, causal, scale, window)
+    q, k = q.detach(), k.detach()
+    if axis.graph_kernel is None:
+        over = axis.name, axis.size, axis.supports_reduction
+        return _max_scores(q, k, documents, *over, causal, scale, window)
+    if axis.size > 1:
+        found = gathered.max_scores(SCORES, q, k, axis, causal, scale, documents, window)
+    else:
+        pair = None if documents is None else (documents, documents)
+        found = tiles.max_scores(SCORES, q, k, scale, tiles.Visibility(causal, pair, window))
+    return torch.stack([*found]).amax(0).float()
 
 
 class _Scores(Math):
@@ -109,6 +119,9 @@ class ScoreMaxima(nn.Module):
 
     Args:
         heads: query heads of this rank, n/t.
+
+    Attributes:
+        larger: elementwise maximum of two tensors; replaced by a compiled one where operators do not run one by one.
     """
 
     tally: Tensor
@@ -119,6 +132,7 @@ class ScoreMaxima(nn.Module):
         tally.register_post_accumulate_grad_hook(self._take_gradient)
         self.register_buffer("tally", tally, persistent=False)
         self._largest: Tensor | None = None
+        self.larger: Callable[[Tensor, Tensor], Tensor] = larger
 
     def _take_gradient(self, tally: Tensor) -> None:
         found: Any = tally.grad  # not None, in a hook that runs when it is complete
@@ -126,7 +140,7 @@ class ScoreMaxima(nn.Module):
         self._keep(found)
 
     def _keep(self, found: Tensor) -> None:
-        self._largest = found if self._largest is None else torch.maximum(self._largest, found)
+        self._largest = found if self._largest is None else self.larger(self._largest, found)
 
     def take(self) -> Tensor | None:
         """The largest scores (n/t), float32; None if there was no backward pass. Forgets them."""
@@ -144,6 +158,11 @@ class ScoreMaxima(nn.Module):
         if torch.compiler.is_compiling():
             return _Record.apply(out, found, self.tally, None)
         return _Record.apply(out, found, None, self._keep)
+
+
+def larger(a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise maximum."""
+    return torch.maximum(a, b)
 
 
 class _Record(Function):

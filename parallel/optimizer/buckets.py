@@ -294,11 +294,16 @@ class Bucket:
         copies = self.replicate.size * shared
         return self.block_weights(lambda box: 1 / (box.replicas * copies)).to(self.values.device)
 
-    def block_weights(self, weight: Callable[[Box], float]) -> Tensor:
-        """A weight for each of the shard's equal blocks, on the host: that of its box; 0 for padding."""
+    @property
+    def block(self) -> int:
+        """Elements of the shard's equal blocks, none of which has parts of several rows; the same on every rank."""
         # The rows in a shard differ between ranks, but the block size must not: graphs do not depend on the rank.
         rows = (math.prod(slot.parameter.shape[1:]) for slot in self.slots)
-        block = math.gcd(self.length, *rows, *(slot.start for slot in self.slots))
+        return math.gcd(self.length, *rows, *(slot.start for slot in self.slots))
+
+    def block_weights(self, weight: Callable[[Box], float]) -> Tensor:
+        """A weight for each of the shard's blocks, on the host: that of its box; 0 for padding."""
+        block = self.block
         weights = torch.zeros(self.length // block)
         for start, box in self._local_boxes(self.axis.rank, self.mesh.tensor.rank):
             low, high = max(start, 0), min(start + math.prod(box.sizes), self.length)

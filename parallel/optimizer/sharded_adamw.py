@@ -134,7 +134,7 @@ class ShardedAdamW:
         by_rule: dict[Rule, list[Bucket]] = {}
         for bucket in self._updated:
             by_rule.setdefault(bucket.rule, []).append(bucket)
-        self._row_factors = RowFactors(self.buckets, row_factors) if row_factors else None
+        self._row_factors = RowFactors(self.buckets, row_factors, arithmetic) if row_factors else None
         self._updaters: dict[Rule, Updater] = {
             each: each.updater(buckets, mesh, arithmetic) for each, buckets in by_rule.items()
         }
@@ -171,7 +171,8 @@ class ShardedAdamW:
 
         Args:
             skip: 0-dim on the device; unless it is 0, no rank changes anything either.
-            row_factors: by which rows are multiplied after their update, flat float32 on the device, equal on all ranks.
+            row_factors: by which rows are multiplied after their update, flat float32 on the device, equal on all ranks; the
+                first is 1.
 
         Raises:
             ValueError: rows have factors, but none are given, or the reverse.
@@ -193,11 +194,10 @@ class ShardedAdamW:
                 for factor, rate in rates.items()
             }
         step = Step(self.steps, divisor, skipped, rates)
-        factors = None if row_factors is None else row_factors.where(skipped == 0, 1.0)
         for bucket in self._updated:
-            self._publish(self._updaters[bucket.rule].update(bucket, step), factors)
+            self._publish(self._updaters[bucket.rule].update(bucket, step), row_factors, skipped)
         for updater in self._updaters.values():
-            self._publish(updater.finish(), factors)
+            self._publish(updater.finish(), row_factors, skipped)
         for bucket in self.frozen_buckets:
             bucket.release()
         if not self._gathers.ahead:
@@ -205,11 +205,11 @@ class ShardedAdamW:
         self.begin_step(1)
         return StepResult(norm, skipped)
 
-    def _publish(self, updated: Iterable[Bucket], factors: Tensor | None) -> None:
+    def _publish(self, updated: Iterable[Bucket], factors: Tensor | None, skipped: Tensor) -> None:
         """Multiply rows of updated buckets, and start to gather their parameters, or let their next use do so."""
         for bucket in updated:
             if self._row_factors is not None and factors is not None:
-                self._row_factors.apply(bucket, factors)
+                self._row_factors.apply(bucket, factors, skipped)
             if bucket.resident:
                 self._gathers.start(bucket)
             else:
@@ -228,8 +228,12 @@ class ShardedAdamW:
         self._gathers.wait()
 
     @torch.no_grad()
-    def rehearse(self, microbatches: int) -> None:
-        """Run a step's computations without collectives, on arbitrary values, so that all are compiled."""
+    def rehearse(self, microbatches: int, row_factors: Tensor | None = None) -> None:
+        """Run a step's computations without collectives, on arbitrary values, so that all are compiled.
+
+        Args:
+            row_factors: see `step`.
+        """
         self.begin_step(microbatches)
         passes = min(microbatches, 2)  # the first gradient is assigned, the others are added
         for bucket in self.buckets:
@@ -260,6 +264,8 @@ class ShardedAdamW:
         step = Step(self.steps, divisor, skipped, rates)
         for bucket in self.buckets:
             self._updaters[bucket.rule].rehearse(bucket, step)
+            if self._row_factors is not None and row_factors is not None:
+                self._row_factors.apply(bucket, row_factors, skipped)
 
     def wait_for_copy(self) -> None:
         """Wait until an asynchronous checkpoint has copied the states, which are about to change."""

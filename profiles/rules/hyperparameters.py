@@ -67,8 +67,6 @@ def check_qk_clip(profile: Profile) -> None:
         reason = "cannot bound the logits: model.clip_qkv clips queries and keys, which are then not linear in their weights"
     elif profile.lora.rank:
         reason = "scales weights of queries and keys, which LoRA freezes"
-    elif profile.cluster.device == "neuron":
-        reason = "is not supported on neuron: its compiled programs, the same on every rank, record no attention logits"
     elif model.architecture not in families.OWN:
         reason = f"is not supported by plugins: {model.architecture} records no attention logits"
     if reason:

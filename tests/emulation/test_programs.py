@@ -30,18 +30,19 @@ GPT = (
     *("model.tie_word_embeddings=true", "model.attention_bias=true", "model.mlp_bias=true"),
 )
 PIPELINE = ("parallel.tensor=1", "parallel.pipeline=2", "train.micro_batch_size=1")
+CLIP = "train.qk_clip=0.02"
+MASKED = ("train.document_masks=true", CLIP)
 TWO_RANKS = {
     "tensor": ("parallel.tensor=2", "parallel.overlap_chunks=2"),
     "data": ("parallel.tensor=1", "checkpoint.async=true"),
     "fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "train.recompute=full"),
-    "context": ("parallel.tensor=1", "parallel.context=2", "train.document_masks=true"),
-    "bounds": ("parallel.tensor=2", "train.document_masks=true"),
+    "context": ("parallel.tensor=1", "parallel.context=2", *MASKED),
+    "bounds": ("parallel.tensor=2", *MASKED),
     "pipeline": PIPELINE,
     "dropout": (*GPT, *PIPELINE, "parallel.schedule=zero_bubble"),
 }
 DEEP = ("model.num_hidden_layers=4",)
-MASKED = "train.document_masks=true"
-MUON = ("train.optimizer=muon",)
+MUON = ("train.optimizer=muon", CLIP)
 EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_experts_per_tok=2", *MUON)
 BF16 = ("train.precision=bf16",)
 SFT = ("objective.kind=sft", "objective.packing=true")
@@ -50,7 +51,7 @@ LORA = ("lora.rank=4", "lora.targets=[q_proj, v_proj, output, gate_up, down]")
 USERS = "compiled, user functions"
 COMPILED = {
     "compiled, tensor": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
-    "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", MASKED),
+    "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", *MASKED),
     "compiled, dpo, zero bubble": (*DPO, *PIPELINE, "parallel.schedule=zero_bubble"),
     # with dropout, with tied embeddings, whose gradient the user's loss adds to, and with parameters of more shapes than torch
     # recompiles for by default
@@ -83,6 +84,7 @@ SETUP = {
     "parallel/optimizer/adamw.py:AdamW.constants",
     "parallel/optimizer/buckets.py:Bucket._norm_weights",
     "parallel/optimizer/replicas.py:_checksum_weights",
+    "parallel/optimizer/row_factors.py:_chosen",
 }
 # Pipelines agree once, before their first pass, that their shapes are known.
 AGREEMENT = {"parallel/pipeline/runtime.py:LowMemoryStage._warmup_forward_vote"}
@@ -101,7 +103,7 @@ SHARDED_TWICE = (
 )
 # On the paths for GPUs.
 GPU = {
-    "gpu, ring": ("parallel.tensor=1", "parallel.context=2", MASKED),
+    "gpu, ring": ("parallel.tensor=1", "parallel.context=2", *MASKED),
     "gpu, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "compile.enabled=true"),
     "gpu, pipeline": (*DEEP, *PIPELINE, "parallel.schedule=interleaved", "compile.enabled=true"),
     "gpu, experts": (*EXPERTS, "parallel.tensor=1", "parallel.expert=2"),
@@ -164,7 +166,7 @@ def training(run: Path, rank: int = 0) -> dict[str, dict[str, int]]:
 def cpu_runs(tmp_path_factory, datasets) -> dict[tuple[str, ...], Path]:
     """Runs of one process on the CPU, by the settings that change their losses; the first is evaluated."""
     runs = {}
-    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA, (MASKED,))):
+    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA, MASKED)):
         run = micro.run_folder(
             tmp_path_factory.mktemp(f"cpu{number}"), *SETTINGS, *settings, "parallel.tensor=1", "cluster.devices_per_node=1"
         )  # fmt: skip
@@ -186,9 +188,9 @@ def cpu_runs(tmp_path_factory, datasets) -> dict[tuple[str, ...], Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(cpu_runs) -> dict[tuple[str, ...], dict[int, float]]:
-    """Losses on one process of the CPU, by the settings that change them."""
-    return {settings: micro.losses(run) for settings, run in cpu_runs.items()}
+def expected(cpu_runs) -> dict[tuple[str, ...], dict[str, float]]:
+    """Results of one process on the CPU, by the settings that change them."""
+    return {settings: results(run) for settings, run in cpu_runs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +243,14 @@ def mathematics(settings: tuple[str, ...]) -> tuple[str, ...]:
     for model in (GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA):
         if settings[: len(model)] == model:
             return model
-    return tuple(setting for setting in settings if setting == "train.document_masks=true")
+    return tuple(setting for setting in settings if setting in MASKED)
+
+
+def results(run: Path) -> dict[str, float]:
+    """The loss of each step, and with QK-clip the largest logit and the number of clipped heads."""
+    names = ("loss", "max_logit", "clipped_heads")
+    rows = [row for row in micro.metrics(run) if "loss" in row]
+    return {f"{name} {row['step']}": row[name] for row in rows for name in names if name in row}
 
 
 def objective(settings: tuple[str, ...]) -> tuple[str, ...]:
@@ -251,8 +260,8 @@ def objective(settings: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", [*TWO_RANKS, *GPU])
 def test_losses_are_those_of_the_cpu(name, runs, expected):
-    losses = expected[mathematics((TWO_RANKS | GPU)[name])]
-    assert micro.losses(runs[name]) == pytest.approx(losses, rel=1e-5)
+    settings = (TWO_RANKS | GPU)[name]
+    assert results(runs[name]) == pytest.approx(expected[mathematics(settings)], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [*COMPILED, HSDP])
@@ -261,7 +270,9 @@ def test_compiled_step_runs_no_operator_outside_compiled_programs(name, compiled
     run, steps = (compiled_runs | larger_runs)[name], STEPS - 1  # that are counted
     settings = COMPILED.get(name, SHARDED_TWICE)
     tolerance = 2e-2 if BF16[0] in settings else 1e-5
-    assert micro.losses(run) == pytest.approx(expected[mathematics(settings)], rel=tolerance)
+    found = results(run)
+    assert found == pytest.approx(expected[mathematics(settings)], rel=tolerance)
+    assert (found.get("clipped_heads 1", 0) > 0) == (CLIP in settings)
     for rank in range(4 if name == HSDP else 2):
         outside = training(run, rank).get(usage.EAGER, {})
         copies = {
@@ -316,7 +327,7 @@ def test_compiled_evaluation_and_sampling_run_no_operator_outside_compiled_progr
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_losses_on_four_ranks_are_those_of_the_cpu(name, larger_runs, expected):
-    assert micro.losses(larger_runs[name]) == pytest.approx(expected[()], rel=1e-5)
+    assert results(larger_runs[name]) == pytest.approx(expected[()], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [*TWO_RANKS, *GPU])
@@ -445,4 +456,4 @@ def test_fault_is_caught(fault, runs, expected):
     if made["error"]:
         assert "Rejected" in made["error"]
     else:
-        assert micro.losses(runs[fault])[1] != pytest.approx(expected[()][1], rel=1e-5)
+        assert micro.losses(runs[fault])[1] != pytest.approx(expected[()]["loss 1"], rel=1e-5)

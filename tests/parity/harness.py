@@ -363,7 +363,7 @@ def _train(
             update = optimizer.step(RATE, row_factors=clip and clip.row_factors)
             results.norms.append(update.gradient_norm.item())
             if clip:
-                results.logits += [number.item() for number in clip.results(update.skipped)]
+                results.logits += [number.item() for number in clip.results]
             results.losses += trainer.sum(loss[None]).tolist()
             if save and step + 1 in save:
                 about = {"step": step + 1, "profile": trainer.profile.model_dump(mode="json")}

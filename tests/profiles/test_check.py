@@ -118,10 +118,6 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
             *("train.precision", "fp8", "needs multiples of 16 with fp8_recipe rowwise", ("bf16",)),
         ),
         (
-            ["train.qk_clip=100", "cluster.device=neuron", "cluster.accelerator=trn2"],
-            *("train.qk_clip", 100.0, "is not supported on neuron", ("null",)),
-        ),
-        (
             ["train.qk_clip=100", "model.architecture=qwen3"],
             *("train.qk_clip", 100.0, "queries and keys are normalized after their projections", ("null",)),
         ),

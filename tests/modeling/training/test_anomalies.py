@@ -62,12 +62,15 @@ def rows(run):
 
 
 def test_loss_spike_skips_step_and_keeps_weights(poisoned, tmp_path):
-    run = micro.run_folder(tmp_path / "run", *SETTINGS, "train.bad_steps=10")
+    run = micro.run_folder(tmp_path / "run", *SETTINGS, "train.bad_steps=10", "train.qk_clip=0.1")
     train(run, poisoned)
     found = rows(run)
     assert list(found) == list(range(1, STEPS + 1))
     assert tuple(step for step, row in found.items() if row["skipped"]) == BAD
     assert {found[step]["parameter_norm"] for step in BAD} == {found[BAD[0] - 1]["parameter_norm"]}
+    assert {step: row["clipped_heads"] > 0 for step, row in found.items() if row["max_logit"] > 0.1} == {
+        step: not row["skipped"] for step, row in found.items() if row["max_logit"] > 0.1
+    }
     assert [event["step"] for event in events(run)] == list(BAD)
     assert "times the median" in events(run)[0]["reason"]
 

@@ -1,5 +1,6 @@
 """Largest scores of query heads: dense formula with masks, context axis, recorded by backward."""
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -40,26 +41,42 @@ def test_maxima_match_dense_formula(monkeypatch):
     monkeypatch.setitem(TILES, "cpu", 1)  # several tiles
     for case in CASES:
         q, k, *_ = case.tensors()
-        torch.testing.assert_close(max_scores(q, k, **masks(case)), expected(case))
+        for graph_kernel in (None, "math"):
+            axis = Axis("context", graph_kernel=graph_kernel)
+            torch.testing.assert_close(max_scores(q, k, axis, **masks(case)), expected(case))
 
 
-def of_rank(cases):
-    """The largest scores of this rank's queries, for each case."""
-    found = []
-    with mesh(context=torch.distributed.get_world_size()) as made:
+def of_rank(cases, graph_kernel=None):
+    """The largest scores of this rank's queries, for each case; with a kernel compiled, and the graphs' code."""
+    found, texts = [], []
+
+    def keep(graph, _):
+        texts.append(graph.print_readable(print_output=False))
+        return graph
+
+    compiled = torch.compile(max_scores, fullgraph=True, dynamic=False, backend=keep)
+    function = max_scores if graph_kernel is None else compiled
+    with mesh(context=torch.distributed.get_world_size(), graph_kernel=graph_kernel) as made:
         axis = made.context
         for case in cases:
             q, k, *_ = (zigzag_split(x, axis.size, axis.rank, 2) for x in case.tensors())
             options = masks(case)
             if case.documents is not None:
                 options["documents"] = zigzag_split(options["documents"], axis.size, axis.rank, 1)
-            found.append(max_scores(q, k, axis, **options))
-    return found
+            found.append(function(q, k, axis, **options))
+    return found, texts
 
 
-def test_the_largest_of_all_context_ranks_is_that_of_the_sequence(pool):
-    for case, *parts in zip(CASES, *pool.run(of_rank, 2, cases=CASES), strict=True):
+@pytest.mark.parametrize("graph_kernel", [None, "math"])
+def test_the_largest_of_all_context_ranks_is_that_of_the_sequence(pool, graph_kernel):
+    """In an operator, and in graphs, which are the same on all ranks."""
+    ranks = pool.run(of_rank, 2, cases=CASES, graph_kernel=graph_kernel)
+    for case, *parts in zip(CASES, *(found for found, _ in ranks), strict=True):
         torch.testing.assert_close(torch.stack(parts).amax(0), expected(case))
+    texts = ranks[0][1]
+    assert texts == ranks[1][1]
+    assert len(texts) == (0 if graph_kernel is None else len(CASES))
+    assert "trainshed" not in "".join(texts)
 
 
 def test_scores_are_recorded_once_per_backward_pass_also_if_recomputed():
