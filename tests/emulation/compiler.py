@@ -36,7 +36,12 @@ def register_compiler() -> None:
     from torch._dynamo.backends.registry import register_backend
     from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
 
-    register_interface_for_device("neuron", DeviceInterface)
+    class Interface(DeviceInterface):
+        is_available = staticmethod(
+            lambda: True
+        )  # asked where Triton is installed, as CUDA builds of torch require
+
+    register_interface_for_device("neuron", Interface)
     capture = aot_autograd(
         fw_compiler=_compile,
         bw_compiler=_compile,
