@@ -90,6 +90,8 @@ def write_store(folder: Path, count: int, steps: int) -> int:
         os.link(sources[number % len(sources)], run / "metrics.jsonl")
         (run / "attempts.jsonl").write_text(json.dumps(started) + "\n")
         (run / "run.json").write_text(json.dumps({"identity": str(number)}))
+        evaluation = {"step": steps, "validation_loss": 2.0}
+        (run / "report.json").write_text(json.dumps({"evaluation": evaluation}))
         (run / "plan.json").write_text(
             json.dumps({"step_seconds": 0.9, "tokens_per_second": 4_194_304 / 0.9})
         )

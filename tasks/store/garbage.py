@@ -194,7 +194,7 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
         used |= {ArtifactId(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
         used |= {ArtifactId("dataset", key) for key in (series.get("held_out"),) if key}
         # Rounds replay runs that the series descends from, also if their folders are gone.
-        with suppress(CorruptedState):  # the next round reports it
+        with suppress(ledger.MissingEntry):  # the next round reports it
             for entry in ledger.lineage(store, series.get("identity")):
                 used.add(ArtifactId("dataset", entry.dataset))
         for kind, parts in PARTS.items():

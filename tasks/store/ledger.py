@@ -20,6 +20,10 @@ from tasks.store.store import Store
 SHARDS = "shards.json"  # in a dataset artifact: keys of its shards, in order
 
 
+class MissingEntry(CorruptedState):
+    """The ledger has no entry for a run."""
+
+
 @dataclass(frozen=True)
 class LedgerEntry:
     """One run's entry."""
@@ -83,7 +87,7 @@ def trained_on(store: Store, identity: str | None) -> frozenset[str]:
 
 def _require(store: Store, identity: str) -> LedgerEntry:
     if (entry := find(store, identity)) is None:
-        raise CorruptedState(f"{store.uri}: the ledger has no entry for run {identity}")
+        raise MissingEntry(f"{store.uri}: the ledger has no entry for run {identity}")
     return entry
 
 

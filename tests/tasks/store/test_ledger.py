@@ -106,6 +106,12 @@ def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path)
     set_promoted(store, "base", base)
     store.remove("runs/ancestor")
     assert f"artifacts/dataset/{ancestor.key}" not in {each.name for each in find_garbage(store)[0]}
+    entry = store.work_dir / f"ledger/{base.identity}.json"
+    recorded = entry.read_bytes()
+    entry.write_bytes(b"{}")
+    with pytest.raises(ValueError, match=f"{entry.name}: corrupted"):  # the ancestor is unknown
+        find_garbage(store)
+    entry.write_bytes(recorded)
     assert ancestors_of(store, base).unknown is None
     shutil.rmtree(store.artifacts.path(ancestor))
     assert ancestors_of(store, base).unknown == "ancestor"
