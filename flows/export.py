@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from prefect import flow
 from prefect.runtime import flow_run
 
@@ -10,9 +12,10 @@ from flows.hooks import SHOW_FAILURE
 from flows.runner import Runner
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from profiles.sections.base import required
 from tasks.inputs import EXPORT
+from tasks.reporting.outcome import final_evaluation
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.export import ExportStep
@@ -20,6 +23,17 @@ from tasks.steps.tokenizer import TokenizerStep
 from tasks.store import activities, runs
 from tasks.store.run_folder import CheckpointId
 from tasks.store.store import open_store
+
+
+def _require_last(folder: Path, latest: int, steps: int | None) -> None:
+    """Raise ProfileError if a finished run lacks its last checkpoint: an earlier one would replace its export."""
+    report = state_files.read_json(folder / run_files.REPORT_JSON) or {}
+    if steps is not None and latest < steps and final_evaluation(report, steps):
+        missing = folder / run_files.checkpoint(steps)
+        reason = (
+            f"is finished, but {missing} is missing or incomplete; start the run again, which makes it again"
+        )
+        raise ProfileError("run", folder.name, reason)
 
 
 @flow(name="export", flow_run_name="{run}", **SHOW_FAILURE)
@@ -43,6 +57,7 @@ def export(run: str, store: str = "./store", work_dir: str = "./store") -> str:
             raise ProfileError("run", run, f"has no complete checkpoint in {store}")
         profile = resolve.load(str(folder / run_files.PROFILE))
         inputs = runs.read_inputs(folder)
+        _require_last(folder, latest.step, profile.train.steps)
         # Until the last step, a rollback may replace the checkpoint of a step by another one.
         is_last = latest.step == profile.train.steps
         identity = required(inputs["identity"])

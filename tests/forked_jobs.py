@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -140,6 +141,7 @@ def _main(
     os.dup2(output, 2)
     sys.argv = [program, *arguments]
     sys.stdout = sys.stderr = _Log(prefix)
+    logging.getLogger().handlers.clear()  # those of the process that this one was forked from
     sys.exit(importlib.import_module(program).main(arguments))
 
 
