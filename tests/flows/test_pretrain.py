@@ -96,7 +96,9 @@ def test_unfinished_run_is_exported_again_after_a_rollback_has_replaced_its_chec
 
     monkeypatch.setattr("tasks.steps.export.write_model", copy)
     shutil.rmtree(store / "runs/micro/checkpoints/step_6")
-    with pytest.raises(ProfileError, match="run = micro: is finished, but .*step_6 is missing or incomplete"):
+    with pytest.raises(
+        ProfileError, match=r"run = micro: is finished, but .*step_6 is missing or incomplete"
+    ):
         export("micro", str(store))
     (store / "runs/micro/report.json").unlink()
     marker = store / "runs/micro/checkpoints/step_4/complete.json"
