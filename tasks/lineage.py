@@ -1,4 +1,4 @@
-"""The run whose weights another run starts from, for the data ledger: a fork's parent, or the exporter of init.from."""
+"""The run whose weights another one starts from: a fork's parent, or the exporter of init.from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def find_origin(context: Context, tokenizer: Artifact, parent: Parent | None = N
 
 
 def record_data(store: Store, name: str, identity: str) -> bool:
-    """Record in the data ledger what a run and its ancestors were trained on; returns whether that is known.
+    """Record in the ledger what a run and its ancestors were trained on; returns whether that is known.
 
     Runs of earlier versions were not recorded if they did not end.
     """

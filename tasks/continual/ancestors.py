@@ -1,4 +1,4 @@
-"""Runs that the first run of a series descends from, whose data rounds replay and hold out like the series' own.
+"""Runs that the first run of a series descends from, whose data rounds replay and hold out.
 
 The first run may be a fork, or have started from the export of a run of the same store (`init.from: run:NAME`). What other
 initial weights were trained on is unknown. An ancestor whose dataset was removed, or has samples of another kind, is not read.
@@ -25,7 +25,7 @@ Sections = Mapping[str, Any]  # of a run's profile.yaml
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A run before the first run, or that one, with its dataset's corpus.json and its profile; empty if they are gone."""
+    """A run up to the first one, its dataset's corpus.json and its profile; empty if they are gone."""
 
     entry: LedgerEntry
     contents: dict[str, Any]

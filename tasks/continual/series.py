@@ -164,7 +164,7 @@ def ancestors_of(store: Store, promoted: Promoted) -> Ancestors:
 
 
 def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
-    """The sets that the promoted model and all that it descends from held out; their shards may not be in the store.
+    """The sets that the promoted model and its ancestors held out; the store may lack their shards.
 
     Raises ProfileError if the list of them is not in the store any more.
     """

@@ -51,7 +51,7 @@ def history(store: Store, made: Artifact, sequence_length: int) -> History:
 
 
 def unknown_weights(store: Store, profile: Profile, promoted: Promoted) -> str | None:
-    """The initial weights of a series, or a run, if nothing stands for what they were trained on; else None.
+    """Initial weights or run of which nothing stands for what they were trained on; None without any.
 
     What a series of fine-tuning must not forget is its records, all of which are in the ledger.
     """

@@ -373,7 +373,7 @@ def files_by_run(store: Store) -> dict[str, dict[str, int]]:
 
 
 def find_folder(store: Store, name: str, identity: str) -> RunFolder | None:
-    """The folder of a run by its identity: the one of its name, or the one that a replaced run was moved to."""
+    """The folder of a run by its identity: that of its name, or that of a replaced run, `<name>~N`."""
     if (run := store.run_folder(name)).stored_identity == identity:
         return run
     entries = store.backend.entries("runs")
