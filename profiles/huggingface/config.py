@@ -90,6 +90,8 @@ def read_config_json(path: Path, key: str, value: str | None = None) -> dict[str
 
 def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """`Model` fields from a config.json. Raises ProfileError for an unsupported architecture or feature."""
+    if config.get("model_type") == "mistral" and config.get("layer_types"):
+        config = _ministral(config)
     kind = config.get("model_type")
     architectures = {family.model_type or name: name for name, family in families.OWN.items()}
     if kind not in architectures:  # packages are imported only if needed
@@ -126,10 +128,20 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
     return values | layer_kinds.read(config, architecture, family)
 
 
+def _ministral(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of Mistral with kinds of layers as Ministral's, as in transformers; Ministral 8B is published so."""
+    names = config.get("architectures") or ()
+    names = [names] if isinstance(names, str) else names
+    classes = [name.replace("Mistral", "Ministral") for name in names]
+    return {**config, "model_type": "ministral", "architectures": classes}
+
+
 def _read_keys(family: families.Family) -> set[str]:
     """Keys that are read from the config.json of a family with RoPE and Llama's names."""
     names = {**{name: name for name in LLAMA_FIELDS}, "norm_eps": NORM_EPS, **family.fields}
-    keys = {*names.values(), *family.fixed} - {"full_attention_every"}  # which layer_types has
+    keys = {*names.values(), *family.fixed}
+    if "full_attention_every" in family.fields:
+        keys -= {"full_attention_every", "max_window_layers"}  # which layer_types has
     if "num_experts" in family.fields:
         keys |= {*EXPERT_ALIASES}
     return keys | layer_kinds.keys(family)

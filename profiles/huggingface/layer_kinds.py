@@ -30,8 +30,10 @@ log = logging.getLogger(__name__)
 
 def keys(family: Family) -> set[str]:
     """Keys of a config.json that `read` reads, besides `family.fields`."""
-    further = {"sliding_window": "layer_types", "max_window_layers": "use_sliding_window"}
-    further |= {"no_rope_layer_interval": "no_rope_layers", "rope_local_base_freq": "sliding_window_pattern"}
+    further = {"sliding_window": "layer_types", "no_rope_layer_interval": "no_rope_layers"}
+    further |= {"rope_local_base_freq": "sliding_window_pattern"}
+    if "full_attention_every" not in family.fields:
+        further["max_window_layers"] = "use_sliding_window"
     found = {"rope_parameters", *(key for name, key in further.items() if name in family.fields)}
     if family.linear_attention == "none":
         return found
@@ -79,7 +81,7 @@ def _equal_windows(config: Mapping[str, Any], architecture: str) -> dict[str, An
 
 
 def _alternating_windows(config: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:
-    """sliding_window and full_attention_every from layer_types."""
+    """sliding_window, full_attention_every and max_window_layers from layer_types."""
     window, types, count = (
         config.get("sliding_window"),
         config.get("layer_types"),
@@ -91,11 +93,15 @@ def _alternating_windows(config: Mapping[str, Any], architecture: str, family: F
         return {"sliding_window": window, "full_attention_every": None}
     if set(types) == {FULL}:
         return {"sliding_window": None}
-    every = types.index(FULL) + 1
-    if types != [FULL if i % every == 0 else SLIDING for i in range(1, count + 1)]:
+    leading = 0
+    if "max_window_layers" in family.fields:
+        leading = next(i for i, kind in enumerate(types) if kind != FULL)
+    following = types[leading:]
+    every = following.index(FULL) + 1 if FULL in following else None
+    if following != [SLIDING if every is None or i % every else FULL for i in range(1, len(following) + 1)]:
         reason = f"is not a repetition of sliding_attention, with full_attention at the end of each, over {count} layers"
         raise ProfileError("layer_types", ", ".join(types), f"{reason}; not supported for {architecture}")
-    return {"sliding_window": window, "full_attention_every": every}
+    return {"sliding_window": window, "full_attention_every": every, "max_window_layers": leading or None}
 
 
 def _hybrid(config: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:
@@ -232,7 +238,7 @@ def write(model: Model) -> dict[str, Any]:
     elif window is None and "full_attention_every" in family.fields:
         # transformers needs one, even if layer_types names no layer that has it
         fields["sliding_window"] = family.defaults["sliding_window"]
-    if "max_window_layers" in family.fields:
+    if "max_window_layers" in family.fields and "full_attention_every" not in family.fields:
         leading = count if window is None else model.max_window_layers or 0
         fields |= {"use_sliding_window": window is not None, "max_window_layers": leading}
     if "no_rope_layer_interval" in family.fields and family.linear_attention == "none":

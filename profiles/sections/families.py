@@ -225,7 +225,7 @@ OWN = {
         "llama:Llama",
         "Ministral",
         "huggingface.co/mistralai/Ministral-8B-Instruct-2410",
-        fields=same("sliding_window", "full_attention_every"),
+        fields=same("sliding_window", "full_attention_every", "max_window_layers"),
         values=_NO_BIAS,
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
     ),

@@ -79,11 +79,12 @@ class Model(Section):
     full_attention_every: Count | None = Field(
         default=None,
         description="n: every n-th layer has full attention, the others the sliding window (olmo3, gemma2, gemma3, ministral, "
-        "gpt_oss) or linear attention (qwen3_next, qwen3_5, olmo_hybrid)",
+        "gpt_oss) or linear attention (qwen3_next, qwen3_5, olmo_hybrid); counted after max_window_layers",
     )
     max_window_layers: Natural | None = Field(
         default=None,
-        description="number of leading layers with full attention, before those with the sliding window; null: none (qwen2)",
+        description="number of leading layers with full attention, before those with the sliding window; null: none (qwen2, "
+        "ministral)",
     )
     no_rope_layer_interval: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
@@ -265,8 +266,8 @@ class Model(Section):
 
     def window(self, layer: int) -> int | None:
         """Number of preceding tokens, itself included, that a token attends to in this layer; None: all."""
-        every = self.full_attention_every
-        full = layer < (self.max_window_layers or 0) or (every is not None and (layer + 1) % every == 0)
+        every, following = self.full_attention_every, layer - (self.max_window_layers or 0)
+        full = following < 0 or (every is not None and (following + 1) % every == 0)
         return None if full else self.sliding_window
 
     def is_linear(self, layer: int) -> bool:

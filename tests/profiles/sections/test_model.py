@@ -118,7 +118,14 @@ MODELS = [
     {**LLAMA, "architecture": "glm4", "partial_rotary_factor": 0.5},
     {**LLAMA, "architecture": "gemma2", "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 20},
     {**LLAMA, "architecture": "phi3", "sliding_window": 128, "partial_rotary_factor": 0.75},
-    {**LLAMA, "architecture": "ministral", "sliding_window": 128, "full_attention_every": 2},
+    {
+        **LLAMA,
+        "architecture": "ministral",
+        "num_hidden_layers": 9,
+        "sliding_window": 128,
+        "full_attention_every": 4,
+        "max_window_layers": 1,
+    },
     {**LLAMA, "architecture": "starcoder2", "sliding_window": 128},
     {**LLAMA, "architecture": "stablelm", "partial_rotary_factor": 0.25, "attention_bias": True},
     {**LINEAR, "architecture": "qwen3_5", "partial_rotary_factor": 0.25, "tie_word_embeddings": True},
@@ -452,18 +459,29 @@ def test_rope_parameters_that_are_empty_are_not_those_of_gpt_oss_by_default():
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
-def test_mistral_keeps_its_window_whatever_layer_types_say(kind, caplog):
+def test_phi3_keeps_its_window_whatever_layer_types_say(kind, caplog):
     """As in transformers, which does not read layer_types for it."""
-    config = to_config_json(Model(**{**LLAMA, "architecture": "mistral", "sliding_window": 256}))
+    config = to_config_json(Model(**{**LLAMA, "architecture": "phi3", "sliding_window": 256}))
     assert read({**config, "layer_types": [kind] * 2}).sliding_window == 256
-    assert ("layer_types: not used for mistral" in caplog.text) == (kind == "full_attention")
+    assert ("layer_types: not used for phi3" in caplog.text) == (kind == "full_attention")
+
+
+def test_mistral_with_kinds_of_layers_is_ministral():
+    """As in transformers, and as Ministral 8B is published."""
+    config = to_config_json(Model(**{**LLAMA, "architecture": "mistral", "sliding_window": 256}))
+    model = read({**config, "layer_types": ["full_attention", "sliding_attention"]})
+    assert (model.architecture, model.window(0), model.window(1)) == ("ministral", None, 256)
+    assert read({**config, "layer_types": None}).architecture == "mistral"
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"model_type": "gpt_oss"}, "KeyError('num_hidden_layers')"),
-        ({"model_type": "gpt_oss", "num_hidden_layers": 1, "layer_types": ["chunked"]}, "ValueError"),
+        (
+            {"model_type": "gpt_oss", "num_hidden_layers": 1, "layer_types": ["chunked"]},
+            "layer_types = chunked",
+        ),
         ({"model_type": "llama", "rope_theta": None}, "TypeError"),
         ({"model_type": "llama", "rope_scaling": [1]}, "AttributeError"),
         ({"model_type": "dbrx", "attn_config": [1]}, "AttributeError"),

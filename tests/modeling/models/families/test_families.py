@@ -79,7 +79,7 @@ CONFIGS = {
     ],
     "gpt_neox": [{**NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0}, NEOX],
     "phi3": [{"sliding_window": 5}, {"partial_rotary_factor": 0.67}],
-    "ministral": [{"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}],
+    "ministral": [{"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}],
     "starcoder2": [{"sliding_window": 5}, {"tie_word_embeddings": False}],
     "stablelm": [{"head_dim": 10}, {"head_dim": 10, "partial_rotary_factor": 0.4, "use_qkv_bias": True}],
 }  # fmt: skip
