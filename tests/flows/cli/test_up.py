@@ -41,7 +41,7 @@ def loss(logits, targets):
 
 @pytest.fixture
 def few_deployments(monkeypatch, tmp_path_factory):
-    """A Slurm cluster whose nodes run no profile: 14 deployments are registered instead of 106."""
+    """A Slurm cluster whose nodes run no profile: 14 deployments are registered instead of 136."""
     programs = tmp_path_factory.mktemp("programs")
     for name, output in (("sbatch", ""), ("sinfo", "gpu:trn1:1 (null)")):
         (programs / name).write_text(f"#!/bin/sh\necho '{output}'\n")
