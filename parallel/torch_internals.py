@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-VERSIONS = ("2.13", "2.14")  # of torch that the suite runs on
+VERSIONS = ("2.13", "2.14")  # that Trainshed supports
 NAMES = {
     # Collectives that torch.compile traces, and groups by name
     "all_gather_into_tensor": "torch.ops._c10d_functional.all_gather_into_tensor",
