@@ -23,7 +23,7 @@ because a device's backend does not accept host tensors.
 Process groups are created in the same order on every rank and registered under the axis's name: a compiled graph refers to
 "tensor", never to the group of ranks 8 to 15, so ranks share compiled graphs. A group costs connections and device memory, so
 axes over which nothing is communicated have none: `data`, which only divides samples, `embedding` without a shared weight, and
-`matrix` unless the optimizer updates whole matrices.
+`matrix` unless the optimizer sends whole matrices over it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Mesh:
         graph_kernel, masks_by_flex: see `Axis`; of the context axis.
         pipeline_lanes: number of process groups of each pipeline (pipeline/runtime.py).
         shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
-        whole_matrices: whether an optimizer communicates over `matrix` and `expert_matrix`, which otherwise do not exist.
+        whole_matrices: whether an optimizer of matrices communicates over `matrix` and `expert_matrix`, which otherwise do not
+            exist (optimizer/stacks.py).
 
     Raises:
         ValueError: a degree below 1, replicas that do not divide the tensor degree, a shard or expert degree that does not

@@ -68,7 +68,8 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         chunks=parallel.overlap_chunks or (None if by_size else 1),
         pipeline_lanes=count_lanes(parallel.pipeline) if parallel.schedule == "interleaved" else 1,
         shared_embedding=profile.model.shares_embedding,
-        whole_matrices=profile.train.optimizer == "muon",
+        # Devices that compile operators exchange them over two other axes (parallel/optimizer/stacks.py).
+        whole_matrices=profile.train.optimizer == "muon" and not device.compiles_operators,
         graph_kernel=kernel if device.compiles_operators else None,
         # as on the device also where its plan is made without one
         masks_by_flex=kernels.get_kernel(kernel).uses_flex,

@@ -48,6 +48,8 @@ class PlannedBucket(NamedTuple):
     multiply_adds: int = 0  # of matrix products in an update, all shards and tensor ranks together
     unit: int | None = None  # number of the unit that FSDP gathers it with; None if it is resident
     exchanged: int = 0  # bytes for all owners of matrices, this rank included, and back
+    # of an update of matrices in compiled programs: those between tensor ranks, `exchanged` being those between shards
+    relayed: int = 0
     # of an update of matrices in compiled programs: the most bytes at the same time, and bytes of indices
     stacked: int = 0
     indices: int = 0
@@ -149,7 +151,8 @@ def _with_stacks(
             packings.append(_Packing(slots, size // shards))
         sizes, width = stack_sizes(packings, shards, tensor, rule.heads), rule.dtype.itemsize
         found[numbers[0]] = found[numbers[0]]._replace(
-            exchanged=width * (sizes.sent + sizes.returned),
+            exchanged=width * (sizes.sent + sizes.relayed_back),
+            relayed=width * (sizes.relayed + sizes.returned),
             multiply_adds=shards * tensor * sum(count * rule.cost((r, c)) for count, r, c in sizes.shapes),
             stacked=width * sizes.peak,
             indices=sizes.index_bytes,
@@ -259,11 +262,12 @@ def communication_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> d
             gathered = passes * scattered if bucket.block else 1
         if profile.copies_reference and not bucket.resident:  # for the reference model's forward pass
             gathered += scattered if bucket.block else 1
-        if bucket.exchanged:
-            owners = bucket.shards * profile.parallel.tensor
-            axis = shards if bucket.shards > 1 else "tensor"
-            moved = bucket.exchanged * (owners - 1) // owners
-            communication[axis] = communication.get(axis, 0) + moved
+        tensor = profile.parallel.tensor
+        owners = bucket.shards if bucket.relayed else bucket.shards * tensor
+        to_owners = shards if bucket.shards > 1 else "tensor"
+        for axis, size, ranks in ((to_owners, bucket.exchanged, owners), ("tensor", bucket.relayed, tensor)):
+            if size:
+                communication[axis] = communication.get(axis, 0) + size * (ranks - 1) // ranks
         exchanged = bucket.size * (gathered * weight + scattered * gradient)
         communication[shards] += exchanged * (bucket.shards - 1) // bucket.shards
         communication[replicas] += (

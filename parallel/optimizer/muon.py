@@ -17,8 +17,9 @@ and the result scattered back (matrices.py), while other buckets are on their wa
 
 u and the results are sent in the dtype in which they are orthogonalized, so that no bits are lost.
 
-Devices that compile each operator at its first use run a step as four kinds of compiled programs, with one exchange each way for
-all buckets (stacks.py): momentum of a bucket, collection, orthogonalization, weights of a bucket.
+Devices that compile each operator at its first use run a step as five kinds of compiled programs, with one exchange each way for
+all buckets, over shards and over tensor ranks (stacks.py): momentum of a bucket, collection, relay, orthogonalization, weights of
+a bucket.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import torch
 from torch import Tensor
 
 from parallel import collectives
-from parallel.device import KINDS
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer.arithmetic import Arithmetic
@@ -40,7 +40,7 @@ from parallel.optimizer.buckets import Bucket
 from parallel.optimizer.matrices import BucketMatrices, Owners, Packed, Shape, cut, matrix_axis
 from parallel.optimizer.newton_schulz import COEFFICIENTS, multiply_adds, orthogonalize
 from parallel.optimizer.rules import Step, Updater
-from parallel.optimizer.stacks import MatrixStacks, collect, orthogonalize_stacks
+from parallel.optimizer.stacks import MatrixStacks, collect, orthogonalize_stacks, relay
 
 IN_FLIGHT = 2  # buckets on their way to the owners, and back
 RMS = 0.2  # root mean square of AdamW's updates (arXiv 2502.16982)
@@ -97,11 +97,9 @@ class Muon:
 
     def updater(self, buckets: Sequence[Bucket], mesh: Mesh, arithmetic: Arithmetic) -> Updater:
         """An updater of these buckets, in the order of their updates."""
-        # Of a device that compiles operators; its programs may be traced on the CPU, its runs may be eager.
-        kind = KINDS.get(buckets[0].master.device.type)
-        if arithmetic.compiled or (kind is not None and kind.compiles_operators):
-            return _StackedUpdater(self, buckets, mesh, arithmetic)
-        return _Updater(self, buckets, mesh)
+        if mesh.whole_matrices:
+            return _Updater(self, buckets, mesh)
+        return _StackedUpdater(self, buckets, mesh, arithmetic)
 
 
 @dataclass
@@ -184,11 +182,12 @@ class _StackedUpdater:
         self._rule, self._count = rule, len(buckets)
         by_axis: dict[str, list[Bucket]] = {}
         for bucket in buckets:
-            by_axis.setdefault(matrix_axis(bucket, mesh).name, []).append(bucket)
+            by_axis.setdefault(bucket.axis.name, []).append(bucket)
         self._stacks = [MatrixStacks(each, mesh, rule.heads) for each in by_axis.values()]
         self._accelerated: dict[int, tuple[Tensor, Step]] = {}
-        self._accelerate, self._collect = arithmetic.prepare(accelerate), arithmetic.prepare(collect)
-        self._orthogonalize, self._apply = arithmetic.prepare(orthogonalize_stacks), arithmetic.prepare(place)
+        prepare = arithmetic.prepare
+        self._accelerate, self._collect, self._relay = prepare(accelerate), prepare(collect), prepare(relay)
+        self._orthogonalize, self._apply = prepare(orthogonalize_stacks), prepare(place)
 
     def update(self, bucket: Bucket, step: Step) -> Iterable[Bucket]:
         momentum, rule = bucket.states["momentum"], self._rule
@@ -215,10 +214,13 @@ class _StackedUpdater:
             exchange: an all-to-all.
         """
         shards, steps = zip(*(self._accelerated.pop(id(bucket)) for bucket in stacks.buckets), strict=True)
-        received = exchange(self._collect(shards, stacks.sent, stacks.block), stacks.axis)
+        blocks = exchange(self._collect(shards, stacks.sent, stacks.block), stacks.axis)
         del shards  # their memory
-        indices, coefficients = (stacks.assembled, stacks.returned), COEFFICIENTS[self._rule.coefficients]
-        found = exchange(self._orthogonalize(received, *indices, stacks.shapes, coefficients), stacks.axis)
+        blocks = exchange(self._relay(blocks, stacks.relayed), stacks.tensor)
+        of_stacks = stacks.assembled, stacks.returned, stacks.transposed, stacks.shapes
+        blocks = self._orthogonalize(blocks, *of_stacks, COEFFICIENTS[self._rule.coefficients])
+        blocks = self._relay(exchange(blocks, stacks.tensor), stacks.relayed_back)
+        found = exchange(blocks, stacks.axis)
         for bucket, step, placed, sides in zip(
             stacks.buckets, steps, stacks.placed, stacks.longer_sides, strict=True
         ):

@@ -1,25 +1,33 @@
 """Whole matrices out of the optimizer's shards, for devices that run compiled programs only.
 
 In matrices.py each rank sends what it has, and orthogonalizes matrices of its own shapes. A compiled program depends neither on
-its rank nor on data: shapes are static, all-to-alls even. So all matrices of a rank's stages are exchanged at once. Those of
-equal shape are dealt to the ranks in turn, so that every rank has stacks of the same shapes; a few matrices may be unused.
+its rank nor on data: shapes are static, all-to-alls even. So all matrices of a rank's stages are exchanged at once, and every
+rank has stacks of the same shapes, with a slot for each of its matrices:
 
-Which elements go where is data: indices of blocks, the longest runs of elements that no shard, row or parameter cuts. Over g
-ranks, what one sends to another is padded to the longest such message, of m blocks there and m' blocks back:
+    slots       rows are not more than columns; a matrix with more rows is transposed. Matrices of equal shape, the largest
+                first, are dealt to slots that larger ones left free, filled up with zeros, and then to a new stack
+    owners      matrices at the same place in each bucket are dealt to the shards in turn: a rank has parts of few matrices of a
+                bucket, but of one in each, and sends these to as many shards as possible
 
-    shards      (n, block)       all buckets' shards of this rank
-    collect     (g·m, block)     blocks for each owner; of replicated rows (KV heads) only those of the first replica
-    stacks      (k, block)       the matrices of this rank
-    scatter     (g·m', block)    blocks for each rank that holds them, replicas included
+Which elements go where is data: indices of blocks, the longest runs of elements that no shard, row or parameter cuts. Over d
+shards and t tensor ranks, a part goes to the owner's shard, and there over tensor ranks, which are near each other, to the owner;
+results go the same way back. What a rank sends to another is padded to the longest such message of that exchange:
 
-Padding and unused matrices have arbitrary values, which reach no weight.
+    shards       (n, block)       all buckets' shards of this rank
+    collect      (d·a, block)     blocks for each shard; of replicated rows (KV heads) only those of the first replica
+    relay        (t·b, block)     those that arrived, for each tensor rank
+    stacks       (k, block)       the matrices of this rank
+    return       (t·b', block)    blocks for each tensor rank that holds them, replicas included
+    relay        (d·a', block)    those that arrived, for each shard
+
+Padding of messages and of shards has arbitrary values, which reach no weight.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 
@@ -29,11 +37,25 @@ from torch import Tensor
 from parallel.layout import layout_of
 from parallel.mesh import Mesh
 from parallel.optimizer.buckets import Bucket, ShardBox
-from parallel.optimizer.matrices import Packing, Shape, cut, matrix_axis, matrix_boxes, matrix_shapes
+from parallel.optimizer.matrices import Packing, Shape, cut, matrix_boxes, matrix_shapes
 from parallel.optimizer.newton_schulz import Coefficients, orthogonalize
 
 Stack = tuple[int, int, int]
-"""Matrices of a rank, rows, columns."""
+"""Matrices of a rank, rows, columns; rows are not more than columns."""
+Owner = tuple[int, int]
+"""Shard and tensor rank of the rank that has a matrix."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a matrix is orthogonalized."""
+
+    owner: Owner
+    stack: int
+    number: int  # among the stack's matrices of this owner
+    first: int  # its first element in the owner's stacks
+    width: int  # elements from a row to the next
+    transposed: bool  # whether its columns are the stack's rows
 
 
 @dataclass(frozen=True)
@@ -41,86 +63,140 @@ class _Part:
     """A box of a matrix in a rank's shards."""
 
     box: ShardBox
-    owner: int  # the rank that has the matrix
-    matrix: int  # first block of the matrix in the owner's stacks
+    slot: _Slot
     first: int  # first block of the box in the shards
+    block: int
 
-    def in_shards(self, block: int) -> Tensor:
+    @property
+    def length(self) -> int:
+        """Number of blocks."""
+        return math.prod(self.box.sizes) // self.block
+
+    def in_shards(self) -> Tensor:
         """Its blocks in the shards, in the order of its elements."""
-        return torch.arange(self.first, self.first + math.prod(self.box.sizes) // block)
+        return torch.arange(self.first, self.first + self.length)
 
-    def in_stacks(self, block: int) -> Tensor:
+    def in_stacks(self) -> Tensor:
         """Its blocks in the owner's stacks, in the order of its elements."""
-        (row, column), (rows, columns) = self.box.offsets, self.box.sizes
-        down = torch.arange(row, row + rows) * (self.box.shape[1] // block)
+        (row, column), (rows, columns), block = self.box.offsets, self.box.sizes, self.block
+        down = torch.arange(row, row + rows) * (self.slot.width // block)
         across = torch.arange(column // block, (column + columns) // block)
-        return (self.matrix + down[:, None] + across).flatten()
+        return (self.slot.first // block + down[:, None] + across).flatten()
 
 
 class MatrixStacks:
     """The matrices of some buckets as stacks, and the indices of the blocks that are exchanged for them.
 
     Args:
-        buckets: those with the same `matrix_axis`; all of their parameters are matrices.
+        buckets: those of one axis of shards; all of their parameters are matrices.
         heads: whether those of heads are cut into the rows of each.
 
     Attributes:
-        axis: the ranks that hold parts of the matrices.
+        axis: the shards; `tensor`: the tensor ranks.
         block: elements of a block.
         shapes: of the stacks, the same on every rank.
-        sent, assembled: of the shards' blocks for each owner; of the stacks' blocks in what an owner receives.
-        returned, placed: of the stacks' blocks for each rank; of each bucket's blocks in what a rank receives.
+        transposed: for each stack, whether each of its matrices is stored with its columns as rows, (matrices) bool.
+        sent, relayed, assembled: of the shards' blocks for each shard; of those that arrived for each tensor rank; of the stacks'
+            blocks in what an owner receives, -1 for zeros.
+        returned, relayed_back, placed: of the stacks' blocks for each tensor rank; of those that arrived for each shard; of each
+            bucket's blocks in what a rank receives.
         longer_sides: for each bucket, the larger of rows and columns of its blocks' matrices, (n, 1) float32; 0 for padding.
     """
 
     def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, heads: bool) -> None:
-        self.buckets, self.axis = buckets, matrix_axis(buckets[0], mesh)
-        self.block = block = _block(buckets)
-        shapes = {name: shape for bucket in buckets for name, shape in matrix_shapes(bucket, heads).items()}
-        self.shapes, owners = _deal(shapes, self.axis.size, block)
+        self.buckets, self.axis, self.tensor = buckets, buckets[0].axis, mesh.tensor
+        shards, ranks = range(self.axis.size), range(self.tensor.size)
+        self.shapes, slots = _deal(buckets, len(shards), len(ranks), heads)
+        self.block = block = _block(buckets, self.shapes)
         lengths = [bucket.length // block for bucket in buckets]
         firsts = [0, *accumulate(lengths)]
-        # The axis is (shard, tensor rank), the latter faster.
         parts = [
             [
-                _Part(box, *owners[box.name], first + box.start // block)
-                for bucket, first in zip(buckets, firsts, strict=False)
-                for box in matrix_boxes(bucket, heads, *divmod(rank, mesh.tensor.size))
+                [
+                    _Part(box, slots[box.name], first + box.start // block, block)
+                    for bucket, first in zip(buckets, firsts, strict=False)
+                    for box in matrix_boxes(bucket, heads, shard, rank)
+                ]
+                for rank in ranks
             ]
-            for rank in range(self.axis.size)
+            for shard in shards
         ]
+        own = self.axis.rank, self.tensor.rank
         longer_sides = torch.zeros(firsts[-1], 1)
-        for part in parts[self.axis.rank]:
-            longer_sides[part.in_shards(block)] = max(part.box.shape)
-        collected = [[part for part in each if part.box.replica == 0] for each in parts]
-        sent, received, longest = self._messages(collected)
+        for part in parts[own[0]][own[1]]:
+            longer_sides[part.in_shards()] = max(part.box.shape)
+        turned = [torch.zeros(count, dtype=torch.bool) for count, *_ in self.shapes]
+        for slot in slots.values():
+            if slot.owner == own:
+                turned[slot.stack][slot.number] = slot.transposed
+        collected = [[[part for part in held if part.box.replica == 0] for held in each] for each in parts]
         stacked = sum(map(math.prod, self.shapes)) // block
-        indices = [_padded(sent, longest), _positions(received, longest, stacked)]
-        held, returned, longest = self._messages(parts)
-        indices += [_padded(returned, longest), *_positions(held, longest, firsts[-1]).split(lengths)]
+        *indices, placed = *_Route(collected, own).collect(stacked), *_Route(parts, own).scatter(firsts[-1])
         device = buckets[0].master.device
         # Half the memory, on all ranks alike.
         dtype = torch.int32 if max(firsts[-1], *map(len, indices)) < 2**31 else torch.int64
-        self.sent, self.assembled, self.returned, *self.placed = (each.to(device, dtype) for each in indices)
+        messages = (each.to(device, dtype) for each in indices)
+        self.sent, self.relayed, self.assembled, self.returned, self.relayed_back = messages
+        self.placed = [each.to(device, dtype) for each in placed.split(lengths)]
+        self.transposed = [each.to(device) for each in turned]
         self.longer_sides = [each.to(device) for each in longer_sides.split(lengths)]
 
-    def _messages(self, parts: Sequence[Sequence[_Part]]) -> tuple[list[Tensor], list[Tensor], int]:
-        """Blocks of this rank's shards by owner, of its stacks by holder, and the longest message of any.
 
-        Args:
-            parts: of each rank, in the order in which they are sent.
-        """
-        own, ranks, counts = self.axis.rank, range(self.axis.size), Counter[tuple[int, int]]()
-        for rank in ranks:
-            for part in parts[rank]:
-                counts[rank, part.owner] += math.prod(part.box.sizes) // self.block
-        of_shards = [
-            [part.in_shards(self.block) for part in parts[own] if part.owner == rank] for rank in ranks
+class _Route:
+    """The way of a rank's blocks between shards and stacks, of which every rank has a piece.
+
+    Args:
+        parts: of each shard and tensor rank, in the order in which they are sent.
+        own: this rank's shard and tensor rank.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Sequence[_Part]]], own: Owner) -> None:
+        shard, rank = own
+        shards, ranks = len(parts), len(parts[0])
+        to_shards, to_ranks = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+        for i, each in enumerate(parts):
+            for t, held in enumerate(each):
+                for part in held:
+                    to_shards[i, t, part.slot.owner[0]] += part.length
+                    to_ranks[*part.slot.owner, t] += part.length
+        self._longest = max(to_shards.values()), max(to_ranks.values())
+        # Blocks of this rank's shards by shard of the owner, and of its stacks by tensor rank of the holder.
+        self._in_shards = [
+            _joined(part.in_shards() for part in parts[shard][rank] if part.slot.owner[0] == i)
+            for i in range(shards)
         ]
-        of_stacks = [
-            [part.in_stacks(self.block) for part in parts[rank] if part.owner == own] for rank in ranks
+        self._in_stacks = [
+            _joined(part.in_stacks() for each in parts for part in each[t] if part.slot.owner == own)
+            for t in range(ranks)
         ]
-        return [*map(_joined, of_shards)], [*map(_joined, of_stacks)], max(counts.values())
+        # What this rank passes on: positions among messages of shards, and of tensor ranks.
+        of_shards: list[Tensor] = []
+        of_ranks: list[Tensor] = []
+        ends = [t * self._longest[1] for t in range(ranks)]
+        for i, each in enumerate(parts):
+            begin = i * self._longest[0]
+            for part in each[rank]:
+                if part.slot.owner[0] == shard:
+                    end = ends[part.slot.owner[1]]
+                    of_shards.append(torch.arange(begin, begin + part.length))
+                    of_ranks.append(torch.arange(end, end + part.length))
+                    begin += part.length
+                    ends[part.slot.owner[1]] += part.length
+        self._passed = _joined(of_shards), _joined(of_ranks)
+
+    def collect(self, stacked: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices of what is sent, passed on and put into stacks of so many blocks."""
+        relayed = torch.zeros(len(self._in_stacks) * self._longest[1], dtype=torch.int64)
+        relayed[self._passed[1]] = self._passed[0]
+        assembled = _positions(self._in_stacks, self._longest[1], torch.full((stacked,), -1))
+        return _padded(self._in_shards, self._longest[0]), relayed, assembled
+
+    def scatter(self, held: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices of what is returned, passed on and put into shards of so many blocks."""
+        relayed = torch.zeros(len(self._in_shards) * self._longest[0], dtype=torch.int64)
+        relayed[self._passed[0]] = self._passed[1]
+        placed = _positions(self._in_shards, self._longest[0], torch.zeros(held, dtype=torch.int64))
+        return _padded(self._in_stacks, self._longest[1]), relayed, placed
 
 
 def collect(shards: Sequence[Tensor], sent: Tensor, block: int) -> Tensor:
@@ -128,20 +204,29 @@ def collect(shards: Sequence[Tensor], sent: Tensor, block: int) -> Tensor:
     return torch.cat([shard.view(-1, block) for shard in shards])[sent]
 
 
+def relay(received: Tensor, relayed: Tensor) -> Tensor:
+    """The blocks that are passed on, of those that arrived."""
+    return received[relayed]
+
+
 def orthogonalize_stacks(
     received: Tensor,
     assembled: Tensor,
     returned: Tensor,
+    transposed: Sequence[Tensor],
     shapes: Sequence[Stack],
     coefficients: Coefficients,
 ) -> Tensor:
-    """Orthogonalize each matrix of the stacks; received (g·m, block) -> sent back (g·m', block)."""
-    block = received.shape[1]
-    parts = received[assembled].split([math.prod(shape) // block for shape in shapes])  # of (k, block)
-    found = [
-        orthogonalize(part.view(shape), coefficients).reshape(-1, block)
-        for part, shape in zip(parts, shapes, strict=True)
-    ]
+    """Orthogonalize each matrix of the stacks; received (t·b, block) -> sent back (t·b', block)."""
+    block, found = received.shape[1], []
+    blocks = torch.where(assembled[:, None] < 0, 0, received[assembled.clamp(min=0)])
+    parts = blocks.split([math.prod(shape) // block for shape in shapes])  # of (k, block)
+    for part, turned, (count, rows, columns) in zip(parts, transposed, shapes, strict=True):
+        turned = turned[:, None, None]
+        x = torch.where(turned, part.view(count, columns, rows).mT, part.view(count, rows, columns))
+        x = orthogonalize(x, coefficients)
+        flat = torch.where(turned[..., 0], x.mT.reshape(count, -1), x.reshape(count, -1))
+        found.append(flat.view(-1, block))
     return torch.cat(found)[returned]
 
 
@@ -152,14 +237,17 @@ class StackSizes:
     Attributes:
         block: see `MatrixStacks`.
         held: of the shards.
-        sent, returned: of the messages to all owners, and back, with their padding.
+        sent, relayed: of the messages to all shards, then to all tensor ranks, with their padding.
+        returned, relayed_back: of those to all tensor ranks, then to all shards.
         shapes: of the stacks, unused matrices included.
     """
 
     block: int
     held: int
     sent: int
+    relayed: int
     returned: int
+    relayed_back: int
     shapes: Sequence[Stack]
 
     @property
@@ -171,38 +259,41 @@ class StackSizes:
     def peak(self) -> int:
         """The most elements at the same time, in the dtype that is exchanged.
 
-        First the shards, also as one tensor, and their blocks, sent and received; then what was received, the stacks, their
-        products, the results, also as one tensor, and what is sent back.
+        First the shards, also as one tensor, and their blocks, sent and received; then what was received, the stacks, also in
+        the order of rows, their products, the results, also as one tensor, and what is sent back.
         """
-        return max(2 * (self.held + self.sent), self.sent + 4 * self.stacked + self.returned)
+        relays = self.sent + 2 * self.relayed, self.returned + 2 * self.relayed_back
+        return max(2 * (self.held + self.sent), *relays, self.relayed + 5 * self.stacked + self.returned)
 
     @property
     def index_bytes(self) -> int:
         """Bytes of indices and longer sides."""
-        return 4 * (self.sent + self.stacked + self.returned + 2 * self.held) // self.block
+        messages = self.sent + self.relayed + self.returned + self.relayed_back
+        return 4 * (messages + self.stacked + 2 * self.held) // self.block
 
 
 def stack_sizes(buckets: Sequence[Packing], shards: int, tensor: int, heads: bool) -> StackSizes:
     """What `MatrixStacks` of buckets will have, from their packing alone.
 
     Args:
-        shards, tensor: ranks; together those of the axis.
+        shards, tensor: ranks of the two axes.
     """
-    block, ranks = _block(buckets), shards * tensor
-    shapes = {name: shape for bucket in buckets for name, shape in matrix_shapes(bucket, heads).items()}
-    stacks, owners = _deal(shapes, ranks, block)
-    # Elements by shard, tensor rank and owner; those of the first replicas are collected.
-    collected, held = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+    stacks, slots = _deal(buckets, shards, tensor, heads)
+    # Elements by shard, tensor rank and owner's shard, and by owner and tensor rank; those of first replicas are collected.
+    counts = [Counter[tuple[int, int, int]]() for _ in range(4)]
     for bucket, rank in product(buckets, range(tensor)):
         length = bucket.length
         for name, replica, start, stop in _spans(bucket, rank, heads):
+            owner = slots[name].owner
             for shard in range(start // length, math.ceil(stop / length)):
                 elements = min(stop, (shard + 1) * length) - max(start, shard * length)
-                held[shard, rank, owners[name][0]] += elements
-                if replica == 0:
-                    collected[shard, rank, owners[name][0]] += elements
-    total = sum(bucket.length for bucket in buckets)
-    return StackSizes(block, total, ranks * max(collected.values()), ranks * max(held.values()), stacks)
+                for to_shards, to_ranks in (counts[:2], counts[2:]) if replica == 0 else (counts[2:],):
+                    to_shards[shard, rank, owner[0]] += elements
+                    to_ranks[*owner, rank] += elements
+    sent, relayed, relayed_back, returned = (max(each.values()) for each in counts)
+    held = sum(bucket.length for bucket in buckets)
+    back = returned * tensor, relayed_back * shards
+    return StackSizes(_block(buckets, stacks), held, sent * shards, relayed * tensor, *back, stacks)
 
 
 def _spans(bucket: Packing, rank: int, heads: bool) -> Iterator[tuple[str, int, int, int]]:
@@ -217,9 +308,10 @@ def _spans(bucket: Packing, rank: int, heads: bool) -> Iterator[tuple[str, int, 
                 yield box.name + suffix, box.replica, zero + begin * width, zero + end * width
 
 
-def _block(buckets: Sequence[Packing]) -> int:
+def _block(buckets: Sequence[Packing], stacks: Sequence[Stack]) -> int:
     """Elements of a block."""
-    return math.gcd(*(size for bucket in buckets for size in _multiples(bucket)))
+    sizes = (size for bucket in buckets for size in _multiples(bucket))
+    return math.gcd(*sizes, *(size for _, *sides in stacks for size in sides))
 
 
 def _multiples(bucket: Packing) -> Iterable[int]:
@@ -231,29 +323,47 @@ def _multiples(bucket: Packing) -> Iterable[int]:
 
 
 def _deal(
-    shapes: Mapping[str, Shape], ranks: int, block: int
-) -> tuple[list[Stack], dict[str, tuple[int, int]]]:
-    """Give matrices of equal shape to the ranks in turn.
+    buckets: Sequence[Packing], shards: int, tensor: int, heads: bool
+) -> tuple[list[Stack], dict[str, _Slot]]:
+    """The stacks' shapes, and the slot of each matrix."""
+    by_shape: dict[tuple[int, int], list[tuple[int, str, Shape]]] = {}
+    for bucket in buckets:
+        for place, (name, shape) in enumerate(matrix_shapes(bucket, heads).items()):
+            by_shape.setdefault((min(shape), max(shape)), []).append((place, name, shape))
+    ranks, stacks, slots = shards * tensor, list[Stack](), dict[str, _Slot]()
+    firsts, taken = (
+        list[int](),
+        list[int](),
+    )  # of each stack: its first element, and the number of its slots with a matrix
+    begin = 0
+    for rows, columns in sorted(by_shape, key=lambda sides: (-math.prod(sides), sides)):
+        # Those at the same place in each bucket follow each other.
+        waiting = sorted(by_shape[rows, columns], key=lambda each: each[0])
+        fitting = [
+            stack for stack, (_, *sides) in enumerate(stacks) if rows <= sides[0] and columns <= sides[1]
+        ]
+        free = sum(stacks[stack][0] * ranks - taken[stack] for stack in fitting)
+        if len(waiting) > free:
+            fitting.append(len(stacks))
+            stacks.append((math.ceil((len(waiting) - free) / ranks), rows, columns))
+            firsts.append(begin)
+            begin += math.prod(stacks[-1])
+            taken.append(0)
+        for stack in fitting:
+            count, *sides = stacks[stack]
+            room = count * ranks - taken[stack]
+            for _, name, shape in waiting[:room]:
+                number, owner = divmod(taken[stack], ranks)
+                turned = shape[0] > shape[1]
+                first, width = firsts[stack] + number * math.prod(sides), sides[0 if turned else 1]
+                where = owner % shards, owner // shards
+                slots[name] = _Slot(where, stack, number, first, width, turned)
+                taken[stack] += 1
+            waiting = waiting[room:]
+    return stacks, slots
 
-    Returns:
-        shapes of the stacks; of each matrix its owner, and its first block there.
-    """
-    by_shape: dict[Shape, list[str]] = {}
-    for name, shape in shapes.items():
-        by_shape.setdefault(shape, []).append(name)
-    stacks: list[Stack] = []
-    owners: dict[str, tuple[int, int]] = {}
-    first = 0
-    for (rows, columns), names in by_shape.items():
-        stacks.append((math.ceil(len(names) / ranks), rows, columns))
-        for number, name in enumerate(names):
-            # Continues where the shape before ended, so that unused matrices are spread over the ranks.
-            owners[name] = len(owners) % ranks, first + number // ranks * (rows * columns // block)
-        first += math.prod(stacks[-1]) // block
-    return stacks, owners
 
-
-def _joined(indices: Sequence[Tensor]) -> Tensor:
+def _joined(indices: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *indices])
 
 
@@ -265,9 +375,8 @@ def _padded(messages: Sequence[Tensor], length: int) -> Tensor:
     return result.flatten()
 
 
-def _positions(messages: Sequence[Tensor], length: int, size: int) -> Tensor:
-    """For each of `size` blocks, its position in messages of `length`, which contain these blocks; else 0."""
-    result = torch.zeros(size, dtype=torch.int64)
+def _positions(messages: Sequence[Tensor], length: int, result: Tensor) -> Tensor:
+    """Overwrite what messages of `length` contain of some blocks by the block's position in them."""
     for number, message in enumerate(messages):
         result[message] = torch.arange(number * length, number * length + len(message))
     return result

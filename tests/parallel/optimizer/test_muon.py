@@ -61,7 +61,7 @@ def trained(
     """
     ranks = degrees.get("data", 1)
     replicas = max(1, degrees.get("tensor", 1) // 2)
-    with mesh(**degrees, kv_replicas=replicas, whole_matrices=True) as on:
+    with mesh(**degrees, kv_replicas=replicas, whole_matrices=not stacked) as on:
         layers = Layers(on)
         initialize(layers.named_parameters(), on.tensor, 1)
         optimizer = ShardedAdamW(
@@ -180,11 +180,10 @@ def test_planned_sizes_of_stacks_are_those_of_the_programs(heads):
     buckets = [bucket for bucket in optimizer.buckets if isinstance(bucket.rule, Muon)]
     stacks, sizes = MatrixStacks(buckets, on, heads), stack_sizes(buckets, 4, 4, heads)
     assert [*sizes.shapes] == stacks.shapes
-    assert (sizes.sent, sizes.returned) == (
-        len(stacks.sent) * stacks.block,
-        len(stacks.returned) * stacks.block,
-    )
-    indices = [stacks.sent, stacks.assembled, stacks.returned, *stacks.placed, *stacks.longer_sides]
+    messages = [stacks.sent, stacks.relayed, stacks.returned, stacks.relayed_back]
+    planned = [sizes.sent, sizes.relayed, sizes.returned, sizes.relayed_back]
+    assert planned == [len(each) * stacks.block for each in messages]
+    indices = [*messages, stacks.assembled, *stacks.placed, *stacks.longer_sides]
     assert sizes.index_bytes == sum(each.nbytes for each in indices)
     assert sizes.held < sizes.sent  # padded
 
