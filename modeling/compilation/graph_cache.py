@@ -171,7 +171,7 @@ class CompileStatistics(RegionBackends):
 
     def _is_unknown(self, name: str, graph: GraphModule, inputs: Sequence[Any]) -> bool:
         """Whether there is a manifest, and it lacks this program."""
-        if self.ahead is None:
+        if self.ahead is None or manifest.region_digest(name, graph, inputs) in self.ahead.regions:
             return False
         _, graphs = manifest.capture(graph, inputs)
         difference = self.ahead.difference(name, manifest.describe(graphs))

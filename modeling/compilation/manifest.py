@@ -3,14 +3,20 @@
 A region that Dynamo captured is a program: its forward graph, and in training its backward graph, as AOTAutograd and torch's
 partitioner make them of it. That is what a compiler receives, so `capture` makes it in the same way before training, under fake
 tensors, and in training. A digest has no device index, rank or path. The manifest is a file of the graphs artifact.
+
+The graphs follow from the region, but take long to make. So the manifest also has digests of regions, and training makes the
+graphs only of regions that it lacks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +28,7 @@ from parallel.torch_internals import tree_leaves, tree_map
 
 FILE = "programs.json"  # of the graphs artifact
 TEXT = 240  # characters of an operator in a message
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Lines = Sequence[Sequence[str]]  # of each graph, a line per node
 
 
@@ -67,6 +74,28 @@ def capture(graph: GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., An
         return captured(graph, inputs), graphs
 
 
+def region_digest(name: str, graph: GraphModule, inputs: Sequence[Any]) -> str:
+    """Digest of a program's region as Dynamo captured it, 32 hex digits; equal regions have equal programs.
+
+    Different regions may have equal programs, too: a variable's name is in a region, but not in its program. Whether inputs share
+    memory is not in it, as weights do only in training; a program that depends on it is a miss in the compiler's cache.
+
+    Args:
+        name: the program's.
+        inputs: example inputs, on which AOTAutograd would trace the region.
+    """
+    lines, autograd = [name], torch.is_grad_enabled()
+    for x in inputs:
+        found = (*_layout(x), x.device.type, x.requires_grad and autograd) if isinstance(x, Tensor) else x
+        lines.append(str(found))
+    for module in graph.modules():  # the region, and bodies of higher-order operators in it
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            # torch's partitioner reads the annotations of parallel/activation_checkpointing.py.
+            line = f"{_line(node)} {getattr(node.target, '__module__', '')} {node.meta.get('custom')}"
+            lines.append(ADDRESS.sub("", line))
+    return digest([lines])
+
+
 def describe(graphs: Sequence[GraphModule]) -> Lines:
     """Operators, arguments, shapes, dtypes and strides of a program, without device indices."""
     return tuple(tuple(map(_line, graph.graph.nodes)) for graph in graphs)
@@ -96,31 +125,51 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.stride() if tensor.layout == torch.strided else ()
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A program, with the digest of its region."""
+
+    name: str
+    region: str
+    lines: Lines
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.lines)
+
+
 class Manifest:
     """Programs that were compiled ahead of time, by name and digest.
 
     Several programs have the same name if layers differ, such as dense ones and experts.
+
+    Args:
+        regions: digests of the programs' regions.
     """
 
-    def __init__(self, programs: Mapping[str, Mapping[str, Lines]]) -> None:
-        self.programs = programs
+    def __init__(self, programs: Mapping[str, Mapping[str, Lines]], regions: Iterable[str] = ()) -> None:
+        self.programs, self.regions = programs, frozenset(regions)
 
     @classmethod
-    def of(cls, programs: Iterable[tuple[str, Lines]]) -> Manifest:
-        """The manifest of named programs."""
+    def of(cls, programs: Iterable[Captured]) -> Manifest:
+        """The manifest of captured programs."""
         found: dict[str, dict[str, Lines]] = {}
-        for name, program in programs:
-            found.setdefault(name, {})[digest(program)] = program
-        return cls(found)
+        regions = set()
+        for program in programs:
+            found.setdefault(program.name, {})[program.digest] = program.lines
+            regions.add(program.region)
+        return cls(found, regions)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest of a graphs artifact."""
-        return cls(json.loads((folder / FILE).read_text()))
+        return cls(**json.loads((folder / FILE).read_text()))
 
     def write(self, folder: Path) -> None:
         """Write FILE into a folder."""
-        (folder / FILE).write_text(json.dumps(self.programs, indent=0))
+        (folder / FILE).write_text(
+            json.dumps({"programs": self.programs, "regions": sorted(self.regions)}, indent=0)
+        )
 
     def difference(self, name: str, program: Lines) -> str | None:
         """Where a program first differs from the most similar one of its name; None if it is in the manifest."""

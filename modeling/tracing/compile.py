@@ -14,7 +14,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch.fx import GraphModule
 from modeling import job_log
 from modeling.compilation import compilers, manifest
 from modeling.compilation.compilers import Compiled, Compiler
-from modeling.compilation.graph_cache import RegionBackends
-from modeling.tracing.trace import Recorder, run_stage
+from modeling.compilation.graph_cache import RegionBackends, program_name
+from modeling.tracing.trace import run_stage
 from modeling.training.trainer import threads
 from parallel import device as devices
 from parallel.torch_internals import FakeTensorMode, unset_fake_temporarily
@@ -41,37 +41,36 @@ log = logging.getLogger(__name__)
 
 
 class ProgramCompiler(RegionBackends):
-    """torch.compile backends that compile the program of a name and digest, and only record others."""
+    """torch.compile backends that compile a program, given by the digests of its regions, and no other."""
 
-    def __init__(self, name: str, digest: str, compiler: Compiler) -> None:
+    def __init__(self, name: str, regions: Collection[str], compiler: Compiler) -> None:
         super().__init__()
-        self.name, self.digest, self.compiler, self.recorder = name, digest, compiler, Recorder()
+        self.name, self.regions, self.compiler = name, regions, compiler
         self.found = False  # whether the stage runs the program
         self.graphs = 0
         self.seconds = 0.0
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        recorded = self.recorder.backend(region)(graph, inputs)
-        name, graphs = self.recorder.programs[-1]
-        if name == self.name and manifest.digest(manifest.describe(graphs)) == self.digest:
+        name = program_name(region)
+        if name == self.name and manifest.region_digest(name, graph, inputs) in self.regions:
             self.found = True
             before, start = sum(self.compiler.cache_counts()), time.perf_counter()
             with unset_fake_temporarily():  # as in training: compilers create real tensors
                 self.compiler.compile(graph, inputs)
             self.graphs += sum(self.compiler.cache_counts()) - before
             self.seconds += time.perf_counter() - start
-        return recorded
+        return graph.forward  # for the shapes of its results
 
 
 def compile_program(
-    profile: Profile, stage: int, name: str, digest: str, compiler: Compiler
+    profile: Profile, stage: int, name: str, regions: Collection[str], compiler: Compiler
 ) -> dict[str, Any]:
     """Compile a traced program into the compiler's cache folder, for each device that needs separate code.
 
     Returns:
         graphs, seconds, peak_bytes (of this process and its largest child), error (None on success).
     """
-    target, error = ProgramCompiler(name, digest, compiler), None
+    target, error = ProgramCompiler(name, regions, compiler), None
     kind = profile.cluster.device
     count = devices.resolve(kind).compiled_for(profile.cluster.devices_per_node)
     try:
@@ -126,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run-folder", type=Path, required=True, help="folder of the run, with profile.yaml")
     parser.add_argument("--stage", type=int, required=True, help="a pipeline stage that runs the program")
     parser.add_argument("--program", required=True, help='program name, such as "block, training"')
-    parser.add_argument("--digest", required=True, help="digest of the program's traced graphs")
+    parser.add_argument("--regions", nargs="+", required=True, help="digests of the program's traced regions")
     parser.add_argument("--cache", type=Path, required=True, help="compile cache folder to write")
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write the result to")
     parser.add_argument("--memory", type=int, help="memory limit of each process, in bytes")
@@ -139,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(threads(profile))
     compiler = compilers.make_compiler(profile)
     compiler.use_cache(options.cache, ahead_of_time=True, jobs=options.jobs)
-    result = compile_program(profile, options.stage, options.program, options.digest, compiler)
+    result = compile_program(profile, options.stage, options.program, options.regions, compiler)
     options.result.write_text(json.dumps(result))
     log.info(f"{options.program}: {result['error'] or 'compiled'}, {result['seconds']:.1f} s")
     return 1 if result["error"] else 0

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
@@ -47,7 +47,7 @@ from modeling.compilation.graph_cache import (
     function_compiler,
     program_name,
 )
-from modeling.compilation.manifest import Manifest
+from modeling.compilation.manifest import Captured, Manifest
 from modeling.models.build import (
     DTYPES,
     build_mesh,
@@ -84,6 +84,7 @@ class TracedProgram:
 
     name: str  # region and mode, such as "block, training"
     digest: str  # of its graphs, the same on every rank and in every process
+    regions: tuple[str, ...]  # digests of what Dynamo captured of it
     stage: int  # the first pipeline stage that runs it
     graphs: tuple[GraphStats, ...]  # its forward graph, and its backward graph in training
 
@@ -114,7 +115,6 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     """
     recorder = Recorder()
     distinct: dict[tuple[str, str], TracedProgram] = {}
-    named: list[tuple[str, manifest.Lines]] = []
     stages, modes = [], layer_modes(profile)
     freed: dict[str, int] = {}  # bytes, by program, that autograd frees after its backward
     sizes = axis_sizes(build_mesh(profile, rank=0))
@@ -126,15 +126,19 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
     for number, layers in enumerate(parts):
         log.info("tracing stage %d of %d", number + 1, len(parts))
         before = len(recorder.programs)
-        saved, last = run_stage(profile, number, recorder.backend, fake, rank)
-        for name, graphs in recorder.programs[before:]:
+        saved, last = run_stage(profile, number, recorder.backend, fake, rank, counts_saved=True)
+        for captured, graphs in recorder.programs[before:]:
+            name = captured.name
             consumed = graph_stats.consumed_inputs(*graphs) if len(graphs) == 2 else {}
-            stats = tuple(
-                graph_stats.measure(graph, sizes, consumed if frees_inputs else {}) for graph in graphs
-            )
-            named.append((name, manifest.describe(graphs)))
-            program = TracedProgram(name, manifest.digest(named[-1][1]), number, stats)
-            distinct.setdefault((name, program.digest), program)
+            if known := distinct.get((name, captured.digest)):
+                regions = tuple(sorted({*known.regions, captured.region}))
+                distinct[name, captured.digest] = replace(known, regions=regions)
+            else:
+                stats = tuple(
+                    graph_stats.measure(graph, sizes, consumed if frees_inputs else {}) for graph in graphs
+                )
+                program = TracedProgram(name, captured.digest, (captured.region,), number, stats)
+                distinct[name, captured.digest] = program
             size = sum(consumed.values())
             freed[name] = min(freed.get(name, size), size)
         held = [*layers, *(profile.model.prediction_layers if last else ())]
@@ -142,7 +146,7 @@ def trace(profile: Profile, rank: int = 0) -> Trace:
         peak = _stage_peak(distinct.values(), blocks, last, freed)
         stages.append(StageStats((layers.start, layers.stop), saved, peak))
     torch.compiler.reset()
-    return Trace(tuple(distinct[key] for key in sorted(distinct)), tuple(stages), Manifest.of(named))
+    return Trace(tuple(distinct[key] for key in sorted(distinct)), tuple(stages), recorder.manifest())
 
 
 def _stage_peak(
@@ -177,21 +181,36 @@ class Recorder(RegionBackends):
 
     def __init__(self) -> None:
         super().__init__()
-        self.programs: list[tuple[str, list[GraphModule]]] = []
+        self.programs: list[tuple[Captured, list[GraphModule]]] = []
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        name = program_name(region)
+        digest = manifest.region_digest(name, graph, inputs)
         captured, graphs = manifest.capture(graph, inputs)
-        self.programs.append((program_name(region), graphs))
+        self.programs.append((Captured(name, digest, manifest.describe(graphs)), graphs))
         return captured
+
+    def manifest(self) -> Manifest:
+        """The manifest of what was recorded."""
+        return Manifest.of(captured for captured, _ in self.programs)
 
 
 def run_stage(
-    profile: Profile, number: int, backend: Callable[[str], Backend], fake: FakeTensorMode, rank: int = 0
+    profile: Profile,
+    number: int,
+    backend: Callable[[str], Backend],
+    fake: FakeTensorMode,
+    rank: int = 0,
+    *,
+    counts_saved: bool = False,
 ) -> tuple[int, bool]:
     """Build a stage and run it forward, for training and for evaluation.
 
+    Args:
+        counts_saved: count what autograd saves, in regions for which the backend returns traced programs.
+
     Returns:
-        bytes that autograd saves per microbatch; whether it is the last stage.
+        bytes that autograd saves per microbatch, 0 if not counted; whether it is the last stage.
     """
     settings = profile.train
     # Operators dispatch, and compilers look up graphs, by whether kernels must be deterministic.
@@ -216,7 +235,8 @@ def run_stage(
             output = model.loss(y, targets, weights)
         elif compiles_loss:
             output = reduce(torch.add, model.losses_ahead(y, targets))
-        saved = graph_stats.saved_bytes(output, [*model.parameters(), *model.buffers()])
+        constant = [*model.parameters(), *model.buffers()]
+        saved = graph_stats.saved_bytes(output, constant) if counts_saved else 0
         with torch.no_grad():
             y = _run_without_gradients(profile, model, batch, compiles_loss)
             if compile := function_compiler(profile.cluster.device, backend):

@@ -110,7 +110,7 @@ def compile_program(
                 shutil.copytree(work / PREPARED, cache)
                 arguments = (
                     *("--run-folder", str(work), "--stage", str(program["stage"])),
-                    *("--program", program["name"], "--digest", program["digest"]),
+                    *("--program", program["name"], "--regions", *program["regions"]),
                     *("--cache", str(cache), "--result", str(result), *limits),
                 )
                 job = Job(name, "modeling.tracing.compile", arguments, work / "logs", threads=threads)

@@ -28,6 +28,8 @@ REPLICA_GROUPS: dict[str, list[list[int]]] = {}
 """Ranks of all groups, by the name that collectives have in graphs; each rank's compiler must know those of all ranks."""
 compiled_graphs: list[str] = []
 """Digests of the graphs that were compiled, or found in the cache folder."""
+compiled_lines: list[Sequence[str]] = []
+"""Their operators, as a manifest has them."""
 
 
 @cache
@@ -65,7 +67,8 @@ def _compile(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             if ranks != list(range(dist.get_world_size())):
                 raise Rejected(f"{node.target} over {name!r}: its groups on all ranks are not known")
     if folder := os.environ.get("TORCH_NEURONX_NEFF_CACHE_DIR"):
-        compiled_graphs.append(digest(describe([graph])))
+        compiled_lines.extend(lines := describe([graph]))
+        compiled_graphs.append(digest(lines))
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, f"{compiled_graphs[-1]}.neff").touch()
     for node in graph.graph.nodes:

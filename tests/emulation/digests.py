@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from modeling.compilation.manifest import Manifest, describe
+from modeling.compilation.manifest import Manifest
 from modeling.models.build import partition_layers
 from modeling.tracing.trace import Recorder, run_stage
 from parallel.torch_internals import FakeTensorMode
@@ -112,7 +112,7 @@ def differences(profile: Profile) -> tuple[int, list[str]]:
             recorder = Recorder()
             for number in range(len(partition_layers(profile))):
                 run_stage(profile, number, recorder.backend, FakeTensorMode())
-            manifests.append(Manifest.of((name, describe(graphs)) for name, graphs in recorder.programs))
+            manifests.append(recorder.manifest())
     expected, found = manifests
     if found.programs.keys() != expected.programs.keys():
         return 0, [f"programs {sorted(found.programs)}, with the device {sorted(expected.programs)}"]

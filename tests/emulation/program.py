@@ -30,12 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling.check_device import checks
 from modeling.compilation.compilers import Compiled, Compiler, make_compiler
-from modeling.compilation.graph_cache import CACHE, RegionBackends
-from modeling.compilation.manifest import Manifest, describe
+from modeling.compilation.graph_cache import CACHE, RegionBackends, program_name
+from modeling.compilation.manifest import Captured, Manifest, region_digest
 from modeling.models.build import partition_layers
 from modeling.planning import measure
 from modeling.supervision import stragglers
-from modeling.tracing.trace import Recorder, run_stage
+from modeling.tracing.trace import run_stage
 from modeling.training import evaluate, train
 from modeling.training.trainer import Trainer
 from parallel import collectives, device, torch_internals
@@ -44,7 +44,7 @@ from parallel.layers import overlap
 from parallel.optimizer import buckets
 from profiles.resolve import load
 from tests.emulation import process_group, usage
-from tests.emulation.compiler import register_compiler
+from tests.emulation.compiler import compiled_lines, register_compiler
 from tests.emulation.device import host_alias, install, queue_work
 from tests.modeling import micro
 from tests.parallel.attention.reference import Bounds
@@ -123,9 +123,8 @@ def compile_ahead(run: Path, dataset: Path) -> object:
         programs.compiler.use_cache(run / "cache", ahead_of_time=True)
         for number in range(len(partition_layers(profile))):
             run_stage(profile, number, programs.backend, torch_internals.FakeTensorMode())
-    found = programs.recorder.programs
     folder.mkdir()
-    Manifest.of((name, describe(graphs)) for name, graphs in found).write(folder)
+    Manifest.of(programs.captured).write(folder)
     with tarfile.open(folder / CACHE, "w") as tar:
         tar.add(run / "cache", arcname=".")
     return neffs(run / "cache")
@@ -136,13 +135,17 @@ class AllPrograms(RegionBackends):
 
     def __init__(self, compiler: Compiler) -> None:
         super().__init__()
-        self.compiler, self.recorder = compiler, Recorder()
+        self.compiler = compiler
+        self.captured: list[Captured] = []
 
     def _compile(self, region: str, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        recorded = self.recorder.backend(region)(graph, inputs)
+        name = program_name(region)
+        digest = region_digest(name, graph, inputs)
+        compiled_lines.clear()
         with torch_internals.unset_fake_temporarily():
             self.compiler.compile(graph, inputs)
-        return recorded
+        self.captured.append(Captured(name, digest, tuple(compiled_lines)))
+        return graph.forward
 
 
 def neffs(folder: Path) -> list[str]:

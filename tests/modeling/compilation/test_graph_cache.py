@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import platform
 import signal
@@ -10,13 +9,21 @@ import tarfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from modeling.compilation import compilers
-from modeling.compilation.graph_cache import CACHE, CompileStatistics, prepare_cache, unpack
+from modeling.compilation import compilers, manifest
+from modeling.compilation.graph_cache import (
+    CACHE,
+    CompileStatistics,
+    RegionBackends,
+    prepare_cache,
+    unpack,
+)
 from modeling.compilation.manifest import Manifest, capture, describe, digest
+from modeling.tracing.trace import Recorder
 from profiles import resolve
 from profiles.errors import ProfileError
 from tests.forkserver import forkserver
@@ -143,31 +150,26 @@ class Found:
         return graph
 
 
-def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_is_reported():
-    """Also if an earlier attempt has compiled it."""
+def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_is_reported(tmp_path):
+    """Also if an earlier attempt has compiled it. A variable's name makes no difference, but takes a trace."""
 
-    def statistics(ahead: Manifest) -> CompileStatistics:
-        found = CompileStatistics(Found(), ahead=ahead)
+    def compile(function: Callable[..., object], programs: RegionBackends) -> None:
         torch.compiler.reset()
-        torch.compile(lambda x: (x + 1) * factor, backend=found.backend("step"), fullgraph=True)(
-            torch.ones(2)
-        )
-        return found
+        torch.compile(function, backend=programs.backend("step"), fullgraph=True)(torch.ones(2))
 
-    factor, captured = 2, []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
-        run, graphs = capture(graph, inputs)
-        captured.append(("step", describe(graphs)))
-        return run
-
-    torch.compile(lambda x: (x + 1) * factor, backend=backend, fullgraph=True)(torch.ones(2))
-    ahead = Manifest(json.loads(json.dumps(Manifest.of(captured).programs)))  # as a file has it
-    same = statistics(ahead)
-    assert same.metrics(same.local_counts().tolist()) == {"cold_compiles": 0, "warm_graphs": 1}
-    assert same.take_reasons() == []
-    factor = 3
-    other = statistics(ahead)
+    recorder = Recorder()
+    compile(lambda x: (x + 1) * 2, recorder)
+    recorder.manifest().write(tmp_path)
+    ahead = Manifest.read(tmp_path)
+    for function, traces in ((lambda x: (x + 1) * 2, 0), (lambda y: (y + 1) * 2, 1)):
+        same = CompileStatistics(Found(), ahead=ahead)
+        with mock.patch.object(manifest, "capture", wraps=capture) as traced:
+            compile(function, same)
+        assert traced.call_count == traces
+        assert same.metrics(same.local_counts().tolist()) == {"cold_compiles": 0, "warm_graphs": 1}
+        assert same.take_reasons() == []
+    other = CompileStatistics(Found(), ahead=ahead)
+    compile(lambda x: (x + 1) * 3, other)
     assert other.metrics(other.local_counts().tolist()) == {"cold_compiles": 1, "warm_graphs": 0}
     (reason,) = other.take_reasons()
     assert reason.startswith(

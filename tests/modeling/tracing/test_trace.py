@@ -258,7 +258,7 @@ def test_compile_error_names_module_and_source_line(tmp_path, monkeypatch):
         library.define("unknown(Tensor x) -> Tensor")
         library.impl("unknown", lambda x: x.clone(), "CPU")  # which has no fake implementation
         monkeypatch.setitem(llama.ACTIVATIONS, "silu", torch.ops.trainshed_tests.unknown)
-        result = compile.compile_program(profile(tmp_path), 0, "block, training", "", Inductor("cpu"))
+        result = compile.compile_program(profile(tmp_path), 0, "block, training", (), Inductor("cpu"))
     assert result["error"].startswith("MLP.forward (modeling/models/families/llama.py:")
     assert "self.activation(gate) * up" in result["error"]
     assert "trainshed_tests.unknown" in result["error"]
@@ -283,7 +283,7 @@ def test_program_whose_code_names_its_device_is_compiled_for_each_device_of_a_no
     program = traced(*ALONE).programs[0]
     monkeypatch.setitem(device.KINDS, "cpu", replace(device.CPU, code_names_device=True))
     compiler = MockCompiler()
-    result = compile.compile_program(settings, 0, program.name, program.digest, compiler)
+    result = compile.compile_program(settings, 0, program.name, program.regions, compiler)
     assert (result["error"], compiler.compiled) == (None, 2)
 
 
@@ -294,7 +294,7 @@ def test_graphs_are_compiled_for_the_kernels_that_training_chooses(tmp_path, mon
     monkeypatch.setitem(device.KINDS, "cpu", replace(device.CPU, nondeterministic=True))
     settings = profile(tmp_path, *ALONE, f"train.deterministic={deterministic}")
     compiler = MockCompiler()
-    result = compile.compile_program(settings, 0, program.name, program.digest, compiler)
+    result = compile.compile_program(settings, 0, program.name, program.regions, compiler)
     assert (result["error"], compiler.deterministic) == (None, deterministic)
     assert not torch.are_deterministic_algorithms_enabled()
 

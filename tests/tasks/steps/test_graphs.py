@@ -92,7 +92,7 @@ def test_jobs_for_neuron_start_with_their_compilers_settings(tmp_path, monkeypat
         graphs._trace(profile, tmp_path)
     # What a restarted flow prepares anew replaces nothing: jobs of the earlier one may be copying it.
     assert [path.name for path in (tmp_path / programs.PREPARED).iterdir()] == ["1"]
-    program = {"name": "loss, training", "digest": "0" * 16, "stage": 0, "graphs": []}
+    program = {"name": "loss, training", "digest": "0" * 16, "regions": ["0"], "stage": 0, "graphs": []}
     context = Context(profile, Store(str(tmp_path / "store")))
     assert programs.compile_program(context, tmp_path, program, (), lambda: None)["status"] == "failed"
     caches = [found["TORCH_NEURONX_HLO_CACHE_DIR"] for found in started]
