@@ -47,8 +47,9 @@ EXPERTS = ("model.architecture=mixtral", "model.num_experts=4", "model.num_exper
 BF16 = ("train.precision=bf16",)
 SFT = ("objective.kind=sft", "objective.packing=true")
 DPO = ("objective.kind=dpo", "objective.packing=false", *MUON)
-LORA = ("lora.rank=4", "lora.targets=[q_proj, v_proj, output, gate_up, down]")
+ADAPTERS = (*SFT, "lora.rank=4", "lora.targets=[q_proj, v_proj, output, gate_up, down]")
 USERS = "compiled, user functions"
+SHARDED_ADAPTERS = "compiled, sft, lora, fsdp"
 COMPILED = {
     "compiled, tensor": (*BF16, "parallel.tensor=2", "train.micro_batch_size=1", "train.recompute=full 1"),
     "compiled, bounds": ("parallel.tensor=1", "parallel.context=2", *MASKED),
@@ -64,13 +65,13 @@ COMPILED = {
         *(*EXPERTS, "parallel.tensor=1", "parallel.expert=2", "train.capacity_factor=2.0"),
         *("train.micro_batch_size=1", "train.recompute=selective"),
     ),
-    "compiled, sft": (*SFT, "parallel.tensor=1", "parallel.context=2"),  # a ring with documents
     "compiled, dpo": (*DPO, "parallel.tensor=2"),
-    "compiled, lora": (*LORA, "parallel.tensor=1", "parallel.data_sharding=fsdp"),
+    # in a ring with documents
+    SHARDED_ADAPTERS: (*ADAPTERS, "parallel.tensor=1", "parallel.context=2", "parallel.data_sharding=fsdp"),
 }
 AHEAD = (  # compiled ahead, without the device
     *(USERS, "compiled, tensor", "compiled, bounds", "compiled, dpo, zero bubble", "compiled, experts"),
-    "compiled, lora",
+    SHARDED_ADAPTERS,
 )
 # Functions that copy to the device before the first step: constants, and initial or loaded weights.
 SETUP = {
@@ -166,13 +167,13 @@ def training(run: Path, rank: int = 0) -> dict[str, dict[str, int]]:
 def cpu_runs(tmp_path_factory, datasets) -> dict[tuple[str, ...], Path]:
     """Runs of one process on the CPU, by the settings that change their losses; the first is evaluated."""
     runs = {}
-    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA, MASKED)):
+    for number, settings in enumerate(((), GPT, DEEP, EXPERTS, BF16, DPO, ADAPTERS, MASKED)):
         run = micro.run_folder(
             tmp_path_factory.mktemp(f"cpu{number}"), *SETTINGS, *settings, "parallel.tensor=1", "cluster.devices_per_node=1"
         )  # fmt: skip
         dataset = datasets[objective(settings)]
         given = ["--reference", dataset] if settings == DPO else []
-        given += ["--weights", base_weights(runs)] if settings == LORA else []
+        given += ["--weights", base_weights(runs)] if settings == ADAPTERS else []
         micro.run("training.train", "--run-folder", run, "--dataset", dataset, *given, processes=0)
         runs[settings] = run
     evaluation = (
@@ -221,7 +222,7 @@ def compiled_runs(tmp_path_factory, datasets, cpu_runs) -> dict[str, Path]:
     for name in ("compiled, tensor", USERS):
         entries[name]["settings"] += (f"checkpoint.every={STEPS}",)
         entries[name]["calls"].append("evaluate")
-    entries["compiled, lora"]["weights"] = base_weights(cpu_runs)
+    entries[SHARDED_ADAPTERS]["weights"] = base_weights(cpu_runs)
     entries = compiled_ahead | entries
     return start_runs(tmp_path_factory.mktemp("compiled"), datasets, entries, 2)
 
@@ -240,7 +241,7 @@ def base_weights(cpu_runs: dict[tuple[str, ...], Path]) -> Path:
 
 def mathematics(settings: tuple[str, ...]) -> tuple[str, ...]:
     """The settings that change losses."""
-    for model in (GPT, DEEP, EXPERTS, BF16, SFT, DPO, LORA):
+    for model in (GPT, DEEP, EXPERTS, BF16, DPO, ADAPTERS):
         if settings[: len(model)] == model:
             return model
     return tuple(setting for setting in settings if setting in MASKED)
