@@ -56,7 +56,8 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         cause = f"{HUNG}; the stacks of all ranks are in logs/stacks of the run folder"
         return _as(JobFailed, failure, cause)
     if reasons and OUTAGE.match(": ".join(reasons[-1])):
-        return _as(Unavailable, failure, reasons[-1][1])
+        denied = "PermissionError" in reasons[-1][1]  # would persist, unlike an outage
+        return _as(FatalError if denied else Unavailable, failure, reasons[-1][1])
     if reasons and reasons[-1][0] == "StaleAttempt":
         return _as(JobFailed, failure, reasons[-1][1])
     # The system's out-of-memory messages count only if no rank reported another cause.

@@ -142,6 +142,10 @@ def test_everything_else_is_retried(code):
 
 
 def test_what_waiting_does_not_change_is_no_outage():
+    denied = (
+        """LoadFailed: rank 0: OSError("step_8/a_0_0.distcp: PermissionError(13, 'Permission denied')")"""
+    )
+    assert isinstance(failure(1, f"[rank 0] {denied}"), FatalError)
     for error in (
         NotRegularFile(errno.EINVAL, "is not a regular file"),
         PermissionError(errno.EACCES, "denied"),
