@@ -1,4 +1,4 @@
-"""Install Trainshed into a virtual environment, for the Makefile; shows what is downloaded, and its progress.
+"""Install Trainshed into a virtual environment, for the Makefile; shows downloads and progress.
 
 With uv, which downloads and unpacks in parallel; without it, or if it fails, with pip. It needs only Python's standard library,
 runs before anything is installed, and writes nothing elsewhere, except the caches of pip and uv and Trainshed's egg-info.

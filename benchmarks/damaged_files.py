@@ -302,7 +302,7 @@ def judge(folder: Path, file: str, name: str, expected: Any) -> tuple[str, str]:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether results are those without damage, or none; evaluations may lack checkpoints that are damaged."""
+    """Whether results are those without damage, or none; evaluations may lack damaged checkpoints."""
     if isinstance(found, list):
         return all(each in expected for each in found)
     return found is None or bool(found == expected)

@@ -26,7 +26,7 @@ from tasks.store.store import open_store
 
 
 def _require_last(folder: Path, latest: int, steps: int | None) -> None:
-    """Raise ProfileError if a finished run lacks its last checkpoint: an earlier one would replace its export."""
+    """Raise ProfileError if a finished run lacks its last checkpoint: an earlier one would be exported."""
     report = state_files.read_json(folder / run_files.REPORT_JSON) or {}
     if steps is not None and latest < steps and final_evaluation(report, steps):
         missing = folder / run_files.checkpoint(steps)

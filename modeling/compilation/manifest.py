@@ -75,7 +75,7 @@ def capture(graph: GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., An
 
 
 def region_digest(name: str, graph: GraphModule, inputs: Sequence[Any]) -> str:
-    """Digest of a program's region as Dynamo captured it, 32 hex digits; equal regions have equal programs.
+    """Digest of a program's region as Dynamo captured it, 32 hex digits; equal ones, equal programs.
 
     Different regions may have equal programs, too: a variable's name is in a region, but not in its program. Whether inputs share
     memory is not in it, as weights do only in training; a program that depends on it is a miss in the compiler's cache.

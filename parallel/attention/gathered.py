@@ -93,7 +93,7 @@ def max_scores(
     documents: Tensor | None,
     window: int | None,
 ) -> Iterator[Tensor]:
-    """Yield the largest scores of this rank's query heads, (n), in parts; arguments as for `gathered_attention`."""
+    """Yield the largest scores of this rank's query heads, (n), in parts; see `gathered_attention`."""
     check_sequence("max_scores", q, axis)
     indices = _Documents(documents, _gather_documents(documents, axis))
     queries, own = q.chunk(2, 2), torch.stack(k.chunk(2, 2))  # (2, b, k, s/2c, d)

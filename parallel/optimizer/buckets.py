@@ -296,7 +296,7 @@ class Bucket:
 
     @property
     def block(self) -> int:
-        """Elements of the shard's equal blocks, none of which has parts of several rows; the same on every rank."""
+        """Elements of the shard's equal blocks, each within a row; the same on every rank."""
         # The rows in a shard differ between ranks, but the block size must not: graphs do not depend on the rank.
         rows = (math.prod(slot.parameter.shape[1:]) for slot in self.slots)
         return math.gcd(self.length, *rows, *(slot.start for slot in self.slots))

@@ -254,7 +254,7 @@ def place(
 
 
 def apply(weights: Tensor, update: Tensor, rate: float | Tensor, skip: Tensor, decay: float) -> None:
-    """Decay the weights and subtract the update, times the learning rate, unless `skip` is 1; overwrites both."""
+    """Decay the weights and subtract the update times the rate, unless `skip` is 1; overwrites both."""
     skipped = skip > 0
     weights.mul_(torch.where(skipped, 1.0, 1 - rate * decay))
     weights.sub_(update.mul_(torch.where(skipped, 0.0, rate)))

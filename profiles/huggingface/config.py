@@ -129,7 +129,7 @@ def from_config_json(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ministral(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json of Mistral with kinds of layers as Ministral's, as in transformers; Ministral 8B is published so."""
+    """A config.json of Mistral with kinds of layers as Ministral's, as transformers reads it."""
     names = config.get("architectures") or ()
     names = [names] if isinstance(names, str) else names
     classes = [name.replace("Mistral", "Ministral") for name in names]

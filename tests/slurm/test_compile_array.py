@@ -1,4 +1,4 @@
-"""Programs compiled by a job array on a real cluster, each once; flows that are interrupted, killed and started again."""
+"""Programs compiled once each by a job array on a real cluster, also by flows that are killed."""
 
 import os
 import signal

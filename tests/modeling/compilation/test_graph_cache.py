@@ -151,7 +151,7 @@ class Found:
 
 
 def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_is_reported(tmp_path):
-    """Also if an earlier attempt has compiled it. A variable's name makes no difference, but takes a trace."""
+    """Also if an earlier attempt has compiled it. Another variable's name only takes a trace."""
 
     def compile(function: Callable[..., object], programs: RegionBackends) -> None:
         torch.compiler.reset()

@@ -47,7 +47,7 @@ def test_maxima_match_dense_formula(monkeypatch):
 
 
 def of_rank(cases, graph_kernel=None):
-    """The largest scores of this rank's queries, for each case; with a kernel compiled, and the graphs' code."""
+    """The largest scores of this rank's queries, for each case; with a kernel compiled, and graph code."""
     found, texts = [], []
 
     def keep(graph, _):
