@@ -1,17 +1,21 @@
-# Entry points: `make install`, `make run`, `make up`, `make test`. Everything is installed into .venv only; runs and Prefect's
-# database are in ./store.
+# Entry points: `make install`, `make run`, `make up`, `make test`. Everything is installed into .venv, and for `make test-torch214`
+# into .venv-torch214; runs and Prefect's database are in ./store.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Version of torch: 2.13, or one with a file of pins that replace some of those in constraints.txt. By default the installed one.
-TORCH ?= $(or $(patsubst $(VENV)/installed-torch-%,%,$(wildcard $(VENV)/installed-torch-?.??)),2.13)
+# Versions of torch: 2.13, and those with a file of pins that replace some of those in constraints.txt.
+TORCHES := 2.13 $(sort $(patsubst constraints-torch-%.txt,%,$(wildcard constraints-torch-*.txt)))
+# The version to install; by default the installed one.
+TORCH ?= $(or $(filter $(TORCHES),$(patsubst $(VENV)/installed-torch-%,%,$(wildcard $(VENV)/installed-torch-?.??))),2.13)
+$(if $(filter $(TORCHES),$(TORCH)),,$(error TORCH=$(TORCH): not supported; choose one of: $(TORCHES)))
 PINS := $(filter-out constraints-torch-2.13.txt,constraints-torch-$(TORCH).txt)
 # For Trainium: the address of AWS's package index for the Neuron SDK. If set, `make` also installs the extra `neuron`.
 NEURON_INDEX ?=
 # Without a GPU: the address of PyTorch's package index for CPUs, whose torch is 0.2 GB instead of 3 GB.
 TORCH_INDEX ?=
-INSTALL := $(PYTHON) install.py --venv $(VENV) --index "$(TORCH_INDEX)" --index "$(NEURON_INDEX)" $(PINS:%=--pins %)
+INSTALL := $(PYTHON) install.py --venv $(VENV) --index "$(TORCH_INDEX)" --index "$(NEURON_INDEX)" $(PINS:%=--pins %) \
+  $(if $(NEURON_INDEX),--extra neuron)
 WRONG_PYTHON := Trainshed needs Python 3.11 to 3.14, and $(PYTHON) is %d.%d; set another one: make PYTHON=python3.13
 BASE := $(VENV)/installed$(PINS:constraints%.txt=%)
 INSTALLED := $(BASE)$(if $(NEURON_INDEX),-neuron)
@@ -78,17 +82,14 @@ test-system:
 	  test "$$(id -u)" = 0 || { echo "as root: apt-get install $(SYSTEM_PACKAGES)" >&2; exit 1; }; \
 	  apt-get update -q && apt-get install -qy --no-install-recommends $(SYSTEM_PACKAGES); }
 
-# Stamp files: the installation is complete and up to date. An installation of one version of torch removes those of another.
-$(BASE): pyproject.toml constraints.txt $(PINS)
+# Stamp files: the installation is complete and up to date. They are removed first: an interrupted installation may have removed
+# another version of torch. An installation with the extra `neuron` has the stamp of one without it, too.
+$(INSTALLED): pyproject.toml constraints.txt $(PINS)
 	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON): not found; as root: apt-get install python3 python3-venv" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 11) <= v < (3, 15) and ("$(WRONG_PYTHON)" % v[:2]))'
-	@$(INSTALL)
 	@rm -f $(VENV)/installed*
-	@touch $@
-
-$(BASE)-neuron: $(BASE)
-	@$(INSTALL) --extra neuron
-	@touch $@
+	@$(INSTALL)
+	@touch $(BASE) $@
 
 $(VENV)/installed-for-docs: $(INSTALLED)
 	@$(INSTALL) --extra docs

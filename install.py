@@ -93,12 +93,12 @@ def cuda_notice(gpu: bool, uv: bool) -> str:
     if gpu:
         return "torch: its CUDA build is downloaded, with CUDA's libraries about 3 GB"
     if uv:
-        choice = "UV_TORCH_BACKEND=cpu make install"
+        choice = "UV_TORCH_BACKEND=cpu"
     else:
-        choice = "make install TORCH_INDEX=ADDRESS, with the address that pytorch.org/get-started/locally shows for pip and CPU"
+        choice = "TORCH_INDEX=ADDRESS, the address that pytorch.org/get-started/locally shows for pip and CPU"
     return (
         "torch: its CUDA build is downloaded, with CUDA's libraries about 3 GB, and this machine has no NVIDIA GPU; "
-        f"for the CPU build (0.2 GB), press Ctrl-C and run: {choice}"
+        f"for the CPU build (0.2 GB), press Ctrl-C and run the same `make` with {choice}"
     )
 
 
@@ -108,7 +108,7 @@ def with_other_pins(constraints: str, pins: str) -> str:
     def by_name(text: str) -> dict[str, str]:
         return {re.split(r"[^-.\w]", line, maxsplit=1)[0].lower(): line for line in text.splitlines()}
 
-    return "\n".join((by_name(constraints) | by_name(pins)).values())
+    return "\n".join([*(by_name(constraints) | by_name(pins)).values(), ""])
 
 
 def create_venv(uv: str | None) -> None:
@@ -261,12 +261,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Install Trainshed into a virtual environment.")
     parser.add_argument("--venv", type=Path, default=VENV, help="folder of the environment (default: .venv)")
     parser.add_argument("--pins", type=Path, help="constraints that replace those of constraints.txt")
-    parser.add_argument("--extra", default="", help="extra of pyproject.toml to install, too")
+    parser.add_argument("--extra", action="append", default=[], help="extra of pyproject.toml to install too")
     parser.add_argument("--index", action="append", default=[], help="address of a further package index")
     options = parser.parse_args()
     VENV = options.venv
-    constraints = VENV / CONSTRAINTS if options.pins else CONSTRAINTS
-    arguments = ["-c", str(constraints), "-e", f".[{options.extra}]" if options.extra else "."]
+    constraints = VENV / CONSTRAINTS  # also for packages that a user adds later
+    arguments = ["-c", str(constraints), "-e", f".[{','.join(options.extra)}]" if options.extra else "."]
     for index in filter(None, options.index):
         arguments += ["--extra-index-url", index]
     for folder in (Path(), VENV):
@@ -274,8 +274,8 @@ def main() -> None:
             sys.exit(f"{folder.absolute()}: cannot be written; its owner has to install first: make install")
     uv = shutil.which("uv")
     create_venv(uv)
-    if options.pins:
-        constraints.write_text(with_other_pins(CONSTRAINTS.read_text(), options.pins.read_text()))
+    pins = options.pins.read_text() if options.pins else ""
+    constraints.write_text(with_other_pins(CONSTRAINTS.read_text(), pins))
     print(f"installing into {VENV}, which takes some minutes the first time", flush=True)
     started = time.monotonic()
     if not (uv and install_with_uv(uv, arguments)):

@@ -77,6 +77,7 @@ def stub(folder, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(install, "GPU_FILES", ())
     monkeypatch.setitem(install.SECONDS, False, 0.2)
+    (folder / ".venv/constraints.txt").write_text("torch==2.14.1\n")  # of an earlier installation
     monkeypatch.setattr(sys, "argv", ["install.py", "--index", "", "--index", "https://example.com/cpu"])
     return folder
 
@@ -94,7 +95,10 @@ def test_extra_neuron_is_installed_after_an_installation_without_it(folder):
     printed = commands(folder, NEURON, "check-device")
     (line,) = [line for line in printed.splitlines() if "install.py" in line]
     assert '--index "https://example.com/simple"' in line
-    assert "--extra neuron" in line
+    assert "--extra neuron" in line  # with torch, so that pip chooses versions that go together
+    removal, stamps = "rm -f .venv/installed*", "touch .venv/installed .venv/installed-neuron"
+    # An interrupted installation is no complete one.
+    assert printed.index(removal) < printed.index("install.py") < printed.index(stamps)
     (folder / ".venv/installed-neuron").touch()
     assert "install" not in commands(folder, NEURON, "check-device")
 
@@ -109,8 +113,9 @@ def test_another_version_of_torch_is_installed_in_place_of_the_default_and_teste
         "--venv .venv-torch214" in line and "--pins constraints-torch-2.14.txt" in line for line in installs
     )
     assert ".venv-torch214/bin/python -m pytest" in printed
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(subprocess.CalledProcessError) as failed:
         commands(folder, "install", "TORCH=2.15")
+    assert "TORCH=2.15: not supported; choose one of: 2.13 2.14." in failed.value.stderr
     (folder / ".venv/installed").rename(folder / ".venv/installed-torch-2.14")
     assert "install" not in commands(folder, "check-device")  # keeps the version
     assert "--pins" not in commands(folder, "install", "TORCH=2.13")
@@ -135,11 +140,13 @@ def test_a_missing_or_unsupported_python_is_one_line(folder, version):
 def test_installation_names_torchs_cuda_build_before_its_download_and_counts_bytes(stub, capsys, monkeypatch):
     install.main()
     printed = capsys.readouterr().out
-    assert "--extra-index-url https://example.com/cpu" in (stub / "arguments").read_text()
+    arguments = (stub / "arguments").read_text()
+    assert "-c .venv/constraints.txt -e . --extra-index-url https://example.com/cpu" in arguments
+    assert (stub / ".venv/constraints.txt").read_text() == (stub / "constraints.txt").read_text()
     notice = printed.index(
         "torch: its CUDA build is downloaded, with CUDA's libraries about 3 GB, and this machine has no"
     )
-    assert "make install TORCH_INDEX=ADDRESS" in printed
+    assert "run the same `make` with TORCH_INDEX=ADDRESS" in printed
     assert notice < printed.index("downloading torch 2.13.0: 3.0 of 526.6 MB, 3 MB in total")
     assert "preparing editable metadata" in printed
     assert "installing package 1 of 2" in printed
@@ -166,15 +173,20 @@ def test_installation_names_torchs_cuda_build_before_its_download_and_counts_byt
 
 def test_other_pins_replace_those_of_the_same_packages(stub, monkeypatch):
     pins = "constraints-torch-2.14.txt"
-    monkeypatch.setattr(sys, "argv", ["install.py", "--pins", pins])
+    monkeypatch.setattr(sys, "argv", ["install.py", "--pins", pins, "--extra", "neuron", "--extra", "test"])
     install.main()
     constraints = stub / ".venv/constraints.txt"
-    assert f"-c {constraints.relative_to(stub)} " in (stub / "arguments").read_text()
+    assert "-c .venv/constraints.txt -e .[neuron,test]" in (stub / "arguments").read_text()
     default, changed = (
         set(path.read_text().splitlines()) for path in (stub / "constraints.txt", constraints)
     )
-    assert {line for line in default - changed if not line.startswith("#")} == {"torch==2.13.0"}
-    assert {line.partition(" ")[0] for line in changed - default} == {"#", "torch==2.14.*"}
+    replaced = {line.partition(" ")[0] for line in default - changed}
+    assert replaced == {"#", "torch==2.13.0", "torch-neuronx==2.13.*"}
+    assert {line.partition(" ")[0] for line in changed - default} == {
+        "#",
+        "torch==2.14.*",
+        "torch-neuronx==2.14.*",
+    }
 
 
 def test_python_without_ensurepip_names_the_package_to_install(stub, monkeypatch):
