@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 MAX_VALUE_LENGTH = 80  # characters
@@ -86,6 +88,14 @@ def format_value(value: Any, longest: int | None = MAX_VALUE_LENGTH) -> str:
 def _is_path(value: Any) -> bool:
     """Whether a value can be a path or URI, which is of no use unless it is complete."""
     return isinstance(value, PurePath) or (isinstance(value, str) and "/" in value and value.isprintable())
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra into this environment, with the pins of its installation."""
+    pip, constraints = Path(sys.prefix, "bin/pip"), Path(sys.prefix, "constraints.txt")
+    if not constraints.exists():  # not created by `make install`
+        pip, constraints = Path(pip.name), Path(constraints.name)
+    return shlex.join([str(pip), "install", "-c", str(constraints), "-e", f".[{extra}]"])
 
 
 def closest(name: str, known: Iterable[str], most: int = FEW) -> list[str]:

@@ -6,7 +6,7 @@ import shutil
 from importlib.util import find_spec
 
 from profiles import plugins
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, install_command
 from profiles.schema import Profile
 
 OWN = ("local", "slurm", "kubernetes")
@@ -35,7 +35,5 @@ def check_installed(profile: Profile) -> None:
     if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
         raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
     if profile.cluster.launcher == "kubernetes" and find_spec("kubernetes") is None:
-        reason = (
-            "its client is not installed; install it with: pip install -c constraints.txt -e '.[kubernetes]'"
-        )
+        reason = f"its client is not installed; install it with: {install_command('kubernetes')}"
         raise ProfileError("cluster.launcher", "kubernetes", reason)

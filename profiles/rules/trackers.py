@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from importlib.util import find_spec
 
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, install_command
 from profiles.schema import Profile
 from profiles.sections.tracking import TRACKERS
 
@@ -26,5 +26,5 @@ def check_installed(profile: Profile) -> None:
     """Check that the packages of the trackers are installed, without importing them. Raises ProfileError."""
     for number, name in enumerate(profile.tracking.trackers):
         if name in TRACKERS and find_spec(name) is None:
-            reason = f"is not installed; install it with: pip install -c constraints.txt -e '.[{name}]'"
+            reason = f"is not installed; install it with: {install_command(name)}"
             raise ProfileError(f"tracking.trackers.{number}", name, reason)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling.training.metrics import OF_TASKS
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, install_command
 from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from tasks import keys
@@ -165,7 +165,7 @@ def digest_of_tasks(folder: Path) -> str:
 def require_harness(tasks: list[str], include: str) -> None:
     """Raise ProfileError if there are tasks but no lm-eval, or the folder `include` does not exist."""
     if tasks and importlib.util.find_spec(PACKAGE) is None:
-        reason = "needs lm-evaluation-harness: pip install -c constraints.txt -e '.[lm-eval]'"
+        reason = f"needs lm-evaluation-harness; install it with: {install_command('lm-eval')}"
         raise ProfileError("task", tasks[0], reason)
     if include and not Path(include).is_dir():
         raise ProfileError("include", include, "is not a folder with task files")

@@ -281,13 +281,17 @@ def require_valid(tracker: str) -> None:
     resolve.check_start(profile)
 
 
-def test_invalid_trackers_are_rejected_with_choices(tracker_calls, monkeypatch):
+def test_invalid_trackers_are_rejected_with_choices(tracker_calls, monkeypatch, tmp_path):
+    constraints = tmp_path / "constraints.txt"  # of the environment that `make install` has created
+    constraints.touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    install = f"{tmp_path}/bin/pip install -c {constraints} -e '.[wandb]'"
     for value, reason in {
         "wandbb": "tracking.trackers.0 = wandbb: is not a tracker; nearest valid: wandb",
         "my_trackers:Recordin": "my_trackers.py has no Recordin; nearest valid: my_trackers:Recording",
         "no_such:Tracker": "there is no module no_such",
         "a b": "neither wandb, mlflow, trackio nor of the form module:Class",
-        "wandb": "is not installed; install it with: pip install",
+        "wandb": f"is not installed; install it with: {install}",
     }.items():
         monkeypatch.setattr("profiles.rules.trackers.find_spec", lambda name: None)
         with pytest.raises(ProfileError, match=re.escape(reason)):
