@@ -16,7 +16,7 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from parallel import device as devices
@@ -96,6 +96,7 @@ class SlurmLauncher:
         for other in self._active(job):
             self.cancel(Handle(job, other.identifier), grace=self._cluster.grace)
         log_differences(job.name, dict(devices.resolve(self._cluster.device).environment), os.environ)
+        _warn_of_export(os.environ.get("SBATCH_EXPORT", "ALL"))
         submission = uuid.uuid4().hex[:16]
         path = job.folder / f"{job.name}.sbatch"
         path.write_text(batch.script(job, self._cluster, submission))
@@ -175,7 +176,7 @@ class SlurmLauncher:
 
     def _sbatch(self, job: Job, submission: str) -> str:
         """Submit the job's script; returns its identifier, from the queue if sbatch's answer is lost."""
-        # On the command line, --export replaces a site's default, such as SBATCH_EXPORT=NONE, which would withhold secrets too.
+        # On the command line, --export replaces SBATCH_EXPORT, such as NONE, which would withhold secrets too.
         command = ["sbatch", "--parsable", "--export=ALL", f"{job.name}.sbatch"]
         try:
             return run_command(command, folder=job.folder, secrets=job.secrets).strip().partition(";")[0]
@@ -298,6 +299,13 @@ class SlurmLauncher:
             return f"Slurm ended job {handle.identifier} at its time limit ({limit}); increase {key}"
         how = f" (state {state[1]}, reason {state[2]})" if state else ""
         return f"Slurm ended job {handle.identifier}{how}, or {NODE_FAILED}"
+
+
+@cache  # warns once per process
+def _warn_of_export(export: str) -> None:
+    if export != "ALL":
+        reason = "jobs get the environment of this process; to keep a variable out, unset it here"
+        log.warning("SBATCH_EXPORT=%s has no effect: %s", export, reason)
 
 
 def _has_exit_code(record: dict[str, Any] | None) -> bool:

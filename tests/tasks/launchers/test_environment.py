@@ -47,7 +47,10 @@ def in_batch_script(request, cluster, folder):
     with pytest.MonkeyPatch.context() as patch:  # a submission without a cluster
         patch.setattr(slurm.SlurmLauncher, "_active", lambda *_: [])
         patch.setattr(slurm.SlurmLauncher, "_sbatch", lambda *_: "1")
+        patch.setenv("SBATCH_EXPORT", "NONE")
+        slurm._warn_of_export.cache_clear()
         create("slurm", cluster).submit(job)
+    assert request.getfixturevalue("caplog").text.count("SBATCH_EXPORT=NONE has no effect") == 1
     lines = (folder / "print.sbatch").read_text().splitlines()
     exports = [line for line in lines if line.startswith("export ") and "PET_" not in line]
     command = ["bash", "-c", "\n".join([*exports, '"$@"']), "-", sys.executable, "-c", PRINT]
