@@ -1,5 +1,5 @@
-# Entry points: `make install`, `make run`, `make up`, `make test`. Everything is installed into .venv, and for `make test-torch214`
-# into .venv-torch214; runs and Prefect's database are in ./store.
+# Entry points: `make install`, `make run`, `make up`, `make test`. Everything is installed into .venv (`make test-torch214`: into
+# .venv-torch214); runs and Prefect's database are in ./store.
 
 PYTHON ?= python3
 VENV := .venv
