@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--parameters", type=int, default=50_000_000)
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: temporary)")
     options = parser.parse_args()
+    keep = Results(options.out).turn
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     torch.set_num_threads(1)
     optimizer = make_optimizer(options.parameters, Mesh())
@@ -83,7 +84,6 @@ def main() -> int:
             return duration
 
         sides = {name: lambda save=save: timed_save(save) for name, save in saves.items()}
-        keep = Results(options.out).turn
         results = alternate({"stall": stall, **sides}, options.rounds, keep=keep)
         shard = make_optimizer(options.parameters, Mesh(data=4, rank=1))
         loads = {

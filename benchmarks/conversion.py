@@ -60,6 +60,7 @@ def main() -> int:
     needed = SPACE * bf16_bytes(SHAPES[options.shape])
     if free < needed:
         parser.error(f"--folder {options.folder}: {free / 1e9:.0f} GB free, {needed / 1e9:.0f} GB needed")
+    keep = Results(options.out).turn
     if not (source / "conversion.json").exists():
         write_model(source, llama(*SHAPES[options.shape], max_position_embeddings=8192))
     split = options.folder / f"split-{options.shape}"
@@ -91,7 +92,6 @@ def main() -> int:
         return run
 
     sides = {name: side(*program) for name, program in programs.items()}
-    keep = Results(options.out).turn
     results = alternate(sides, options.rounds, after_round=lambda: shutil.rmtree(split), keep=keep)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     median = {name: statistics.median(seconds for seconds, _ in runs) for name, runs in results.items()}

@@ -151,8 +151,8 @@ def main() -> None:
     options = parser.parse_args()
     if missing():
         sys.exit(missing())
+    results, kept = {}, Results(options.out)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, Cluster() as cluster:
-        results, kept = {}, Results(options.out)
         for name, value in measure(Path(folder), cluster):
             results[name] = value
             kept.add(name, format_result(name, value), result=value)

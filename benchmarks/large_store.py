@@ -40,9 +40,9 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=40, help="of each run")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    results = Results(options.out)
     with tempfile.TemporaryDirectory() as folder:
         total = write_store(Path(folder), options.runs, options.files)
-        results = Results(options.out)
         results.add("store", f"{options.runs:,} runs, {total:,} files", runs=options.runs, files=total)
         for number in range(options.rounds):
             for command in (["runs"], ["gc"], *([["gc", "--yes"]] if number + 1 == options.rounds else [])):

@@ -22,8 +22,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--files", type=int, default=4)
     options = parser.parse_args()
+    results = Results(options.out)
     with tempfile.TemporaryDirectory() as name, s3_server():
-        compare(Path(name), options.megabytes, options.files, options.rounds, Results(options.out))
+        compare(Path(name), options.megabytes, options.files, options.rounds, results)
 
 
 def compare(folder: Path, megabytes: int, files: int, rounds: int, results: Results) -> None:

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--document", type=float, default=200, help="size of the long document in MB")
     parser.add_argument("--text", choices=("prose", *ROWS), default="prose", help="kind of the long document")
     options = parser.parse_args()
+    results = Results(options.out)
     texts = list(documents(UNIQUE))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -64,9 +65,7 @@ def main() -> None:
         f"{written:.0f} MB of text with a document of {options.document:.0f} MB of {options.text}: "
         f"peak of the worker {peak / 1e9:.2f} GB (goal: under 1)"
     )
-    Results(options.out).add(
-        options.text, text, megabytes=written, document=options.document, peak_bytes=peak
-    )
+    results.add(options.text, text, megabytes=written, document=options.document, peak_bytes=peak)
 
 
 def long_document(kind: str, texts: list[str], size: int) -> str:

@@ -5,14 +5,16 @@ A benchmark that is ended keeps the rows that it has measured.
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 
 class Results:
-    """The rows of one run of a benchmark.
+    """The rows of one run of a benchmark; create it before the work starts, as it ends without a writable file.
 
     Args:
         path: the file that `--out` names; earlier rows stay.
@@ -20,30 +22,40 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+        except OSError as error:
+            print(
+                f"{path}: cannot be written ({error.strerror}); name another file with --out", file=sys.stderr
+            )
+            raise SystemExit(2) from None
 
     def add(self, row: str, text: str | None = None, **figures: Any) -> None:
         """Print a text, by default the row's name and figures, and append the row to the file."""
         shown = (f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
                  for name, value in figures.items())  # fmt: skip
         print(f"{row}: {', '.join(shown)}" if text is None else text, flush=True)
-        append(self.path, {"row": row, **figures})
+        self.append({"row": row, **figures})
 
     def turn(self, side: str, result: Any) -> None:
         """Add the result of one turn of a side, for `keep` of `timing.alternate`."""
         self.add(side, result=result)
 
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append a row durably, with its time and the command's arguments.
 
-def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row durably; a line that a killed process left incomplete is ended first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-            file.write(b"\n" if torn else b"")
-        file.write(json.dumps(row).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        A line that a killed process left incomplete is ended first.
+        """
+        row = {**row, "time": datetime.now(UTC).isoformat(timespec="seconds"), "arguments": sys.argv[1:]}
+        with self.path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
+                file.write(b"\n" if torn else b"")
+            file.write(json.dumps(row).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.processes import ScriptError
-from benchmarks.harness.results import append
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import print_table
 from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import Comparison, Result, Schedule
@@ -31,15 +31,18 @@ def run(
     schedule: Schedule,
     out: Path | None = None,
     minutes: float | None = None,
+    card: str | None = None,
 ) -> list[Result | CheckResult]:
     """Run rows in order, with progress on standard error. A failed one does not stop the others.
 
     Args:
         out: JSON Lines file to which each result is appended when it exists, so that a run that is ended keeps them.
-        minutes: no row starts that would end later, if it took as long as the longest before; the results are then those of the
-            first rows.
+        minutes: no row but the first starts that would end later, if it took as long as the longest before; the results are then
+            those of the first rows.
+        card: as of `machine`.
     """
     results: list[Result | CheckResult] = []
+    kept = Results(out) if out else None
     begun, longest = time.monotonic(), 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -64,8 +67,8 @@ def run(
             longest = max(longest, took)
             progress.update(bar, completed=sum(item.turns(schedule) for item in rows[: number + 1]))
             progress.console.print(_line(results[-1]), markup=False, highlight=False, soft_wrap=True)
-            if out:
-                append(out, {**results[-1].to_json(), "took": round(took), "machine": machine()})
+            if kept:
+                kept.append({**results[-1].to_json(), "took": round(took), "machine": machine(card)})
     return results
 
 
@@ -78,9 +81,10 @@ def _line(result: Result | CheckResult) -> str:
     return f"{result.name}: {result.status}{measured}{ours}"
 
 
-def machine() -> dict[str, object]:
-    """The properties of this machine that the figures depend on."""
+def machine(card: str | None = None) -> dict[str, object]:
+    """The properties of this machine that the figures depend on, with its card, if any."""
     return {
+        **({"card": card} if card else {}),
         "processor": platform.machine(),
         "vector_units": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),

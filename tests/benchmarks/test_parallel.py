@@ -29,6 +29,8 @@ def test_quick_comparison_runs_and_losses_agree(tmp_path):
     kept = json.loads(out.read_text())
     assert kept.pop("machine")["torch"]
     assert kept.pop("took") > 0
+    assert kept.pop("time") > "2026"
+    assert kept.pop("arguments") == command[3:]
     assert kept == row
     assert f"tensor: {row['status']}, ratio " in ran.stderr
     assert row["ratios"] == [row["peer_seconds"] / row["ours_seconds"]]
@@ -41,12 +43,12 @@ def test_rows_are_kept_when_they_exist_and_none_starts_that_would_end_too_late(t
         result = Result(
             row.name, "ours", "theirs", 1.0, tolerance=1.0, ours=[0.1], peer=[0.2], difference=0.0
         )
-        row.run = lambda *_, result=result: seen.append(out.exists()) or result
+        row.run = lambda *_, result=result: seen.append(results.read(out)) or result
     out = tmp_path / "rows.jsonl"
     monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert [each.name for each in report.run(rows, None, out, minutes=1)] == ["first"]
     assert [json.loads(line)["row"] for line in out.read_text().splitlines()] == ["first"]
-    assert seen == [False]
+    assert seen == [[]]
 
 
 def test_unknown_comparison_is_rejected_with_the_nearest_name(monkeypatch, capsys):
@@ -77,5 +79,8 @@ def test_interrupted_benchmark_keeps_every_run_of_a_side(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         timing.alternate({"ours": measure, "peer": measure}, 2, keep=results.Results(out).turn)
     kept = [{"row": side, "result": value} for side, value in (("ours", 1.0), ("peer", 2.0), ("ours", 3.0))]
-    assert results.read(out) == kept
+    assert [{key: row[key] for key in ("row", "result")} for row in results.read(out)] == kept
     assert capsys.readouterr().out == "ours: result 1\npeer: result 2\nours: result 3\n"
+    with pytest.raises(SystemExit):
+        results.Results(tmp_path / "kept")
+    assert "kept: cannot be written (Is a directory); name another file with --out" in capsys.readouterr().err
