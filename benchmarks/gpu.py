@@ -16,14 +16,14 @@ targets: MFU at 1B, the speed of 8B at full depth, and the planner's step time, 
 counts 6 FLOPs per multiply-add of the forward pass, with causal attention as half of the full square, relative to the card's
 dense bf16 peak. Neither side of the other rows is restricted to deterministic kernels.
 
-With --minutes it runs other rows, one GPU's and without rounds, the most valuable first: each is printed, and appended to
-results.jsonl, when it exists (benchmarks/gpu_lease).
+With --minutes it runs other rows, one GPU's and without rounds, the most valuable first, except those that the file has for this
+card (benchmarks/gpu_lease).
 
 --rehearse runs every row on the CPU with tiny sizes, to test the command before you pay for a GPU; its figures say nothing about
 GPUs. Its two "GPUs" are two processes, and tests that need a GPU are reported as skipped.
 
-Exit codes: 0 all rows ran and agree, 1 one failed, 2 no CUDA device, 3 a row is incomplete or was not run (in a rehearsal: for
-lack of a package).
+Exit codes: 0 all rows ran and agree, 1 one failed, 2 no CUDA device, or --out cannot be written, 3 a row is incomplete or was not
+run (in a rehearsal: for lack of a package).
 """
 
 import contextlib
@@ -181,7 +181,7 @@ COMPARISONS: tuple[Comparison, ...] = (
         for tokens in (32768, 131072)
     ),
 )
-ROWS, OUT, LEASE = "gpu.jsonl", Path("build/benchmarks"), Path("lease")
+OUT, LEASE = Path("build/benchmarks/gpu.jsonl"), Path("build/benchmarks/lease.jsonl")
 CHECKS = ("check-device", "cuda-tests")
 PACKAGE = "the package "
 SUFFIXES = {"bf16": "", "FP8": "-fp8"}  # of the names of rows, by precision
@@ -215,9 +215,9 @@ def main() -> int:
     names += [row.name for row in lease_rows.ROWS if row.name not in names]
     about = "run the rows of a lease (benchmarks/gpu_lease/rows.py) within so many minutes, the most valuable first"
     parser.add_argument("--minutes", type=float, help=about)
-    about = f"append each result to FOLDER/{ROWS} (default: {OUT}); with --minutes to FOLDER/{lease.RESULTS} (default: "
-    about += f"{LEASE}), whose rows are skipped"
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about)
+    about = f"JSON Lines file to which each row is appended when it exists (default: {OUT}; with --minutes {LEASE}, whose "
+    about += "rows of this card are skipped)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about)
     about = "with --minutes: NCCL library that allows several ranks on one GPU"
     parser.add_argument("--nccl", type=Path, metavar="FILE", help=about)
     parser.add_argument(
@@ -238,6 +238,7 @@ def main() -> int:
         lent = lease.Machine(options.rehearse, deadline, graphs, options.nccl)
         leased = [row for row in lease_rows.ROWS if not options.only or row.name in options.only]
         return lease.run(leased, lent, options.out or LEASE)
+    card = lease.REHEARSAL if options.rehearse else torch.cuda.get_device_name()
     ring_attention.preload()
     rows = checks_and_comparisons(options.rehearse)
     chosen = [item for item in rows if not options.only or item.name in options.only]
@@ -246,7 +247,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as folder:
         warm_up, steps = (1, 2) if options.rehearse else (3, 10)
         schedule = Schedule(options.rounds, warm_up, steps, folder)
-        results = run(runnable, schedule, (options.out or OUT) / ROWS)
+        results = run(runnable, schedule, options.out or OUT, card=card)
     trained = {
         item.name: (item, result)
         for item, result in zip(runnable, results, strict=True)
@@ -257,8 +258,7 @@ def main() -> int:
     depths = {precision: full_depth_speed(measured, suffix) for precision, suffix in SUFFIXES.items()}
     figures = [*speed_figures(speeds, depths), *plan_figures(trained)]
     if options.json:
-        card = "a rehearsal on the CPU" if options.rehearse else torch.cuda.get_device_name()
-        document = {"machine": {**machine(), "card": card}, "rows": [result.to_json() for result in results]}
+        document = {"machine": machine(card), "rows": [result.to_json() for result in results]}
         document |= {"speeds": speeds, "figures": [{**asdict(f), "status": f.status} for f in figures]}
         print(json.dumps({**document, "not_run": lacking}))
     else:

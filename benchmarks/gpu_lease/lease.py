@@ -1,6 +1,6 @@
-"""Run rows within a time: each is printed and appended to results.jsonl when it exists.
+"""Run rows within a time: each is printed and appended to a file when it exists.
 
-Rows that an earlier lease has appended are skipped.
+Rows that an earlier lease of the same card has appended are skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from benchmarks.gpu_lease.start import ONE_DEVICE, is_older
 from benchmarks.harness import results
 
-RESULTS = "results.jsonl"
+REHEARSAL = "a rehearsal on the CPU"  # in place of a card
 LOG_LINES = 20  # of a failed process, in its row
 SLOWER = 10  # times as long as on a GPU machine that a rehearsal may take, on a busy CPU
 # Blocks of kernels of several ranks must be resident together; NVLS needs several devices.
@@ -151,10 +150,10 @@ class Row:
 
 
 def run(rows: Sequence[Row], machine: Machine, out: Path) -> int:
-    """Run the rows that earlier leases have not; returns the exit code: 0, or 1 if one failed."""
-    kept = results.Results(out / RESULTS)
-    done = {each["row"] for each in read(out) if "failed" not in each}
-    facts, code = describe(machine), 0
+    """Run the rows that earlier leases of this card have not; returns the exit code: 0, or 1 if one failed."""
+    kept, facts, code = results.Results(out), describe(machine), 0
+    earlier = (each for each in results.read(out) if each.get("card") == facts["card"])
+    done = {each["row"] for each in earlier if "failed" not in each}
     for row in rows:
         if row.name in done:
             print(f"{row.name}: done in an earlier lease", flush=True)
@@ -173,16 +172,11 @@ def run(rows: Sequence[Row], machine: Machine, out: Path) -> int:
     return code
 
 
-def read(out: Path) -> list[dict[str, Any]]:
-    """All results in a lease's folder, oldest first."""
-    return results.read(out / RESULTS)
-
-
 def describe(machine: Machine) -> dict[str, Any]:
-    """Date, card and versions, which every result has."""
-    facts: dict[str, Any] = {"date": date.today().isoformat(), "torch": torch.__version__}
+    """Card and versions, which every result has."""
+    facts: dict[str, Any] = {"torch": torch.__version__}
     if machine.rehearse:
-        return {**facts, "card": "a rehearsal on the CPU"}
+        return {**facts, "card": REHEARSAL}
     properties = torch.cuda.get_device_properties()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     facts |= {"card": properties.name, "memory_mib": properties.total_memory >> 20}

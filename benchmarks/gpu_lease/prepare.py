@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_lease.prepare lease-files --python 3.12
 
 The folder gets wheels of the packages that measured modules import, metadata of this package, NCCL with one architecture's code,
-compressed, and `go.sh`, which installs them there and starts the lease: `bash lease-files/go.sh 9 OUT` in the repository's root.
+compressed, and `go.sh`, which installs them there and starts the lease. In the repository's root:
+`bash lease-files/go.sh 9 lease.jsonl`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PACKAGES = ("pydantic", "rich", "psutil", "pyyaml")  # with what they require
 NCCL = "nvidia-nccl-cu13==2.30.7"  # the first versions with several ranks on a GPU
 LIBRARY = "libnccl.so.2"
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
-GO = """# On the rented machine, in the root of the repository: bash {folder}/go.sh MINUTES OUT
+GO = """# On the rented machine, in the root of the repository: bash {folder}/go.sh MINUTES FILE
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 site=$(mktemp -d)
@@ -89,7 +90,7 @@ def main() -> int:
             compressed.write((Path(work) / LIBRARY).read_bytes())
     (folder / "go.sh").write_text(GO.format(folder=folder, library=LIBRARY))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"wrote {folder}, {size / 2**20:.0f} MiB; on the machine: bash {folder}/go.sh 9 OUT")
+    print(f"wrote {folder}, {size / 2**20:.0f} MiB; on the machine: bash {folder}/go.sh 9 lease.jsonl")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Write the tables of docs/devices/gpus.md from collected results.
 
-    python -m benchmarks.gpu_lease.tables FOLDER
+    python -m benchmarks.gpu_lease.tables FILE
 
 The latest result of each row and card counts. Rehearsals are left out.
 """
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_lease.lease import read
+from benchmarks.gpu_lease.lease import REHEARSAL
+from benchmarks.harness.results import read
 from benchmarks.harness.timing import make_parser
 
 PAGE = Path(__file__).parents[2] / "docs/devices/gpus.md"
 BEGIN, END = "<!-- results of leases: begin -->", "<!-- results of leases: end -->"
 NOTHING = "No lease has been measured yet."
-FACTS = ("row", "took", "date", "card", "memory_mib", "torch", "cuda", "nccl")
-REHEARSAL = "rehearsal"
+FACTS = ("row", "took", "time", "arguments", "card", "memory_mib", "torch", "cuda", "nccl")
 DEPTH = 32  # layers of Llama 3 8B
 
 
@@ -27,7 +27,7 @@ def tables(results: Iterable[Mapping[str, Any]]) -> str:
     """Markdown: a table per card, with what the figures were measured with."""
     by_card: dict[str, dict[str, Mapping[str, Any]]] = {}
     for result in results:
-        if REHEARSAL not in result["card"]:
+        if result["card"] != REHEARSAL:
             by_card.setdefault(result["card"], {})[result["row"]] = result
     return "\n\n".join(_table(card, rows) for card, rows in by_card.items()) or NOTHING
 
@@ -37,8 +37,8 @@ def _table(card: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [f"{card}, {first['memory_mib']:,} MiB:", "", "| row | figures | date | torch | CUDA | NCCL |"]
     lines.append("|---|---|---|---|---|---|")
     for name, row in rows.items():
-        versions = " | ".join(str(row[key]) for key in ("date", "torch", "cuda", "nccl"))
-        lines.append(f"| {name} | {_figures(row)} | {versions} |")
+        versions = " | ".join(str(row[key]) for key in ("torch", "cuda", "nccl"))
+        lines.append(f"| {name} | {_figures(row)} | {row['time'][:10]} | {versions} |")
     for suffix in ("-deterministic", ""):
         if speed := full_depth(rows, suffix):
             kernels = "deterministic kernels" if suffix else "the fastest kernels"
@@ -72,10 +72,10 @@ def _figures(row: Mapping[str, Any]) -> str:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="with the results of leases, oldest first"
+        "files", nargs="+", type=Path, metavar="FILE", help="with the results of leases, oldest first"
     )
     options = parser.parse_args()
-    results = [result for folder in options.folders for result in read(folder)]
+    results = [result for file in options.files for result in read(file)]
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -168,12 +168,17 @@ def test_failed_check_does_not_stop_other_rows_and_its_reason_is_printed(monkeyp
     passed = replace(failed, name="cuda-tests", counted="9 passed", failure=None)
     monkeypatch.setattr(DeviceChecks, "run", lambda *_: failed)
     monkeypatch.setattr(MarkedTests, "run", lambda *_: passed)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--out", str(tmp_path), "--only", *gpu.CHECKS])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu", "--rehearse", "--out", str(tmp_path / "rows.jsonl"), "--only", *gpu.CHECKS]
+    )
     assert gpu.main() == 1
     printed = capsys.readouterr()
     assert "8 passed, 1 failed" in printed.out
     assert "9 passed" in printed.out
-    assert [row["row"] for row in read(tmp_path / gpu.ROWS)] == [*gpu.CHECKS]
+    kept = read(tmp_path / "rows.jsonl")
+    assert [(row["row"], row["machine"]["card"]) for row in kept] == [
+        (name, "a rehearsal on the CPU") for name in gpu.CHECKS
+    ]
     assert "check-device: kernels: experts of …: bf16 0.3" in printed.err
 
 

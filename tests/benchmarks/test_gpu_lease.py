@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu_lease import lease, rows, slim_nccl, start, tables
+from benchmarks.harness.results import read
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -24,17 +25,18 @@ def command(out: Path, *names: str) -> list[str]:
 
 
 def test_killed_lease_keeps_its_results_and_the_next_one_runs_the_others(tmp_path):
-    with subprocess.Popen(command(tmp_path, *NAMES), stdout=subprocess.PIPE, text=True) as killed:
-        until(lambda: lease.read(tmp_path), 300)
+    out = tmp_path / "lease.jsonl"
+    with subprocess.Popen(command(out, *NAMES), stdout=subprocess.PIPE, text=True) as killed:
+        until(lambda: read(out), 300)
         time.sleep(random.random() * 3)
         killed.send_signal(signal.SIGKILL)
-    kept = [row["row"] for row in lease.read(tmp_path)]
+    kept = [row["row"] for row in read(out)]
     assert kept == NAMES[: len(kept)]
-    with (tmp_path / lease.RESULTS).open("a") as file:
+    with out.open("a") as file:
         file.write('{"row": "torn')
-    ran = subprocess.run(command(tmp_path, *NAMES), capture_output=True, text=True, timeout=500)
+    ran = subprocess.run(command(out, *NAMES), capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    results = lease.read(tmp_path)
+    results = read(out)
     assert [row["row"] for row in results] == NAMES
     assert ran.stdout.count("done in an earlier lease") == len(kept)
     assert results[0]["largest_difference"] < rows.RANKS_TOLERANCE  # over the product's process groups
@@ -43,7 +45,9 @@ def test_killed_lease_keeps_its_results_and_the_next_one_runs_the_others(tmp_pat
     assert tables.tables(results) == tables.NOTHING
 
 
-def test_rows_run_in_their_order_within_the_time_and_a_failed_one_is_tried_again(tmp_path, capsys):
+def test_rows_run_in_their_order_within_the_time_and_a_failed_one_is_tried_again(
+    tmp_path, capsys, monkeypatch
+):
     def fail(machine):
         raise lease.Failed("no memory")
 
@@ -52,14 +56,17 @@ def test_rows_run_in_their_order_within_the_time_and_a_failed_one_is_tried_again
         lease.Row("bad", 1, fail),
         lease.Row("good", 1, lambda machine: {"ms": 1}),
     ]
-    machine = lease.Machine(True, time.monotonic() + 20, tmp_path)
-    assert lease.run(chosen, machine, tmp_path) == 1
-    assert lease.run(chosen, machine, tmp_path) == 1
-    found = [(row["row"], "failed" in row) for row in lease.read(tmp_path)]
+    machine, out = lease.Machine(True, time.monotonic() + 20, tmp_path), tmp_path / "lease.jsonl"
+    assert lease.run(chosen, machine, out) == 1
+    assert lease.run(chosen, machine, out) == 1
+    found = [(row["row"], "failed" in row) for row in read(out)]
     assert found == [("bad", True), ("good", False), ("bad", True)]
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("long: not started, needs 50 s")
     assert printed[-1] == "good: done in an earlier lease"
+    monkeypatch.setattr(lease, "describe", lambda machine: {"card": "NVIDIA H200"})
+    lease.run(chosen[2:], machine, out)  # what another card did, such as a rehearsal, does not count
+    assert capsys.readouterr().out == "good: ms 1\n"
 
 
 def test_most_valuable_rows_come_first():
@@ -80,7 +87,13 @@ def test_most_valuable_rows_come_first():
 
 
 def test_tables_have_the_latest_figures_with_date_card_and_versions():
-    facts = {"date": "2026-11-29", "card": "NVIDIA H200", "memory_mib": 143156, "torch": "2.13.0"}
+    facts = {
+        "time": "2026-11-29T08:00:00+00:00",
+        "arguments": ["--minutes", "9"],
+        "card": "NVIDIA H200",
+        "memory_mib": 143156,
+        "torch": "2.13.0",
+    }
     facts |= {"cuda": "13.0", "nccl": "2.30.7", "took": 3.0}
     figures = {"1b-deterministic": 400.0, "1b": 320.0, "8b-2-layers": 100.0, "8b-layers": 150.0}
     results = [{"row": "1b", **facts, "failed": "Failed: out of memory\nmore"}]
