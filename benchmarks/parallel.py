@@ -2,8 +2,9 @@
 
 Each comparison runs ours and the peer alternately, in fresh processes, on the same weights and batches, with two threads per
 side. Each row is printed, and appended to --out, when it exists. By default there is one round of 20 minutes: rows run in order,
-and none starts that would not end in time if it took as long as the longest before. On cores on which a step takes 4 s, these
-are the first eight, one for each kind of parallelism; the tables of the documentation are of --rounds 3 --minutes 600.
+and none but the first starts that would not end in time if it took as long as the longest before. On cores on which a step takes
+4 s, these are the first eight, one for each kind of parallelism; the tables of the documentation are of --rounds 3 --minutes 600.
+With --only, all chosen rows run, unless --minutes is given.
 
 A comparison whose losses differ fails, whatever its ratio. A ratio is the peer's median step time over ours in the same round;
 the table shows the median over the rounds, and their minimum and maximum. "Of bound" is the time of the step's matrix products
@@ -125,17 +126,19 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of {', '.join(names)}")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
-    about = f"minutes in which rows must end (default: {MINUTES})"
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=about)
+    about = "start no row but the first that would end after so many minutes, if it took as long as the longest before "
+    about += f"(default: {MINUTES}; with --only, no limit)"
+    parser.add_argument("--minutes", type=float, help=about)
     options = parser.parse_args()
+    minutes = MINUTES if options.minutes is None and not options.only else options.minutes
     comparisons = [item for item in COMPARISONS if not options.only or item.name in options.only]
     with tempfile.TemporaryDirectory(prefix="benchmarks-graphs-") as graphs:
         schedule = Schedule(options.rounds, warm_up=3, steps=STEPS, graphs=graphs)
         if options.quick:
             schedule = Schedule(1, warm_up=1, steps=1, graphs=graphs)
-        results = run(comparisons, schedule, options.out, options.minutes)
+        results = run(comparisons, schedule, options.out, minutes)
     for left in comparisons[len(results) :]:
-        print(f"{left.name}: not run within {options.minutes:g} minutes", file=sys.stderr)
+        print(f"{left.name}: not run within {minutes:g} minutes", file=sys.stderr)
     if options.json:
         print(json.dumps({"machine": machine(), "rows": [result.to_json() for result in results]}, indent=2))
     else:

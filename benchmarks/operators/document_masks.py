@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=1024, help="tokens per sample")
     parser.add_argument("--document", type=int, default=300, help="tokens per document")
     options = parser.parse_args()
+    keep = Results(options.out).turn
     overrides = ["parallel.tensor=1", "cluster.devices_per_node=1", "train.precision=float32"]
     overrides += [f"train.sequence_length={options.sequence}", "train.document_masks=true"]
     overrides += [
@@ -37,9 +38,9 @@ def main() -> None:
             "causal": lambda: trainer.forward_backward(Batch(tokens), 1.0),
             "within documents": lambda: trainer.forward_backward(Batch(tokens, starts), 1.0),
         }
-        keep = Results(options.out).turn
-        seconds = alternate_timed(sides, options.rounds + 1, keep=keep)  # the first round warms up
-    median = {side: statistics.median(times[1:]) for side, times in seconds.items()}
+        alternate_timed(sides, 1)  # warms up
+        seconds = alternate_timed(sides, options.rounds, keep=keep)
+    median = {side: statistics.median(times) for side, times in seconds.items()}
     for side, middle in median.items():
         print(f"{side:<17} {middle * 1e3:7.1f} ms per step, {middle / median['causal']:.2f} of causal")
 
