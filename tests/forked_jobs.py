@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 from unittest import mock
 
+from profiles.files import exit_codes
 from tasks.launchers.base import START, TORCHRUN
 from tests.forkserver import forkserver
 from tests.ports import free_port
@@ -142,7 +143,8 @@ def _main(
     sys.argv = [program, *arguments]
     sys.stdout = sys.stderr = _Log(prefix)
     logging.getLogger().handlers.clear()  # those of the process that this one was forked from
-    sys.exit(importlib.import_module(program).main(arguments))
+    main = importlib.import_module(program).main
+    sys.exit(exit_codes.code_of(lambda: main(arguments)))  # as modeling.start
 
 
 class _Log:

@@ -41,6 +41,9 @@ class ShardCache:
     Attributes:
         anonymous: shards to read without credentials.
         digests: of the contents of shards that may be replaced under the same path.
+
+    Raises:
+        ValueError: the folder is a file, or a link to nothing.
     """
 
     def __init__(self, folder: Path, limit: int, root: str = "") -> None:
@@ -49,7 +52,12 @@ class ShardCache:
         self._folder, self._limit, self._root = folder, limit, root
         self._pool = ThreadPoolExecutor(PARALLEL_DOWNLOADS, thread_name_prefix="shard-cache")
         self._prefetches: dict[str, Future[None]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            raise ValueError(
+                f"{folder}: is not a folder, or is a link to nothing; remove it, or mount what it links to"
+            )
 
     def is_remote(self, path: str) -> bool:
         """Whether a shard is read through the cache; others are on this machine."""

@@ -13,6 +13,7 @@ import pytest
 from modeling.data.corpus import Corpus, Samples
 from modeling.data.replay import HistoryStream, plan
 from modeling.data.shard_cache import ShardCache
+from profiles.files import exit_codes
 from tests.modeling.data.datasets import write_dataset
 
 
@@ -213,10 +214,14 @@ def test_web_page_in_place_of_a_shard_is_an_outage(remote, tmp_path, waits):
     assert waits
 
 
-def test_shard_larger_than_the_cache_is_rejected(remote, tmp_path):
+def test_cache_that_holds_no_shard_is_rejected(remote, tmp_path, caplog):
     cache = ShardCache(tmp_path / "cache", 100, "memory://artifacts")
     with pytest.raises(ValueError, match=r"data\.cache_gigabytes: .* has \d+ bytes, the cache holds 100"):
         Samples(Corpus.open(remote, "train", cache), 10, seed=5).batch(0, 1)
+    link = tmp_path / "link"
+    link.symlink_to("nowhere")  # such as a disk that is not mounted: a retry would fail again
+    assert exit_codes.code_of(lambda: ShardCache(link, 100)) == exit_codes.REJECTED
+    assert f"ValueError: {link}: is not a folder, or is a link to nothing" in caplog.text
 
 
 def test_local_shard_is_not_cached(tmp_path):
