@@ -9,7 +9,7 @@ name, more than 60 seconds, and other results (losses of `run` and `evaluate`, f
 printed and make the exit code 1.
 
 With `--sample`, each file and damage is tried with one command, in turn, so that every file, every damage and every command is
-tried, and every pair of them.
+tried.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.results import append
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from flows.cli.main import main as command
 from parallel.checkpoint import locations
@@ -227,7 +227,8 @@ class Attempt:
     code: int
     known: bool  # whether its error is of a kind that names its subject
     jobs: int  # that it started
-    errors: str
+    errors: str  # what it printed on standard error, and the message of what it raised
+    details: str  # its log, and the traceback of what it raised
     results: Any  # of its flow: losses, or digests of exported files
 
 
@@ -235,8 +236,8 @@ def attempt(folder: Path, name: str) -> Attempt:
     """Run a command, with jobs in forked processes; nothing waits before it tries again."""
     _drop_capabilities()
     os.chdir(folder)
-    errors, raised, jobs = io.StringIO(), [], []
-    logging.basicConfig(stream=errors, level=logging.WARNING, force=True)
+    errors, log, raised, jobs = io.StringIO(), io.StringIO(), [], []
+    logging.basicConfig(stream=log, level=logging.WARNING, force=True)
 
     def keep(*_: object) -> str:
         raised.append(sys.exception())
@@ -262,10 +263,13 @@ def attempt(folder: Path, name: str) -> Attempt:
         except Exception as error:
             raised.append(error)
             code = 1
-    text = "".join(traceback.format_exception(raised[-1])) if raised else ""
     known = not raised or isinstance(raised[-1], NAMED)
     found = outputs(results[-1]) if results and code == 0 else None
-    return Attempt(code, known, len(jobs), f"{errors.getvalue()}{text}", found)
+    message, details = errors.getvalue(), log.getvalue()
+    if raised:
+        message += "".join(traceback.format_exception_only(raised[-1]))
+        details += "".join(traceback.format_exception(raised[-1]))
+    return Attempt(code, known, len(jobs), message, details, found)
 
 
 def outputs(result: Any) -> Any:
@@ -293,12 +297,14 @@ def judge(folder: Path, file: str, name: str, expected: Any) -> tuple[str, str]:
         return "CRASHES", ""
     if found.code == 0:
         if not same(found.results, expected):
-            return "OTHER RESULTS", f"{found.results}, not {expected}\n{found.errors}"
+            return "OTHER RESULTS", f"{found.results}, not {expected}\n{found.errors}{found.details}"
         return ("succeeds after a job" if found.jobs else "succeeds"), ""
     if not found.known:
-        return "TRACEBACK", found.errors
-    named = any(part in found.errors for part in (Path(file).name, str(Path(file).parent), f"= {RUN}"))
-    return ("names it", "") if named else ("DOES NOT NAME IT", found.errors)
+        return "TRACEBACK", f"{found.errors}{found.details}"
+    path = Path(file)
+    names = [path.name, f"= {RUN}", *([str(path.parent)] if path.parent.name else [])]
+    named = any(name in found.errors for name in names)
+    return ("names it", "") if named else ("DOES NOT NAME IT", f"{found.errors}{found.details}")
 
 
 def same(found: Any, expected: Any) -> bool:
@@ -384,6 +390,7 @@ def copied(store: Path, copy: Path) -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     options, console = parse(arguments), Console(highlight=False)
+    kept = Results(options.out)
     outcomes: Counter[tuple[str, str]] = Counter()  # of a command and an outcome
     begun, findings = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as name:
@@ -397,12 +404,15 @@ def main(arguments: list[str] | None = None) -> int:
         for file, damage, each in chosen:
             if each not in expected:
                 with copied(base / "store", copy):
-                    expected[each] = call_in_child(attempt, copy, each).results
+                    undamaged: Attempt = call_in_child(attempt, copy, each)
+                if undamaged.code:
+                    raise SystemExit(f"{each} fails without damage\n{undamaged.errors}{undamaged.details}")
+                expected[each] = undamaged.results
             with copied(base / "store", copy):
                 DAMAGES[damage](copy / "store" / file)
                 outcome, details = judge(copy, file, each, expected[each])
             outcomes[each, outcome] += 1
-            append(options.out, {"row": f"{each}, {file} {damage}", "outcome": outcome})
+            kept.append({"row": f"{each}, {file} {damage}", "outcome": outcome})
             if outcome.isupper():
                 findings += 1
                 console.print(f"{outcome}: {each}, {file} {damage}\n{details}", markup=False)
