@@ -107,7 +107,7 @@ class MatrixStacks:
         self.buckets, self.axis, self.tensor = buckets, buckets[0].axis, mesh.tensor
         shards, ranks = range(self.axis.size), range(self.tensor.size)
         self.shapes, slots = _deal(buckets, len(shards), len(ranks), heads)
-        self.block = block = _block(buckets, self.shapes)
+        self.block = block = _block(buckets, self.shapes, slots.values())
         lengths = [bucket.length // block for bucket in buckets]
         firsts = [0, *accumulate(lengths)]
         parts = [
@@ -293,7 +293,8 @@ def stack_sizes(buckets: Sequence[Packing], shards: int, tensor: int, heads: boo
     sent, relayed, relayed_back, returned = (max(each.values()) for each in counts)
     held = sum(bucket.length for bucket in buckets)
     back = returned * tensor, relayed_back * shards
-    return StackSizes(_block(buckets, stacks), held, sent * shards, relayed * tensor, *back, stacks)
+    block = _block(buckets, stacks, slots.values())
+    return StackSizes(block, held, sent * shards, relayed * tensor, *back, stacks)
 
 
 def _spans(bucket: Packing, rank: int, heads: bool) -> Iterator[tuple[str, int, int, int]]:
@@ -308,10 +309,13 @@ def _spans(bucket: Packing, rank: int, heads: bool) -> Iterator[tuple[str, int, 
                 yield box.name + suffix, box.replica, zero + begin * width, zero + end * width
 
 
-def _block(buckets: Sequence[Packing], stacks: Sequence[Stack]) -> int:
+def _block(buckets: Sequence[Packing], stacks: Sequence[Stack], slots: Iterable[_Slot]) -> int:
     """Elements of a block."""
-    sizes = (size for bucket in buckets for size in _multiples(bucket))
-    return math.gcd(*sizes, *(size for _, *sides in stacks for size in sides))
+    sizes = [size for bucket in buckets for size in _multiples(bucket)]
+    # Not the number of a stack's rows: it is the width of transposed matrices only.
+    return math.gcd(
+        *sizes, *map(math.prod, stacks), *(size for slot in slots for size in (slot.first, slot.width))
+    )
 
 
 def _multiples(bucket: Packing) -> Iterable[int]:

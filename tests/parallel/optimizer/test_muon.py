@@ -21,13 +21,14 @@ RATE, STEPS, HIDDEN, HEAD = 3e-3, 50, 32, 4
 
 
 class Layers(nn.Module):
-    """A fused projection, one split by rows, and one split by columns, with a bias."""
+    """A fused projection, one split by rows, and two by columns: one with a bias, one of few rows."""
 
     def __init__(self, on: Mesh) -> None:
         super().__init__()
         self.qkv = GQAQKVColumnParallelLinear(HIDDEN, 8, 2, HEAD, on)
         self.gate_up = ColumnParallelLinear(HIDDEN, {"gate": 48, "up": 48}, on.tensor)
         self.down = RowParallelLinear(48, HIDDEN, on.tensor, bias=True)
+        self.thin = RowParallelLinear(64, 5, on.tensor)
 
 
 def choose(name: str, parameter: nn.Parameter, heads: bool = False, **options) -> Rule:
@@ -186,6 +187,7 @@ def test_planned_sizes_of_stacks_are_those_of_the_programs(heads):
     indices = [*messages, stacks.assembled, *stacks.placed, *stacks.longer_sides]
     assert sizes.index_bytes == sum(each.nbytes for each in indices)
     assert sizes.held < sizes.sent  # padded
+    assert sizes.block == 4  # not smaller because of the 5 rows
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
