@@ -22,6 +22,7 @@ import shutil
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,20 +159,25 @@ class CompileStatistics(RegionBackends):
         self._reasons: list[str] = []
 
     def _compile(self, region: str, graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        name = program_name(region)
-        unknown = self._is_unknown(name, graph, inputs)
+        name, ahead = program_name(region), self.ahead
+        known = ahead is not None and manifest.region_digest(name, graph, inputs) in ahead.regions
+        unknown = not known and self._differs(name, graph, inputs)
+        captured = deepcopy(graph.graph) if known else None  # compilers change it
         before = self.compiler.cache_counts()
         compiled = self.compiler.compile(graph, inputs)
         misses, hits = (now - then for now, then in zip(self.compiler.cache_counts(), before, strict=True))
+        if captured is not None and misses:
+            # Programs depend on more than regions, such as decompositions.
+            unknown = self._differs(name, GraphModule(graph, captured), inputs)
         if unknown:  # also if an earlier attempt has compiled it
             misses, hits = max(1, misses + hits), 0
         counts = self.programs.get(name, (0, 0, 0))
         self.programs[name] = counts[0] + misses, counts[1] + hits, counts[2] + unknown * misses
         return compiled
 
-    def _is_unknown(self, name: str, graph: GraphModule, inputs: Sequence[Any]) -> bool:
-        """Whether there is a manifest, and it lacks this program."""
-        if self.ahead is None or manifest.region_digest(name, graph, inputs) in self.ahead.regions:
+    def _differs(self, name: str, graph: GraphModule, inputs: Sequence[Any]) -> bool:
+        """Whether there is a manifest that lacks this program, which is traced; notes where it differs."""
+        if self.ahead is None:
             return False
         _, graphs = manifest.capture(graph, inputs)
         difference = self.ahead.difference(name, manifest.describe(graphs))
@@ -253,6 +259,12 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
     """
     if not profile.compile.possible:
         return None, None
+    ahead = Manifest.read(artifact) if artifact else None
+    if ahead and ahead.torch != (version := manifest.torch_version()):
+        log.warning(
+            f"{artifact}: compiled with torch {ahead.torch}, {platform.node()} has {version}: not used"
+        )
+        artifact = ahead = None
     folder = unpack(artifact, run) if artifact else None
     compiler = compilers.make_compiler(profile)
     if reason := compiler.missing_software() or compiler.fault(run / run_files.GRAPHS):
@@ -263,10 +275,10 @@ def prepare_cache(profile: Profile, artifact: Path | None, run: Path) -> tuple[P
         return None, None
     if reason := compiler.missing_device():  # a retry may find it ready, or another node
         raise RuntimeError(f"{reason} on {platform.node()}; check its devices and their driver")
-    if artifact is None or folder is None:
+    if folder is None:
         # Not shared by versions of torch: inductor's keys of C++ libraries have the code, but not the headers it includes.
         return run / run_files.GRAPHS / f"own-{torch.__version__}", None
-    return folder, Manifest.read(artifact) if state_files.exists(artifact / manifest.FILE) else None
+    return folder, ahead
 
 
 def unpack(artifact: Path, run: Path) -> Path | None:

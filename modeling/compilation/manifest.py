@@ -5,7 +5,8 @@ partitioner make them of it. That is what a compiler receives, so `capture` make
 tensors, and in training. A digest has no device index, rank or path. The manifest is a file of the graphs artifact.
 
 The graphs follow from the region, but take long to make. So the manifest also has digests of regions, and training makes the
-graphs only of regions that it lacks.
+graphs only of regions that it lacks. What else decides them, such as decompositions, is not in a region: training also makes the
+graphs of regions that the compiler did not find in its cache, to say what differs.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from parallel.torch_internals import tree_leaves, tree_map
+from profiles.files import state_files
 
 FILE = "programs.json"  # of the graphs artifact
 TEXT = 240  # characters of an operator in a message
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Lines = Sequence[Sequence[str]]  # of each graph, a line per node
+
+
+def torch_version() -> str:
+    """torch's version, without the label of a build (+cpu), which machines of a run may differ in."""
+    return str(torch.__version__).partition("+")[0]
 
 
 @contextmanager
@@ -77,8 +84,9 @@ def capture(graph: GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., An
 def region_digest(name: str, graph: GraphModule, inputs: Sequence[Any]) -> str:
     """Digest of a program's region as Dynamo captured it, 32 hex digits; equal ones, equal programs.
 
-    Different regions may have equal programs, too: a variable's name is in a region, but not in its program. Whether inputs share
-    memory is not in it, as weights do only in training; a program that depends on it is a miss in the compiler's cache.
+    That is, with the same decompositions and version of torch. Different regions may have equal programs, too: a variable's name
+    is in a region, but not in its program. Whether inputs share memory is not in it, as weights do only in training; a program
+    that depends on it is a miss in the compiler's cache.
 
     Args:
         name: the program's.
@@ -145,10 +153,17 @@ class Manifest:
 
     Args:
         regions: digests of the programs' regions.
+        torch: version that captured them; by default this process's.
     """
 
-    def __init__(self, programs: Mapping[str, Mapping[str, Lines]], regions: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        programs: Mapping[str, Mapping[str, Lines]],
+        regions: Iterable[str] = (),
+        torch: str | None = None,
+    ) -> None:
         self.programs, self.regions = programs, frozenset(regions)
+        self.torch = torch or torch_version()
 
     @classmethod
     def of(cls, programs: Iterable[Captured]) -> Manifest:
@@ -161,15 +176,15 @@ class Manifest:
         return cls(found, regions)
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Read the manifest of a graphs artifact."""
-        return cls(**json.loads((folder / FILE).read_text()))
+    def read(cls, folder: Path) -> Manifest | None:
+        """Read the manifest of a graphs artifact; None if it has none, or one in an earlier version's format."""
+        found = json.loads(state_files.read(folder / FILE) or b"{}")
+        return cls(**found) if found.keys() == {"programs", "regions", "torch"} else None
 
     def write(self, folder: Path) -> None:
         """Write FILE into a folder."""
-        (folder / FILE).write_text(
-            json.dumps({"programs": self.programs, "regions": sorted(self.regions)}, indent=0)
-        )
+        values = {"programs": self.programs, "regions": sorted(self.regions), "torch": self.torch}
+        (folder / FILE).write_text(json.dumps(values, indent=0))
 
     def difference(self, name: str, program: Lines) -> str | None:
         """Where a program first differs from the most similar one of its name; None if it is in the manifest."""

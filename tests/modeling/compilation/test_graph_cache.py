@@ -101,15 +101,28 @@ def test_node_without_its_device_is_retried_but_not_one_without_the_compiler(
         prepare_cache(resolve.load("llama3-8b-h100"), None, tmp_path)
 
 
-def test_code_compiled_in_training_is_not_used_by_another_version_of_torch(tmp_path, monkeypatch):
+def test_compiled_code_is_not_used_by_another_version_of_torch(tmp_path, monkeypatch):
+    """In training, or ahead of time by a version of Trainshed that records it."""
     monkeypatch.setattr(compilers.toolchain, "missing", lambda: None)
     monkeypatch.setattr(compilers.toolchain, "fault", lambda folder: None)
     profile = resolve.load(PAIR, ["compile.enabled=true"])
-    folders = set()
-    for version in ("2.13.0+cpu", "2.14.0", "2.14.1"):
+    versions, artifact, found = ("2.13.0+cpu", "2.14.0", "2.14.1"), tmp_path / "key", []
+    artifact.mkdir()
+    with tarfile.open(artifact / CACHE, "w") as tar:
+        tar.add(artifact, arcname=".", recursive=False)
+    for version in versions:
         monkeypatch.setattr(torch, "__version__", version)
-        folders.add(prepare_cache(profile, None, tmp_path)[0])
-    assert len(folders) == 3
+        found.append(prepare_cache(profile, None, tmp_path))
+    assert len({*found}) == len(versions)
+    Manifest({}).write(artifact)  # with the last
+    folder, ahead = prepare_cache(profile, artifact, tmp_path)
+    assert folder == tmp_path / "graphs/key"
+    assert ahead is not None
+    for version, own in zip(versions[:2], found, strict=False):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert prepare_cache(profile, artifact, tmp_path) == own
+    (artifact / manifest.FILE).write_text('{"block, training": {}}')  # as earlier versions did
+    assert prepare_cache(profile, artifact, tmp_path) == (tmp_path / "graphs/key", None)
 
 
 @pytest.mark.parametrize(
@@ -137,17 +150,20 @@ def test_missed_program_of_the_manifest_is_reported_beside_another_of_its_name()
     assert missed == "block, training: 2 graphs that were compiled ahead of time are not in the cache"
 
 
-class Found:
-    """A compiler that finds every graph in its cache."""
+class Cache:
+    """A compiler that finds every graph in its cache, or none, and changes what it compiles."""
 
-    found = 0
+    def __init__(self, empty: bool = False) -> None:
+        self.empty, self.compiled = empty, 0
 
     def cache_counts(self) -> tuple[int, int]:
-        return 0, self.found
+        return (self.compiled, 0) if self.empty else (0, self.compiled)
 
     def compile(self, graph: torch.fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
-        self.found += 1
-        return graph
+        self.compiled += 1
+        compiled = capture(graph, inputs)[0]
+        graph.graph.erase_node(next(node for node in graph.graph.nodes if node.op == "output"))
+        return compiled
 
 
 def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_is_reported(tmp_path):
@@ -162,20 +178,29 @@ def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_
     recorder.manifest().write(tmp_path)
     ahead = Manifest.read(tmp_path)
     for function, traces in ((lambda x: (x + 1) * 2, 0), (lambda y: (y + 1) * 2, 1)):
-        same = CompileStatistics(Found(), ahead=ahead)
+        same = CompileStatistics(Cache(), ahead=ahead)
         with mock.patch.object(manifest, "capture", wraps=capture) as traced:
             compile(function, same)
         assert traced.call_count == traces
         assert same.metrics(same.local_counts().tolist()) == {"cold_compiles": 0, "warm_graphs": 1}
         assert same.take_reasons() == []
-    other = CompileStatistics(Found(), ahead=ahead)
-    compile(lambda x: (x + 1) * 3, other)
-    assert other.metrics(other.local_counts().tolist()) == {"cold_compiles": 1, "warm_graphs": 0}
-    (reason,) = other.take_reasons()
-    assert reason.startswith(
-        "step: differs from the programs that were compiled ahead of time: operator 3 is 'mul "
-    )
-    assert reason.index("[add, 3]") < reason.index("ahead of time it was") < reason.index("[add, 2]")
+    traced_otherwise = Recorder()  # as by other decompositions
+    compile(lambda x: (x + 1) * 3, traced_otherwise)
+    regions = traced_otherwise.manifest().regions
+    for cache, known in ((Cache(), ahead), (Cache(empty=True), Manifest(ahead.programs, regions))):
+        other = CompileStatistics(cache, ahead=known)
+        compile(lambda x: (x + 1) * 3, other)
+        assert other.metrics(other.local_counts().tolist()) == {"cold_compiles": 1, "warm_graphs": 0}
+        (reason,) = other.take_reasons()
+        assert reason.startswith(
+            "step: differs from the programs that were compiled ahead of time: operator 3 is 'mul "
+        )
+        assert reason.index("[add, 3]") < reason.index("ahead of time it was") < reason.index("[add, 2]")
+    missed = CompileStatistics(Cache(empty=True), ahead=ahead)
+    compile(lambda x: (x + 1) * 2, missed)
+    missed.metrics(missed.local_counts().tolist())
+    (reason,) = missed.take_reasons()
+    assert reason == "step: 1 graphs that were compiled ahead of time are not in the cache"
     assert Manifest({}).difference("step", ()) == "no program of this name was compiled ahead of time"
 
 
