@@ -233,7 +233,7 @@ def accelerate(
     momentum: Tensor, gradient: Tensor, divisor: Tensor, skip: Tensor, factor: float, dtype: torch.dtype
 ) -> Tensor:
     """Update the momentum unless `skip` is 1. Returns Nesterov's: what it will be if the gradient stays."""
-    # A gradient equal to the momentum changes no bit of it, and what `apply` multiplies by 0 is finite.
+    # A gradient equal to the momentum changes no value of it (-0 may become 0), and what `apply` multiplies by 0 is finite.
     gradient = momentum.where(skip > 0, gradient.float() / divisor)
     momentum.lerp_(gradient, 1 - factor)
     return gradient.lerp(momentum, factor).to(dtype)
