@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling.check_device import checks
+from modeling.compilation import manifest
 from modeling.compilation.compilers import Compiled, Compiler, make_compiler
 from modeling.compilation.graph_cache import CACHE, RegionBackends, program_name
 from modeling.compilation.manifest import Captured, Manifest, region_digest
@@ -86,7 +87,7 @@ def run_steps(run: Path, dataset: Path) -> object:
 
     Returns:
         number of the optimizer's buckets by rule; the programs in the cache; operators outside compiled programs after the last
-        step was queued, when a checkpoint may be saved.
+        step was queued, when a checkpoint may be saved; number of programs that were traced to compare them with the manifest.
     """
     register_compiler()
     torch.compiler.reset()  # programs of other runs count towards torch's limit of recompilations
@@ -103,11 +104,15 @@ def run_steps(run: Path, dataset: Path) -> object:
 
     used: dict[str, Any] = {}
     buckets = Counter[str]()
-    with mock.patch.object(train.TrainingRun, "_queue_step", queue):
+    with (
+        mock.patch.object(train.TrainingRun, "_queue_step", queue),
+        mock.patch.object(manifest, "capture", wraps=manifest.capture) as traced,
+    ):
         run_training(run, dataset)
     after_last_step = usage.take().get(usage.EAGER, {})
     usage.counts.update(used)
-    return {"buckets": buckets, "programs": neffs(run / "graphs"), "after": after_last_step}
+    programs = neffs(run / "graphs")
+    return {"buckets": buckets, "programs": programs, "after": after_last_step, "traced": traced.call_count}
 
 
 def compile_ahead(run: Path, dataset: Path) -> object:

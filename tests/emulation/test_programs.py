@@ -302,7 +302,9 @@ def test_run_compiles_nothing_after_a_machine_without_the_device_has_compiled_it
     """One process compiles without the device; each rank's programs have the same digests with it."""
     run, (compiled,) = compiled_runs[name], calls(compiled_runs[ahead(name)])
     for rank in range(2):
-        assert calls(run, rank)[0]["returned"]["programs"] == compiled["returned"]
+        returned = calls(run, rank)[0]["returned"]
+        assert returned["programs"] == compiled["returned"]
+        assert returned["traced"] == 0  # their regions are in the manifest
     rows = micro.metrics(run)
     assert {row["cold_compiles"] for row in rows} == {0}
     assert rows[-1]["warm_graphs"] > 0
