@@ -57,19 +57,27 @@ def max_scores(
         over = axis.name, axis.size, axis.supports_reduction
         return _max_scores(q, k, documents, *over, causal, scale, window)
     if axis.size > 1:
-        found = gathered.max_scores(SCORES, q, k, axis, causal, scale, documents, window)
+        found = gathered.max_scores(UNROLLED, q, k, axis, causal, scale, documents, window)
     else:
         pair = None if documents is None else (documents, documents)
-        found = tiles.max_scores(SCORES, q, k, scale, tiles.Visibility(causal, pair, window))
+        found = tiles.max_scores(UNROLLED, q, k, scale, tiles.Visibility(causal, pair, window))
     return torch.stack([*found]).amax(0).float()
 
 
 class _Scores(Math):
-    """The formulas, in tiles of limited size."""
+    """The formulas, in tiles of limited size.
+
+    Args:
+        rows: of a tile, at least.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
 
     def tile_rows(self, q: Tensor, causal: bool, backward: bool) -> int:
         b, n, s, _ = q.shape
-        return min(s, max(64, TILES.get(q.device.type, TILE) // (b * n * s)))
+        return min(s, max(self._rows, TILES.get(q.device.type, TILE) // (b * n * s)))
 
     def scratch_bytes(self, q: Tensor, k: Tensor, causal: bool) -> int:
         b, n, *_ = q.shape
@@ -77,7 +85,9 @@ class _Scores(Math):
         return scores * (q.element_size() + 4)  # in q's dtype and in float32
 
 
-SCORES = _Scores()
+SCORES = _Scores(64)
+# A graph has the operators of each tile: no more tiles than attention by formulas, which has 512 rows in each.
+UNROLLED = _Scores(512)
 
 
 @torch.library.custom_op("trainshed::max_scores", mutates_args=())
