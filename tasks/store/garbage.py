@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from tasks.store.store import Store
 
 # Kinds of intermediate artifacts, by the step that makes them.
 PARTS = {"dataset": ("tokens", "hashes", "duplicates"), "graphs": ("graph",)}
+ANCESTRAL = ("dataset", "tokens")  # kinds that a round uses of the runs that it descends from
 FULL = {errno.ENOSPC, errno.EDQUOT}
 CHECK_SECONDS = 1.0  # between checks that the lock is still held
 
@@ -48,7 +49,7 @@ class Garbage:
 
 def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
     """Garbage that no run refers to, and notes about unreferenced artifacts that are kept."""
-    _require_linked_runs(store)
+    _require_linked_records(store)
     found = [
         Garbage("replaced run", f"runs/{name}", sum(store.files(f"runs/{name}").values()))
         for name in _runs(store)
@@ -75,10 +76,10 @@ def find_garbage(store: Store) -> tuple[list[Garbage], list[str]]:
     return found, notes
 
 
-def _require_linked_runs(store: Store) -> None:
-    """Raise CorruptedState for a folder of runs that is a dangling link, as to a disk not mounted."""
+def _require_linked_records(store: Store) -> None:
+    """Raise CorruptedState if runs or the ledger are a dangling link, as to a disk not mounted."""
     runs = store.work_dir / "runs"
-    for path in (runs, *runs.glob("*")):
+    for path in (store.work_dir / "ledger", runs, *runs.glob("*")):
         if path.is_symlink() and not path.exists():
             reason = (
                 f"links to {path.readlink()}, which is missing: what runs use is unknown; mount or restore it"
@@ -176,7 +177,7 @@ def _runs(store: Store) -> list[str]:
 
 
 def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
-    """What runs refer to, and notes about kinds kept for a run that is still making them.
+    """What runs refer to, and notes about kinds kept for a run that is still making or may use them.
 
     Without what the artifacts require in turn.
     """
@@ -194,9 +195,13 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
         used |= {ArtifactId(kind, series[kind]) for kind in ("tokenizer", "dataset") if kind in series}
         used |= {ArtifactId("dataset", key) for key in (series.get("held_out"),) if key}
         # Rounds replay runs that the series descends from, also if their folders are gone.
-        with suppress(ledger.MissingEntry):  # the next round reports it
+        try:
             for entry in ledger.lineage(store, series.get("identity")):
                 used.add(ArtifactId("dataset", entry.dataset))
+        except ledger.MissingEntry as error:  # the datasets of all earlier ancestors are unknown
+            kept |= {*ANCESTRAL}
+            advice = f"restore the entry, or remove runs/{name} to collect them"
+            notes.append(f"run {name}: {error}: {', '.join(ANCESTRAL)} are kept; {advice}")
         for kind, parts in PARTS.items():
             if kind not in record and (kind != "graphs" or _compiles(store, name)):
                 kept |= {*parts}
@@ -235,7 +240,10 @@ def _required(store: Store, id: ArtifactId) -> Iterable[ArtifactId]:
     try:
         return Manifest.from_bytes(data, id).requires
     except Corrupted as error:
-        reason = "what it requires is unknown, so nothing is removed; run its run again, which makes it anew"
+        reason = (
+            "what it requires is unknown, so nothing is removed; restore it, or run its run again, which makes it anew; "
+            "if that run is gone, move this folder out of the store: later rounds cannot replay it"
+        )
         raise CorruptedState(f"{id.path}: {error}; {reason}") from error
 
 

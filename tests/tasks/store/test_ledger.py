@@ -111,6 +111,16 @@ def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path)
     entry.write_bytes(b"{}")
     with pytest.raises(ValueError, match=f"{entry.name}: corrupted"):  # the ancestor is unknown
         find_garbage(store)
+    entry.unlink()  # or not restored yet
+    garbage, notes = find_garbage(store)
+    assert f"artifacts/dataset/{ancestor.key}" not in {each.name for each in garbage}
+    assert f"no entry for run {base.identity}: dataset, tokens are kept" in "\n".join(notes)
+    entry.parent.rename(entry.parent.with_name("elsewhere"))
+    entry.parent.symlink_to("not mounted")
+    with pytest.raises(ValueError, match=r"ledger: links to .*not mounted, which is missing"):
+        find_garbage(store)
+    entry.parent.unlink()
+    entry.parent.with_name("elsewhere").rename(entry.parent)
     entry.write_bytes(recorded)
     assert ancestors_of(store, base).unknown is None
     shutil.rmtree(store.artifacts.path(ancestor))
