@@ -15,7 +15,7 @@ from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
 from profiles.sections.base import required
 from tasks.inputs import EXPORT
-from tasks.reporting.outcome import final_evaluation
+from tasks.reporting.outcome import is_finished
 from tasks.step import Context
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.export import ExportStep
@@ -27,8 +27,10 @@ from tasks.store.store import open_store
 
 def _require_last(folder: Path, latest: int, steps: int | None) -> None:
     """Raise ProfileError if a finished run lacks its last checkpoint: an earlier one would be exported."""
-    report = state_files.read_json(folder / run_files.REPORT_JSON) or {}
-    if steps is not None and latest < steps and final_evaluation(report, steps):
+    if steps is None or latest >= steps:
+        return
+    report, row = state_files.read_json(folder / run_files.REPORT_JSON), runs.last_training_row(folder)
+    if report is not None and is_finished(report, row["step"] if row else None, steps):
         missing = folder / run_files.checkpoint(steps)
         reason = (
             f"is finished, but {missing} is missing or incomplete; start the run again, which makes it again"

@@ -30,6 +30,9 @@ RESTARTING = "restarting %s, attempt %d of %d"  # log message before a retry
 OUTAGE = re.compile(
     r"LoadFailed: |SaveGivenUp: |OSError: \[Errno (?!12\])|RuntimeError: rank 0: OSError\((?!12\b)\d"
 )  # 12: memory
+# A file of the job's machine that it may not read. Object stores report expired credentials as PermissionError, too, but with
+# another number or none; another process may renew those later.
+DENIED = re.compile(r"PermissionError\(13, 'Permission denied'\)")
 # Errors of the flow that are not: they would persist.
 PERSISTENT = (
     *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),
@@ -56,7 +59,7 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         cause = f"{HUNG}; the stacks of all ranks are in logs/stacks of the run folder"
         return _as(JobFailed, failure, cause)
     if reasons and OUTAGE.match(": ".join(reasons[-1])):
-        denied = "PermissionError" in reasons[-1][1]  # would persist, unlike an outage
+        denied = DENIED.search(reasons[-1][1])  # would persist, unlike an outage
         return _as(FatalError if denied else Unavailable, failure, reasons[-1][1])
     if reasons and reasons[-1][0] == "StaleAttempt":
         return _as(JobFailed, failure, reasons[-1][1])

@@ -260,7 +260,7 @@ def _changed(entries: Mapping[str, FileInfo]) -> float:
 def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse, str | None]:
     """State, time and failed step of a run.
 
-    Queries the lock only if its files do not show that it is finished: a flow that ends writes a report of the last step.
+    Queries the lock only if its files do not show that it is finished: most flows end with a report.
     """
     ended = time_use(summary.attempts, summary.events, summary.last)
     rows = [*reversed(summary.attempts), *summary.events]  # of equal times, `max` takes the first
@@ -269,13 +269,16 @@ def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse,
     failed_step = latest.removesuffix(" failed") if latest.endswith(" failed") else None
     if REPLACED.search(summary.name):
         return "replaced", ended, None
-    if summary.reported and failed_step != "train" and latest not in WAITING:
+    finished = summary.finished and failed_step != "train" and latest not in WAITING
+    if finished and summary.reported:
         return "finished", ended, None
     if activities.holder(store, "run", summary.name):
         use = time_use(summary.attempts, summary.events, summary.last, now)
         return "queued" if latest in WAITING else "running", use, None
     if failed_step:
         return "failed", ended, failed_step
+    if finished:
+        return "finished", ended, None
     begun = summary.last is not None or latest == STARTED or bool(summary.attempts)
     return "stopped" if begun else "preparing", ended, None
 

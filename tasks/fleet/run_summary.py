@@ -21,7 +21,7 @@ from profiles.files.jsonl import is_event
 from profiles.sections.objective import OBJECTIVES
 from tasks.fleet.goodput import FAILURES
 from tasks.reporting.downsampling import downsample
-from tasks.reporting.outcome import final_evaluation, latest_failure, validation_in_training
+from tasks.reporting.outcome import final_evaluation, is_finished, latest_failure, validation_in_training
 from tasks.store.backends.backend import Backend, FileInfo
 
 FILES = (
@@ -66,7 +66,8 @@ class RunSummary:
     attempts: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)  # failures of training, and stragglers
     later_failure: Row | None = None  # the latest of a step after training
-    reported: bool = False  # whether there is a report of the last step
+    reported: bool = False  # whether there is a report
+    finished: bool = False  # by its files; see `is_finished`
     changed: float = 0.0  # seconds since 1970
     problem: str | None = None  # why the run's files cannot be summarized
 
@@ -93,9 +94,12 @@ def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -
     if parent := reader.json(run_files.IDENTITY).get("parent"):
         summary.parent = f"{parent['run']}@{parent['step']}"
     _add_size(summary, reader)
-    if evaluation := final_evaluation(reader.json(run_files.REPORT_JSON), summary.steps):
-        summary.validation_loss, summary.reported = _finite(evaluation["validation_loss"]), True
+    report = reader.json(run_files.REPORT_JSON) if run_files.REPORT_JSON in entries else None
+    if evaluation := final_evaluation(report or {}, summary.steps):
+        summary.validation_loss = _finite(evaluation["validation_loss"])
     _add_metrics(summary, reader, finished=summary.steps if evaluation else None)
+    last = summary.last["step"] if summary.last else None
+    summary.reported, summary.finished = report is not None, is_finished(report, last, summary.steps)
     return summary
 
 

@@ -24,7 +24,7 @@ from tasks.reporting.format import (
     format_step_time,
 )
 from tasks.reporting.history import History
-from tasks.reporting.outcome import final_evaluation, latest_failure, validation_in_training
+from tasks.reporting.outcome import final_evaluation, is_finished, latest_failure, validation_in_training
 from tasks.store.backends.backend import Backend
 from tasks.store.runs import existing_run, load_profile, read_events, unknown_local_run, unknown_run
 from tasks.store.store import Store
@@ -153,24 +153,28 @@ def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
     profile = load_profile(folder)
     run: dict[str, Any] = {"run": folder.name, "folder": location, "profile": flat_profile(profile)}
     run |= history.measurements(profile)
-    results = _read_report(folder, location, profile.train.steps)
+    report, results = _read_report(folder, location, profile.train.steps)
     finished = profile.train.steps if results else None
     run["last_validation_loss"] = validation_in_training(history.last_evaluation, finished)
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
-    if results:
-        run |= {"state": "finished", **results}
+    run |= results
+    last = history.last["step"] if history.last else None
+    if report is not None and is_finished(report, last, profile.train.steps):
+        run["state"] = "finished"
     elif history.steps == profile.train.steps and (failure := latest_failure(read_events(folder))):
         run["state"] = failure["event"]
     return run
 
 
-def _read_report(folder: Path, location: str, steps: int | None) -> dict[str, Any]:
-    """Results that only the report has: parameters, loss, perplexity.
+def _read_report(
+    folder: Path, location: str, steps: int | None
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The report, None without one, and results that only it has: parameters, loss, perplexity.
 
-    Empty without a report of the run's last step.
+    Without results if it is not of the run's last step.
     """
     if not (folder / run_files.REPORT_JSON).is_file():
-        return {}
+        return None, {}
     try:
         report = json.loads((folder / run_files.REPORT_JSON).read_text())
         results = {"parameters": report["plan"]["parameters"]}
@@ -182,7 +186,7 @@ def _read_report(folder: Path, location: str, steps: int | None) -> dict[str, An
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"{location}/{run_files.REPORT_JSON} is corrupted; start the run again to rewrite it"
         raise ProfileError("run", folder.name, reason) from error
-    return results if final_evaluation(report, steps) else {}
+    return report, results if final_evaluation(report, steps) else {}
 
 
 def flat_profile(profile: Profile) -> dict[str, Any]:

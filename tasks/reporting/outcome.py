@@ -36,11 +36,22 @@ def final_evaluation(report: Mapping[str, Any], steps: int | None) -> Mapping[st
     return evaluation
 
 
-def latest_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The last event in events.jsonl of a step that failed after training; None without one.
+def is_finished(report: Mapping[str, Any] | None, last: int | None, steps: int | None) -> bool:
+    """Whether a run is finished, if no flow is running it and no step has failed since.
 
-    A run is finished once it has a report of its last step (`final_evaluation`), which the flow writes last.
+    Args:
+        report: report.json, which a flow writes last; None if there is none: flows that train proxies of a share, or end with an
+            earlier step (`--until`), write none.
+        last: step of its last training row; None without one. A run that has lost its last checkpoint trains its last steps
+            again, although it has a report of them.
+        steps: that it trains.
     """
+    trained = last is not None and steps is not None and last >= steps
+    return trained if report is None else (trained or last is None) and bool(final_evaluation(report, steps))
+
+
+def latest_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The last event in events.jsonl of a step that failed after training; None without one."""
     names = [f"{step} failed" for step in AFTER_TRAINING]
     return next((event for event in reversed([*events]) if event["event"] in names), None)
 

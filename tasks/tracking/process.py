@@ -24,8 +24,9 @@ from profiles.resolve import load
 from profiles.schema import Profile
 from tasks.launchers.base import SAFE_PATH
 from tasks.reporting.comparison_page import flat_profile, load_runs, write_page
-from tasks.reporting.outcome import final_evaluation
+from tasks.reporting.outcome import is_finished
 from tasks.store.run_folder import Parent
+from tasks.store.runs import last_training_row
 from tasks.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,9 @@ def catch_up(folder: Path) -> None:
     profile = load(str(folder / run_files.PROFILE))
     if profile.tracking.trackers and (folder / run_files.TRACKERS).is_dir():
         with tracking(profile, folder, labels_of(profile, profile.name, None)) as final_state:
-            report = state_files.read_json(folder / run_files.REPORT_JSON) or {}
-            final_state.state = "finished" if final_evaluation(report, profile.train.steps) else "stopped"
+            report, row = state_files.read_json(folder / run_files.REPORT_JSON), last_training_row(folder)
+            finished = is_finished(report, row["step"] if row else None, profile.train.steps)
+            final_state.state = "finished" if finished else "stopped"
 
 
 class TrackerProcess:

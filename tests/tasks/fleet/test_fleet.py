@@ -8,9 +8,10 @@ import time
 import pytest
 
 from flows.cli.main import main
+from parallel.checkpoint.locations import MARKER
 from profiles import resolve
 from tasks.fleet import run_summary
-from tasks.fleet.fleet import read_fleet
+from tasks.fleet.fleet import read_fleet, read_run
 from tasks.fleet.page import render, warning_texts
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.store import Store
@@ -88,13 +89,23 @@ def test_a_trained_run_is_finished_once_it_has_its_report_and_names_the_step_tha
     run = simulated(tmp_path, "trained")
     run.end()
     store = Store(str(tmp_path))
+    checkpoint = run.folder / "checkpoints/step_20"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MARKER).write_text("{}")
+
+    def listed():
+        assert main(["runs", "--store", str(tmp_path), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)[0]["state"]
 
     def found():
         (view,) = read_fleet(store).runs
         assert main(["runs", "--store", str(tmp_path)]) == 0
         assert view.shown_state in capsys.readouterr().out
+        assert listed() == view.state
         return view.state, view.failed_step
 
+    assert found() == ("finished", None)  # as a proxy of a share, whose flow writes no report
+    (run.folder / "report.json").write_text('{"evaluation": {"step": 10}}')  # it was extended since
     assert found() == ("stopped", None)
     run.clock += 5
     run.fail("OSError(28, 'No space left on device')", "export failed")
@@ -109,6 +120,20 @@ def test_a_trained_run_is_finished_once_it_has_its_report_and_names_the_step_tha
         assert found() == ("running", None)
     run.report()
     assert found() == ("finished", None)
+    # Its last checkpoint is lost, then the run is started again, which trains the last steps again.
+    (checkpoint / MARKER).unlink()
+    assert (read_run(store, "trained").state, listed()) == ("finished", "stopped")
+    (checkpoint / MARKER).write_text("{}")
+    run.saved = 10
+    run.submit(0, 10)
+    run.start(1, 1)
+    run.train(2.0, 0.0)
+    early = json.dumps({"evaluation": {"validation_loss": 4.0}})  # without its step
+    for report in ((run.folder / "report.json").read_text(), early):
+        (run.folder / "report.json").write_text(report)
+        assert found() == ("stopped", None)
+        with store.lock("run-trained"):
+            assert found() == ("running", None)
 
 
 def test_started_run_is_not_queued_if_the_clocks_of_its_nodes_are_behind(tmp_path):

@@ -59,8 +59,11 @@ def test_compare_shows_an_extended_run_as_unfinished(capsys, tmp_path, monkeypat
     report = json.loads((folder / "report.json").read_text())
     del report["evaluation"]["step"]  # as in a report that does not record it
     (folder / "report.json").write_text(json.dumps(report))
-    assert main(["compare", "first", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "finished"
+    for steps, state in (200, "at step 100 of 200"), (100, "finished"):
+        changed = resolve.load(PAIR, (f"train.steps={steps}",), "first")
+        (folder / "profile.yaml").write_text(resolve.dump(changed))
+        assert main(["compare", "first", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == state
 
 
 def test_compare_reads_the_latest_copy_of_a_run_in_a_remote_store(capsys, tmp_path, monkeypatch):
