@@ -30,9 +30,9 @@ RESTARTING = "restarting %s, attempt %d of %d"  # log message before a retry
 OUTAGE = re.compile(
     r"LoadFailed: |SaveGivenUp: |OSError: \[Errno (?!12\])|RuntimeError: rank 0: OSError\((?!12\b)\d"
 )  # 12: memory
-# A file of the job's machine that it may not read. Object stores report expired credentials as PermissionError, too, but with
-# another number or none; another process may renew those later.
-DENIED = re.compile(r"PermissionError\(13, 'Permission denied'\)")
+# As the operating system reports it. s3fs raises PermissionError without a number, also for expired credentials, which may be
+# renewed later.
+DENIED = re.compile(r"PermissionError\(13,")
 # Errors of the flow that are not: they would persist.
 PERSISTENT = (
     *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError),

@@ -125,6 +125,7 @@ def test_rejected_input_is_fatal_with_its_message():
     [
         "SaveGivenUp: step 8 could not be saved: rank 0: Permission denied; gave up after 8 attempts",
         "LoadFailed: rank 3: OSError('step_8/a_3_0.distcp: stale file handle')",
+        """LoadFailed: rank 0: OSError("a_0_0.distcp: PermissionError('The provided token has expired.')")""",
         "OSError: [Errno 116] Stale file handle",
         "RuntimeError: rank 0: OSError(5, 'Input/output error')",
     ],
