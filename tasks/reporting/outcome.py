@@ -51,7 +51,10 @@ def is_finished(report: Mapping[str, Any] | None, last: int | None, steps: int |
 
 
 def latest_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The last event in events.jsonl of a step that failed after training; None without one."""
+    """The last event in events.jsonl of a step that failed after training; None without one.
+
+    Of a round, it may be the evaluation of the promoted model before training.
+    """
     names = [f"{step} failed" for step in AFTER_TRAINING]
     return next((event for event in reversed([*events]) if event["event"] in names), None)
 

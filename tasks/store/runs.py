@@ -373,12 +373,26 @@ def files_by_run(store: Store) -> dict[str, dict[str, int]]:
 
 
 def find_folder(store: Store, name: str, identity: str) -> RunFolder | None:
-    """The folder of a run by its identity: that of its name, or that of a replaced run, `<name>~N`."""
-    if (run := store.run_folder(name)).stored_identity == identity:
-        return run
-    entries = store.backend.entries("runs")
-    replaced = (store.run_folder(each) for each in sorted(entries) if REPLACED.sub("", each) == name != each)
-    return next((run for run in replaced if run.stored_identity == identity), None)
+    """The folder of a run by its identity: that of its name, or that of a replaced run, `<name>~N`.
+
+    Raises CorruptedState or PermissionError for a folder that may be it, if no other one is.
+    """
+    unreadable = None
+
+    def candidates() -> Iterator[str]:
+        yield name
+        names = sorted(store.backend.entries("runs"))
+        yield from (each for each in names if REPLACED.sub("", each) == name != each)
+
+    for each in candidates():
+        try:
+            if (run := store.run_folder(each)).stored_identity == identity:
+                return run
+        except (state_files.CorruptedState, PermissionError) as error:
+            unreadable = unreadable or error
+    if unreadable:
+        raise unreadable
+    return None
 
 
 def unknown_run(store: Store, key: str, name: str) -> ProfileError:

@@ -86,6 +86,15 @@ def test_a_path_is_no_name_of_a_run_and_files_of_other_programs_are_no_runs(stor
     (folder.parent / "my notes").mkdir()
     (folder.parent / "my notes/a.txt").touch()
     assert [*runs.files_by_run(store)] == ["tiny"]
+    folder.rename(folder.with_name("tiny~2"))  # replaced, by others that are corrupted
+    for name in ("tiny", "tiny~1"):
+        folder.with_name(name).mkdir()
+        (folder.with_name(name) / "run.json").write_text("{")
+    found = runs.find_folder(store, "tiny", "identity")
+    assert found is not None
+    assert found.name == "tiny~2"
+    with pytest.raises(ValueError, match=r"tiny/run\.json"):
+        runs.find_folder(store, "tiny", "another")
 
 
 def test_what_a_run_on_another_disk_uses_is_no_garbage(store, tmp_path):
