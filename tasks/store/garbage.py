@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -187,6 +187,14 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
     names = [name for name in _runs(store) if not REPLACED.search(name)]
     files = ((run_files.ARTIFACTS, list), (run_files.INPUTS, str | None), (run_files.STANDING, object))
     records = read_each(store, names, lambda name: [_json(store, name, *each) for each in files])
+    # Read in threads: each entry names the next one, so that a lineage alone waits for one after the other.
+    series_names = {name for name, (_, _, series) in zip(names, records, strict=True) if series}
+    rounds = [
+        inputs["identity"]
+        for name, (_, inputs, _) in zip(names, records, strict=True)
+        if name.partition("-round-")[0] in series_names and inputs.get("identity")
+    ]
+    known = dict(zip(rounds, read_each(store, rounds, partial(_entry, store)), strict=True))
     for name, (record, inputs, series) in zip(names, records, strict=True):
         if not (record or inputs or store.backend.entries(f"runs/{name}")):
             continue  # an empty folder
@@ -196,7 +204,7 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
         used |= {ArtifactId("dataset", key) for key in (series.get("held_out"),) if key}
         # Rounds replay runs that the series descends from, also if their folders are gone.
         try:
-            for entry in ledger.lineage(store, series.get("identity")):
+            for entry in ledger.lineage(store, series.get("identity"), known):
                 used.add(ArtifactId("dataset", entry.dataset))
         except ledger.MissingEntry as error:  # the datasets of all earlier ancestors are unknown
             kept |= {*ANCESTRAL}
@@ -209,6 +217,13 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
                     f"run {name} has no {kind} yet: {', '.join(parts)} are kept; remove runs/{name} to collect them"
                 )
     return _Kept(used, kept), notes
+
+
+def _entry(store: Store, identity: str) -> ledger.LedgerEntry | None:
+    """A run's entry in the ledger; None if it cannot be read, which matters only if a series descends from it."""
+    with suppress(CorruptedState, PermissionError):
+        return ledger.find(store, identity)
+    return None
 
 
 def _add_required(

@@ -10,7 +10,7 @@ trains, whether or not it ends or is promoted. Data is new to a run's successor 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from profiles.files.state_files import CorruptedState, retried
@@ -68,11 +68,16 @@ def find(store: Store, identity: str) -> LedgerEntry | None:
         raise CorruptedState(f"{store.backend.location(_name(identity))}: {reason}") from error
 
 
-def lineage(store: Store, identity: str | None) -> Iterator[LedgerEntry]:
-    """A run's entry, then its ancestors'. Raises CorruptedState at a cycle or missing entry."""
+def lineage(
+    store: Store, identity: str | None, known: Mapping[str, LedgerEntry | None] | None = None
+) -> Iterator[LedgerEntry]:
+    """A run's entry, then its ancestors', of which some may be `known`.
+
+    Raises CorruptedState at a cycle or missing entry.
+    """
     visited: set[str] = set()
     while identity is not None:
-        entry = _require(store, identity)
+        entry = (known or {}).get(identity) or _require(store, identity)
         if identity in visited:
             raise CorruptedState(f"{store.uri}: the ledger's parents form a cycle at run {identity}")
         visited.add(identity)
