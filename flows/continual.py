@@ -42,7 +42,7 @@ from tasks.continual import generated, held_out, replay, rounds, schedule, serie
 from tasks.continual.data import new_data
 from tasks.continual.gates import Verdict
 from tasks.continual.restore import restore, restore_held_out
-from tasks.inputs import EXPORT, Lockfile, locate_runs
+from tasks.inputs import EXPORT, locate_runs
 from tasks.report import ReportStep
 from tasks.reporting.outcome import Outcome
 from tasks.step import Context
@@ -127,10 +127,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
     over = series.was_not_promoted(store, name) or _is_outdated(context, name, current, recorded)
     over = over or (recorded is not None and _lacks_sets(store, name, recorded["dataset"]))
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
-        # Of the tokenizer and the initial weights, which may be gone, those of the first run are used.
-        pins = (read_lockfile(store, profile.name) or Lockfile({})).of_models()
-        pins |= (None if over else read_lockfile(store, name)) or Lockfile({})
-        resolve_inputs(runner, pins, keep_exports=True)
+        resolve_inputs(runner, None if over else read_lockfile(store, name), data_only=True)
         everything = required(runner.run(DatasetStep(tokenizer)))
         old = old_sets(runner.context, current, tokenizer)
         restore_held_out(runner.context, tokenizer, current.identity, old.entries)

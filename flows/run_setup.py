@@ -78,18 +78,21 @@ def read_lockfile(store: Store, name: str, parent: Parent | None = None) -> Lock
     return None
 
 
-def resolve_inputs(runner: Runner, lockfile: Lockfile | None, *, keep_exports: bool = False) -> None:
+def resolve_inputs(
+    runner: Runner, lockfile: Lockfile | None, *, keep_exports: bool = False, data_only: bool = False
+) -> None:
     """Resolve the run's inputs as a task, reusing what a lockfile pins; later steps use the result.
 
     Args:
         keep_exports: also reuse pins of runs' exports.
+        data_only: see `inputs.resolve`.
     """
     context = runner.context
     progress = progress_reporter("inputs", f"{context.profile.name}: progress of resolve")
 
     def work() -> Inputs:
         known = lockfile if lockfile is None or keep_exports else lockfile.without_exports()
-        return resolve(context.profile, context.store, context.token, known, progress)
+        return resolve(context.profile, context.store, context.token, known, progress, data_only=data_only)
 
     inputs = runner.run_function("resolve", work, inputs_summary, retries=RESOLVE_RETRIES)
     runner.context = replace_fields(context, resolved=inputs)

@@ -52,15 +52,6 @@ class Lockfile:
         """Without the pins of runs' exports, which change if such a run is trained further or again."""
         return type(self)({key: pin for key, pin in self.pins.items() if not _is_export(pin["question"])})
 
-    def of_models(self) -> Self:
-        """The pins of the tokenizer and the initial weights only."""
-        kinds = {"tokenizer", "weights"}
-        return type(self)({key: pin for key, pin in self.pins.items() if kinds & pin["question"].keys()})
-
-    def __or__(self, other: Self) -> Self:
-        """The pins of both; those of the other one where both have a reference."""
-        return type(self)({**self.pins, **other.pins})
-
     def to_bytes(self) -> bytes:
         return json.dumps({"format": FORMAT, "answers": dict(self.pins)}, indent=1).encode()
 
@@ -87,7 +78,8 @@ class Lockfile:
 class Inputs:
     """What a run is made from, each part pinned to its contents."""
 
-    tokenizer: Mapping[str, Any] | None  # contents or commit; None: trained on the text of the sources
+    # Contents or commit; None: trained on the text of the sources. Rounds have neither this nor the weights.
+    tokenizer: Mapping[str, Any] | None
     shards: tuple[Shard, ...]  # of all sources, in order
     # digest; commit, if on the hub; name and identity of the run, if one of the store exported them. None: from scratch
     weights: Mapping[str, Any] | None
@@ -106,12 +98,15 @@ def resolve(
     token: str | None = None,
     lockfile: Lockfile | None = None,
     progress: Progress = lambda message, fraction: None,
+    *,
+    data_only: bool = False,
 ) -> Inputs:
     """Resolve a profile's tokenizer, sources and initial weights.
 
     Args:
         token: for the hub; None: the environment's.
         lockfile: pins to reuse; None resolves all references.
+        data_only: resolve the sources only. A round has the tokenizer and the weights of its series.
 
     Raises:
         ProfileError: a reference to something that does not exist.
@@ -132,13 +127,16 @@ def resolve(
             }
         return pins[digest]["answer"]
 
-    progress("resolving the tokenizer", None)
-    tokenizer = _tokenizer(profile.tokenizer, token, pin)
+    tokenizer = initial = None
+    if not data_only:
+        progress("resolving the tokenizer", None)
+        tokenizer = _tokenizer(profile.tokenizer, token, pin)
     # Records are read with all their fields, so no field is the text.
     text = "" if profile.objective.traits.reads_records else profile.data.text
     shards = tuple(_shards(profile.data, text, digests, token, pin, progress))
-    progress("resolving the initial weights", None)
-    initial = _weights(profile, store, digests, token, pin)
+    if not data_only:
+        progress("resolving the initial weights", None)
+        initial = _weights(profile, store, digests, token, pin)
     return Inputs(tokenizer, shards, initial, Lockfile(pins))
 
 
@@ -146,7 +144,7 @@ def locate_export(store: Store, key: str, source: str, *, required: bool = True)
     """Store location of the export of `run:NAME`, which another machine may have made.
 
     Args:
-        required: whether it has to exist.
+        required: whether it has to exist, and is downloaded.
 
     Raises ProfileError, for the profile key `key`, for a run without an export, or whose latest one is not in the store.
     """
@@ -155,7 +153,7 @@ def locate_export(store: Store, key: str, source: str, *, required: bool = True)
         run = store.run_folder(name)
     except ValueError as error:
         raise ProfileError(key, source, str(error)) from error
-    if not required and not run.files(EXPORT):
+    if not required:
         return run.location(EXPORT)
     if not run.files(EXPORT):
         reason = f"the store {store.uri} has no run {name} with an export"
@@ -180,10 +178,9 @@ def locate_export(store: Store, key: str, source: str, *, required: bool = True)
 def locate_runs(profile: Profile, store: Store, *, required: bool = True) -> Profile:
     """Replace `run:NAME` in init.from and tokenizer.source by the store location of that run's export.
 
-    An export that another machine has made since is downloaded.
-
     Args:
-        required: whether the export has to exist. A round has the weights and the tokenizer of its series.
+        required: whether the export has to exist; one that another machine has made since is downloaded. A round does not read
+            it: it has the weights and the tokenizer of its series.
 
     Raises ProfileError for a run without an export, or whose latest one is not in the store.
     """
@@ -268,5 +265,9 @@ def _exporter(store: Store, source: str) -> dict[str, str] | None:
     folder, runs = path.parent, store.work_dir / "runs"
     if "://" in source or path.name != EXPORT or folder.parent.resolve() != runs.resolve():
         return None
-    identity = store.run_folder(folder.name).identity
+    try:
+        run = store.run_folder(folder.name)
+    except ValueError:  # not the name of a run
+        return None
+    identity = run.identity
     return {"name": folder.name, "identity": identity} if identity else None

@@ -74,7 +74,7 @@ def share(file: str, store: str = "./store") -> dict[str, Any]:
     opened = open_store(store, target.profile.cluster.work_dir or "store")
     overrides = [*described.overrides, *described.round_overrides]
     run = resolve.load(described.target, overrides, described.series or target.name)
-    run = locate_runs(run, opened)
+    run = locate_runs(run, opened, required=False)
     with activities.begin(opened, "run", f"{described.name}-data"):  # so that its new data is no garbage yet
         data = _data(described, run, base, opened)
         rounds = _rounds(described, target, base, run, data, opened)
@@ -127,7 +127,7 @@ def _data(described: Share, run: Profile, base: PlannedRun, store: Store) -> Pro
         raise ProfileError("series", run.name, "has no finished model to continue; train it first")
     tokenizer = store.artifacts.expect(TokenizerStep.id(current.tokenizer))
     runner = Runner(flow_context(run, store))
-    resolve_inputs(runner, None)
+    resolve_inputs(runner, None, data_only=True)
     everything = runner.run(DatasetStep(tokenizer))
     if everything is None:
         raise RuntimeError("the dataset step was skipped")

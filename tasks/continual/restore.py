@@ -85,7 +85,7 @@ def _tokenize_again(
     profile = resolve.load(str(runs.fetch(store, folder.name) / run_files.PROFILE))
     own = store.artifacts.find(TokenizerStep.id(recorded["tokenizer"]), hash_limit=0)
     lockfile = inputs.Lockfile.from_bytes(pins, folder.location(run_files.LOCKFILE))
-    pinned = inputs.resolve(profile, store, context.token, lockfile)
+    pinned = inputs.resolve(profile, store, context.token, lockfile, data_only=True)
     origin = replace(context, profile=profile, resolved=pinned)
     name = f"of run {run}"
     try:

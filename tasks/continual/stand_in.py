@@ -33,7 +33,7 @@ def make(context: Context, tokenizer: Artifact) -> Artifact | None:
     pins = folder.read(run_files.STAND_IN)
     known = pins and inputs.Lockfile.from_bytes(pins, folder.location(run_files.STAND_IN))
     try:
-        pinned = inputs.resolve(standing, store, context.token, known or None)
+        pinned = inputs.resolve(standing, store, context.token, known or None, data_only=True)
         made = DatasetStep(tokenizer).run(replace(context, profile=standing, resolved=pinned))
     except ProfileError as error:
         if error.key.startswith("data.sources"):

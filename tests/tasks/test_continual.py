@@ -307,7 +307,10 @@ def test_stand_in_sources_are_pinned_and_replayed_like_history(store, tmp_path):
     assert replay.share_of(store, mixed) == 0.5
     assert mixed.summary["replayed_samples"] == 50
     (tmp_path / "old/b.jsonl").write_bytes(lines(DOCUMENTS[60:]))
-    assert stand_in.make(context, tokenizer) == made
+    gone = {name: str(tmp_path / "gone/runs/base/export") for name in ("source", "from_")}
+    models = {"tokenizer": "source", "init": "from_"}
+    later = {each: getattr(wanted, each).model_copy(update={key: gone[key]}) for each, key in models.items()}
+    assert stand_in.make(Context(wanted.model_copy(update=later), store), tokenizer) == made
     missing = Continual(stand_in=[Source(kind="files", path=str(tmp_path / "nowhere"))])
     with pytest.raises(ProfileError, match=r"continual\.stand_in\.0\.path"):
         stand_in.make(Context(wanted.model_copy(update={"continual": missing}), store), tokenizer)

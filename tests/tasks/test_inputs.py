@@ -74,6 +74,11 @@ def test_an_export_of_a_run_is_resolved_again_while_it_exists(store, tmp_path):
     assert changed.weights["digest"] != first.weights["digest"]
     shutil.rmtree(weights.parent)
     assert resolve(wanted, store, lockfile=stored(first).without_exports()).weights == first.weights
+    folder = weights.parent.parent.with_name("my model") / "export"  # not the name of a run
+    folder.mkdir(parents=True)
+    (folder / weights.name).write_bytes(b"1")
+    found = resolve(resolve_profile("tiny-sft", [f"init.from={folder}", "tokenizer.source=train"]), store)
+    assert found.weights == {"digest": first.weights["digest"], "commit": None}
 
 
 @pytest.mark.parametrize("data", [b"", b'{"format": 1', b'{"format": 9, "answers": {}}', b"[]"])
@@ -105,7 +110,11 @@ def test_the_export_of_a_run_on_another_machine_is_downloaded(tmp_path):
     (folder / "export").mkdir()
     (folder / "export/model.safetensors").write_bytes(b"1")
     there.run_folder("tiny").sync().upload()
-    found = locate_runs(resolve_profile("tiny-sft", ["init.from=run:tiny"]), here)
+    wanted = resolve_profile("tiny-sft", ["init.from=run:tiny"])
+    round_located = locate_runs(wanted, here, required=False)
+    assert not here.run_folder("tiny").path.exists()
+    found = locate_runs(wanted, here)
+    assert round_located == found
     assert (Path(found.init.from_) / "model.safetensors").read_bytes() == b"1"
 
 
