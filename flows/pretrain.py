@@ -128,8 +128,9 @@ def train_profile(
         )
         with opened as overview, runner.until_reached():
             # Before training: a run that never ends may be forked.
-            origin = find_origin(runner.context, tokenizer, parent)
-            ledger.record(store, run.name, training.identity, dataset, origin)
+            origin = find_origin(runner.context, tokenizer, training.identity, parent)
+            initial = parent.run if parent else run.init.from_ or ""
+            ledger.record(store, run.name, training.identity, dataset, origin, initial)
             if parent:
                 copy_checkpoint(store, parent, run.name)
             # A ladder does not locate its target's tokenizer, whose location depends on the machine.

@@ -1,6 +1,6 @@
 """Data ledger: the shards each run was trained on, from which continual pretraining finds new data.
 
-    <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...], samples}
+    <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...], samples, weights}
 
 A run is identified by its identity hash; its parent is the run whose weights it started from: the base of a round, the
 parent of a fork, or the run of the store that exported init.from. Every run is recorded before it
@@ -36,15 +36,21 @@ class LedgerEntry:
     samples: int | None = (
         None  # that it read, if it is a round that was promoted; earlier versions recorded none
     )
+    weights: str | None = None  # initial ones, if its parent is unknown; "": from scratch; None: not recorded
 
 
 def record(
-    store: Store, run: str, identity: str, dataset: Artifact, parent: str | None = None
+    store: Store,
+    run: str,
+    identity: str,
+    dataset: Artifact,
+    parent: str | None = None,
+    weights: str | None = None,
 ) -> LedgerEntry:
     """Record that a run is trained on a dataset; idempotent."""
     path = store.artifacts.path(dataset, with_required=False) / SHARDS
     shards = json.loads(retried(path.read_text))
-    entry = LedgerEntry(run, identity, parent, dataset.key, tuple(shards))
+    entry = LedgerEntry(run, identity, parent, dataset.key, tuple(shards), weights=weights)
     store.backend.write(_name(identity), json.dumps(asdict(entry)).encode())
     return entry
 

@@ -335,6 +335,9 @@ def test_the_data_of_parents_that_never_ended_is_recorded(store, caplog):
     assert ledger.trained_on(store, "three") == {"shard of d", "shard of e"}
     assert not record_data(store, "removed", "four")
     assert "run removed: its training data is unknown" in caplog.text
+    ledger.record(store, "heir", "five", store.artifacts.expect(ArtifactId("dataset", "e")), "four")
+    assert not record_data(store, "heir", "five", is_fork=True)
+    assert "rounds after a fork of heir are rejected; restore" in caplog.text
 
 
 def test_run_from_the_weights_of_another_descends_from_it_if_their_tokens_have_the_same_ids(store, caplog):
@@ -349,9 +352,9 @@ def test_run_from_the_weights_of_another_descends_from_it_if_their_tokens_have_t
     exporter = {"digest": "w", "commit": None, "run": {"name": "parent", "identity": "one"}}
     own, more, other = tokenizers
 
-    def origin(tokenizer, weights=exporter):
+    def origin(tokenizer, weights=exporter, parent=None):
         inputs = Inputs(None, (), weights, Lockfile({}))
-        return find_origin(Context(load(PAIR), store, resolved=inputs), tokenizer)
+        return find_origin(Context(load(PAIR), store, resolved=inputs), tokenizer, "two", parent)
 
     assert store.run_folder("parent").move_aside() == "parent~1"  # replaced after its weights were read
     assert (origin(own), origin(more), origin(other)) == ("one", "one", None)
@@ -359,3 +362,11 @@ def test_run_from_the_weights_of_another_descends_from_it_if_their_tokens_have_t
     assert ledger.find(store, "one").run == "parent"
     assert origin(own, {"digest": "w", "commit": None}) is None  # of the hub
     assert origin(own, {**exporter, "run": {"name": "gone", "identity": "five"}}) is None
+    fork = Parent("parent", "one", 100)
+    assert (origin(more, None, fork), origin(other, None, fork)) == ("one", None)
+
+    store.run_folder("parent~1").write("inputs.json", b"{")
+    assert origin(own) is None
+    assert "run parent: its tokenizer is not in the store any more" in caplog.text
+    ledger.record(store, "child", "two", store.artifacts.expect(ArtifactId("dataset", "d")), "one")
+    assert origin(own) == origin(own, {"digest": "w", "commit": None}) == "one"  # as recorded before
