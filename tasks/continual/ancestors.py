@@ -40,23 +40,36 @@ class Ancestor:
         folder = runs.find_folder(store, entry.run, entry.identity)
         text = folder and folder.read(run_files.PROFILE)
         try:
-            profile = yaml_text.parse(text) if text else {}
+            parsed = yaml_text.parse(text) if text else {}
+            profile = parsed if isinstance(parsed, dict) else {}
         except ValueError:  # corrupted, and reported when the run is loaded
             profile = {}
         return cls(entry, contents, profile)
 
     @property
     def initial_weights(self) -> str | None:
-        """Its `init.from`."""
-        weights: str | None = self.profile.get("init", {}).get("from")
+        """Initial weights of a run without a known parent, its own name if nothing says; None from scratch."""
+        if self.entry.weights is not None:
+            return self.entry.weights or None
+        try:
+            weights: str | None = self.profile["init"]["from"]
+        except (LookupError, TypeError):
+            return self.entry.run
         return weights
 
     def has_samples_for(self, first: Ancestor) -> bool:
         """Whether rounds of a series with this first run can read the run's samples too."""
         if not self.contents or not first.contents:
             return False
-        ours, theirs = (run.contents.get("records") and _records(run.profile) for run in (self, first))
-        return ours == theirs or not (ours or theirs)
+        if not self.has_records and not first.has_records:
+            return True
+        ours = _records(self.profile)
+        return self.has_records and first.has_records and ours is not None and ours == _records(first.profile)
+
+    @property
+    def has_records(self) -> bool:
+        """Whether it was trained on records, not on texts."""
+        return bool(self.contents.get("records"))
 
     def held_out(self, known: HeldOut, fraction: float | None) -> HeldOut:
         """The sets that it held out, named `run:NAME/SOURCE`, without text of the known sets.
@@ -108,11 +121,19 @@ def find(store: Store, identity: str, dataset: str) -> Ancestors:
     number = next((k for k, entry in enumerate(entries) if entry.dataset == dataset), len(entries) - 1)
     first, *above = (Ancestor.of(store, entry) for entry in entries[number:])
     readable = [run for run in above if run.has_samples_for(first)]
-    missing = next((run.entry.run for run in above if run not in readable), None)
+    # What the promoted round replays has its shards, even if the dataset is gone.
+    replayed = _replayed(Ancestor.of(store, entries[0]).contents) if number else frozenset()
+    known = {run.entry.identity for run in readable} | replayed
+    missing = next((run.entry.run for run in above if run.entry.identity not in known), None)
     # Only the last one may have initial weights of no run in the ledger.
     unknown = missing or [first, *above][-1].initial_weights
     fraction = first.profile.get("data", {}).get("validation_fraction")
     return Ancestors(tuple(entries[: number + 1]), tuple(readable), unknown, fraction)
+
+
+def _replayed(contents: Mapping[str, Any]) -> frozenset[str]:
+    """Identities of the runs whose data a round's dataset replays."""
+    return frozenset(stream["identity"] for stream in contents.get("replay", {}).get("streams", ()))
 
 
 def _records(profile: Sections) -> tuple[Any, ...] | None:
@@ -122,5 +143,5 @@ def _records(profile: Sections) -> tuple[Any, ...] | None:
         packing = objective["packing"]
         packs = OBJECTIVES[objective["kind"]].packs if packing is None else packing
         return objective["kind"], packs, profile["train"]["sequence_length"]
-    except LookupError:
+    except (LookupError, TypeError):
         return None

@@ -75,7 +75,7 @@ def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path)
         ("base", wanted, first, "1" * 32, "9" * 32),
     ):
         runs.open_run(store, each.model_copy(update={"name": run}), identity, "flow run", {})
-        ledger.record(store, run, identity, data, parent)
+        ledger.record(store, run, identity, data, parent, "")
     base = Promoted("base", "1" * 32, 0, tokenizer.key, first.key)
     by_hash = held_out_by_hash(wanted.data)
     assert by_hash == {"one", "other"}
@@ -123,6 +123,10 @@ def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path)
     entry.parent.with_name("elsewhere").rename(entry.parent)
     entry.write_bytes(recorded)
     assert ancestors_of(store, base).unknown is None
+    for weights, unknown in (("org/model", "org/model"), (None, "ancestor")):  # its profile is gone
+        ledger.record(store, "ancestor", "8" * 32, ancestor, weights=weights)
+        assert ancestors_of(store, base).unknown == unknown
+    ledger.record(store, "ancestor", "8" * 32, ancestor, weights="")
     shutil.rmtree(store.artifacts.path(ancestor))
     assert ancestors_of(store, base).unknown == "ancestor"
     assert held_out_sets(store, "base", base).names == ["first/one", "first/other"]
