@@ -95,12 +95,14 @@ class Ancestors:
         known: those before the first run whose data rounds can read.
         unknown: initial weights, or name of a run, whose data is unknown or cannot be read; None if there are none.
         fraction: `data.validation_fraction` of the first run; None if its profile is gone.
+        left_out: names of those with records, which rounds cannot read.
     """
 
     series: tuple[LedgerEntry, ...]
     known: tuple[Ancestor, ...]
     unknown: str | None
     fraction: float | None
+    left_out: tuple[str, ...]
 
     def held_out(self, known: HeldOut) -> HeldOut:
         """The sets that they held out, without text of the known sets."""
@@ -128,7 +130,8 @@ def find(store: Store, identity: str, dataset: str) -> Ancestors:
     # Only the last one may have initial weights of no run in the ledger.
     unknown = missing or [first, *above][-1].initial_weights
     fraction = first.profile.get("data", {}).get("validation_fraction")
-    return Ancestors(tuple(entries[: number + 1]), tuple(readable), unknown, fraction)
+    left_out = tuple(run.entry.run for run in above if run.has_records and run.entry.identity not in known)
+    return Ancestors(tuple(entries[: number + 1]), tuple(readable), unknown, fraction, left_out)
 
 
 def _replayed(contents: Mapping[str, Any]) -> frozenset[str]:

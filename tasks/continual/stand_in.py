@@ -63,7 +63,7 @@ def unknown_weights(store: Store, profile: Profile, promoted: Promoted) -> str |
 
 
 def warn_if_unknown(context: Context, promoted: Promoted) -> None:
-    """Warn if nothing stands for what the initial weights of the series were trained on."""
+    """Warn of earlier data that is neither replayed nor stood for."""
     initial = unknown_weights(context.store, context.profile, promoted)
     if initial is not None:
         log.warning(
@@ -71,3 +71,11 @@ def warn_if_unknown(context: Context, promoted: Promoted) -> None:
             "neither prevented nor measured; name sources that stand for it, or set continual.replay_from=generated",
             initial,
         )
+    if context.profile.objective.traits.reads_records:
+        for name in series.ancestors_of(context.store, promoted).left_out:
+            log.warning(
+                "continual.replay: records of %s are not replayed: its objective.kind, objective.packing or "
+                "train.sequence_length is not that of the first run of %s, or a profile.yaml is gone",
+                name,
+                context.profile.name,
+            )

@@ -129,6 +129,12 @@ def test_each_round_holds_out_documents_of_each_source_for_ever(store, tmp_path)
     ledger.record(store, "ancestor", "8" * 32, ancestor, weights="")
     shutil.rmtree(store.artifacts.path(ancestor))
     assert ancestors_of(store, base).unknown == "ancestor"
+    with store.artifacts.publish(DatasetStep.id("round")) as folder:  # which still replays it
+        (folder / "corpus.json").write_text(json.dumps({"replay": {"streams": [{"identity": "8" * 32}]}}))
+        (folder / "shards.json").write_text("[]")
+    replayed = store.artifacts.expect(DatasetStep.id("round"))
+    ledger.record(store, "base-round-3", "4" * 32, replayed, base.identity)
+    assert ancestors_of(store, replace(base, identity="4" * 32)).unknown is None
     assert held_out_sets(store, "base", base).names == ["first/one", "first/other"]
     assert [run.run for run in replay.history(store, base, first, 16).streams] == ["base"]
 
