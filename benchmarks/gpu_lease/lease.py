@@ -150,7 +150,7 @@ class Row:
 
 
 def run(rows: Sequence[Row], machine: Machine, out: Path) -> int:
-    """Run the rows that earlier leases of this card have not; returns the exit code: 0, or 1 if one failed."""
+    """Run the rows that earlier leases of this card have not; returns 0, or 1 if one failed."""
     kept, facts, code = results.Results(out), describe(machine), 0
     earlier = (each for each in results.read(out) if each.get("card") == facts["card"])
     done = {each["row"] for each in earlier if "failed" not in each}

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Results:
-    """The rows of one run of a benchmark; create it before the work starts, as it ends without a writable file.
+    """The rows of a run of a benchmark; created before the work, which needs a writable file.
 
     Args:
         path: the file that `--out` names; earlier rows stay.

@@ -220,7 +220,7 @@ def _kept_artifacts(store: Store) -> tuple[_Kept, list[str]]:
 
 
 def _entry(store: Store, identity: str) -> ledger.LedgerEntry | None:
-    """A run's entry in the ledger; None if it cannot be read, which matters only if a series descends from it."""
+    """A run's ledger entry; None if it cannot be read, which matters only if a series descends from it."""
     with suppress(CorruptedState, PermissionError):
         return ledger.find(store, identity)
     return None
