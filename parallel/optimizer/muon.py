@@ -75,9 +75,9 @@ class Muon:
     def traffic(self) -> int:
         """Bytes of memory per weight of the operators around the matrix products, besides the gradient.
 
-        In float32, 40 for momentum, 16 for the scaled results and 32 for the weights; 9 elements in the products' dtype.
+        In float32, 40 for momentum, 12 for the scaled results and 28 for the weights; 9 elements in the products' dtype.
         """
-        return 40 + 16 + 32 + 9 * self.dtype.itemsize
+        return 40 + 12 + 28 + 9 * self.dtype.itemsize
 
     @property
     def exchanged(self) -> int:
@@ -150,11 +150,10 @@ class _Updater:
         while len(self._returning) > limit:
             entry = self._returning.popleft()
             bucket = entry.bucket
-            update = torch.zeros_like(bucket.master)
-            for box, part in entry.packed.parts():
-                torch.mul(part.float(), RMS * math.sqrt(max(box.shape)), out=box.view(update))
             step = entry.step
-            apply(bucket.master, update, step.rates[bucket.rate], step.skip, bucket.weight_decay)
+            factors = update_factors(step.rates[bucket.rate], step.skip, bucket.weight_decay)
+            for box, part in entry.packed.parts():  # one after the other, in the caches of a CPU
+                apply(box.view(bucket.master), part.float() * (RMS * math.sqrt(max(box.shape))), *factors)
             ended.append(bucket)
         return ended
 
@@ -250,11 +249,15 @@ def place(
 ) -> None:
     """Update a bucket's weights by its blocks of the results (g·m', block)."""
     update = results[placed].float() * (RMS * longer_sides.sqrt())  # (n, block)
-    apply(weights, update.flatten(), rate, skip, decay)
+    apply(weights, update.flatten(), *update_factors(rate, skip, decay))
 
 
-def apply(weights: Tensor, update: Tensor, rate: float | Tensor, skip: Tensor, decay: float) -> None:
-    """Decay the weights and subtract the update times the rate, unless `skip` is 1; overwrites both."""
+def update_factors(rate: float | Tensor, skip: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+    """By which `apply` multiplies weights and update; 0-dim. If `skip` is 1, they change no value of the weights."""
     skipped = skip > 0
-    weights.mul_(torch.where(skipped, 1.0, 1 - rate * decay))
-    weights.sub_(update.mul_(torch.where(skipped, 0.0, rate)))
+    return torch.where(skipped, 1.0, 1 - rate * decay), torch.where(skipped, 0.0, rate)
+
+
+def apply(weights: Tensor, update: Tensor, kept: Tensor, rate: Tensor) -> None:
+    """Multiply the weights by `kept`, and subtract the update times the rate; overwrites both."""
+    weights.mul_(kept).sub_(update.mul_(rate))
