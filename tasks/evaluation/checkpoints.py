@@ -120,7 +120,7 @@ class TaskStep(Step):
         result = state_files.read_json(output)  # exists if the job ended while no flow followed it
         if result is None:
             run_job(context.profile, job, output)
-            result = state_files.require_json(output.read_bytes(), output)
+            result = state_files.require_json(state_files.read(output) or b"", output)
         output.unlink()
         if "rejected" in result:
             raise FatalError(result["rejected"])

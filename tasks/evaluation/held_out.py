@@ -78,7 +78,7 @@ class EvaluationStep(Step):
             result = state_files.read_json(output)  # exists if the job ended while no flow followed it
             if result is None:
                 run_job(profile, job, output)
-                result = state_files.require_json(output.read_bytes(), output)
+                result = state_files.require_json(state_files.read(output) or b"", output)
             _require_finite(folder.name, result, output)
             summary.update({name: result[name] for name in SUMMARY})
             if result.get("sets"):
