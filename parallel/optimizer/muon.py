@@ -253,7 +253,7 @@ def place(
 
 
 def update_factors(rate: float | Tensor, skip: Tensor, decay: float) -> tuple[Tensor, Tensor]:
-    """By which `apply` multiplies weights and update; 0-dim. If `skip` is 1, they change no value of the weights."""
+    """Factors of `apply` for weights and update, 0-dim; if `skip` is 1, no value of the weights changes."""
     skipped = skip > 0
     return torch.where(skipped, 1.0, 1 - rate * decay), torch.where(skipped, 0.0, rate)
 
