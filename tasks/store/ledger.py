@@ -13,11 +13,20 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from profiles.files.state_files import CorruptedState, retried
+from profiles.files.state_files import CorruptedState, Types, retried, wrong_key
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 
 SHARDS = "shards.json"  # in a dataset artifact: keys of its shards, in order
+TYPES: Types = {
+    "run": str,
+    "identity": str,
+    "parent": str | None,
+    "dataset": str,
+    "shards": list,
+    "samples": int | None,
+    "weights": str | None,
+}
 
 
 class MissingEntry(CorruptedState):
@@ -68,7 +77,10 @@ def find(store: Store, identity: str) -> LedgerEntry | None:
         return None
     try:
         value = json.loads(data)
-        return LedgerEntry(**{**value, "shards": tuple(value["shards"])})
+        shards = tuple(value["shards"])
+        if (wrong := wrong_key(value, TYPES)) or not all(isinstance(key, str) for key in shards):
+            raise ValueError(f"invalid {wrong or 'shards'}")
+        return LedgerEntry(**{**value, "shards": shards})
     except (ValueError, KeyError, TypeError) as error:
         reason = f"corrupted (not a ledger entry: {error}); restore the file"
         raise CorruptedState(f"{store.backend.location(_name(identity))}: {reason}") from error

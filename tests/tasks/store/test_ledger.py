@@ -158,9 +158,11 @@ def test_a_missing_or_invalid_entry_is_an_error(store):
     with pytest.raises(ValueError, match="no entry for run 4444"):
         ledger.trained_on(store, "4444")
     assert ledger.trained_on(store, None) == frozenset()
-    store.backend.write("ledger/5555.json", b"{}")
-    with pytest.raises(ValueError, match=r"5555\.json: corrupted \(not a ledger entry"):
-        ledger.trained_on(store, "5555")
+    entry = {"run": "a", "identity": "5555", "parent": None, "dataset": "d", "shards": ["s"]}
+    for damaged in ({}, entry | {"parent": ["4444"]}, entry | {"shards": [["s"]]}):
+        store.backend.write("ledger/5555.json", json.dumps(damaged).encode())
+        with pytest.raises(ValueError, match=r"5555\.json: corrupted \(not a ledger entry"):
+            ledger.trained_on(store, "5555")
 
 
 def test_epochs_become_steps_when_the_corpus_is_known(store, tmp_path):
