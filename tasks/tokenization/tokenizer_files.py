@@ -96,11 +96,20 @@ def check_loads(folder: Path) -> None:
 
     Raises OSError if its files cannot be read.
     """
-    try:
+    # Again, as transformers may not have been able to read a file, or took it for missing; a fault of the tokenizer remains.
+    for last in (False, False, True):
         try:
-            found = _load_as_transformers(folder)
-        except Exception:  # also where a file could not be read; a fault of the tokenizer remains
-            found = _load_as_transformers(folder)
+            _check_loads(folder)
+        except Exception:
+            if last:
+                raise
+        else:
+            return
+
+
+def _check_loads(folder: Path) -> None:
+    try:
+        found = _load_as_transformers(folder)
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the file system, not of the tokenizer
             raise
