@@ -2,9 +2,9 @@
 
     <store>/ledger/<identity>.json    {run, identity, parent, dataset, shards: [key, ...], samples, weights}
 
-A run is identified by its identity hash; its parent is the run whose weights it started from: the base of a round, the
-parent of a fork, or the run of the store that exported init.from. Every run is recorded before it
-trains, whether or not it ends or is promoted. Data is new to a run's successor if it is in no entry of the run or its ancestors.
+A run is identified by its identity hash; its parent is the run whose weights it started from: the base of a round, the parent of
+a fork, or the run of the store that exported init.from. Every run is recorded before it trains, whether or not it ends or is
+promoted. Data is new to a run's successor if it is in no entry of the run or its ancestors.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class LedgerEntry:
     parent: str | None  # identity of the run whose weights it started from; None: from scratch or unknown
     dataset: str  # its key
     shards: tuple[str, ...]  # their keys
-    samples: int | None = (
-        None  # that it read, if it is a round that was promoted; earlier versions recorded none
-    )
+    samples: int | None = None  # that it read, if it is a promoted round; earlier versions recorded none
     weights: str | None = None  # initial ones, if its parent is unknown; "": from scratch; None: not recorded
 
 
