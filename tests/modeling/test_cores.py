@@ -1,9 +1,18 @@
-"""The memory that a process may use is that of its control group, if that has less than the machine."""
+"""Cores and memory that a process may use, and how work is shared among cores, also imitated ones."""
+
+import os
+import threading
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from modeling import cores
+from modeling.training import trainer
+from profiles.resolve import load
+from tasks.step import Context
+from tasks.steps import dataset, programs
+from tasks.store.store import Store
 
 MACHINE = psutil.virtual_memory().total
 
@@ -51,3 +60,36 @@ def test_slurm_job_has_the_cores_and_the_memory_that_are_allotted_to_it(
         monkeypatch.setenv(name, value)
     assert cores.allotted_memory() == (memory or cores.usable_memory())
     assert cores.allotted_cores() == (count or cores.usable_cores())
+
+
+@pytest.mark.parametrize(("count", "at_once", "each"), [(1, 1, 1), (4, 3, 1), (64, 3, 21)])
+def test_work_is_shared_among_the_cores_of_the_affinity_mask(tmp_path, monkeypatch, count, at_once, each):
+    """Threads that train, and the compiles and tokenizing workers of three programs and shards."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(count)))
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    for processes in (1, 2):
+        profile = load("tiny", [f"cluster.devices_per_node={processes}", "cluster.threads=null"])
+        assert trainer.threads(profile) == max(1, count // processes)
+
+    together, options = threading.Barrier(at_once), []
+
+    def compile_program(context, work, program, limits, watch):
+        if program < at_once:
+            together.wait(timeout=60)
+        options.append(limits)
+
+    monkeypatch.setattr(programs, "compile_program", compile_program)
+    context = Context(profile, Store(str(tmp_path)))
+    programs.compile_all(context, tmp_path, range(3))
+    assert [dict(zip(given[::2], given[1::2], strict=True))["--jobs"] for given in options] == 3 * [str(each)]
+
+    class Pool:
+        def __init__(self, plan, store, workers, threads, token):
+            assert (workers, threads) == (at_once, each)
+            raise InterruptedError
+
+    monkeypatch.setattr(dataset, "WorkerPool", Pool)
+    shards = [SimpleNamespace(name=str(k)) for k in range(3)]
+    plan = SimpleNamespace(key=str, misread=lambda store, missing: [], shards=shards)
+    with pytest.raises(InterruptedError):
+        dataset.ShardJob.tokenize(plan).run(context, range(3))
