@@ -81,7 +81,7 @@ class Machine:
 
 
 MACHINES = (
-    Machine("trixie", "trixie", ("python3-venv", "g++"), terminal=True, git=True, tests=True),
+    Machine("trixie", "trixie", terminal=True, git=True, tests=True),
     Machine(
         "trixie-container",
         "trixie",
