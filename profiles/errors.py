@@ -85,6 +85,11 @@ def format_value(value: Any, longest: int | None = MAX_VALUE_LENGTH) -> str:
     return f"{text[: longest // 2 - 1]}…{text[-longest // 2 :]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: (1, 'shard') -> '1 shard', (1200, 'shard') -> '1,200 shards'."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
+
+
 def _is_path(value: Any) -> bool:
     """Whether a value can be a path or URI, which is of no use unless it is complete."""
     return isinstance(value, PurePath) or (isinstance(value, str) and "/" in value and value.isprintable())

@@ -17,7 +17,7 @@ from modeling.conversion import formats
 from modeling.conversion.choices import FORMATS
 from modeling.conversion.compare import differences
 from modeling.conversion.convert import Options, convert, options_from, write_peft
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.local_paths import RUN
 from tasks.reporting.format import format_bytes
 from tasks.sources import weights
@@ -129,8 +129,7 @@ def _print(facts: dict[str, Any], *, as_json: bool) -> None:
         print_json(facts)
         return
     if "files" in facts:
-        count = len(facts["files"])
-        size = f"{format_bytes(facts['bytes'])} in {count} file{'s' if count != 1 else ''}"
+        size = f"{format_bytes(facts['bytes'])} in {counted(len(facts['files']), 'file')}"
         print(f"{facts['tensors']} tensors, {size}: {facts['destination']}")
     if "equal" in facts:
         print(f"all {facts['equal']} tensors are equal")

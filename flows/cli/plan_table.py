@@ -17,7 +17,7 @@ from modeling.planning.search import compared_pace, neighbours
 from modeling.planning.step_time import is_too_short
 from profiles import resolve
 from profiles.check import with_value
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.recompute import describe
 from profiles.schema import Profile
 from profiles.sections.base import required
@@ -98,27 +98,26 @@ def _facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 def _run(profile: Profile, planned: Plan, tokens: float | None) -> list[tuple[str, str]]:
     model, train, cluster = profile.model, profile.train, profile.cluster
-    heads = f"{model.num_attention_heads} heads"
+    heads = counted(model.num_attention_heads, "head")
     if model.num_key_value_heads != model.num_attention_heads:
-        heads += f" on {model.num_key_value_heads} KV heads"
+        heads += f" on {counted(model.num_key_value_heads, 'KV head')}"
     axes = format_mesh(planned.mesh)
     if planned.kv_replication > 1:
         axes += f" (KV heads replicated {planned.kv_replication} times)"
     length = "1 epoch of the data" if train.epochs == 1 else f"{train.epochs} epochs of the data"
     if planned.tokens:
-        length = f"{train.steps:,} steps, {format_count(planned.tokens)} tokens"
+        length = f"{counted(train.last_step, 'step')}, {format_count(planned.tokens)} tokens"
         if tokens:
             length += f", about {format_number(planned.tokens / tokens)} passes over the data"
-    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     samples = f"{train.global_batch_size:,}"
     if profile.objective.traits.pairs:
         samples += f" pairs × {profile.rows_per_sample}"
     device = cluster.accelerator or cluster.device
     return [
         ("parameters", _parameters(profile, planned)),
-        ("model", f"{model.architecture}, {model.num_hidden_layers} layers of {model.hidden_size:,}, {heads}, "
+        ("model", f"{model.architecture}, {counted(model.num_hidden_layers, 'layer')} of {model.hidden_size:,}, {heads}, "
                   f"vocabulary {model.vocab_size:,}"),
-        ("ranks", f"{profile.world_size}, {nodes} of {cluster.devices_per_node} × {device}: {axes}"),
+        ("ranks", f"{profile.world_size}, {counted(cluster.nodes, 'node')} of {cluster.devices_per_node} × {device}: {axes}"),
         ("sharding", _sharding(profile)),
         ("step", f"{samples} × {train.sequence_length:,} = {format_count(profile.step_tokens)} tokens, "
                  f"{profile.accumulation_steps:,} microbatch{'es' * (profile.accumulation_steps != 1)}"),

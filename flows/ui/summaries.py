@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from profiles.errors import counted
 from profiles.schema import Profile
 from tasks.reporting.format import format_bytes, format_count, format_mesh, format_step_time
 
@@ -26,8 +27,7 @@ def plan_summary(planned: Plan) -> str:
 def inputs_summary(inputs: Inputs) -> str:
     """Number of shards and when the lockfile pinned them: '12 shards of data, as of 2026-03-01 10:00 UTC'."""
     since = f", as of {inputs.since[:16].replace('T', ' ')} UTC" if inputs.since else ""
-    count = len(inputs.shards)
-    return f"{count:,} shard{'s' * (count != 1)} of data{since}"
+    return f"{counted(len(inputs.shards), 'shard')} of data{since}"
 
 
 def cluster_summary(profile: Profile) -> str:

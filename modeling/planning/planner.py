@@ -33,7 +33,7 @@ from modeling.planning.step_time import estimate, layer_speed
 from parallel import parameter_count
 from parallel.constraints import valid_expert_degrees
 from profiles.check import passes, with_value
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.recompute import MODES, modes_of
 from profiles.rules.cluster import ACCELERATORS
 from profiles.schema import Profile
@@ -234,7 +234,7 @@ def require_devices(profile: Profile) -> None:
     if available == 0:
         raise ProfileError("cluster.device", cluster.device, "this machine has none", ["cpu"])
     if cluster.devices_per_node > available:
-        reason = f"this machine has {available} {cluster.device} devices"
+        reason = f"this machine has {counted(available, f'{cluster.device} device')}"
         raise ProfileError("cluster.devices_per_node", cluster.devices_per_node, reason, [available])
 
 

@@ -64,7 +64,7 @@ def outlier_warnings(observations: Sequence[Observation], fitted: Fit) -> list[s
     found = []
     for index in fitted.outliers:
         point, residual = observations[index], math.expm1(fitted.residuals[index])
-        name = point.name or f"the rung with N = {point.n:.3g} and {point.d:.3g} tokens"
+        name = point.name or f"the rung with N = {point.n:,.0f} and {point.d:,.0f} tokens"
         side = "above" if residual > 0 else "below"
         found.append(
             f"{name}: its loss of {point.loss:.4f} is {abs(residual):.1%} {side} the law, an outlier {effect}; check whether its "
@@ -91,7 +91,7 @@ def too_short(observations: Sequence[Observation]) -> list[str]:
         if any(later - earlier > noise for earlier, later in pairwise(falls)):
             gains = ", then ".join(f"{fall:.3f}" for fall in falls)
             found.append(
-                f"the rungs with N = {n:.3g} are too short: each doubling of their tokens gains more than the one before "
+                f"the rungs with N = {n:,.0f} are too short: each doubling of their tokens gains more than the one before "
                 f"({gains}), which no scaling law describes; raise tokens_per_parameter"
             )
     return found

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from modeling.data.indexed import map_index, map_tokens, read_header
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files import run_files, yaml_text
 from profiles.local_paths import RUN
 from profiles.rules import data_sources
@@ -222,8 +222,8 @@ def check_disjoint(store: Store, contents: Mapping[str, Any], new_by_hash: bool)
     held_out = {digest for entry in contents["validation"] for digest in _documents(store, contents, entry)}
     for entry in contents["train"]:
         if count := sum(digest in held_out for digest in _documents(store, contents, entry)):
-            reason = f"{entry['path']} lists {count:,} documents that the series holds out; remove them from the new data"
-            raise ProfileError("data.sources", None, reason)
+            listed = f"{entry['path']} lists {counted(count, 'document')} that the series holds out"
+            raise ProfileError("data.sources", None, f"{listed}; remove them from the new data")
 
 
 def _documents(store: Store, contents: Mapping[str, Any], entry: Entry) -> Iterator[bytes]:

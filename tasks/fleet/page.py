@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from profiles.errors import counted
 from tasks.fleet.fleet import ACTIVE, Fleet, Node, RunView
 from tasks.fleet.goodput import CATEGORIES
 from tasks.fleet.run_summary import LATEST
@@ -114,7 +115,8 @@ def warning_texts(fleet: Fleet) -> list[str]:
 
 def _first(names: Sequence[str]) -> str:
     """The first NAMED names, and the number of the others."""
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} others" if len(names) > NAMED else "")
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {counted(more, 'other')}" if more > 0 else "")
 
 
 def format_cost(cost: float) -> str:

@@ -24,6 +24,7 @@ from shlex import quote
 from string import Template
 
 from parallel import device as devices
+from profiles.errors import counted
 from profiles.files import exit_codes, state_files
 from profiles.files.retry_policies import REQUEUE
 from profiles.schema import Cluster
@@ -173,7 +174,6 @@ printf %d "$$attempt" > "$$attempt_file.partial" && sync "$$attempt_file.partial
 def script(job: Job, cluster: Cluster, submission: str) -> str:
     """Text of the job's batch script; `submission` identifies this submission, in the Slurm job's comment."""
     device = devices.resolve(cluster.device)
-    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
     processes = "1 process" if job.processes == 1 else f"{job.processes} processes"
     variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX}
     if job.threads is not None:
@@ -181,7 +181,7 @@ def script(job: Job, cluster: Cluster, submission: str) -> str:
     lines = [f"export {name}={quote(value)}" for name, value in variables.items()]
     lines += environment.exports(device, "$MASTER_ADDR:$((MASTER_PORT + 1))")
     return SCRIPT.substitute(
-        about=f"{' '.join(job.program.split())} on {nodes}, {processes} per node",
+        about=f"{' '.join(job.program.split())} on {counted(job.nodes, 'node')}, {processes} per node",
         logs=quote(str(job.folder)),
         name=job.name,
         folder=quote(str(Path.cwd())),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
+from profiles.errors import counted
 from profiles.schema import Profile
 from profiles.sections.data import WORTHWHILE_PASSES
 from tasks.reporting.format import format_duration, format_number
@@ -38,14 +39,13 @@ def data_warnings(profile: Profile, tokenizer: Mapping[str, Any], dataset: Mappi
 
 def _missing(profile: Profile, dataset: Mapping[str, Any]) -> Iterator[str]:
     if count := dataset.get("missing"):
-        records = "1 record" if count == 1 else f"{count:,} records"
         unusable = f"that are unusable for objective.kind {profile.objective.kind}"
         reason = unusable if profile.objective.traits.reads_records else "without text"
         files = dataset.get("incomplete_files", {})
         names = [f"{name} ({missing:,})" for name, missing in files.items()]
         if more := dataset.get("incomplete", 0) - len(files):
-            names.append(f"{more:,} more files")
-        yield f"left out {records} {reason}{': ' if names else ''}{', '.join(names)}"
+            names.append(counted(more, "more file"))
+        yield f"left out {counted(count, 'record')} {reason}{': ' if names else ''}{', '.join(names)}"
 
 
 def _tokenizer(profile: Profile, summary: Mapping[str, Any]) -> Iterator[str]:

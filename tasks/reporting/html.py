@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 
 NOWRAP_LENGTH = 12  # characters of a table cell that is not wrapped, and of a word that is not broken
+INTERVAL = re.compile(r"[-+]?\d\S*( \w+illion)? (–|to|→|±) .{,20}")  # wrapped only on a phone
 
 
 def page(title: str, description: str, sections: Iterable[str], *, wide: bool = False) -> str:
@@ -53,6 +55,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _cell(text: str) -> str:
     longest = max(map(len, text.split()), default=0)
     name = "short" if len(text) <= NOWRAP_LENGTH else "long" if longest > NOWRAP_LENGTH else ""
+    name = name or "interval" * bool(INTERVAL.fullmatch(text))
     return f"<td{name and f' class={name}'}>{escape(text)}</td>"
 
 

@@ -16,6 +16,7 @@ from tasks.reporting.format import format_count, format_flops
 from tasks.store.backends.folder import FolderBackend
 
 POINTS = 40  # of a line
+N = "N: multiply-adds per token, including the head and attention; a run on D tokens takes 6·N·D FLOPs."
 
 
 def write(path: Path, ladder: Ladder, forecast: Mapping[str, Any]) -> Path:
@@ -40,7 +41,7 @@ def render(ladder: Ladder, forecast: Mapping[str, Any]) -> str:
         [
             html.section("", html.key_figures(figures)),
             html.section("Loss by training compute", _chart(forecast)),
-            html.section("Rungs", _rungs(forecast), *_warnings(forecast)),
+            html.section("Rungs", _rungs(forecast), html.paragraph(N, muted=True), *_warnings(forecast)),
             html.section("Backtest: the largest rungs forecast from the others", _backtest(forecast)),
             html.section("Metrics", _metrics(forecast)),
             html.section("Loss by length, each trained to the end of its schedule", _lengths(forecast)),

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
+from profiles.errors import counted
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.advice import tokens_of_pass, training_tokens
@@ -353,7 +354,7 @@ def _graphs(summary: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
         return [html.paragraph(f"{summary['note']}.", muted=True)]
     failed = f", {summary['failed']:,} failed" if summary["failed"] else ""
     shown = {
-        "compiled": f"{summary['total']:,} graphs in {format_duration(summary['seconds'])}{failed}",
+        "compiled": f"{counted(summary['total'], 'graph')} in {format_duration(summary['seconds'])}{failed}",
         "from the cache": f"{summary['from_cache']:,}",
     }
     compiled_in_training = facts["measured"]["cold_compiles"]

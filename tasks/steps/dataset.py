@@ -22,7 +22,7 @@ from modeling.data.indexed import token_dtype
 from modeling.data.records import RECORD_DTYPE, rows_path
 from modeling.data.sample_order import MAX_PATTERN_LENGTH, quotas
 from profiles import check
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files.state_files import retried
 from profiles.rules import data_sources
 from profiles.schema import Profile
@@ -389,7 +389,7 @@ def _require_text(profile: Profile, plan: DatasetPlan, tokens: Sequence[Artifact
         count = missing + records + row["short"] + row["duplicates"] + row["too_long"]
         share = missing / max(1, count)
         if share > limit:
-            reason = f"{missing:,} of {count:,} records in {row['source']} {problem}"
+            reason = f"{missing:,} of {counted(count, 'record')} in {row['source']} {problem}"
             causes = (shard.summary.get("unusable") for shard in found)
             if cause := next(filter(None, causes), None):  # says what to do
                 raise ProfileError("data.maximum_missing", limit, f"{reason}; the first: {cause}")
@@ -460,7 +460,7 @@ def _require_shares(profile: Profile) -> None:
 
 def _require_records(profile: Profile, total: dict[str, int]) -> None:
     """Reject data without a record to train on, or to evaluate on."""
-    found = f"{total['missing']:,} records cannot be used, {total['too_long']:,} are too long"
+    found = f"{counted(total['missing'], 'record')} cannot be used, {counted(total['too_long'], 'record')} too long"
     if not total["documents"]:
         raise ProfileError("data.sources", None, f"no record to train on: {found}")
     if not total["validation_documents"]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from modeling.data.indexed import map_index, map_tokens, read_header
 from modeling.data.records import Rows, pack_pairs, pack_rows
+from profiles.errors import counted
 from profiles.schema import Profile
 from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
@@ -55,5 +56,5 @@ def describe(summary: Mapping[str, Any]) -> str:
         ("endless", "without the end of an answer in the loss"),
     ):
         if summary.get(name):  # an artifact of an earlier version lacks some
-            parts.append(f"{summary[name]:,} records {reason}")
+            parts.append(f"{counted(summary[name], 'record')} {reason}")
     return ", ".join(parts)

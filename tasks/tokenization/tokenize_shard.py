@@ -15,6 +15,7 @@ import numpy as np
 
 from modeling.data.indexed import MAX_LENGTH, IndexedDatasetBuilder, token_dtype
 from modeling.data.records import RECORD_DTYPE
+from profiles.errors import counted
 from tasks.sources import corpus, duplicates, megatron
 from tasks.sources.formats import long_text, readers, records
 from tasks.sources.formats.columnar import TokenIds
@@ -141,18 +142,20 @@ def _tokenize_records(
         message = "the tokenizer has no token for the chat template's %s; each is split into several"
         log.warning(message, ", ".join(unknown))
     if k == 0 and examples.unused:
-        names = ", ".join(f"{name} ({count:,} records)" for name, count in examples.unused.most_common())
+        names = ", ".join(
+            f"{name} ({counted(count, 'record')})" for name, count in examples.unused.most_common()
+        )
         log.warning("%s: fields that are not used: %s", shard.name, names)
     if examples.endless:
         counts.endless = examples.endless
         log.warning(
-            "%s: in %s records, the loss leaves out the token that ends an answer: the model does not learn to stop; let the "
+            "%s: in %s, the loss leaves out the token that ends an answer: the model does not learn to stop; let the "
             "chat template end each answer with a special token, inside its {%% generation %%} marks if it has any",
             shard.name,
-            f"{counts.endless:,}",
+            counted(counts.endless, "record"),
         )
     if counts.missing:
-        unusable = f"{counts.missing:,} records cannot be used; the first, {first}: {reason}"
+        unusable = f"{counted(counts.missing, 'record')} cannot be used; the first, {first}: {reason}"
         log.warning("%s: %s", shard.name, unusable)
     counts.set_splits(train, validation)
     return counts, reason, dict(examples.unused)

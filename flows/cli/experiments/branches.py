@@ -53,10 +53,12 @@ def _plan(options: argparse.Namespace) -> int:
 def _print_result(console: Console, result: dict[str, Any]) -> None:
     """Print the loss of each length and each average, and the paths of averaged models and the page."""
     console.print()
+    names = [row["run"] for row in result["runs"]] + [row["average"] for row in result["averages"]]
+    width = max(map(len, names))
     for row in result["runs"]:
-        console.print(f"{row['run']:<24}  {row['steps']:>8,} steps  loss {row['validation_loss']:.4f}")
+        console.print(f"{row['run']:<{width}}  {row['steps']:>8,} steps  loss {row['validation_loss']:.4f}")
     for row in result["averages"]:
         count = len(row["members"])
-        console.print(f"{row['average']:<24}  {count:>2} checkpoints  loss {row['validation_loss']:.4f}")
+        console.print(f"{row['average']:<{width}}  {count:>2} checkpoints  loss {row['validation_loss']:.4f}")
         console.print(f"  model: {relative(row['model'])}", soft_wrap=True, markup=False)
     console.print(f"\npage: {relative(result['page'])}", soft_wrap=True, markup=False)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import column_widths, parts_of, print_json, relative, table_console
+from flows.ui.console import column_widths, parts_of, print_json, relative, table_console, waiting
 from profiles.errors import ProfileError
 from tasks.reporting import comparison_page
 from tasks.store.store import Store
@@ -21,7 +21,8 @@ UNFOLDED = 16  # characters of a cell that is whole on any terminal
 
 def run(options: argparse.Namespace) -> int:
     """Print the table and write the page. Raises ProfileError for an unknown run or an unwritable output."""
-    runs, histories = comparison_page.load_runs(Store(options.store), options.runs)
+    with waiting(lambda: "reading the runs"):
+        runs, histories = comparison_page.load_runs(Store(options.store), options.runs)
     try:
         page = comparison_page.write_page(runs, histories, Path(options.output))
     except OSError as error:

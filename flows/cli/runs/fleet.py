@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, print_stderr, relative
+from flows.ui.console import print_json, print_stderr, relative, waiting
 from profiles.errors import ProfileError
 from tasks.fleet.fleet import read_fleet
 from tasks.fleet.page import key_figures, warning_texts, write_page
@@ -16,7 +16,8 @@ from tasks.store.store import Store
 def run(options: argparse.Namespace) -> int:
     """Write the page and print totals and warnings. Raises ProfileError for an invalid store or output."""
     store = Store(options.store).existing()
-    fleet = read_fleet(store)
+    with waiting(lambda: "reading the runs"):
+        fleet = read_fleet(store)
     if not fleet.runs:
         print_stderr(f"warning: no runs in {store.location}")
     try:

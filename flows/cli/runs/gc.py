@@ -7,7 +7,7 @@ import shlex
 from dataclasses import asdict
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, print_table, table_console
+from flows.ui.console import print_json, print_table, table_console, waiting
 from tasks.reporting.format import format_bytes
 from tasks.store.garbage import find_garbage, remove
 from tasks.store.store import Store
@@ -16,9 +16,11 @@ from tasks.store.store import Store
 def run(options: argparse.Namespace) -> int:
     """List garbage; `--yes` removes it. Raises ProfileError for an invalid store or while a run is active."""
     store = Store(options.store).existing()
-    found, notes = find_garbage(store)
+    with waiting(lambda: "looking for what no run refers to"):
+        found, notes = find_garbage(store)
     if options.yes:
-        remove(store, found)
+        with waiting(lambda: "removing it"):
+            remove(store, found)
     if options.json:
         print_json({"garbage": [asdict(each) for each in found], "notes": notes, "removed": options.yes})
         return DONE

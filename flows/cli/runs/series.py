@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, print_table, relative, table_console
+from flows.ui.console import print_json, print_table, relative, table_console, waiting
 from profiles.errors import ProfileError
 from profiles.files.state_files import write
 from tasks.continual import page
@@ -19,7 +19,8 @@ HEADINGS = ("round", "outcome", "new tokens", "replay", "time", "cost")  # losse
 
 def run(options: argparse.Namespace) -> int:
     """Print the rounds and write the page. Raises ProfileError for an unknown series or a bad output."""
-    found = read_series(Store(options.store).existing(), options.name)
+    with waiting(lambda: "reading the rounds"):
+        found = read_series(Store(options.store).existing(), options.name)
     output = Path(options.output)
     try:
         write(output, page.render(found))

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from flows.cli.exit_codes import DONE, FAILED
-from flows.ui.console import print_stderr
+from flows.ui.console import print_stderr, waiting
 from profiles.errors import ProfileError
 from profiles.files import run_files
 from tasks.store.runs import unknown_local_run
@@ -28,8 +28,9 @@ LINK_SECONDS = 5.0  # until a new run is shown
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns the exit code."""
     folder, every = log_folder(options.run, options.store), options.run is None
-    from tensorboard import program
-    from tensorboard.program import TensorBoardServerException
+    with waiting(lambda: "loading TensorBoard"):
+        from tensorboard import program
+        from tensorboard.program import TensorBoardServerException
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     board = program.TensorBoard()

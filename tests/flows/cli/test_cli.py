@@ -226,6 +226,7 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
             "not a valid command; to export a run's latest checkpoint: trainshed convert store/runs/RUN DIR",
         ),
         (["rnu", "tiny"], "nearest valid: run"),
+        (["deploy"], "deploy is not a valid command; to register deployments: trainshed up --register\n"),
         (["run", "tiny", "--overide", "a.b=c"], "usage: trainshed run [OPTIONS] PROFILE\n"),
         (["run", "tiny", "--overide", "a.b=c"], "no option --overide; nearest valid: --set\n"),
         (

@@ -38,9 +38,12 @@ def test_plan_of_a_small_run_has_no_speed_and_warns_of_repeated_data(capsys, mon
     (tmp_path / "text.txt").write_text("word " * 4000)
     few = f"data={{sources: [{{kind: files, path: {tmp_path / 'text.txt'}}}], validation_fraction: 0.2}}"
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["plan", PAIR, *settings("cluster.device=cuda", "cluster.accelerator=h200", few)]) == 0
+    few = ("cluster.device=cuda", "cluster.accelerator=h200", "model.num_hidden_layers=1", few)
+    assert main(["plan", PAIR, *settings(*few)]) == 0
     out = capsys.readouterr().out
     assert "too small to estimate" in out
+    assert "1 layer of 128" in out
+    assert ", 1 node of 2" in out
     assert "tokens/s" not in out
     assert "about 154 passes over the data" in out
     assert "train at most 7 steps" in out

@@ -42,7 +42,7 @@ def test_intervals_contain_noisy_outcomes_and_an_outlier_has_little_effect():
     bad[4] = Observation(bad[4].n, bad[4].d, bad[4].loss * 1.1)  # a run that went wrong
     found = fit(bad, draws=DRAWS)
     assert float(found.law.loss(n, d)) == pytest.approx(truth, rel=0.02)
-    assert "N = 2e+06 and 1e+08 tokens: its loss" in forecasts.outlier_warnings(bad, found)[0]
+    assert "N = 2,000,000 and 100,000,000 tokens: its loss" in forecasts.outlier_warnings(bad, found)[0]
 
 
 def test_outliers_among_many_rungs_are_named_and_do_not_move_the_optimum():
@@ -106,5 +106,5 @@ def test_rungs_whose_gains_grow_with_length_are_too_short():
     assert forecasts.too_short(ladder(0.002)) == []
     falling = [Observation(4e6, d, loss) for d, loss in ((5e5, 3.39), (1e6, 3.05), (2e6, 2.62))]
     (warning,) = forecasts.too_short([*ladder(), *falling])
-    assert "N = 4e+06 are too short" in warning
+    assert "N = 4,000,000 are too short" in warning
     assert "0.340, then 0.430" in warning
