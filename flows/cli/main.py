@@ -124,21 +124,18 @@ def _add_training(commands: Any) -> None:
     _json(chain)
 
     about = "start a new run from another run's checkpoint"
-    example = "trainshed fork tiny@600 colder --set train.learning_rate=1e-4"
+    example = "trainshed fork tiny@600 colder --set train.learning_rate=1e-3"
     fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example, folder="runs")
-    fork.add_argument(
-        "parent", metavar="RUN[@STEP]", help="the run, and the step of its checkpoint (default: latest)"
-    )
+    about = "a run, and a checkpoint's step (default: latest)"
+    fork.add_argument("parent", metavar="RUN[@STEP]", help=about)
     fork.add_argument("name", metavar="NEW", help="name of the new run")
     _overrides(fork)
-    about = (
-        "decay the learning rate to zero over this many steps, then end: a branch of a constant-rate trunk"
-    )
+    about = "decay the learning rate to 0 in STEPS, and end"
     fork.add_argument("--decay", type=integer(1), metavar="STEPS", help=about)
     _store(fork)
     _update(fork)
     fork.set_defaults(dry_run=False, until="", source="")
-    about = "cluster.work_dir of the new run (default: the parent's)"
+    about = "cluster.work_dir (default: the parent's)"
     fork.add_argument("--work-dir", metavar="FOLDER", help=about)
     _json(fork)
 
@@ -195,16 +192,14 @@ def _add_stores(commands: Any) -> None:
     about = "evaluate checkpoints: held-out loss, language-model tasks"
     example = "trainshed evaluate tiny --task hellaswag --limit 100"
     evaluate = _command(commands, "evaluate", "RUN[@STEP]", about, example)
-    evaluate.add_argument(
-        "run", metavar="RUN[@STEP]", help="the run, and the step of one checkpoint (default: all)"
-    )
-    about = "task or group of lm-evaluation-harness (extra lm-eval); repeatable; default: only held-out loss"
+    about = "a run, and one checkpoint's step (default: all)"
+    evaluate.add_argument("run", metavar="RUN[@STEP]", help=about)
+    about = "task of lm-evaluation-harness (extra lm-eval); repeatable; default: only held-out loss"
     evaluate.add_argument("--task", dest="tasks", action="append", default=[], metavar="NAME", help=about)
     evaluate.add_argument("--include", default="", metavar="FOLDER", help="folder with your own task files")
     evaluate.add_argument("--limit", type=integer(1), metavar="N", help="maximum examples per task")
-    evaluate.add_argument(
-        "--follow", action="store_true", help="wait for further checkpoints until the run has ended"
-    )
+    about = "wait for further checkpoints until the run ends"
+    evaluate.add_argument("--follow", action="store_true", help=about)
     _overrides(evaluate)
     _store(evaluate)
     about = "local folder for run folders if the store is on S3, like cluster.work_dir"

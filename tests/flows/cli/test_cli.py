@@ -25,7 +25,7 @@ from tests.tasks.source_files import write_pair
 pytestmark = pytest.mark.slow
 
 TINY = str(resolve.SHIPPED / "tiny.yaml")
-COMMANDS = ("run", "branches", "plan", "up", "convert", "profiles", "compare", "tensorboard", "import-config")
+COMMANDS = re.findall(r"^    (\S+)  ", parser().format_help(), re.M)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,8 @@ def test_help_fits_a_terminal_and_ends_with_an_example_that_works(capsys, monkey
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     example = re.fullmatch(r"example: trainshed (.*?)(    \(.*\))?", lines[-1])
-    parser().parse_args(example[1].split())
+    options = parser().parse_args(example[1].split())
+    resolve.check(resolve.load("tiny", getattr(options, "overrides", ())))  # of `fork`, whose parent is tiny
 
 
 @pytest.mark.parametrize(
