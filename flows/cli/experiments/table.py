@@ -27,13 +27,13 @@ def short(number: float) -> str:
 # Key of a row: title and formatter of its column. Columns without any value are left out.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "mixture": ("mixture, %", str),
-    "from": ("from step", str),
+    "from": ("from step", "{:,}".format),
     "parameters": ("parameters", short),
     "tokens": ("tokens", short),
-    "steps": ("steps", str),
-    "batch": ("batch", str),
+    "steps": ("steps", "{:,}".format),
+    "batch": ("batch", "{:,}".format),
     "learning_rate": ("lr", "{:.2g}".format),
-    "devices": ("devices", str),
+    "devices": ("devices", "{:,}".format),
     "flops": ("FLOPs", short),
     "days": ("time", in_days),
     "price": ("price", "{:,.2f}".format),
