@@ -132,7 +132,7 @@ def _time(fleet: Fleet) -> list[str]:
     legend = "".join(
         f'<span><i class="{name}"></i>{name} {use[name] / total:.1%}</span>'
         for name in CATEGORIES
-        if use[name]
+        if use[name] / total >= 0.0005  # 0.1%
     )
     bar = stacked_bar(use).replace('class="stack"', 'class="stack tall"', 1)
     return [bar, f'<div class="legend">{legend}</div>']

@@ -91,7 +91,7 @@ def _key_figures(profile: Profile, facts: Mapping[str, Any]) -> dict[str, str]:
         "parameters": format_count(facts["plan"]["parameters"]),
         "training tokens": format_count(measured["tokens"]),
         "training time": format_duration(measured["training_seconds"]),
-        "ranks": f"{profile.world_size}",
+        "rank" if profile.world_size == 1 else "ranks": f"{profile.world_size:,}",
     }
     if measured["tokens_per_second"]:
         shown["tokens per second"] = f"{measured['tokens_per_second']:,.0f}"
@@ -281,8 +281,8 @@ def _results(evaluation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _units(profile: Profile) -> tuple[str, str]:
-    """What an evaluation and a dataset count: tokens and documents, or pairs of answers."""
-    return ("pairs", "pairs") if profile.objective.traits.pairs else ("tokens", "documents")
+    """What an evaluation and a dataset count: predicted tokens and documents, or pairs of answers."""
+    return ("pairs", "pairs") if profile.objective.traits.pairs else ("predicted tokens", "documents")
 
 
 def _samples(facts: Mapping[str, Any]) -> list[str]:

@@ -32,7 +32,16 @@ def test_report_is_well_formed_and_complete(page):
     text = "".join(parser.text)
     expected = (
         *("tokenizer", "cached · 4.0 s when first run", "skipped", "from <scratch>", "done · 1:15"),
-        *("7.4000", "user_accuracy", "0.1235", "12,345", "2,735,424", "tensor 2", "& more"),
+        *(
+            "7.4000",
+            "user_accuracy",
+            "0.1235",
+            "predicted tokens",
+            "12,345",
+            "2,735,424",
+            "tensor 2",
+            "& more",
+        ),
         *("0.3 s (60%)", "200%", "768 MiB", "1.44 GiB", "52%", "uncalibrated"),  # parts of a step, planned
         *(
             "604,605 tokens in 681 documents",
