@@ -16,6 +16,7 @@ from typing import Any
 from modeling.supervision.time_account import record_attempt
 from modeling.training.metrics import evaluated, record_event
 from parallel.checkpoint.locations import MARKER
+from profiles.errors import counted
 from profiles.files import retry_policies, run_files, state_files
 from profiles.schema import Profile
 from tasks import failures, keys
@@ -52,7 +53,7 @@ class TrainingStep(Step):
     name = "train"
 
     def title(self, profile: Profile) -> str:
-        return f"train {profile.name}, {profile.train.steps} steps"
+        return f"train {profile.name}, {counted(profile.train.last_step, 'step')}"
 
     def key(self, context: Context) -> str:
         return keys.training(context.run_folder.name, self.identity, context.profile.train)

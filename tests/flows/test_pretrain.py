@@ -390,6 +390,8 @@ def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
     assert [child[step] for step in (1, 2, 3, 4)] == [before[step] for step in (1, 2, 3, 4)]
     assert child[6] != before[6]
     assert len(child) == 8
+    steps = json.loads((store / "runs/child/report.json").read_text())["steps"]
+    assert {each["step"]: each["note"] for each in steps}["checkpoint"] == "init.from is null"
     capsys.readouterr()
     assert main(["runs", "--store", str(store)]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
