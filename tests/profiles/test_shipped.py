@@ -23,6 +23,7 @@ from profiles.huggingface.config import from_config_json
 from profiles.rules.cluster import ACCELERATORS, PLANNED_ONLY
 from profiles.schema import Cluster, Profile
 from profiles.sections.model import Model
+from tasks.reporting.advice import interruption_warnings
 from tests.benchmarks.test_shipped import DOCUMENTED, PAGE
 from tests.profiles.published import NAMES, published
 
@@ -408,6 +409,7 @@ def test_parameters_match_the_table_and_the_plan_fits_with_its_reserve(name):
     assert max(stage.total for stage in planned.stages) <= (1 - planned.reserve) * planned.device_bytes
     assert planned.fits
     assert planned.basis.startswith("uncalibrated, ")
+    assert [*interruption_warnings(profile, planned.step_seconds)] == []
 
 
 def test_documented_topologies_are_those_of_the_profiles():
