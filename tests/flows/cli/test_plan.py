@@ -42,8 +42,8 @@ def test_plan_of_a_small_run_has_no_speed_and_warns_of_repeated_data(capsys, mon
     assert main(["plan", PAIR, *settings(*few)]) == 0
     out = capsys.readouterr().out
     assert "too small to estimate" in out
-    assert "1 layer of 128" in out
-    assert ", 1 node of 2" in out
+    assert "1 layer of 19" in out
+    assert "1 node of 2" in out
     assert "tokens/s" not in out
     assert "about 154 passes over the data" in out
     assert "train at most 7 steps" in out
