@@ -95,7 +95,7 @@ def search(profile: Profile, vary: bool = False) -> tuple[list[Topology], list[R
 
 
 def _order(found: Topology) -> tuple[float, int]:
-    """Its step time to four digits, then its memory: of equally fast ones, the one that needs less is first."""
+    """Step time to four digits, then memory: of equally fast ones, the one that needs less is first."""
     return float(f"{_seconds(found):.4g}"), found.plan.needs
 
 
