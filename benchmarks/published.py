@@ -6,7 +6,7 @@ Trainshed would run it. Five figures of the plans are fitted to the rows of some
 others, HELD_OUT, which `random.Random(0).shuffle` of the sources drew before the first fit. Takes a minute of CPU.
 
 With --search, `trainshed plan --search` looks for a topology of each row's model, batch, precision and devices. What it finds is
-compared with the published topology, both as Trainshed would run them.
+compared with the published topology, both as Trainshed would run them. `--out` keeps these rows.
 
 Exit codes: 0; 1 if the ranges in efficiency.py are not those of the rows, or if a search finds nothing as fast as the published.
 """
@@ -14,15 +14,16 @@ Exit codes: 0; 1 if the ranges in efficiency.py are not those of the rows, or if
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from modeling.models.build import device_of
 from modeling.models.flops import flops_per_token
@@ -203,7 +204,7 @@ def print_summary(rows: Sequence[Compared]) -> None:
         print(f"| {name} | {len(members)} | {ratio:.2f} | {' | '.join(shares)} | {ours:.2f} |")
 
 
-def print_searches(rows: Iterable[Row]) -> bool:
+def print_searches(rows: Iterable[Row], results: Results) -> bool:
     """Search a topology of each row; returns whether each is at least as fast as the published one."""
     print("| published step | devices | found | step | published topology, planned | CPU seconds |")
     print("|---|---:|---|---:|---:|---:|")
@@ -212,9 +213,9 @@ def print_searches(rows: Iterable[Row]) -> bool:
     for row in rows:
         theirs = _seconds(plan(resolve_auto(row.profile)))
         profile = resolve.load(row.base, row.settings)
-        begun = time.process_time()
+        begun = _cpu_seconds()
         best = search(profile, vary=True)[0][0]
-        cpu, seconds = time.process_time() - begun, _seconds(best.plan)
+        cpu, seconds = _cpu_seconds() - begun, _seconds(best.plan)
         commands.append(row.command)
         as_fast &= seconds <= theirs
         cells = (
@@ -225,9 +226,15 @@ def print_searches(rows: Iterable[Row]) -> bool:
             f"{theirs:.2f} s",
             f"{cpu:.0f}",
         )
-        print(f"| {' | '.join(cells)} |", flush=True)
+        figures = {"seconds": seconds, "published": theirs, "cpu_seconds": cpu}
+        results.add(row.name, f"| {' | '.join(cells)} |", found=best.overrides, **figures)
     print("", *commands, sep="\n")
     return as_fast
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of those that it has started."""
+    return sum(os.times()[:4])
 
 
 def _named(topology: Topology) -> str:
@@ -241,12 +248,13 @@ def _named(topology: Topology) -> str:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, out="published")
     parser.add_argument("--search", nargs="*", metavar="STEP", help=f"default: {' '.join(SEARCHED)}")
-    searched = parser.parse_args().search
-    if searched is not None:
+    options = parser.parse_args()
+    if options.search is not None:
         known = {row.name: row for row in read()}
-        return 0 if print_searches(known[name] for name in searched or SEARCHED) else 1
+        steps = (known[name] for name in options.search or SEARCHED)
+        return 0 if print_searches(steps, Results(options.out)) else 1
     rows = print_rows(read())
     print_summary(rows)
     gpus = [each for each in rows if device_of(each.row.profile).architecture]

@@ -9,6 +9,9 @@ Memory: one chunk × v/t in float32, instead of tokens × v/t in float32 and in 
 program, `chunk_loss`, so the graph is independent of the number of tokens. The code before and after the loop consists of
 programs too (`LossPrograms`).
 
+Each chunk reads and writes the float32 sum dW. If the gradients of all logits need no more memory in 16 bits, GPUs keep them
+instead (`choose_chunks`), and compute dX and dW by one product each, as without chunks.
+
 A soft cap c replaces the logits by c · tanh(z / c) (Gemma 2, arXiv 2408.00118), in float32; their gradient is multiplied by
 1 - (z / c)², with the capped z.
 
@@ -66,6 +69,27 @@ def chunk_tokens(tokens: int, rows: int, device: Device) -> int:
     return -(-tokens // chunks)
 
 
+class Chunks(NamedTuple):
+    """How `linear_cross_entropy` divides tokens."""
+
+    tokens: int  # of a chunk
+    keep: bool  # whether to keep the gradients of all logits, instead of adding up dW
+
+
+def choose_chunks(tokens: int, weight: Tensor, device: Device) -> Chunks:
+    """The loss's chunks on a device; arguments as for `chunk_tokens`.
+
+    With h columns of the weight, chunks of c tokens need 4h bytes per row for the sum dW, and 8c in float32 for the logits of a
+    chunk and their gradients, which plans count. Kept gradients of T tokens need 2T, and with half the chunk 4c: no more if
+    T ≤ 2 (h + c). Only GPUs keep them: CPUs have chunks that fit their caches, Trainium one program, to compile faster.
+    """
+    chunk = chunk_tokens(tokens, weight.shape[0], device)
+    keeps = weight.is_cuda and weight.requires_grad and weight.element_size() == 2
+    if keeps and tokens <= 2 * (weight.shape[1] + chunk):
+        return Chunks(-(-chunk // 2), True)
+    return Chunks(chunk, False)
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -76,6 +100,7 @@ def linear_cross_entropy(
     vocabulary: int,
     sequence_parallel: bool = False,
     chunk: int | None = None,
+    keep: bool = False,
     programs: LossPrograms | None = None,
     weights: Tensor | None = None,
     soft_cap: float | None = None,
@@ -89,7 +114,8 @@ def linear_cross_entropy(
         axis: tensor axis.
         first: 0-dim tensor, index of this rank's first row.
         vocabulary: v, unpadded.
-        chunk: tokens per chunk; None: `chunk_tokens` for the tensors' device.
+        chunk: tokens per chunk; None: `choose_chunks` for the tensors' device, which then decides on `keep`.
+        keep: whether to keep the gradients of all logits (`choose_chunks`), if the weight is trained.
         programs: compiled versions of this module's functions; None: the functions themselves.
         weights: (b·s), of each token in the sum, without gradient; None: 1.
         soft_cap: of the logits; None: none.
@@ -110,9 +136,10 @@ def linear_cross_entropy(
     if chunk is None:
         kind = x.device.type
         known = devices.resolve(kind) if kind in devices.KINDS else devices.CPU
-        chunk = chunk_tokens(tokens, weight.shape[0], known)
+        chunk, keep = choose_chunks(tokens, weight, known)
     programs = programs or LossPrograms()
     train = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    keep = keep and train and weight.requires_grad
     inputs, head = x.detach(), weight.detach()
     inputs = collectives.all_gather(inputs, axis) if sequence_parallel else inputs  # (b·s, h)
     # Compiled programs accept full chunks only.
@@ -122,16 +149,20 @@ def linear_cross_entropy(
         targets[counted.number :] = IGNORE_INDEX
         weights = None if weights is None else weights[counted.rows]
         tokens = len(counted.rows)
-    grad_x = torch.empty_like(inputs) if train else None
+    grad_x = torch.empty_like(inputs) if train and not keep else None
+    kept = head.new_empty(tokens, len(head)) if keep else None
     # A frozen weight needs no gradient, which saves its product.
-    total, grad_weight = programs.begin(head, train and weight.requires_grad)
+    total, grad_weight = programs.begin(head, train and weight.requires_grad and not keep)
     capped = {} if soft_cap is None else {"soft_cap": soft_cap}
     for start in range(0, tokens, chunk):
         rows = slice(start, start + chunk)
-        gradients = None if grad_x is None else (grad_x[rows], grad_weight)
+        summed = None if grad_x is None else (grad_x[rows], grad_weight)
+        gradients = summed if kept is None else kept[rows]
         part = (inputs[rows], head, targets[rows], total, gradients, axis, first, vocabulary)
         weighted = () if weights is None else (weights[rows],)
         total = programs.chunk(*part, *weighted, **capped)
+    if kept is not None:
+        grad_x, grad_weight = programs.products(kept, inputs, head)
     if grad_x is None:
         return total
     grad_x = grad_x if counted is None else counted.restore(grad_x)  # (b·s, h)
@@ -218,7 +249,7 @@ def chunk_loss(
     weight: Tensor,
     targets: Tensor,
     total: Tensor,
-    gradients: tuple[Tensor, Tensor | None] | None,
+    gradients: tuple[Tensor, Tensor | None] | Tensor | None,
     axis: Axis,
     first: Tensor,
     vocabulary: int,
@@ -230,7 +261,7 @@ def chunk_loss(
     Args:
         total: 0-dim sum of earlier chunks.
         gradients: the chunk's rows of dX (c, h), written, and dW (ceil(v/t), h) in float32, added to, or None
-            for a frozen weight; None in evaluation.
+            for a frozen weight; or the kept gradients of its logits (c, ceil(v/t)), written; None in evaluation.
     """
     train = gradients is not None
     logits = _logits(x, weight, soft_cap)
@@ -239,8 +270,16 @@ def chunk_loss(
     del logits  # its memory is free for the products
     if gradients is not None and grad_logits is not None:
         grad_logits = grad_logits if slope is None else grad_logits.mul_(slope)
-        _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, weights, *gradients)
+        if isinstance(gradients, Tensor):
+            gradients.copy_(grad_logits.mul_(_factors(targets, weights, grad_logits)))
+        else:
+            _chunk_backward(grad_logits.to(weight.dtype), x, weight, targets, weights, *gradients)
     return total + (losses if weights is None else losses * weights).sum()
+
+
+def multiply_gradients(kept: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """dX and dW of the kept gradients of all logits."""
+    return multiply(kept, weight), multiply(kept.t(), x)
 
 
 @torch.no_grad()
@@ -301,6 +340,7 @@ class LossPrograms(NamedTuple):
 
     chunk: ChunkLoss = chunk_loss
     tokens: Callable[..., Tensor] = chunk_token_losses
+    products: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = multiply_gradients
     join: Callable[[Sequence[Tensor]], Tensor] = join
     begin: Callable[[Tensor, bool], tuple[Tensor, Tensor | None]] = begin_sums
     convert: Callable[[Tensor, torch.dtype], Tensor] = convert
@@ -328,8 +368,11 @@ def _logits_loss(
     at_target = logits.gather(1, columns)[:, 0].where(local, 0)  # (c)
     fused = becomes_one_kernel(logits)
     if axis.size == 1 and fused:
-        log_sum = logits.logsumexp(1)
-        probability = (logits - log_sum[:, None]).exp()
+        # `logsumexp` takes two passes over the logits; inductor replaces these operators by one.
+        highest = logits.amax(1, keepdim=True)
+        exponentials = (logits - highest).exp()
+        sums = exponentials.sum(1, keepdim=True)
+        log_sum, probability = (highest + sums.log())[:, 0], exponentials / sums
     elif axis.size == 1:
         highest = logits.amax(1)
         probability = torch.softmax(logits, 1)
@@ -360,14 +403,16 @@ def _chunk_backward(
 ) -> None:
     """Write a chunk's grad_x and add its contribution to grad_weight, if there is one."""
     # Ignored targets are masked in (chunk, h), which is cheaper than in (chunk, v/t).
-    counted = (targets != IGNORE_INDEX)[:, None].to(x.dtype)  # (chunk, 1)
-    if weights is not None:
-        counted = counted * weights[:, None].to(x.dtype)
-    torch.mul(multiply(grad_logits, weight), counted, out=grad_x)
-    if grad_weight is None:
-        return
-    x = x * counted
-    add_product(grad_weight, grad_logits.t(), x)
+    factors = _factors(targets, weights, x)
+    torch.mul(multiply(grad_logits, weight), factors, out=grad_x)
+    if grad_weight is not None:
+        add_product(grad_weight, grad_logits.t(), x * factors)
+
+
+def _factors(targets: Tensor, weights: Tensor | None, like: Tensor) -> Tensor:
+    """Weights (c, 1) of tokens in the sum, 0 for ignored targets."""
+    counted = (targets != IGNORE_INDEX)[:, None].to(like.dtype)
+    return counted if weights is None else counted * weights[:, None].to(like.dtype)
 
 
 def _padding(logits: Tensor, first: Tensor, vocabulary: int) -> Tensor:

@@ -46,7 +46,7 @@ from parallel.experts.dropless import routed_experts
 from parallel.experts.layer import MixtureOfExperts
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
 from parallel.logits import soft_capped
-from parallel.loss import LossPrograms, chunk_tokens, linear_cross_entropy
+from parallel.loss import LossPrograms, choose_chunks, chunk_tokens, linear_cross_entropy
 from parallel.mesh import Axis
 from parallel.optimizer.adamw import AdamW, Update, adamw, update
 from parallel.optimizer.arithmetic import Arithmetic
@@ -201,6 +201,7 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
 
     def run(x: Tensor, weight: Tensor) -> list[Tensor]:
         x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        chunk, keep = choose_chunks(_microbatch(profile), weight, device_of(profile))
         loss = linear_cross_entropy(
             x,
             weight,
@@ -208,7 +209,8 @@ def loss_errors(profile: Profile, device: torch.device) -> Errors:
             ONE,
             first=torch.zeros((), dtype=torch.int64, device=x.device),
             vocabulary=rows,
-            chunk=tokens,
+            chunk=chunk,
+            keep=keep,
             programs=programs,
             soft_cap=profile.model.final_logit_softcapping,
         )
@@ -437,6 +439,11 @@ def _sequence(profile: Profile) -> int:
 
 
 def _loss_tokens(profile: Profile) -> int:
-    """Tokens of a chunk of the loss."""
+    """Tokens of a chunk of the loss that adds up the head's gradient."""
     rows = -(-profile.model.vocab_size // profile.parallel.tensor)
-    return chunk_tokens(profile.micro_batch_rows * _sequence(profile), rows, device_of(profile))
+    return chunk_tokens(_microbatch(profile), rows, device_of(profile))
+
+
+def _microbatch(profile: Profile) -> int:
+    """Tokens of a context rank's microbatch."""
+    return profile.micro_batch_rows * _sequence(profile)

@@ -39,7 +39,7 @@ from parallel.attention.maxima import ScoreMaxima, larger
 from parallel.experts.layer import MixtureOfExperts
 from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.layers.tied import TiedWeight, add
-from parallel.loss import LossPrograms, chunk_loss, chunk_token_losses
+from parallel.loss import LossPrograms, chunk_loss, chunk_token_losses, multiply_gradients
 from parallel.optimizer.arithmetic import Compile
 from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
@@ -113,9 +113,9 @@ def compile_regions(model: LanguageModel, kind: str, backend: Callable[[str], Ba
                 setattr(model, name, torch.compile(getattr(model, name), backend=backend(region), **OPTIONS))
     if model.last:
         compile_loss = partial(torch.compile, backend=backend("loss"), **OPTIONS)
-        programs = LossPrograms(compile_loss(chunk_loss), compile_loss(chunk_token_losses))
+        programs = LossPrograms(*map(compile_loss, (chunk_loss, chunk_token_losses, multiply_gradients)))
         if compile := function_compiler(kind, backend):
-            programs = LossPrograms(*programs[:2], *(compile(program) for program in programs[2:]))
+            programs = LossPrograms(*programs[:3], *(compile(program) for program in programs[3:]))
             if model.first and model.model.tie_word_embeddings and model.embedding.weight.requires_grad:
                 model.tied = TiedWeight(model.embedding.weight, compile(add))
         model.loss_programs = programs

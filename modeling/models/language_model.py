@@ -28,7 +28,7 @@ from parallel.layers.norms import CenteredNorm, UnitOffsetNorm
 from parallel.layers.products import EXACT, Products
 from parallel.layers.tied import TiedWeight
 from parallel.layout import Initializer, Placement
-from parallel.loss import LossPrograms, chunk_tokens, token_cross_entropy
+from parallel.loss import Chunks, LossPrograms, choose_chunks, chunk_tokens, token_cross_entropy
 from parallel.optimizer.fsdp import Unit
 from parallel.random import Keys, local_keys, token_keys
 from profiles.sections.base import required
@@ -316,8 +316,10 @@ class LanguageModel(nn.Module):
         Args:
             weights: (b, s/c), weight of each token in the sum; None: 1.
         """
+        chunk, keep = self.loss_chunks(targets.numel())
         weights = None if weights is None else weights.flatten()
-        return linear_cross_entropy(**self._loss_arguments(x, targets), weights=weights)
+        arguments = self._loss_arguments(x, targets)
+        return linear_cross_entropy(**arguments, weights=weights, chunk=chunk, keep=keep)
 
     def losses_ahead(self, x: Tensor, targets: Tensor) -> Iterator[Tensor]:
         """`loss` of the model and of each module for multi-token prediction, at increasing distances.
@@ -331,20 +333,21 @@ class LanguageModel(nn.Module):
 
     def token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy (b, s/c) of each token, without gradient; arguments as for `loss`."""
-        return token_cross_entropy(**self._loss_arguments(x, targets)).view(targets.shape)
+        # As with a frozen head, such as the reference model's, so that both run one program.
+        chunk = chunk_tokens(targets.numel(), self.output_embedding().weight.shape[0], self.device)
+        return token_cross_entropy(**self._loss_arguments(x, targets), chunk=chunk).view(targets.shape)
 
     def _loss_arguments(self, x: Tensor, targets: Tensor) -> dict[str, Any]:
         return {
             **self.logits_arguments(x),
             "targets": targets.flatten(),
             "first": self.output_embedding().first,
-            "chunk": self.loss_chunk(targets.numel()),
             "programs": self.loss_programs,
         }
 
-    def loss_chunk(self, tokens: int) -> int:
-        """Tokens per chunk of the loss over this many tokens, b·s/c."""
-        return chunk_tokens(tokens, self.output_embedding().weight.shape[0], self.device)
+    def loss_chunks(self, tokens: int) -> Chunks:
+        """Chunks of the loss over this many tokens, b·s/c."""
+        return choose_chunks(tokens, self.output_embedding().weight, self.device)
 
     def logits_arguments(self, x: Tensor) -> dict[str, Any]:
         """Arguments of the loss and of `full_logits` for the last stage's hidden states x."""

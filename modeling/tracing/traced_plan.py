@@ -113,5 +113,6 @@ def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> P
 def _calls(profile: Profile, stage: LanguageModel, modes: Sequence[str]) -> dict[str, int]:
     """Calls of each region per microbatch on a stage; `modes`: its layers' activation checkpointing."""
     tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
-    chunks = (1 + len(stage.ahead)) * math.ceil(tokens / stage.loss_chunk(tokens)) if stage.last else 0
-    return {**Counter(BLOCKS[mode] for mode in modes), "loss": chunks}
+    losses = 1 + len(stage.ahead) if stage.last else 0
+    chunks = math.ceil(tokens / stage.loss_chunks(tokens).tokens) if losses else 0
+    return {**Counter(BLOCKS[mode] for mode in modes), "loss": losses * chunks}

@@ -1,5 +1,7 @@
 """Vocabulary-parallel cross-entropy against torch's on full logits."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parallel import linear_cross_entropy
 from parallel.device import ACCELERATORS, CPU
-from parallel.loss import LossPrograms, chunk_loss, chunk_tokens, token_cross_entropy
+from parallel.loss import LossPrograms, choose_chunks, chunk_loss, token_cross_entropy
 from parallel.mesh import Axis
 from tests.parallel.replicated import check, shard
 from tests.pool import mesh
@@ -55,6 +57,7 @@ def distances(
     vocabulary: int,
     sequence: bool,
     chunk: int | None,
+    keep: bool,
     gpu: bool,
     soft_cap: float | None,
 ) -> list[float]:
@@ -70,13 +73,14 @@ def distances(
         patch.setattr("parallel.loss.becomes_one_kernel", lambda logits: gpu)
         axis = m.tensor
         rows = -(-vocabulary // degree)
-        options = {"first": torch.tensor(axis.rank * rows), "vocabulary": vocabulary, "soft_cap": soft_cap}
+        options = {"first": torch.tensor(axis.rank * rows), "vocabulary": vocabulary}
+        options |= {"chunk": chunk, "keep": keep, "soft_cap": soft_cap}
 
         ours = x.clone().requires_grad_()
         every = padded(weight, degree).requires_grad_()
         inputs = shard(ours, axis) if sequence else ours
         loss = linear_cross_entropy(
-            inputs, shard(every, axis), targets, axis, sequence_parallel=sequence, chunk=chunk, **options
+            inputs, shard(every, axis), targets, axis, sequence_parallel=sequence, **options
         )
         loss.backward()
         assert every.grad[vocabulary:].eq(0).all(), "padding has no gradient"
@@ -94,6 +98,7 @@ def test_matches_torch_cross_entropy(pool, degree, data):
         "vocabulary": data.draw(st.integers(3 * degree - 2, 17)),
         "sequence": data.draw(st.booleans()) and degree > 1,
         "chunk": data.draw(st.sampled_from([None, 1, 3])),
+        "keep": data.draw(st.booleans()),
         "gpu": data.draw(st.booleans()),
         "soft_cap": data.draw(st.sampled_from([None, 1.5])),
     }
@@ -110,6 +115,7 @@ def one_process(
     vocabulary: int,
     sequence: bool,
     chunk: int | None,
+    keep: bool,
     gpu: bool,
     soft_cap: float | None,
 ) -> None:
@@ -117,7 +123,8 @@ def one_process(
     ours, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("parallel.loss.becomes_one_kernel", lambda logits: gpu)
-        options = {"first": FIRST, "vocabulary": vocabulary, "chunk": chunk, "soft_cap": soft_cap}
+        options = {"first": FIRST, "vocabulary": vocabulary, "soft_cap": soft_cap}
+        options |= {"chunk": chunk, "keep": keep}
         loss = linear_cross_entropy(ours, w, targets, ONE, **options)
     loss.backward()
     expected = exact(x, weight, targets, soft_cap)
@@ -199,24 +206,43 @@ def test_all_chunks_run_one_graph():
     assert len(graphs) == 1
 
 
+@dataclass
+class Weight:
+    """What chunks depend on of a weight; tensors on GPUs need one."""
+
+    shape: tuple[int, int]
+    is_cuda: bool
+    requires_grad: bool = True
+    bytes: int = 2
+
+    def element_size(self) -> int:
+        return self.bytes
+
+
 @pytest.mark.parametrize(
-    ("kind", "rows", "tokens", "chunk"),
+    ("kind", "shape", "tokens", "chunk", "keep"),
     [
-        ("h100", 128256, 8192, 2048),
-        ("h200", 128256 // 8, 8192, 2048),
-        ("trn2", 128256 // 4, 8192, 2048),
-        ("trn2", 128256, 8192, 512),  # 1/64 of the memory
-        ("h100", 128256, 6000, 2000),
-        ("h100", 128256, 512, 512),
+        ("h100", (128256, 4096), 8192, 2048, True),
+        ("h100", (128256, 2048), 8192, 2048, True),
+        ("h100", (128256, 2048), 16384, 2048, False),  # kept gradients would need more memory
+        ("h200", (128256 // 8, 4096), 8192, 2048, True),
+        ("h100", (128256, 4096), 6000, 2000, True),
+        ("trn2", (128256 // 4, 4096), 8192, 2048, False),
+        ("trn2", (128256, 4096), 8192, 512, False),  # 1/64 of the memory
     ],
 )
-def test_chunks_suit_the_device(kind, rows, tokens, chunk):
-    assert chunk_tokens(tokens, rows, ACCELERATORS[kind]) == chunk
+def test_chunks_suit_the_device(kind, shape, tokens, chunk, keep):
+    """GPUs keep the gradients of logits, with smaller chunks, of a weight that is trained in 16 bits."""
+    device = ACCELERATORS[kind]
+    weight = Weight(shape, device.type == "cuda")
+    assert choose_chunks(tokens, weight, device) == (chunk // (1 + keep), keep)
+    for other in (replace(weight, requires_grad=False), replace(weight, bytes=4)):
+        assert choose_chunks(tokens, other, device) == (chunk, False)
 
 
 def test_chunks_on_a_cpu_fit_its_caches():
-    assert chunk_tokens(4096, 16384, CPU) == 512  # 32 MiB of logits
-    assert chunk_tokens(100, 128256, CPU) == 50
+    for tokens, rows, chunk in ((4096, 16384, 512), (100, 128256, 50)):  # 32 MiB of logits
+        assert choose_chunks(tokens, Weight((rows, 8), False), CPU) == (chunk, False)
 
 
 def test_mismatched_shapes_are_rejected():
