@@ -32,7 +32,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -286,5 +285,4 @@ def _lines(grid: torch.Tensor, dims: Sequence[int]) -> Iterator[tuple[int, ...]]
     """Tuples of ranks that differ only along `dims`, in row-major order of the remaining dims."""
     rest = [dim for dim in range(grid.dim()) if dim not in dims]
     flat = grid.permute(*rest, *dims).flatten(len(rest))
-    for index in product(*(range(grid.shape[dim]) for dim in rest)):
-        yield tuple(flat[index].tolist())
+    return map(tuple, flat.reshape(-1, flat.shape[-1]).tolist())

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.planning.operator_costs import Shape, operator_product, operator_volume, tensor_bytes
+from modeling.planning.operator_costs import (
+    Shape,
+    operator_product,
+    operator_volume,
+    tensor_bytes,
+    tensors_in,
+)
 from parallel.attention import delta_rule, kernels
 from parallel.attention.kernels import Kernel
 from parallel.attention.maxima import SCORES
@@ -83,9 +89,8 @@ class Meter(TorchDispatchMode):
                 self.peak, self.live + delta_rule.scratch_bytes(k, v, decay, inputs[-1], backward)
             )
         results = _shaped(function, inputs, named or {})
-        for result in tree_leaves(results):
-            if isinstance(result, Tensor):
-                self._allocate(result)
+        for result in tensors_in(results):
+            self._allocate(result)
         product = operator_product(function, inputs, results)
         volume = operator_volume(function, inputs, self._sizes)
         if product:
