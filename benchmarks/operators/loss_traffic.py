@@ -1,4 +1,4 @@
-"""Estimate the time of the loss with its projection on an H100 from its FLOPs and memory traffic, without a GPU.
+"""Estimate the loss's time on an H100 from its FLOPs and memory traffic, without a GPU.
 
 Bytes are of bf16 logits L (tokens × v) and of the projection's weight E (v × h). Products take their FLOPs at the measured speed,
 and hide their own traffic, except that for a float32 sum. All other passes over memory take their bytes at the measured
