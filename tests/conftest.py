@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -32,6 +33,9 @@ for _name in ("PREFECT_API_URL", "PREFECT_PROFILE"):
     os.environ.pop(_name, None)
 # Of all local servers that tests start, instead of one generated for each home.
 os.environ["PREFECT_API_AUTH_STRING"] = "tests:password"
+
+# A script ignores Ctrl-C in what it starts in the background, such as `make test &`, and so would these processes and theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Otherwise inductor compiles a probe for every instruction set in each process, and loads it in another one: 9 s of CPU.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"

@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -108,7 +109,11 @@ class Debian:
         return ["chroot", f"--userspec={user}:{user}", "--groups=", str(self.root), *place, *arguments]
 
     def restrict(self) -> None:
-        """Called in the child before a command: the machine's cores and memory."""
+        """Called in the child before a command: the machine's cores and memory, and Ctrl-C ends it.
+
+        A script ignores Ctrl-C in what it starts in the background, such as `make test-machines &`.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self.machine.cores:
             os.sched_setaffinity(0, list(os.sched_getaffinity(0))[: self.machine.cores])
         if self.machine.gigabytes:

@@ -72,6 +72,7 @@ def test_merged_collectives_and_products_give_the_same_numbers(pool):
 def test_link_to_a_cache_with_a_space_in_its_path_is_shared_and_private(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setattr(torch, "__file__", "/torch/__init__.py")  # a path without a space
 
     def link(name: str = "a cache") -> Path:
         Inductor("cpu").use_cache(tmp_path / name)
