@@ -9,7 +9,7 @@ name, more than 60 seconds, and other results (losses of `run` and `evaluate`, f
 printed and make the exit code 1.
 
 With `--sample`, each file and damage is tried with one command, in turn, so that every file, every damage and every command is
-tried.
+tried. An interrupted benchmark continues with `--resume`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.results import Results
+from benchmarks.harness.results import Results, read
 from benchmarks.harness.timing import make_parser
 from flows.cli.main import main as command
 from parallel.checkpoint import locations
@@ -287,6 +287,14 @@ def _drop_capabilities() -> None:
     ctypes.CDLL(None).capset(ctypes.byref(header), ctypes.byref(nothing))
 
 
+def undamaged_results(folder: Path, name: str) -> Any:
+    """What damage may not change of a command's results."""
+    found: Attempt = call_in_child(attempt, folder, name)
+    if found.code:
+        raise SystemExit(f"{name} fails without damage\n{found.errors}{found.details}")
+    return found.results
+
+
 def judge(folder: Path, file: str, name: str, expected: Any) -> tuple[str, str]:
     """Run a command on a damaged store; returns its outcome, and details of a finding."""
     try:
@@ -349,6 +357,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--damages", nargs="+", choices=DAMAGES, default=[*DAMAGES])
     parser.add_argument("--files", default="", help="only files whose path contains this text")
     parser.add_argument("--sample", action="store_true", help="one command for each file and damage, in turn")
+    text = "run only cases that --out lacks, or has as findings; of others, its outcomes are counted"
+    parser.add_argument("--resume", action="store_true", help=text)
     return parser.parse_args(arguments)
 
 
@@ -391,6 +401,7 @@ def copied(store: Path, copy: Path) -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     options, console = parse(arguments), Console(highlight=False)
     kept = Results(options.out)
+    done = {row["row"]: row["outcome"] for row in read(options.out)} if options.resume else {}
     outcomes: Counter[tuple[str, str]] = Counter()  # of a command and an outcome
     begun, findings = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as name:
@@ -402,20 +413,20 @@ def main(arguments: list[str] | None = None) -> int:
         chosen, copy = cases(base / "store", options), base / "copy"
         expected: dict[str, Any] = {}  # results of each command without damage
         for file, damage, each in chosen:
-            if each not in expected:
+            row = f"{each}, {file} {damage}"
+            outcome, details = done.get(row, "NEW"), ""
+            if outcome.isupper():
+                if each not in expected:
+                    with copied(base / "store", copy):
+                        expected[each] = undamaged_results(copy, each)
                 with copied(base / "store", copy):
-                    undamaged: Attempt = call_in_child(attempt, copy, each)
-                if undamaged.code:
-                    raise SystemExit(f"{each} fails without damage\n{undamaged.errors}{undamaged.details}")
-                expected[each] = undamaged.results
-            with copied(base / "store", copy):
-                DAMAGES[damage](copy / "store" / file)
-                outcome, details = judge(copy, file, each, expected[each])
+                    DAMAGES[damage](copy / "store" / file)
+                    outcome, details = judge(copy, file, each, expected[each])
+                kept.append({"row": row, "outcome": outcome})
             outcomes[each, outcome] += 1
-            kept.append({"row": f"{each}, {file} {damage}", "outcome": outcome})
             if outcome.isupper():
                 findings += 1
-                console.print(f"{outcome}: {each}, {file} {damage}\n{details}", markup=False)
+                console.print(f"{outcome}: {row}\n{details}", markup=False)
     console.print(table(outcomes))
     times = os.times()
     cpu = times.user + times.system + times.children_user + times.children_system
