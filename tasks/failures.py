@@ -31,7 +31,8 @@ OUTAGE = re.compile(
     r"LoadFailed: |SaveGivenUp: |OSError: \[Errno (?!12\])|RuntimeError: rank 0: OSError\((?!12\b)\d"
 )  # 12: memory
 # As the operating system reports it. s3fs raises PermissionError without a number, also for expired credentials, which may be
-# renewed later.
+# renewed later. On the file system of a cluster, a server that restarts may deny access for a moment, so that it counts as any
+# other failure there.
 DENIED = re.compile(r"PermissionError\(13,")
 # Errors of the flow that are not: they would persist.
 PERSISTENT = (
@@ -59,8 +60,10 @@ def classify(profile: Profile, failure: JobFailed) -> JobFailed:
         cause = f"{HUNG}; the stacks of all ranks are in logs/stacks of the run folder"
         return _as(JobFailed, failure, cause)
     if reasons and OUTAGE.match(": ".join(reasons[-1])):
-        denied = DENIED.search(reasons[-1][1])  # would persist, unlike an outage
-        return _as(FatalError if denied else Unavailable, failure, reasons[-1][1])
+        kind: type[JobFailed] = Unavailable
+        if DENIED.search(reasons[-1][1]):
+            kind = FatalError if profile.cluster.launcher == "local" else JobFailed
+        return _as(kind, failure, reasons[-1][1])
     if reasons and reasons[-1][0] == "StaleAttempt":
         return _as(JobFailed, failure, reasons[-1][1])
     # The system's out-of-memory messages count only if no rank reported another cause.
