@@ -29,8 +29,11 @@ def _require_last(folder: Path, latest: int, steps: int | None) -> None:
     """Raise ProfileError if a finished run lacks its last checkpoint: an earlier one would be exported."""
     if steps is None or latest >= steps:
         return
-    report, row = state_files.read_json(folder / run_files.REPORT_JSON), runs.last_training_row(folder)
-    if report is not None and is_finished(report, row["step"] if row else None, steps):
+    report, alerts = (
+        state_files.read_json(folder / file) for file in (run_files.REPORT_JSON, run_files.ALERTS)
+    )
+    row = runs.last_training_row(folder)
+    if is_finished(report, alerts, row["step"] if row else None, steps):
         missing = folder / run_files.checkpoint(steps)
         reason = (
             f"is finished, but {missing} is missing or incomplete; start the run again, which makes it again"

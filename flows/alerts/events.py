@@ -66,10 +66,13 @@ class RunAlerts:
             self._save()
 
     def finish(self) -> None:
-        """Emit the remaining events, and "finished" unless it was emitted before; alerts never fail a run."""
+        """Emit the remaining events, and "finished" unless it was emitted before; alerts never fail a run.
+
+        A flow that ends with an earlier step (`--until`) has not finished the run.
+        """
         self.update_last()
-        steps = self._profile.train.steps
-        if self._state["steps"] != steps:
+        steps = self._profile.train.last_step
+        if self._state["steps"] != steps and self._state.get("checkpoint", 0) >= steps:
             self._state["steps"] = steps
             self._emit("finished", f"finished after {steps:,} steps", step=steps)
             self._save()

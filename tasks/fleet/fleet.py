@@ -16,7 +16,8 @@ from typing import Any
 
 import orjson
 
-from profiles.files import state_files
+from parallel.checkpoint.locations import MARKER
+from profiles.files import run_files, state_files
 from tasks.fleet.goodput import CATEGORIES, STARTED, WAITING, TimeUse, time_use
 from tasks.fleet.run_summary import FILES, RunSummary, read_summary
 from tasks.reporting.outcome import AFTER_TRAINING
@@ -29,7 +30,7 @@ from tasks.store.store import Store
 log = logging.getLogger(__name__)
 
 CACHE = "fleet.json"  # in the store's local cache
-VERSION = 4  # of its contents
+VERSION = 5  # of its contents
 RANK = re.compile(r"\brank (\d+)(?: on ([^\s:;,]+))?")  # in reasons; some launchers name no node
 NODE_FAILURES = 3  # failures at which a node appears in the warnings
 ACTIVE = ("running", "queued")
@@ -260,7 +261,8 @@ def _changed(entries: Mapping[str, FileInfo]) -> float:
 def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse, str | None]:
     """State, time and failed step of a run.
 
-    Queries the lock only if its files do not show that it is finished: most flows end with a report.
+    Queries the lock only if its files do not show that it is finished: most flows end with a report. A run that has lost its last
+    checkpoint since would train its last steps again.
     """
     ended = time_use(summary.attempts, summary.events, summary.last)
     rows = [*reversed(summary.attempts), *summary.events]  # of equal times, `max` takes the first
@@ -270,6 +272,10 @@ def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse,
     if REPLACED.search(summary.name):
         return "replaced", ended, None
     finished = summary.finished and failed_step != "train" and latest not in WAITING
+    if finished and summary.steps is not None:
+        marker = f"runs/{summary.name}/{run_files.checkpoint(summary.steps)}/{MARKER}"
+        if store.backend.read_ranges(marker, [(0, 1)]) == [b""]:
+            finished, failed_step = False, None  # a step that failed has succeeded since
     if finished and summary.reported:
         return "finished", ended, None
     if activities.holder(store, "run", summary.name):

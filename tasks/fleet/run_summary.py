@@ -33,6 +33,7 @@ FILES = (
     run_files.IDENTITY,
     run_files.REPORT,
     run_files.REPORT_JSON,
+    run_files.ALERTS,
 )
 POINTS = 48  # in a loss curve
 TAIL = 64 << 10  # bytes at the end of metrics.jsonl that are searched for the last evaluation
@@ -99,7 +100,8 @@ def read_summary(backend: Backend, name: str, entries: Mapping[str, FileInfo]) -
         summary.validation_loss = _finite(evaluation["validation_loss"])
     _add_metrics(summary, reader, finished=summary.steps if evaluation else None)
     last = summary.last["step"] if summary.last else None
-    summary.reported, summary.finished = report is not None, is_finished(report, last, summary.steps)
+    alerts = reader.json(run_files.ALERTS) if report is None else None
+    summary.reported, summary.finished = report is not None, is_finished(report, alerts, last, summary.steps)
     return summary
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel.checkpoint.locations import Location, complete_checkpoints
 from profiles.errors import ProfileError, format_value
-from profiles.files import run_files
+from profiles.files import run_files, state_files
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart
@@ -30,7 +31,8 @@ from tasks.store.runs import existing_run, load_profile, read_events, unknown_lo
 from tasks.store.store import Store
 
 UNKNOWN = "–"
-FILES = (run_files.PROFILE, run_files.METRICS, run_files.EVENTS, run_files.REPORT_JSON)  # that are read
+# That are read.
+FILES = (run_files.PROFILE, run_files.METRICS, run_files.EVENTS, run_files.REPORT_JSON, run_files.ALERTS)
 RESULTS: dict[str, tuple[str, Callable[[Any], str]]] = {  # row: (key of `load_runs`, formatter)
     "state": ("state", str),
     "parameters": ("parameters", format_count),
@@ -56,7 +58,7 @@ def load_runs(store: Store, names: Sequence[str]) -> tuple[list[dict[str, Any]],
     """
     with tempfile.TemporaryDirectory() as copies:
         found = [_find_folder(store, name, Path(copies)) for name in names]
-        histories = [History.read(folder) for folder, _ in found]
+        histories = [History.read(folder) for folder, *_ in found]
         runs = [_load_run(*run, history) for run, history in zip(found, histories, strict=True)]
     return runs, histories
 
@@ -121,18 +123,18 @@ def write_page(
     return path
 
 
-def _find_folder(store: Store, name: str, copies: Path) -> tuple[Path, str]:
-    """Folder with a run's files, copied to `copies` from a remote store, and the run's path or URI."""
+def _find_folder(store: Store, name: str, copies: Path) -> tuple[Path, str, Location]:
+    """Folder with a run's files, copied to `copies` from a remote store; the run's path or URI; its checkpoints."""
     if store.is_remote and "/" not in name:
         return _copy(store, existing_run(store.existing(), "run", name).name, copies / name)
     folder = Path(name) if "/" in name else store.existing().work_dir / "runs" / name
-    if (folder / run_files.PROFILE).is_file():
-        return folder, str(folder)
+    if state_files.is_file(folder / run_files.PROFILE):
+        return folder, str(folder), folder / run_files.CHECKPOINTS
     raise unknown_local_run("run", name, folder.parent)
 
 
-def _copy(store: Store, name: str, folder: Path) -> tuple[Path, str]:
-    """Copy the files of a run of a remote store; returns the folder and where they come from."""
+def _copy(store: Store, name: str, folder: Path) -> tuple[Path, str, Location]:
+    """Copy the files of a run of a remote store; result as of `_find_folder`."""
     run = f"runs/{name}"
 
     def changed(backend: Backend) -> float:
@@ -144,12 +146,12 @@ def _copy(store: Store, name: str, folder: Path) -> tuple[Path, str]:
     for file in FILES:
         if (data := latest.read(f"{run}/{file}")) is not None:
             (folder / file).write_bytes(data)
-    if not (folder / run_files.PROFILE).is_file():
+    if not state_files.is_file(folder / run_files.PROFILE):
         raise unknown_run(store, "run", name)
-    return folder, latest.location(run)
+    return folder, latest.location(run), store.run_folder(name).checkpoints_location
 
 
-def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
+def _load_run(folder: Path, location: str, checkpoints: Location, history: History) -> dict[str, Any]:
     profile = load_profile(folder)
     run: dict[str, Any] = {"run": folder.name, "folder": location, "profile": flat_profile(profile)}
     run |= history.measurements(profile)
@@ -159,8 +161,10 @@ def _load_run(folder: Path, location: str, history: History) -> dict[str, Any]:
     run["state"] = f"at step {history.steps:,} of {profile.train.steps:,}"
     run |= results
     last = history.last["step"] if history.last else None
-    if report is not None and is_finished(report, last, profile.train.steps):
-        run["state"] = "finished"
+    alerts = state_files.read_json(folder / run_files.ALERTS) if report is None else None
+    if is_finished(report, alerts, last, profile.train.steps):
+        saved = profile.train.steps in dict(complete_checkpoints(checkpoints))
+        run["state"] = "finished" if saved else f"{run['state']}, without its checkpoint"
     elif history.steps == profile.train.steps and (failure := latest_failure(read_events(folder))):
         run["state"] = failure["event"]
     return run
@@ -173,10 +177,10 @@ def _read_report(
 
     Without results if it is not of the run's last step.
     """
-    if not (folder / run_files.REPORT_JSON).is_file():
+    if not state_files.is_file(folder / run_files.REPORT_JSON):
         return None, {}
     try:
-        report = json.loads((folder / run_files.REPORT_JSON).read_text())
+        report = json.loads(state_files.contents(folder / run_files.REPORT_JSON))
         results = {"parameters": report["plan"]["parameters"]}
         results["validation_loss"] = report["evaluation"]["validation_loss"]
         if (perplexity := report["evaluation"]["perplexity"]) is not None:

@@ -36,18 +36,23 @@ def final_evaluation(report: Mapping[str, Any], steps: int | None) -> Mapping[st
     return evaluation
 
 
-def is_finished(report: Mapping[str, Any] | None, last: int | None, steps: int | None) -> bool:
+def is_finished(
+    report: Mapping[str, Any] | None, alerts: Mapping[str, Any] | None, last: int | None, steps: int | None
+) -> bool:
     """Whether a run is finished, if no flow is running it and no step has failed since.
 
     Args:
         report: report.json, which a flow writes last; None if there is none: flows that train proxies of a share, or end with an
             earlier step (`--until`), write none.
+        alerts: alerts.json, where a flow that ends without an error records the steps; None if there is none.
         last: step of its last training row; None without one. A run that has lost its last checkpoint trains its last steps
             again, although it has a report of them.
         steps: that it trains.
     """
     trained = last is not None and steps is not None and last >= steps
-    return trained if report is None else (trained or last is None) and bool(final_evaluation(report, steps))
+    if report is None:
+        return trained and (alerts or {}).get("steps") == steps
+    return (trained or last is None) and bool(final_evaluation(report, steps))
 
 
 def latest_failure(events: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

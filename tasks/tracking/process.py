@@ -67,8 +67,10 @@ def catch_up(folder: Path) -> None:
     profile = load(str(folder / run_files.PROFILE))
     if profile.tracking.trackers and (folder / run_files.TRACKERS).is_dir():
         with tracking(profile, folder, labels_of(profile, profile.name, None)) as final_state:
-            report, row = state_files.read_json(folder / run_files.REPORT_JSON), last_training_row(folder)
-            finished = is_finished(report, row["step"] if row else None, profile.train.steps)
+            files = run_files.REPORT_JSON, run_files.ALERTS
+            report, alerts = (state_files.read_json(folder / file) for file in files)
+            row = last_training_row(folder)
+            finished = is_finished(report, alerts, row["step"] if row else None, profile.train.steps)
             final_state.state = "finished" if finished else "stopped"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from flows.cli.exit_codes import DONE
 from flows.ui.console import print_json, print_stderr, print_table, table_console, waiting
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     for view in found:
         if view.summary.problem:
             print_stderr(f"trainshed: {view.summary.problem}")
-    rows = [(_checked(run, files), files) for run in found for files in [stored.get(run.name, _Files())]]
+    rows = [(run, stored.get(run.name, _Files())) for run in found]
     if options.json:
         print_json([run.to_json() | asdict(files) for run, files in rows])
     elif rows:
@@ -75,12 +75,6 @@ def _print(rows: Sequence[tuple[RunView, _Files]]) -> None:
         line += [format_age(time.time() - summary.changed) if summary.changed else ""]
         lines.append([*line, format_bytes(files.bytes), summary.parent or ""])
     print_table(table_console(), titles, lines, left=2, last_left=True)
-
-
-def _checked(run: RunView, files: _Files) -> RunView:
-    """The run; stopped instead of finished if it lacks the checkpoint of its last step."""
-    unsaved = run.state == "finished" and files.checkpoint < (run.summary.steps or 0)
-    return replace(run, state="stopped") if unsaved else run
 
 
 def _step(run: RunView, files: _Files) -> str:

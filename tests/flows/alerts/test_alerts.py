@@ -63,7 +63,8 @@ def live(store: Store) -> None:
     """A run in which everything happens, as recorded by its ranks and its flow."""
     run = store.run_folder("troubled")
     run.path.mkdir(parents=True)
-    with alerts(resolve.load("tiny"), run) as alerting:
+    profile = resolve.load("tiny", ("train.steps=20",))
+    with alerts(profile, run) as alerting:
         record_attempt(run.path, "queued", time=time.time() - QUEUED_SECONDS - 1)
         alerting.update(now=True)
         record_attempt(run.path, "started", job=0)
@@ -78,7 +79,7 @@ def live(store: Store) -> None:
         record_event(run.path, "resumed", step=20, reason="start 2, from the checkpoint of step 20")
         record_event(run.path, "train retried", reason=cause(f"Slurm ended job 7, or {NODE_FAILED}"))
         run.write("checkpoints/step_20/complete.json", b"{}")
-    with alerts(resolve.load("tiny"), run) as alerting:  # the same run again: nothing is new
+    with alerts(profile, run) as alerting:  # the same run again: nothing is new
         alerting.update(now=True)
 
 

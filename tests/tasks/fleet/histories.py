@@ -5,6 +5,7 @@ import json
 from modeling.supervision.time_account import TimeAccount, record_attempt
 from modeling.training.metrics import record_event, truncate
 from tasks.fleet.goodput import CATEGORIES
+from tests.tasks.reporting.run_folders import write_checkpoint
 
 SAVE_EVERY, EVALUATE_EVERY = 3, 4
 
@@ -63,7 +64,7 @@ class SimulatedRun:
         self.step = self.saved
 
     def train(self, seconds, compiling, skipped=False):
-        """Train one step, and evaluate and save where they are due."""
+        """Train one step, of which the last is saved."""
         self.step += 1
         self.wait("repeated" if skipped else "trained", seconds)
         if not skipped:
@@ -79,6 +80,8 @@ class SimulatedRun:
         }
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+        if self.step == self.steps:
+            write_checkpoint(self.folder, self.step)
 
     def evaluate(self, seconds):
         self.account.add("evaluation_seconds", seconds)

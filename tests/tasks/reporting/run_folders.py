@@ -5,7 +5,9 @@ from html.parser import HTMLParser
 
 from tokenizers import Tokenizer, decoders, models
 
+from parallel.checkpoint.locations import MARKER
 from profiles import resolve
+from profiles.files import run_files
 from tasks import report
 from tasks.reporting.outcome import Outcome
 from tests.profiles.pair import PAIR
@@ -59,9 +61,18 @@ def write_run(folder, *overrides, losses=100):
     vocabulary = {"To": 0, " be": 1, " or": 2, " <b>not</b>": 3, "</s>": 4}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="To"))
     tokenizer.decoder = decoders.Fuse()
+    write_checkpoint(folder, losses)
     (folder / "export").mkdir()
     tokenizer.save(str(folder / "export/tokenizer.json"))
     (folder / "export/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+
+
+def write_checkpoint(folder, step):
+    """Write the marker of a complete checkpoint; returns its path."""
+    marker = folder / run_files.checkpoint(step) / MARKER
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.write_text("{}")
+    return marker
 
 
 def write_report(folder):
