@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from profiles import local_paths
 from profiles.check import check, check_start
 from profiles.errors import OVERRIDE_SYNTAX, ProfileError
-from profiles.files import yaml_text
+from profiles.files import state_files, yaml_text
 from profiles.huggingface.config import read_config_json
 from profiles.huggingface.hub import REPOSITORY, config_json
 from profiles.schema import Profile
@@ -96,7 +96,7 @@ def _find(name_or_path: str, folder: Path, key: str) -> Path:
     """The file of a profile, by name or by path relative to a folder."""
     path = folder / Path(name_or_path).expanduser()
     names_file = "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
-    if names_file and path.is_file():
+    if names_file and state_files.is_file(path):
         return path
     if not names_file and name_or_path in _shipped():
         return _shipped()[name_or_path]
@@ -168,11 +168,11 @@ def _on_hardware(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.parent.is_file():
+    if state_files.is_file(path.parent):
         return _on_hardware(path)
     try:
         values = yaml_text.read(path)
-    except (ValueError, OSError) as error:
+    except (ValueError, FileNotFoundError) as error:
         raise ProfileError("profile", str(path), str(error)) from error
     if not isinstance(values, dict):
         raise ProfileError("profile", str(path), "is not a mapping of sections")

@@ -46,7 +46,7 @@ def find(store: Store, profile: Profile) -> dict[str, Any] | None:
         return None
     report = state_files.read_json(context.run_folder / "report.json") or {}
     page = context.run_folder / "report.html"
-    if evaluated is None or not page.exists() or not final_evaluation(report, profile.train.steps):
+    if evaluated is None or not state_files.exists(page) or not final_evaluation(report, profile.train.steps):
         return None
     evaluation = {name: evaluated.summary[name] for name in EVALUATION}
     try:

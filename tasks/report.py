@@ -98,7 +98,7 @@ def write_report(
         "forecast": _forecast(profile, folder, evaluation),
         "evaluations": _evaluations(folder),
         "warnings": _warnings(profile, outcomes, history),
-        "export": str(folder / EXPORT) if (folder / EXPORT).is_dir() else None,
+        "export": str(folder / EXPORT) if state_files.exists(folder / EXPORT) else None,
     }
     return _write(profile, folder, facts, history)
 
@@ -213,19 +213,17 @@ def _tokenizer_file(folder: Path) -> Path | None:
         with contextlib.suppress(FileNotFoundError):
             folders.append(artifacts.path(Artifact(ArtifactId("tokenizer", key))))
     files = (folder / "tokenizer.json" for folder in folders)
-    return next((file for file in files if file.exists()), None)
+    return next(filter(state_files.exists, files), None)
 
 
 def _decode_samples(file: Path | None, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Prompts and continuations up to EOS as text; empty without a tokenizer."""
     if not samples or file is None:
         return []
-    from tokenizers import Tokenizer
+    from tasks.tokenization.tokenizer_files import load, special_token_id
 
-    from tasks.tokenization.tokenizer_files import special_token_id
-
-    tokenizer = Tokenizer.from_file(str(file))
-    named = file.with_name("tokenizer_config.json").exists()
+    tokenizer = load(file.parent)
+    named = state_files.exists(file.with_name("tokenizer_config.json"))
     eos = special_token_id(file.parent, tokenizer, "eos_token") if named else None
     decoded = []
     for sample in samples:

@@ -11,6 +11,7 @@ import fcntl
 import io
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -30,6 +31,20 @@ def failing(*operations: str, path: str, error: int = errno.EIO) -> Fault:
     return lambda operation, at: (
         OSError(error, os.strerror(error), at) if operation in operations and at.endswith(path) else None
     )
+
+
+class AtFirst:
+    """The first two calls of each operation on each path fail; the third `open` reads only half of the file."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, operation: str, path: str) -> OSError | str | None:
+        self._calls[operation, path] += 1
+        number = self._calls[operation, path]
+        if number > 2:
+            return "short" if (operation, number) == ("open", 3) else None
+        return OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
 class Once:

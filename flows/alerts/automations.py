@@ -55,8 +55,10 @@ def read_automation(name: str) -> Automation | None:
     """The automation of this name; None if there is none."""
     try:
         found: Any = Automation.read(name=name)  # typed as a coroutine, which it is in an event loop only
-    except ValueError:
-        return None
+    except ValueError as error:
+        if type(error) is ValueError:  # otherwise an answer that is none of Prefect's
+            return None
+        raise
     automation: Automation = found
     return automation
 

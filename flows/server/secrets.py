@@ -29,10 +29,13 @@ def hub_token(profile: Profile) -> str | None:
         if token := os.environ.get(name, "").strip():
             return token
     from prefect.blocks.system import Secret
+    from prefect.exceptions import ObjectNotFound
 
     try:
         block: Any = Secret.load(HUB_BLOCK)  # outside of an event loop, no coroutine, as its type says
-        secret: str | None = block.get()
-    except ValueError:  # there is no such block
-        return None
+    except ValueError as error:
+        if isinstance(error.__cause__, ObjectNotFound):
+            return None  # there is no such block
+        raise
+    secret: str | None = block.get()
     return secret

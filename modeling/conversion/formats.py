@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.huggingface.config import read_config_json
 from profiles.sections.model import Model
 
@@ -47,7 +48,7 @@ def read(
     from modeling.conversion.nxd import files as nxd_files
 
     model = read_config(config) if config else None
-    if (source / locations.MARKER).is_file():
+    if state_files.is_file(source / locations.MARKER):
         stored_model, dtype = native.describe(source)
         return native.read(source, model or stored_model, dtype if training_dtype else None)
     if shards := nxd_files.find_shards(source):
@@ -59,12 +60,12 @@ def read(
         described = model is None
         if model is None:
             folder = source if source.is_dir() else source.parent
-            if not (folder / "config.json").exists():
+            if not state_files.exists(folder / "config.json"):
                 raise ProfileError("--config", None, f"is required: {folder} has no config.json")
             model = read_config(folder, "SOURCE")
         return huggingface.read(files, model, described=described)
     reason = "is not a checkpoint: no safetensors or .bin, no NxD shards, no complete Trainshed checkpoint"
-    raise ProfileError("SOURCE", str(source), reason if source.exists() else "does not exist")
+    raise ProfileError("SOURCE", str(source), reason if state_files.exists(source) else "does not exist")
 
 
 def read_config(path: Path, option: str = "--config") -> Model:

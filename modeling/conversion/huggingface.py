@@ -40,6 +40,7 @@ from modeling.conversion.weights import (
 )
 from modeling.models import families
 from modeling.models.weight_names import HuggingFaceTensor
+from profiles.files import state_files
 from profiles.huggingface.config import GENERATION_CONFIG, TOKEN_IDS, to_config_json
 from profiles.sections.model import Model
 
@@ -81,18 +82,18 @@ def weight_files(folder: Path) -> list[Path]:
 def _files_of(folder: Path, single: str) -> list[Path]:
     """The files of a format, whose name is `single` if there is only one."""
     index = folder / f"{single}.index.json"
-    if index.is_file():
+    if state_files.is_file(index):
         try:
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
+            names = set(json.loads(state_files.contents(index))["weight_map"].values())
             if any(Path(name).name != name or name in ("", "..") for name in names):
                 raise ValueError("it names a file outside its folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: corrupted: {error}") from error
         files = [folder / name for name in sorted(names)]
-        if single not in names and (folder / single).is_file():
+        if single not in names and state_files.is_file(folder / single):
             _require_equal(folder / single, files, index.name)
         return files
-    return [folder / single] if (folder / single).is_file() else []
+    return [folder / single] if state_files.is_file(folder / single) else []
 
 
 def _require_same_model(used: list[Path], others: list[Path]) -> None:
@@ -385,15 +386,15 @@ def finish(
     dtype = str(max(dtypes, key=dtypes.count)).removeprefix("torch.")
     config = {**to_config_json(weights.model), **_token_ids(source), "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    if source and (path := config_files(source)[1]).is_file():
+    if source and state_files.is_file(path := config_files(source)[1]):
         shutil.copyfile(path, folder / GENERATION_CONFIG)
 
 
 def _token_ids(source: Path | None) -> dict[str, Any]:
     """The token ids of the source's config.json; None if they are unknown."""
-    if source is None or not (path := config_files(source)[0]).is_file():
+    if source is None or not state_files.is_file(path := config_files(source)[0]):
         return dict.fromkeys(TOKEN_IDS)  # if omitted, transformers' defaults would apply
-    config = json.loads(path.read_bytes())
+    config = json.loads(state_files.contents(path))
     return {name: config[name] for name in TOKEN_IDS if name in config}
 
 

@@ -143,7 +143,7 @@ class Progress:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(state_files.contents(path))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 

@@ -26,6 +26,7 @@ from modeling.data.indexed import IndexedError, data_path, map_index, map_tokens
 from modeling.data.replay import Replay
 from modeling.data.sample_order import MixtureSchedule, WindowOrder, stream_seed
 from modeling.data.shard_cache import ShardCache
+from profiles.files import state_files
 
 OPEN_SHARDS = 64  # local shards kept mapped; each has two file descriptors, and processes commonly get 1024
 PREFETCH_SPANS = 2  # spans whose shards are prefetched: the current one and the next
@@ -119,7 +120,7 @@ class Corpus:
             ValueError: corpus.json has another format, or the split is unknown.
         """
         path = Path(folder) / "corpus.json"
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(state_files.contents(path))
         if manifest.get("format") not in FORMATS:
             raise ValueError(f"{path}: format {manifest.get('format')!r} is unknown; expected 1 or 2")
         if split not in ("train", "validation"):

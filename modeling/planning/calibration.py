@@ -24,6 +24,7 @@ from modeling.models.build import device_of
 from modeling.planning.operator_costs import Shape
 from parallel import device as devices
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.schema import Profile
 
 FOLDER = Path("calibration")
@@ -115,8 +116,8 @@ def path_of(accelerator: str, deterministic: bool | None = None) -> Path:
 @lru_cache(maxsize=8)
 def _load(path: Path, _: int) -> Calibration:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(state_files.contents(path))
         return Calibration(**values, path=str(FOLDER / path.name))
-    except (OSError, ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError) as error:
         reason = f"is not a calibration table: {error}; write it again with `python -m modeling.check_device --calibrate`"
         raise ProfileError("calibration", str(path), reason) from error

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     job_log.configure(sys.stdout)
     profile = load(str(options.profile or options.run_folder / run_files.PROFILE))
     graphs, ahead = prepare_cache(profile, options.graphs, options.run_folder)
-    eos = json.loads((options.dataset / "corpus.json").read_text())["eos"]
+    eos = json.loads(state_files.contents(options.dataset / "corpus.json"))["eos"]
     try:
         with Trainer(profile, graphs, ahead=ahead) as trainer:
             load_checkpoint(trainer, options)

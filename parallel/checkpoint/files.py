@@ -22,6 +22,7 @@ from parallel.checkpoint.locations import (
     Location,
     filesystem,
     is_local,
+    read_completely,
     require_file,
     retry_reads,
     sizes,
@@ -114,8 +115,9 @@ class CheckpointFiles:
 
     def read_whole(self, file: str) -> bytes:
         """Contents of a small file, verified if it has a checksum."""
-        require_file(self._files, f"{self.root}/{file}")
-        data = self._read(file, 0, lambda: self._files.cat_file(f"{self.root}/{file}"))
+        path = f"{self.root}/{file}"
+        require_file(self._files, path)
+        data = self._read(file, 0, lambda: read_completely(self._files, path))
         described = self._described.get(file)
         if described and describe(len(data), checksum_table(data)) != described:
             raise CorruptCheckpoint(f"{self.root}/{file}: corrupted: its checksum differs from {MARKER}'s")

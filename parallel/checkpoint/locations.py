@@ -22,6 +22,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,7 +179,15 @@ def retry_reads(path: str, read: Callable[[], T]) -> T:
 def read_file(files: AbstractFileSystem, path: str) -> bytes:
     """Contents of a file, retried as `retry_reads`; raises CorruptCheckpoint as `require_file`."""
     require_file(files, path)
-    return retry_reads(path, lambda: files.cat_file(path))
+    return retry_reads(path, lambda: read_completely(files, path))
+
+
+def read_completely(files: AbstractFileSystem, path: str) -> bytes:
+    """Contents of a file. Raises OSError for a local file if a read is cut short, as a network file system may."""
+    data: bytes = files.cat_file(path)
+    if is_local(files) and len(data) < (size := os.stat(path).st_size):
+        raise OSError(errno.EIO, f"only {len(data)} of {size} bytes could be read", path)
+    return data
 
 
 def require_file(files: AbstractFileSystem, path: str) -> None:
@@ -186,7 +195,13 @@ def require_file(files: AbstractFileSystem, path: str) -> None:
 
     Reading a pipe might never end.
     """
-    if is_local(files) and os.path.lexists(path) and not os.path.isfile(path):
+    if not is_local(files):
+        return
+    try:  # not with os.path.isfile, for which a file whose status cannot be read is none
+        regular = stat.S_ISREG(retry_reads(path, lambda: os.stat(path)).st_mode)
+    except ABSENT:
+        regular = not os.path.lexists(path)
+    if not regular:
         raise CorruptCheckpoint(f"{path}: corrupted: not a regular file")
 
 

@@ -34,7 +34,7 @@ def load_experiment(cls: type[Kind], file: str | Path) -> Kind:
         values = yaml_text.read(path)
     except FileNotFoundError:
         raise ProfileError(kind, str(file), "there is no such file") from None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise ProfileError(kind, str(file), str(error)) from error
     if not isinstance(values, dict):
         raise ProfileError(kind, str(file), "is not a mapping of keys")

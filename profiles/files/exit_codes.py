@@ -36,7 +36,7 @@ def code_of(main: Callable[[], int]) -> int:
     try:
         return main()
     except ValueError as error:  # invalid profile, data or checkpoint
-        if _follows_failed_read(error):
+        if follows_failed_read(error):
             log.exception("failed")
             return 1
         log.exception("rejected")
@@ -54,7 +54,7 @@ def code_of(main: Callable[[], int]) -> int:
         return 1
 
 
-def _follows_failed_read(error: BaseException | None) -> bool:
+def follows_failed_read(error: BaseException | None) -> bool:
     """Whether an error came from an unreadable file or server, so the input may still be valid."""
     while error is not None:
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -4,7 +4,9 @@ After a power failure a file may exist without its contents, and an empty or tru
 `read_json` warns and returns None for a corrupted file: for state that can be rebuilt. For state that cannot, such as a counter
 or a decision, `require_json` raises and names the file; `read_text` leaves it to the caller.
 
-A failed read is not evidence that the file is missing: it is retried, then raised.
+A failed read is not evidence that the file is missing: it is retried, then raised. Readers of other packages take it for a
+missing or corrupted file, and so does a parser that gets only a part of the file. So what they parse comes from `read` or
+`contents`, and what they open themselves from a `local_copy`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import random
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -44,7 +47,7 @@ PERMANENT_CODES = {
         errno.EINVAL,
         errno.EXDEV,
     ),
-    *(errno.ENOTSUP, errno.ENOSYS, errno.EPERM),
+    *(errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.ELOOP, errno.ENXIO),
 }
 
 
@@ -56,13 +59,18 @@ class NotRegularFile(OSError):
     """A pipe or a device is where a file belongs."""
 
 
-def retried(operation: Callable[[], T]) -> T:
+def is_temporary(error: OSError) -> bool:
+    """Whether a retry of a file operation may succeed."""
+    return not isinstance(error, PERMANENT) and error.errno not in PERMANENT_CODES
+
+
+def retried(operation: Callable[[], T], temporary: Callable[[OSError], bool] = is_temporary) -> T:
     """Run an idempotent file operation; possibly temporary OSErrors are retried after DELAYS."""
     for delay in DELAYS:
         try:
             return operation()
         except OSError as error:
-            if isinstance(error, PERMANENT) or error.errno in PERMANENT_CODES:
+            if not temporary(error):
                 raise
             log.info("%s; retrying", error)
         time.sleep(delay * random.uniform(0.5, 1.5))
@@ -137,19 +145,42 @@ def exists(path: Path) -> bool:
 
     Since Python 3.14, `Path.exists`, `is_file` and `is_dir` are False in that case too.
     """
+    return _mode(path) is not None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file. Raises OSError if that is unknown."""
+    return stat.S_ISREG(_mode(path) or 0)
+
+
+def _mode(path: Path) -> int | None:
     try:
-        retried(path.stat)
+        return retried(path.stat).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return None
 
 
 def read(path: Path) -> bytes | None:
     """Contents of a file; None only if it does not exist. Raises OSError if it cannot be read."""
     try:
-        return retried(lambda: _read(path))
+        return contents(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def contents(path: Path) -> bytes:
+    """Contents of a file that must exist. Raises OSError if it cannot be read completely."""
+    return retried(lambda: read_once(path))
+
+
+@contextlib.contextmanager
+def local_copy(folder: Path, suffixes: Collection[str]) -> Iterator[Path]:
+    """A temporary copy of a folder's files with these suffixes during the block, for readers of other packages."""
+    with tempfile.TemporaryDirectory() as name:
+        for path in retried(lambda: [*folder.iterdir()]):
+            if path.suffix in suffixes:
+                Path(name, path.name).write_bytes(contents(path))
+        yield Path(name)
 
 
 def open_file(path: Path, buffering: Literal[-1, 0] = -1) -> io.BufferedReader | io.FileIO:
@@ -242,11 +273,12 @@ def _defect(data: str | bytes) -> str:
     return "not a JSON object" if text.strip("\0 \n") else "empty"
 
 
-def _read(path: Path) -> bytes:
+def read_once(path: Path, limit: int = -1) -> bytes:
+    """Contents of a regular file, at most `limit` bytes if that is given. Raises OSError, also on a short read."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read()
-    if len(data) < size:
+        data = file.read(limit)
+    if len(data) < (size if limit < 0 else min(size, limit)):
         raise OSError(errno.EIO, f"only {len(data)} of {size} bytes could be read", str(path))
     return data
 

@@ -11,13 +11,14 @@ for, are limited before anything is made of them. libyaml, if PyYAML has it, par
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+
+from profiles.files import state_files
 
 EXPONENT = re.compile(r"[-+]?\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+$")
 
@@ -78,15 +79,27 @@ for _first in "123456789":
 def read_bytes(path: Path, limit: int) -> bytes:
     """Contents of a regular file.
 
-    Raises ValueError for other kinds of files and for larger ones, OSError as `open` does.
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: it is of another kind, or larger, or may not be read.
+        OSError: it cannot be read for now.
     """
-    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # a device or a pipe may never end
-        raise ValueError("is not a regular file")
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
+    try:
+        data = state_files.retried(lambda: state_files.read_once(path, limit + 1), _is_outage)
+    except state_files.NotRegularFile as error:  # a device or a pipe may never end
+        raise ValueError(error.strerror) from None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or _is_outage(error):
+            raise
+        raise ValueError(error.strerror or str(error)) from error
     if len(data) > limit:
         raise ValueError(f"has more than {limit:,} bytes, which is not supported")
     return data
+
+
+def _is_outage(error: OSError) -> bool:
+    """Whether a retry may succeed; a file of the user that may not be read is rejected at once."""
+    return state_files.is_temporary(error) and not isinstance(error, PermissionError)
 
 
 def parse(text: str | bytes) -> Any:
@@ -134,7 +147,7 @@ def _parse_section(text: bytes) -> dict[str, Any]:
 
 
 def read(path: Path) -> Any:
-    """Parse a YAML file in UTF-8, with or without a byte order mark. Raises ValueError and OSError."""
+    """Parse a YAML file in UTF-8, with or without a byte order mark. Raises as `read_bytes`."""
     try:
         text = read_bytes(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:

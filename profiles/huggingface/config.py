@@ -77,7 +77,7 @@ def read_config_json(path: Path, key: str, value: str | None = None) -> dict[str
             raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise ProfileError(key, value, f"there is no file {path}") from None
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(key, value, f"cannot be read: {error}") from error
     try:
         return from_config_json(config)

@@ -45,8 +45,6 @@ def read(path: Path) -> dict[str, Any]:
         raise ProfileError("config", str(path), "there is no such file") from None
     except UnicodeDecodeError:
         raise ProfileError("config", str(path), "is not a text file") from None
-    except OSError as error:
-        raise ProfileError("config", str(path), error.strerror or str(error)) from error
     except ValueError as error:
         raise ProfileError("config", str(path), str(error)) from error
     if not isinstance(values, Mapping):

@@ -237,7 +237,7 @@ class SlurmLauncher:
         records: list[dict[str, Any]] = []
         for suffix in suffixes:
             try:
-                record = json.loads((job.folder / f"{job.name}{suffix}.exit.json").read_text())
+                record = json.loads(state_files.contents(job.folder / f"{job.name}{suffix}.exit.json"))
             except (FileNotFoundError, ValueError):
                 return None
             if record["job"] != identifier:

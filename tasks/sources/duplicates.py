@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from profiles.files import state_files
 from tasks import keys
 from tasks.sources.formats import readers
 from tasks.sources.formats.long_text import LongText
@@ -77,7 +78,7 @@ def find(plan: DatasetPlan, store: Store, hashes: dict[int, Artifact]) -> Datase
                 summary = {"counts": [len(n) for n in numbers], "digests": digests}
                 (folder / "shards.json").write_text(json.dumps(summary))
     folder = store.artifacts.path(store.artifacts.expect(id))
-    summary = json.loads((folder / "shards.json").read_text())
+    summary = json.loads(state_files.contents(folder / "shards.json"))
     of_shard: dict[int, str] = dict(zip(comparable(plan), summary["digests"], strict=True))
     drops = tuple(of_shard.get(k, "") for k in range(len(plan.shards)))
     return replace(plan, drops=drops, duplicates=key)
@@ -88,7 +89,7 @@ def dropped_documents(plan: DatasetPlan, store: Store, k: int) -> np.ndarray:
     if plan.duplicates is None or not plan.drops[k]:
         return np.empty(0, np.int64)
     folder = store.artifacts.path(store.artifacts.expect(ArtifactId(DUPLICATES, plan.duplicates)))
-    counts = json.loads((folder / "shards.json").read_text())["counts"]
+    counts = json.loads(state_files.contents(folder / "shards.json"))["counts"]
     rank = comparable(plan).index(k)
     start = sum(counts[:rank])
     numbers: np.ndarray = np.load(folder / "numbers.npy", mmap_mode="r")

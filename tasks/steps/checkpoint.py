@@ -17,6 +17,7 @@ from modeling.conversion.model_settings import NOT_IN_WEIGHTS, STRUCTURE, differ
 from modeling.models.build import partition_layers
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.huggingface.config import GENERATION_CONFIG, to_config_json
 from profiles.schema import Profile
 from profiles.sections.model import Model
@@ -107,10 +108,10 @@ def _generation_config(source: Path, name: str) -> dict[str, Any] | None:
     None if there is none.
     """
     path = (source if source.is_dir() else source.parent) / GENERATION_CONFIG
-    if not path.is_file():
+    if not state_files.is_file(path):
         return None
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(state_files.contents(path))
         if not isinstance(found, dict):
             raise ValueError("it is not a JSON object")
     except ValueError as error:
@@ -125,9 +126,9 @@ def _compare_settings(source: Path, model: Model) -> None:
     """
     from modeling.conversion import native
 
-    if (source / locations.MARKER).is_file():
+    if state_files.is_file(source / locations.MARKER):
         (theirs, _), file = native.describe(source), locations.MARKER
-    elif (source / "config.json").is_file():
+    elif state_files.is_file(source / "config.json"):
         theirs, file = formats.read_config(source), "config.json"
     else:
         return

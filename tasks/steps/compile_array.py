@@ -96,7 +96,7 @@ def _artifact(context: Context, program: Mapping[str, Any]) -> ArtifactId | None
 
 def _entry(work: Path, program: Mapping[str, Any]) -> dict[str, Any]:
     """A program's entry, from its job. Raises FatalError if its node has another compiler."""
-    entry: dict[str, Any] = json.loads(_result(work, program).read_text())
+    entry: dict[str, Any] = json.loads(state_files.contents(_result(work, program)))
     if entry.get("fatal"):
         raise FatalError(f"compile.launcher slurm: {program['name']} was not compiled: {entry['error']}")
     return entry
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # `execute` stops its compile
     profile = load(str(options.work / run_files.PROFILE))
     context = Context(profile, Store(options.store, options.work_dir))
-    order = json.loads(options.programs.read_text())
+    order = json.loads(state_files.contents(options.programs))
     different = _difference(order["compiler"], keys.compiler(profile))
     for program in order["programs"][options.index :: options.of]:
         if different:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,20 +142,22 @@ def copy_tokenizer(
     source = store.artifacts.path(tokenizer)
     for file in source.iterdir():
         if file.name != MANIFEST:
-            shutil.copy2(file, folder / file.name)
+            (folder / file.name).write_bytes(state_files.contents(file))
     loaded, stops = load(source), []
     if profile is not None and profile.objective.traits.reads_records:
         stops = generation.install_template(folder, _trained_template(store, profile, dataset), loaded)
     ids, config = generation.configs(source, loaded, generation_config or {}, stops)
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **ids}, indent=1))
+    path.write_text(json.dumps({**json.loads(state_files.contents(path)), **ids}, indent=1))
     if stops and config["pad_token_id"] is None:
         # Not in config.json, where it would stop the embedding of the token from training.
         config["pad_token_id"] = special_token_id(folder, loaded, "pad_token")
     (folder / GENERATION_CONFIG).write_text(json.dumps(config, indent=1))
     try:
         path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps(typed_tokens(json.loads(path.read_text())), indent=2, ensure_ascii=False))
+        path.write_text(
+            json.dumps(typed_tokens(json.loads(state_files.contents(path))), indent=2, ensure_ascii=False)
+        )
         check_loads(folder)
     except ValueError as error:
         reason = f"the tokenizer {tokenizer.summary.get('source', tokenizer.key)} cannot be exported: {error}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from profiles.files import state_files
 from profiles.huggingface.config import TOKEN_IDS
 from tasks.steps.checkpoint import GENERATION
 from tasks.store.artifacts import Artifact
@@ -38,7 +39,7 @@ def install_template(folder: Path, template: str | None, tokenizer: Tokenizer) -
         template: its source; None: the tokenizer's own, if it has one.
     """
     path = folder / TOKENIZER_CONFIG
-    settings = json.loads(path.read_text())
+    settings = json.loads(state_files.contents(path))
     if template is not None:
         (folder / TEMPLATE).write_text(template)
         settings.pop("chat_template", None)

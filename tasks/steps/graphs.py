@@ -178,7 +178,7 @@ def _trial(context: Context, work: Path) -> dict[str, Any] | None:
     except (JobFailed, TimeoutError) as error:
         note = f"{_reason(error)}: training runs in eager mode"
         return {**summarize([], 0.0), "note": note, "eager": True, "test_again": True}
-    trial = json.loads(output.read_text())
+    trial = json.loads(state_files.contents(output))
     saved = SAVES * trial["training"]
     if trial["compiling"] < saved:
         return None
@@ -213,7 +213,7 @@ def _trace(profile: Profile, work: Path) -> dict[str, Any]:
         shutil.rmtree(cache)
     else:
         cache.rename(prepared)
-    traced: dict[str, Any] = json.loads(output.read_text())
+    traced: dict[str, Any] = json.loads(state_files.contents(output))
     return traced
 
 

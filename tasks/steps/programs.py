@@ -20,6 +20,7 @@ from typing import Any
 from modeling.compilation import compilers
 from modeling.compilation.graph_cache import CACHE
 from modeling.cores import allotted_cores, allotted_memory
+from profiles.files import state_files
 from profiles.schema import Profile
 from tasks import keys
 from tasks.launchers import Job, JobFailed, Launcher, execute
@@ -118,15 +119,19 @@ def compile_program(
                 summary.update(_cost(result))
                 _pack(cache, staging / CACHE)
         except (JobFailed, TimeoutError) as error:
-            reason = json.loads(result.read_text())["error"] if result.exists() else str(error)
+            reason = (
+                json.loads(state_files.contents(result))["error"]
+                if state_files.exists(result)
+                else str(error)
+            )
             return {**entry, **_cost(result), "status": "failed", "error": reason}
     return {**entry, **summary, "status": "compiled"}
 
 
 def _cost(result: Path) -> dict[str, Any]:
-    if not result.exists():
+    if not state_files.exists(result):
         return {"seconds": None, "peak_bytes": None}
-    written = json.loads(result.read_text())
+    written = json.loads(state_files.contents(result))
     return {name: written[name] for name in ("seconds", "peak_bytes")}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.sections.objective import TEMPLATES
 from tasks.tokenization.tokenizer_files import TEMPLATE
 
@@ -63,8 +65,10 @@ def read_template(template: str) -> str:
     if template in NAMED:
         return NAMED[template]
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8-sig")
-    except OSError:
+        return _as_text(state_files.contents(Path(template).expanduser()))
+    except OSError as error:
+        if state_files.is_temporary(error):
+            raise
         reason = "is neither a file nor the name of a chat template"
         raise ProfileError("objective.template", template, reason, list(NAMED)) from None
 
@@ -88,7 +92,7 @@ class ChatTemplate:
         # Here, because processes that tokenize plain text start faster without jinja2.
         from tasks.tokenization.jinja_template import JinjaTemplate
 
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings = json.loads(state_files.contents(folder / "tokenizer_config.json"))
         sources = {"default": source} if source is not None else own_templates(folder)
         if "default" not in sources:
             reason = "is missing: the data has messages, and the tokenizer has no chat template"
@@ -243,12 +247,17 @@ class ChatTemplate:
 
 def own_templates(folder: Path) -> dict[str, str]:
     """The chat templates of a tokenizer's folder by name; without names, the only one is the default."""
-    if (file := folder / TEMPLATE).exists():
-        return {"default": file.read_text()}
-    found = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
+    if (own := state_files.read(folder / TEMPLATE)) is not None:
+        return {"default": _as_text(own)}
+    found = json.loads(state_files.contents(folder / "tokenizer_config.json")).get("chat_template")
     if isinstance(found, list):
         return {entry["name"]: entry["template"] for entry in found}
     return {"default": found} if isinstance(found, str) else {}
+
+
+def _as_text(data: bytes) -> str:
+    """Contents of a file as text, with `\\n` at the end of each line."""
+    return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read()
 
 
 def _as_in_transformers(message: Message) -> dict[str, Any]:

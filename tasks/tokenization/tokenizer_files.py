@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from tasks.tokenization import ranked_files
 
 if TYPE_CHECKING:
@@ -96,15 +97,8 @@ def check_loads(folder: Path) -> None:
 
     Raises OSError if its files cannot be read.
     """
-    # Again, as transformers may not have been able to read a file, or took it for missing; a fault of the tokenizer remains.
-    for last in (False, False, True):
-        try:
-            _check_loads(folder)
-        except Exception:
-            if last:
-                raise
-        else:
-            return
+    with state_files.local_copy(folder, (".json", ".jinja")) as copy:
+        _check_loads(copy)
 
 
 def _check_loads(folder: Path) -> None:
@@ -158,7 +152,7 @@ def typed_tokens(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 def load(folder: Path) -> Tokenizer:
     """Load the tokenizer of an artifact's folder, with truncation and padding disabled."""
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_buffer(state_files.contents(Path(folder) / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -166,13 +160,13 @@ def load(folder: Path) -> Tokenizer:
 
 def has_plain_added_tokens(folder: Path) -> bool:
     """Whether the folder's tokenizer has added tokens that are not special, such as <think>."""
-    state = json.loads((folder / "tokenizer.json").read_text())
+    state = json.loads(state_files.contents(folder / "tokenizer.json"))
     return any(not token["special"] for token in state["added_tokens"])
 
 
 def special_token_id(folder: Path, tokenizer: Tokenizer, name: str) -> int | None:
     """Id of the folder's "eos_token", "bos_token" or "pad_token"; None if it names none."""
-    content = _content(json.loads((folder / "tokenizer_config.json").read_text()).get(name))
+    content = _content(json.loads(state_files.contents(folder / "tokenizer_config.json")).get(name))
     return tokenizer.token_to_id(content) if content else None
 
 

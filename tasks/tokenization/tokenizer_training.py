@@ -22,6 +22,7 @@ import regex
 from tokenizers import models, pre_tokenizers, trainers
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from tasks.sources import corpus
 from tasks.sources.formats import readers
 from tasks.sources.formats.long_text import LongText
@@ -146,7 +147,7 @@ def main(path: str) -> None:
         os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    job = json.loads(Path(path).read_text())
+    job = json.loads(state_files.contents(Path(path)))
     shards = [Shard.from_json(shard) for shard in job["shards"]]
 
     def work() -> None:

@@ -20,7 +20,8 @@ from typing import Any
 from modeling import job_log
 from profiles.arguments import Parser
 from profiles.errors import ProfileError
-from profiles.files.exit_codes import REJECTED
+from profiles.files import state_files
+from profiles.files.exit_codes import REJECTED, follows_failed_read
 from tasks.sources import duplicates
 from tasks.store.store import Store
 from tasks.tokenization.dataset_plan import DatasetPlan
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Read by rayon, the thread pool of both engines.
     os.environ["RAYON_NUM_THREADS"] = str(options.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if options.threads > 1 else "false"
-    plan = DatasetPlan.from_json(json.loads(options.plan.read_text()))
+    plan = DatasetPlan.from_json(json.loads(state_files.contents(options.plan)))
     store = Store(options.store, options.work_dir)
     if options.serve:
         logging.getLogger().addHandler(_LogForwarder())
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             send(_process(operation, plan, store, int(k), options.threads))
         return 0
     try:
-        for k in json.loads(options.shards.read_text())[options.index :: options.of]:
+        for k in json.loads(state_files.contents(options.shards))[options.index :: options.of]:
             OPERATIONS[options.operation](plan, store, k, lambda tokens: None, options.threads)
             log.info(f"{options.operation} {plan.shards[k].name}: done")
     except ValueError as error:  # the profile or a source is rejected
@@ -80,9 +81,9 @@ def answer(work: Callable[[], Any]) -> dict[str, Any]:
         return {"done": work()}
     except ProfileError as error:
         return {"rejected": [error.key, error.value, error.reason, list(error.choices)]}
-    except ValueError as error:
-        return {"corrupted": str(error)}
     except Exception as error:
+        if isinstance(error, ValueError) and not follows_failed_read(error):
+            return {"corrupted": str(error)}
         log.exception("failed")
         return {"failed": f"{type(error).__name__}: {error}"}
 

@@ -32,6 +32,7 @@ from modeling.conversion.choices import NXD_LAYOUTS, NxDLayout
 from modeling.conversion.nxd.layout import Split, TensorSplit
 from modeling.conversion.torch_files import LazyTensor
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.sections.model import Model
 
 FACTOR = re.compile(r"(.+)\.lora_([AB])\.(weight\w*)")
@@ -154,7 +155,7 @@ def _configuration(folder: Path, file: Path) -> tuple[Mapping[str, Any], Path]:
     if isinstance(stored, Mapping):
         return stored, file
     for parent in (folder, *file.parents[:3]):
-        if (path := parent / CONFIG).is_file():
+        if state_files.is_file(path := parent / CONFIG):
             return read_configuration(path), path
     raise ValueError(
         f"{folder}: no lora_config in the shards and no {CONFIG} beside them; rank and alpha are unknown"

@@ -13,6 +13,7 @@ from modeling.conversion.choices import NxDLayout
 from modeling.conversion.nxd import files as nxd_files
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
+from profiles.files import state_files
 
 
 def read_adapters(
@@ -30,12 +31,12 @@ def read_adapters(
         ValueError: a file is rejected or corrupted.
     """
     folder = formats.locate(folder)
-    if (folder / locations.MARKER).is_file():
+    if state_files.is_file(folder / locations.MARKER):
         return TrainedAdapters(folder)
     shards = nxd_files.find_shards(folder) if folder.is_dir() else {}
-    if not shards and not (folder / WEIGHTS).is_file():
+    if not shards and not state_files.is_file(folder / WEIGHTS):
         reason = "has no adapters: no checkpoint of a LoRA run, no NxD shards, no adapter_model.safetensors of PEFT"
-        raise ProfileError(option, str(folder), reason if folder.exists() else "does not exist")
+        raise ProfileError(option, str(folder), reason if state_files.exists(folder) else "does not exist")
     if config is None:
         raise ProfileError(
             "--config", None, "is missing: adapters have no config of the model; name its config.json"

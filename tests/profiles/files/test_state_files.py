@@ -1,12 +1,17 @@
 """State files that lost their contents are named, or count as absent; an unreadable one is neither."""
 
+import io
+import json
 import os
 from pathlib import Path
 
 import pytest
+from fsspec.implementations import local
 
 from modeling.compilation import graph_cache
 from modeling.training import metrics
+from parallel.checkpoint import locations
+from profiles import resolve
 from profiles.files import state_files
 from profiles.files.jsonl import LogFollower
 from tasks.store import runs
@@ -91,3 +96,15 @@ def test_file_whose_status_cannot_be_read_is_not_taken_for_missing(tmp_path, mon
     faults.inject(monkeypatch, tmp_path, faults.failing("stat", "open", path=file))
     with pytest.raises(OSError, match="Input/output error"):
         decide(tmp_path)
+
+
+def test_file_that_is_read_in_part_is_read_again_before_it_is_parsed(tmp_path, monkeypatch):
+    profile, marker = tmp_path / "tiny.yaml", {"step": 1, "files": {"a": {"size": 1}}}
+    profile.write_text("extends: tiny\ntrain: {steps: 7}\n")
+    state_files.write(tmp_path / "step_1/complete.json", json.dumps(marker))
+    monkeypatch.setattr(state_files, "DELAYS", (0.0,) * 3)
+    monkeypatch.setattr(locations, "READ_PAUSES", (0.0,) * 3)
+    faults.inject(monkeypatch, tmp_path, faults.AtFirst())
+    monkeypatch.setattr(local, "open", io.open, False)  # by which fsspec reads local files
+    assert resolve.load(str(profile)).train.steps == 7
+    assert locations.read_marker(tmp_path / "step_1") == marker

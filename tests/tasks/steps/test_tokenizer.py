@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import shutil
 from contextlib import nullcontext
 from itertools import islice
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, models
 
 from profiles import resolve
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from tasks.sources import python_docs
 from tasks.sources.formats import readers
 from tasks.sources.shard import SourceError
@@ -22,7 +24,7 @@ from tasks.store.store import Store
 from tasks.tokenization import tokenizer_files
 from tasks.tokenization.chat_templates import ChatTemplate, own_templates
 from tasks.tokenization.tokenizer_files import EOS, byte_level
-from tests import s3
+from tests import faults, s3
 from tests.hub import TOKEN
 from tests.profiles.pair import PAIR
 
@@ -287,6 +289,18 @@ def test_special_tokens_of_the_source_are_read_and_load_in_transformers(store, f
     assert artifact.summary["eos"] == loaded.eos_token_id == 300
     assert len(loaded) == 600
     assert "auto_map" not in (path / "tokenizer_config.json").read_text()
+
+
+def test_exported_tokenizer_is_not_rejected_if_its_files_cannot_be_read_at_first(
+    store, folder, gpt2_files, tmp_path, monkeypatch
+):
+    """transformers takes a file whose status it cannot read for a missing one."""
+    artifact = run(from_source(folder({"tokenizer.json": gpt2_files["tokenizer.json"]})), store)
+    export = shutil.copytree(store.artifacts.path(artifact), tmp_path / "export")
+    (export / "config.json").write_text("{}")
+    monkeypatch.setattr(state_files, "DELAYS", (0.0,) * 3)
+    faults.inject(monkeypatch, export, faults.AtFirst())
+    tokenizer_files.check_loads(export)
 
 
 def test_special_token_that_is_no_text_is_rejected(store, folder, gpt2_files):
