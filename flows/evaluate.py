@@ -224,7 +224,7 @@ def _update_stored_report(store: Store, name: str) -> Path:
         FolderBackend(folder).write(run_files.REPORT_JSON, report)
         if update_evaluations(folder):
             for file in (run_files.REPORT_JSON, run_files.REPORT):
-                run.write(file, (folder / file).read_bytes())
+                run.write(file, state_files.contents(folder / file))
     return folder
 
 

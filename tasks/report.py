@@ -128,7 +128,8 @@ def update_evaluations(folder: Path) -> Path | None:
 
 
 def _write(profile: Profile, folder: Path, facts: Mapping[str, Any], history: History) -> Path:
-    page = run_report.render(profile, facts, history, (folder / run_files.PROFILE).read_text())
+    settings = state_files.contents(folder / run_files.PROFILE).decode()
+    page = run_report.render(profile, facts, history, settings)
     for name, text in {run_files.REPORT_JSON: json.dumps(facts, indent=1), run_files.REPORT: page}.items():
         FolderBackend(folder).write(name, text.encode())
     return folder / run_files.REPORT

@@ -21,6 +21,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from profiles.files import state_files
+
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point
@@ -68,9 +70,8 @@ def read_header(prefix: str | Path) -> Header:
         FileNotFoundError: no such file.
     """
     path = index_path(prefix)
-    with open(path, "rb") as file:
-        start = file.read(HEADER.size)
-        size = os.fstat(file.fileno()).st_size
+    start = state_files.retried(lambda: state_files.read_once(path, HEADER.size))
+    size = path.stat().st_size
     if start[: len(MAGIC)] != MAGIC:
         raise IndexedError(path, 0, f"is not an index of Megatron's format: starts with {start[:9]!r}")
     if len(start) < HEADER.size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -87,15 +88,20 @@ def size_of(path: Path) -> int:
 def last_row(path: Path, key: str) -> dict[str, Any] | None:
     """Last row of a JSON Lines file that has the key, read from the file's end; None if there is none."""
     try:
-        file = retried(lambda: open_file(path))
+        return retried(lambda: _last_row(path, key))
     except FileNotFoundError:
         return None
-    with file:
+
+
+def _last_row(path: Path, key: str) -> dict[str, Any] | None:
+    with open_file(path) as file:
         end, size = file.seek(0, os.SEEK_END), READ_BYTES // 16
         while True:
             start = file.seek(max(0, end - size))
-            # the last part is a line that is still being written
-            lines = file.read(end - start).split(b"\n")[:-1]
+            data = file.read(end - start)
+            if len(data) < end - start:
+                raise OSError(errno.EIO, f"only {len(data)} of {end - start} bytes could be read", str(path))
+            lines = data.split(b"\n")[:-1]  # the last part is a line that is still being written
             for line in reversed(lines[1:] if start else lines):
                 if (row := parse(line)) is not None and key in row:
                     return row

@@ -7,7 +7,9 @@ one document each, are grouped; group ends depend only on the files before them,
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import replace
@@ -116,6 +118,8 @@ def range_digest(path: Path, start: int, stop: int) -> str:
         file.seek(start)
         while data := file.read(min(READ, stop - file.tell())):
             sha256.update(data)
+        if file.tell() < min(stop, os.fstat(file.fileno()).st_size):
+            raise OSError(errno.EIO, f"ends at byte {file.tell()}, before {stop}", str(path))
     return sha256.hexdigest()
 
 

@@ -68,7 +68,7 @@ def cat_file(filesystem: Any, path: str) -> bytes:
     """Contents of a small file; errors as `call`."""
 
     def read() -> bytes:
-        data: bytes = filesystem.cat_file(path)
+        data = locations.read_completely(filesystem, path)
         locations.reject_page(path, data)
         return data
 

@@ -7,16 +7,22 @@ documents in the same order.
 from __future__ import annotations
 
 import codecs
+import errno
+import io
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from modeling.data.indexed import IndexedError
 from profiles.huggingface import hub
 from tasks.sources import remote
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+BUFFER = 1 << 17  # bytes that are read at once from a local file
 HUB_PREFIX = "hf://datasets/"
 # Keys of fsspec's info that identify the contents of a file, or else hold the time of its last change.
 STATE_KEYS = (
@@ -136,9 +142,21 @@ def open_file(shard: Shard, path: str, token: str | None = None, *, block: int |
     if shard.fetch and path.startswith(HUB_PREFIX):
         path = _download(path, token)
     if local := local_path(path):
-        return local.open("rb")
+        return io.BufferedReader(_LocalFile(local, "rb"), BUFFER)
     filesystem, remote_path = resolve_filesystem(path, anonymous=shard.anonymous, token=token, refresh=False)
     return remote.open_file(filesystem, remote_path, block)
+
+
+class _LocalFile(io.FileIO):
+    """A file that ends where its size says: parsers would take an early end for a corruption, or for the end."""
+
+    def readinto(self, buffer: WriteableBuffer) -> int | None:
+        count = super().readinto(buffer)
+        if count == 0 and len(memoryview(buffer)) and self.seekable():
+            position, size = self.tell(), os.fstat(self.fileno()).st_size
+            if position < size:
+                raise OSError(errno.EIO, f"only {position} of {size} bytes could be read", self.name)
+        return count
 
 
 def _download(url: str, token: str | None) -> str:

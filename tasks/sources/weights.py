@@ -15,7 +15,7 @@ from modeling.conversion import formats
 from modeling.conversion.nxd import newest
 from parallel.checkpoint import locations
 from profiles.errors import ProfileError
-from profiles.files import retries
+from profiles.files import retries, state_files
 from profiles.huggingface import hub
 from profiles.huggingface.config import GENERATION_CONFIG
 from profiles.huggingface.hub import REPOSITORY, resolve_commit
@@ -60,7 +60,7 @@ def fetch(
     """
     path = Path(source).expanduser()
     if "://" not in source:
-        if path.exists():
+        if state_files.exists(path):
             path = formats.locate(path)
             with _unchanged(path, key):
                 yield path
@@ -100,7 +100,7 @@ def pin(
             if _name(root, path).startswith(needed)
         ]
         return {"digest": keys.digest(listed), "commit": None}
-    if not path.exists():
+    if not state_files.exists(path):
         commit = resolve_commit(source, revision, token, key)
         return {"digest": keys.digest([source, commit]), "commit": commit}
     path = formats.locate(path)

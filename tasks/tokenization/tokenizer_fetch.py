@@ -62,7 +62,7 @@ def fetch_folder(source: str, into: Path) -> None:
     for name, path in paths.items():
         target = into / name
         target.parent.mkdir(exist_ok=True)
-        remote.get_file(filesystem, path, target)
+        target.write_bytes(remote.cat_file(filesystem, path))
 
 
 def folder_digest(source: str) -> str:
@@ -71,8 +71,7 @@ def folder_digest(source: str) -> str:
     digest = hashlib.sha256()
     for name, path in paths.items():
         digest.update(name.encode())
-        with remote.open_file(filesystem, path) as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(hashlib.sha256(remote.cat_file(filesystem, path)).digest())
     return digest.hexdigest()
 
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import inspect
+import json
 import logging
 import socket
 import threading
@@ -126,6 +127,28 @@ def test_stop_while_the_server_is_away_is_short_and_says_what_is_saved(
     err = capsys.readouterr().err
     assert "stopped, completed steps and checkpoints are kept; run the same command again to resume" in err
     assert relay.closed < 10  # connections; each retry opens one
+
+
+def test_command_whose_results_are_complete_succeeds_without_the_server(
+    prefect_server, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(outages, "FINISH_SECONDS", 0.5)
+    relay = Relay(int(prefect_server.split(":")[2].partition("/")[0]))
+    options = argparse.Namespace(store=str(tmp_path / "store"), json=True)
+
+    @flow(name="finished-in-an-outage")
+    @final_states
+    def finished() -> dict[str, str]:
+        relay.cut()
+        return {"run": "tiny"}
+
+    address = f"http://127.0.0.1:{relay.port}/api"
+    with temporary_settings({PREFECT_API_URL: address, PREFECT_CLIENT_MAX_RETRIES: 0}):
+        assert run_flow(options, load("tiny"), "finished", finished, print) == 0
+    relay.close()
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"run": "tiny"}
+    assert "did not store the final state of this flow run, whose results are complete" in err
 
 
 @pytest.mark.parametrize("fails", [False, True])
