@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
+import inspect
 import io
 import json
 import logging
@@ -56,6 +57,7 @@ from profiles.files.state_files import CorruptedState
 from tasks import completed
 from tasks.failures import FatalError
 from tasks.sources.shard import SOURCE_ERRORS
+from tasks.store import locks
 from tasks.store.store import Store
 from tests.flows.micro import write_profile
 from tests.flows.without_prefect import without_prefect
@@ -63,6 +65,7 @@ from tests.forked_jobs import forked_jobs
 
 RUN = "micro"
 TIMEOUT = 60.0  # seconds of a command
+LOCK_EXPIRY = 3.0  # seconds; a corrupted ticket of a lock is waited for during half of it
 NAMED = (
     ProfileError,
     CorruptedState,
@@ -255,6 +258,7 @@ def attempt(folder: Path, name: str) -> Attempt:
         mock.patch("flows.cli.main.save_traceback", keep),
         mock.patch.object(state_files, "DELAYS", (0.0,) * len(state_files.DELAYS)),
         mock.patch.object(locations, "READ_PAUSES", (0.0,) * len(locations.READ_PAUSES)),
+        mock.patch.object(inspect.unwrap(locks.acquire), "__defaults__", (LOCK_EXPIRY, lambda: None)),
         contextlib.redirect_stderr(errors),
         contextlib.redirect_stdout(io.StringIO()),
     ):
