@@ -34,7 +34,7 @@ def failing(*operations: str, path: str, error: int = errno.EIO) -> Fault:
 
 
 class AtFirst:
-    """The first two calls of each operation on each path fail; the third `open` reads only half of the file."""
+    """The first two calls of each operation on a path fail; the third `open` reads half of the file."""
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, str]] = Counter()

@@ -183,7 +183,7 @@ def read_file(files: AbstractFileSystem, path: str) -> bytes:
 
 
 def read_completely(files: AbstractFileSystem, path: str) -> bytes:
-    """Contents of a file. Raises OSError for a local file if a read is cut short, as a network file system may."""
+    """Contents of a file. Raises OSError if a read of a local file is cut short."""
     data: bytes = files.cat_file(path)
     if is_local(files) and len(data) < (size := os.stat(path).st_size):
         raise OSError(errno.EIO, f"only {len(data)} of {size} bytes could be read", path)

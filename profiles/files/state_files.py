@@ -175,7 +175,7 @@ def contents(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def local_copy(folder: Path, suffixes: Collection[str]) -> Iterator[Path]:
-    """A temporary copy of a folder's files with these suffixes during the block, for readers of other packages."""
+    """A temporary copy of a folder's files with these suffixes, for readers of other packages."""
     with tempfile.TemporaryDirectory() as name:
         for path in retried(lambda: [*folder.iterdir()]):
             if path.suffix in suffixes:
@@ -274,7 +274,7 @@ def _defect(data: str | bytes) -> str:
 
 
 def read_once(path: Path, limit: int = -1) -> bytes:
-    """Contents of a regular file, at most `limit` bytes if that is given. Raises OSError, also on a short read."""
+    """The first `limit` bytes of a regular file, or all. Raises OSError, also on a short read."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(limit)

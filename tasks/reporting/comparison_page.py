@@ -124,7 +124,10 @@ def write_page(
 
 
 def _find_folder(store: Store, name: str, copies: Path) -> tuple[Path, str, Location]:
-    """Folder with a run's files, copied to `copies` from a remote store; the run's path or URI; its checkpoints."""
+    """Folder with a run's files, the path or URI of the run, and the location of its checkpoints.
+
+    Files of a remote store are copied to `copies`.
+    """
     if store.is_remote and "/" not in name:
         return _copy(store, existing_run(store.existing(), "run", name).name, copies / name)
     folder = Path(name) if "/" in name else store.existing().work_dir / "runs" / name

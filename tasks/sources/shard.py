@@ -148,7 +148,7 @@ def open_file(shard: Shard, path: str, token: str | None = None, *, block: int |
 
 
 class _LocalFile(io.FileIO):
-    """A file that ends where its size says: parsers would take an early end for a corruption, or for the end."""
+    """A file whose reads fail if they end before the file: parsers would take that for its end."""
 
     def readinto(self, buffer: WriteableBuffer) -> int | None:
         count = super().readinto(buffer)
