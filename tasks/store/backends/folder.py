@@ -51,8 +51,11 @@ class FolderBackend:
         try:
             retried(lambda: _create(path, data))
         except FileExistsError:
-            # equal if an earlier attempt succeeded and only its result was lost
-            return self.read(name) == data
+            existing = self.read(name)
+            if existing is None and path.is_symlink():  # no listing shows it
+                reason = "a dangling link is where a file belongs; move it away"
+                raise FileExistsError(errno.EEXIST, reason, str(path)) from None
+            return existing == data  # equal if an earlier attempt succeeded and only its result was lost
         return True
 
     def files(self, name: str) -> dict[str, int]:
