@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallel.torch_internals import custom_op
+
 MIN_MULTIPLICATIONS = 1 << 22  # multiplications below which a call saves less than 0.05 ms
 ROWS = 4096  # of the total that `add_product` updates at a time
 _AVAILABLE = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -65,8 +67,8 @@ def suits_onednn(a: Tensor, columns: int) -> bool:
     )
 
 
-torch.library.custom_op("trainshed::add_product", add_product, mutates_args=("total",))
-_product = torch.library.custom_op("trainshed::product", multiply, mutates_args=())
+custom_op("trainshed::add_product", mutates_args=("total",))(add_product)
+_product = custom_op("trainshed::product")(multiply)
 
 
 @_product.register_fake

@@ -6,8 +6,16 @@ looked up at its first import, because some of their modules take seconds to imp
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import library
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 VERSIONS = ("2.13", "2.14")  # that Trainshed supports
 NAMES = {
@@ -74,6 +82,7 @@ NAMES = {
 }
 ATTRIBUTES = {
     # Private attributes and methods that the tree reads or overrides, with the class or module of torch that has them
+    "_backend_fns": "torch._library.custom_ops.CustomOpDef",
     "_cdata": "torch.UntypedStorage",
     "_checkpoint_offset": "torch.serialization",
     "_device_types": "torch.distributed.ProcessGroup",
@@ -91,7 +100,32 @@ ATTRIBUTES = {
     "_warmup_backward_result": "torch.distributed.pipelining.PipelineStage",
     "_warmup_forward_vote": "torch.distributed.pipelining.PipelineStage",
 }
+DISABLED = "__dynamo_disable"  # attribute of a function: the same with Dynamo disabled
 WRAP_LOGGER = "torch._higher_order_ops.wrap"  # name of a logger
+
+
+def custom_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """As torch.library.custom_op, but does not import Dynamo in a process that compiles nothing.
+
+    torch disables Dynamo around the kernel, and takes half a second to import it at the first call, even if nothing else does.
+    """
+
+    def define(function: Callable[..., Any]) -> CustomOpDef:
+        operator = library.custom_op(name, function, mutates_args=mutates_args)
+        for run in operator._backend_fns.values():
+            kernel = run.__wrapped__  # type: ignore[attr-defined]
+            # What torch would run with Dynamo disabled, once it has imported it.
+            setattr(kernel, DISABLED, partial(_without_dynamo, run, kernel))
+        return operator
+
+    return define
+
+
+def _without_dynamo(run: Callable[..., Any], kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if "torch._dynamo" not in sys.modules:
+        return kernel(*args, **kwargs)
+    vars(kernel).pop(DISABLED, None)
+    return run(*args, **kwargs)
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ from parallel.attention.gathered import gathered_attention, join
 from parallel.attention.ring import ring_attention
 from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.mesh import Axis
-from parallel.torch_internals import cudnn_attention, efficient_attention, flash_attention
+from parallel.torch_internals import cudnn_attention, custom_op, efficient_attention, flash_attention
 
 
 def attention(
@@ -163,7 +163,7 @@ def _forward(
     return out, lse
 
 
-_attention = torch.library.custom_op("trainshed::attention", _forward, mutates_args=())
+_attention = custom_op("trainshed::attention")(_forward)
 
 
 @_attention.register_fake
@@ -199,7 +199,7 @@ def _gradients(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-_backward = torch.library.custom_op("trainshed::attention_backward", _gradients, mutates_args=())
+_backward = custom_op("trainshed::attention_backward")(_gradients)
 
 
 @_backward.register_fake

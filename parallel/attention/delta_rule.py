@@ -32,6 +32,7 @@ from torch.autograd import Function
 from parallel import collectives
 from parallel.activation_checkpointing import always_save
 from parallel.attention.kernels import installed
+from parallel.torch_internals import custom_op
 
 CHUNK = 64  # tokens; a power of 2
 GROUP = "trainshed.delta_rule_kernels"  # entry point group
@@ -394,7 +395,7 @@ class _InGraph(Function):
         return *gradients, None, None if state is None else of_state, None
 
 
-@torch.library.custom_op("trainshed::gated_delta_rule", mutates_args=())
+@custom_op("trainshed::gated_delta_rule")
 def _rule(
     q: Tensor,
     k: Tensor,
@@ -415,7 +416,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *_: Any) -> tuple[Tensor, 
     return v.new_empty(v.shape), decay.new_empty(len(v), v.shape[2], k.shape[-1], v.shape[-1])
 
 
-@torch.library.custom_op("trainshed::gated_delta_rule_backward", mutates_args=())
+@custom_op("trainshed::gated_delta_rule_backward")
 def _rule_backward(
     grad: Tensor,
     grad_state: Tensor,

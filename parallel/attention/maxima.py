@@ -29,6 +29,7 @@ from parallel.attention import gathered, tiles
 from parallel.attention.kernels import Math
 from parallel.attention.zigzag import RankAttention
 from parallel.mesh import Axis
+from parallel.torch_internals import custom_op
 
 # Scores of a tile: on a CPU as many as fit in its cache, on others enough to outlast their launch.
 TILES = {"cpu": 1 << 22}
@@ -90,7 +91,7 @@ SCORES = _Scores(64)
 UNROLLED = _Scores(512)
 
 
-@torch.library.custom_op("trainshed::max_scores", mutates_args=())
+@custom_op("trainshed::max_scores")
 def _max_scores(
     q: Tensor,
     k: Tensor,

@@ -25,6 +25,7 @@ from parallel.attention import kernels, tiles
 from parallel.attention.sinks import merge_sinks, sink_gradient
 from parallel.attention.zigzag import RankAttention, check_sequence
 from parallel.mesh import Axis
+from parallel.torch_internals import custom_op
 
 
 def ring_attention(
@@ -73,7 +74,7 @@ def ring_attention(
     return _ring(q, k, v, documents, sinks, axis.name, axis.size, causal, scale, window, name)[0]
 
 
-@torch.library.custom_op("trainshed::ring_attention", mutates_args=())
+@custom_op("trainshed::ring_attention")
 def _ring(
     q: Tensor,
     k: Tensor,
@@ -113,7 +114,7 @@ def _(
     return q.new_empty(b, s, n, d).transpose(1, 2), q.new_empty(b, n, s, dtype=wide), last
 
 
-@torch.library.custom_op("trainshed::ring_attention_backward", mutates_args=())
+@custom_op("trainshed::ring_attention_backward")
 def _backward(
     grad: Tensor,
     q: Tensor,

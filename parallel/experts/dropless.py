@@ -27,6 +27,7 @@ from parallel.experts import grouped, sequential
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.exchange import Exchange
 from parallel.mesh import Axis
+from parallel.torch_internals import custom_op
 
 Update = tuple[Tensor, Tensor]
 """The factors A (experts, r, i) and B (experts, o, r), scaled, of the low-rank updates B A of weights (experts, o, i)."""
@@ -86,7 +87,7 @@ def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool, u
     return rows * (elements + updated * max(h, 2 * f)) * x.element_size()
 
 
-@torch.library.custom_op("trainshed::experts", mutates_args=())
+@custom_op("trainshed::experts")
 def _experts(
     x: Tensor,
     weights: Tensor,
@@ -134,7 +135,7 @@ def _(
     return torch.empty_like(x), indices.new_empty(size, len(gate_up)), splits, hidden, kept
 
 
-@torch.library.custom_op("trainshed::experts_backward", mutates_args=())
+@custom_op("trainshed::experts_backward")
 def _backward(
     grad: Tensor,
     x: Tensor,

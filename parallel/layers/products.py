@@ -34,7 +34,7 @@ from parallel.activation_checkpointing import always_save
 from parallel.backward import needs_gradient
 from parallel.host_products import multiply, uses_onednn
 from parallel.mesh import Axis
-from parallel.torch_internals import scaled_mm
+from parallel.torch_internals import custom_op, scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MX_BLOCK = 32
@@ -152,7 +152,7 @@ class Float8(Products):
         return F.scaled_mm(*factors, output_dtype=dtype, use_fast_accum=fast)
 
 
-@torch.library.custom_op("trainshed::mx_product", mutates_args=())
+@custom_op("trainshed::mx_product")
 def mx_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """a (m, k) and b (n, k) in e4m3, with their scales of `quantize` -> a bᵀ (m, n).
 

@@ -1,8 +1,10 @@
 """Private names of torch are used through a single module, and exist in the installed torch."""
 
 import ast
+import importlib
 import inspect
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,3 +90,20 @@ def test_private_name_exists_and_is_used(name):
     sources = (path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     pattern = re.compile(rf"(?s)from parallel\.torch_internals import (?:\([^)]*|[^\n]*)\b{name}\b")
     assert any(pattern.search(text) for text in sources)
+
+
+def test_custom_operator_imports_dynamo_only_where_something_else_has(monkeypatch):
+    """Its import takes each process that trains half a second."""
+    calls = []
+
+    @torch_internals.custom_op("trainshed_tests::twice")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        calls.append("torch._dynamo" in sys.modules)
+        return x * 2
+
+    importlib.import_module("torch._dynamo")
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "torch._dynamo")
+        assert twice(torch.ones(1)).item() == 2
+    assert twice(torch.ones(1)).item() == 2
+    assert calls == [False, True]
