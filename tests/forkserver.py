@@ -16,7 +16,8 @@ with without_garbage_collection():
 PRELOADED = [
     "tests.forkserver",  # first, so that the rest is imported with few collections
     *("torch.distributed", "modeling.training.train", "modeling.training.evaluate"),
-    *("tests.forked_jobs", "torch.utils.tensorboard"),  # of each job
+    *("tests.forked_jobs", "torch.utils.tensorboard", "numpy.ma"),  # of each job
+    "s3fs",  # of those that read or write S3
     *("torch._inductor.compile_fx", "modeling.tracing.compile"),  # 3 s of CPU in each process that compiles
     "tests.instruction_sets",  # 1 s
     *("torch.distributed.pipelining", "tests.parity.harness"),  # of most ranks of tests/pool.py

@@ -28,7 +28,7 @@ def browser():
         started.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prefect_ui(prefect_database, tmp_path_factory):
     """Address of a server as `trainshed up` starts it, with an empty database."""
     folder = tmp_path_factory.mktemp("prefect-ui")

@@ -23,16 +23,12 @@ def pretrain(prefect_server, profile):
 
     Ranks are forked (tests/forked_jobs.py) unless `torchrun` is set.
     """
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-
     from flows.pretrain import pretrain
 
     def call(
         store: Path, *overrides: str, name: str | None = None, torchrun: bool = False, **options: Any
     ) -> dict:
-        # Without heartbeats, because a flow waits up to a second for the last one.
-        settings = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-        with settings, contextlib.nullcontext() if torchrun else forked_jobs():
+        with contextlib.nullcontext() if torchrun else forked_jobs():
             result = pretrain(str(profile), list(overrides), name, str(store), **options)
         return {**result, "how": {step["step"]: step["how"] for step in result["steps"]}}
 

@@ -57,12 +57,10 @@ def stages(profile, tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(prefect_server, stages):
     """Run the chain in-process: `run(store, *overrides)` returns results, and step outcomes by run."""
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-
     from flows.chain import chain
 
     def call(store: Path, *overrides: str) -> tuple[list[dict], dict[str, list[str]]]:
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():
+        with forked_jobs():
             results = chain(stages, list(overrides), "", str(store))
         kinds = ("plan", "resolve", "report")
         done = {

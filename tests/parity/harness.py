@@ -31,8 +31,9 @@ from profiles.recompute import Recompute
 from profiles.schema import Profile
 from tests.pool import Pool
 
-STEPS, BATCH, SEQUENCE = 3, 8, 32
-MANY_STEPS = 20  # in which small differences would grow
+STEPS = 2  # the second loss depends on an update, and the second update on states of the first
+BATCH, SEQUENCE = 8, 32
+MANY_STEPS = 10  # in which small differences would grow
 RATE = 3e-3
 # Tolerances, all relative. The losses of a router are squares of its weights, which AdamW moves by full steps however small a
 # gradient is; the counts of tokens must be equal at either.

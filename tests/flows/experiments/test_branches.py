@@ -47,11 +47,9 @@ def write_branches(folder: Path, profile: Path, **changes: object) -> Path:
 
 
 def branches(file: Path, store: Path) -> dict:
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-
     from flows.experiments.branches import branches
 
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():
+    with forked_jobs():
         return branches(str(file), str(store))
 
 

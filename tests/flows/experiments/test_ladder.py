@@ -49,12 +49,10 @@ def trained(store: Path) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def ladder(prefect_server):
     """Run the flow in this process, its ranks forked: `ladder(file, store, target=False)`."""
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-
     from flows.experiments.ladder import ladder
 
     def call(file: Path, store: Path, target: bool = False) -> dict:
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():
+        with forked_jobs():
             return ladder(str(file), str(store), target)
 
     return call

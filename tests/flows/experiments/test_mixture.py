@@ -62,12 +62,10 @@ def write_mixture(workshop, profile):
 @pytest.fixture(scope="module")
 def mixture(prefect_server):
     """Run the flow in this process, its ranks forked: `mixture(file, store, check=False)`."""
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-
     from flows.experiments.mixture import mixture
 
     def call(file: Path, store: Path, check: bool = False) -> dict:
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), forked_jobs():
+        with forked_jobs():
             return mixture(str(file), str(store), check)
 
     return call
