@@ -24,7 +24,7 @@ from parallel.optimizer.muon import Muon
 from tests.parity.harness import BATCH, LOSS, NORM, RATE, SEQUENCE, Case, Results, batch, train
 from tests.pool import Pool
 
-SAVED, STEPS = 3, 5
+SAVED, STEPS = 2, 4
 TOPOLOGIES = {
     "one process": Case(),
     "tensor 2": Case(tensor=2),
