@@ -7,8 +7,8 @@ Rows:
                 torchtitan, and in FP8 with torchao; 1B also with deterministic kernels only
     kernels     attention, loss and AdamW, compared with the best libraries for each
     ring        the blocks of one rank of ring attention, without communication, compared with one device's attention
-    two GPUs    FSDP compared with torch's FSDP2, TP with DTensor's, both sides compiled; TP fused with the collectives, and
-                without graphs with its matrix products in chunks; ring attention
+    two GPUs    FSDP compared with torch's FSDP2, TP with DTensor's, both sides compiled; TP with its matrix products in chunks,
+                in bf16 and FP8, and fused with the collectives; ring attention
 
 If a row's peer is not installed, ours is measured alone, unless another row does so; the row is incomplete. A row that needs more
 GPUs is listed as not run. A second table compares figures with their
@@ -104,6 +104,13 @@ TENSOR_PARALLEL = replace(
     processes=2,
 )
 OURS_PLAIN: dict[str, Any] = {"peer": ("ours", *TENSOR_ONE_CHUNK), "target": 1.0}
+CHUNKS = replace(
+    TENSOR_PARALLEL,
+    name="tensor-chunks",
+    title="1B Llama, TP 2 with SP, in chunks",
+    against="ours without chunks",
+    **OURS_PLAIN,
+)
 DOCUMENTS = "attention within documents, fw+bw"
 
 COMPARISONS: tuple[Comparison, ...] = (
@@ -152,13 +159,13 @@ COMPARISONS: tuple[Comparison, ...] = (
     KernelComparison("adamw", "AdamW, 268M elements", "torch, fused", "adamw", "torch", "1b"),
     replace(ONE, name="fsdp", title="1B Llama, FSDP over 2 GPUs, compiled", processes=2, **FSDP),
     TENSOR_PARALLEL,
+    CHUNKS,
     replace(
-        TENSOR_PARALLEL,
-        name="tensor-chunks",
-        title="1B Llama, TP 2 with SP, eager",
-        against="ours without chunks",
-        compiled=False,  # graphs have one chunk
-        **OURS_PLAIN,
+        CHUNKS,
+        name="tensor-chunks-fp8",
+        title="1B Llama, TP 2 with SP, FP8, in chunks",
+        ours=(*TENSOR, "--fp8"),
+        peer=(*CHUNKS.peer, "--fp8"),
     ),
     replace(
         TENSOR_PARALLEL,

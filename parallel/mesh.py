@@ -59,6 +59,8 @@ class Axis:
     supports_reduction: bool = True  # whether to use the backend's own reductions (collectives.py)
     # number of chunks to split a product into to overlap it with a collective; None: chosen by size (layers/overlap.py)
     chunks: int | None = 1
+    # tensor axis: whether products in chunks are opaque operators (layers/overlap.py); not where each operator is compiled
+    operators: bool = True
     # context axis: name of the attention kernel to call in the graph (attention/gathered.py); None: ring attention
     graph_kernel: str | None = None
     # context axis: whether masks run as FlexAttention (attention/flex.py); None: as the tensors' device does
@@ -79,7 +81,7 @@ class Mesh:
             None: this process's, with groups if torch.distributed is initialized.
         supports_reduction, reduces_in_place: see `Device`.
         timeout: of the process groups; torch's default differs between the default group and new ones.
-        chunks: see `Axis`; of the tensor axis.
+        chunks, operators: see `Axis`; of the tensor axis.
         graph_kernel, masks_by_flex: see `Axis`; of the context axis.
         pipeline_lanes: number of process groups of each pipeline (pipeline/runtime.py).
         shared_embedding: whether the first and the last pipeline stage share a weight; if not, `embedding` has size 1.
@@ -105,6 +107,7 @@ class Mesh:
         timeout: timedelta | None = None,
         expert: int = 1,
         chunks: int | None = 1,
+        operators: bool = True,
         pipeline_lanes: int = 1,
         shared_embedding: bool = True,
         graph_kernel: str | None = None,
@@ -143,7 +146,7 @@ class Mesh:
         for name, groups in self._groups(lanes).items():
             setattr(self, name, self._axis(name, groups, planned, supports_reduction, timeout))
         self.pipeline_lanes = [getattr(self, name).group for name in ("pipeline", *lanes)]
-        self.tensor = replace(self.tensor, chunks=chunks)
+        self.tensor = replace(self.tensor, chunks=chunks, operators=operators)
         self.context = replace(self.context, graph_kernel=graph_kernel, masks_by_flex=masks_by_flex)
         if expert == 1:
             self.expert = Axis("expert", ranks=(self.rank,))

@@ -87,7 +87,7 @@ class Parallel(Section):
     overlap_chunks: Count | None = Field(
         default=None,
         description="maximum number of token chunks in which sequence parallelism overlaps gathers and scatters with the matrix "
-        "products; null: chosen by size on cuda without compiled graphs, 1 elsewhere",
+        "products; null: chosen by size on cuda, unless compile.async_tensor merges them, 1 elsewhere",
     )
     data_sharding: Annotated[Literal["none", "zero1", "fsdp"], roles.SHARDING] = Field(
         default="zero1",

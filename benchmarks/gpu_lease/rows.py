@@ -29,6 +29,7 @@ RANKS = {
     "fsdp": (2, ("--data-sharding", "fsdp")),
     "zero1": (2, ("--data-sharding", "zero1")),
     "tensor with sp": (2, ("--tensor", "2", "--sequence-parallel")),
+    "tensor in chunks": (2, ("--tensor", "2", "--sequence-parallel", "--overlap-chunks", "2")),
     "context": (2, ("--context", "2")),
     "pipeline": (2, ("--pipeline", "2")),
     "expert": (2, ("--expert", "2")),

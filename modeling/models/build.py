@@ -54,7 +54,6 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
     parallel = profile.parallel
     degrees = (parallel.pipeline, profile.data_parallel, parallel.context, parallel.tensor)
     device = device_of(profile)
-    by_size = device.concurrent_collectives and not profile.compile.possible
     kernel = kernels.load(device.attention_kernel)
     return Mesh(
         *degrees,
@@ -65,7 +64,8 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         reduces_in_place=device.reduces_in_place,
         timeout=timeout,
         expert=parallel.expert,
-        chunks=parallel.overlap_chunks or (None if by_size else 1),
+        chunks=overlap_chunks(profile),
+        operators=not device.compiles_operators,
         pipeline_lanes=count_lanes(parallel.pipeline) if parallel.schedule == "interleaved" else 1,
         shared_embedding=profile.model.shares_embedding,
         # Devices that compile operators exchange them over two other axes (parallel/optimizer/stacks.py).
@@ -74,6 +74,12 @@ def build_mesh(profile: Profile, rank: int | None = None, timeout: timedelta | N
         # as on the device also where its plan is made without one
         masks_by_flex=kernels.get_kernel(kernel).uses_flex,
     )
+
+
+def overlap_chunks(profile: Profile) -> int | None:
+    """Number of chunks of products that overlap with collectives; None: chosen by size."""
+    by_size = device_of(profile).concurrent_collectives and not profile.compile.async_tensor
+    return profile.parallel.overlap_chunks or (None if by_size else 1)
 
 
 def partition_layers(profile: Profile) -> list[range]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modeling.planning.operator_costs import (
     Shape,
+    chunk_costs,
     operator_product,
     operator_volume,
     tensor_bytes,
@@ -43,7 +44,7 @@ class Meter(TorchDispatchMode):
         live: bytes of the tensors that are currently alive.
         peak: maximum of `live` so far.
         products: FLOPs of matrix products and attention by shape, recomputation and padding included.
-        moved: bytes that all other operators read and write.
+        moved: bytes that all other operators, and copies of chunks, read and write.
         communication: bytes that this rank sends, by mesh axis.
     """
 
@@ -88,6 +89,9 @@ class Meter(TorchDispatchMode):
             self.peak = max(
                 self.peak, self.live + delta_rule.scratch_bytes(k, v, decay, inputs[-1], backward)
             )
+        scratch, copied = chunk_costs(function, inputs)
+        self.peak = max(self.peak, self.live + scratch)
+        self.moved += copied
         results = _shaped(function, inputs, named or {})
         for result in tensors_in(results):
             self._allocate(result)

@@ -4,9 +4,10 @@ FLOPs    2 per multiply-add of matrix products and attention. Attention has 2 pr
          scores, dV, dP, dQ, dK), its largest scores 1; causal attention counts half of each, and a sliding window only the keys
          in it. Of the gated delta rule, every product of its chunks, which backward computes again
 volume   bytes that one rank sends, with collectives as rings over n ranks: (n-1)/n of a gathered, scattered or exchanged tensor,
-         twice that for an all-reduce; ring attention sends K and V n-1 times, in backward n-2 times, and their float32
-         gradients n-1 times, and for the largest scores K n-1 times; experts exchange the rows of T·k choices twice in forward,
-         and twice in backward, or three times if forward did not keep the received rows
+         twice that for an all-reduce; products that overlap with a collective send as much as it; ring attention sends K and V
+         n-1 times, in backward n-2 times, and their float32 gradients n-1 times, and for the largest scores K n-1 times; experts
+         exchange the rows of T·k choices twice in forward, and twice in backward, or three times if forward did not keep the
+         received rows
 
 The experts' load is assumed to be balanced: a rank computes as many rows as its tokens have choices.
 """
@@ -27,7 +28,8 @@ from parallel.attention import (
     ring,  # noqa: F401  registers its operators
 )
 from parallel.experts import dropless  # noqa: F401  registers its operators
-from parallel.layers.products import mx_product  # noqa: F401  registers the operator
+from parallel.layers import overlap
+from parallel.layers.products import EMULATED, named
 from parallel.mesh import Axis, Mesh
 from parallel.torch_internals import (
     OpOverload,
@@ -53,6 +55,8 @@ _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
 _EXPERTS = (_ours.experts, _ours.experts_backward)
 # products of scores, by operator
 _FLEX = {torch.ops.higher_order.flex_attention: 2, torch.ops.higher_order.flex_attention_backward: 5}
+_GATHERED, _SCATTERED = _ours.gather_product, _ours.scatter_product  # products in chunks
+_BESIDE = (_ours.gather_beside_product, _ours.scatter_beside_product)
 _RULES = (_ours.gated_delta_rule, _ours.gated_delta_rule_backward)
 _ATTENTION = (_ours.attention, _ours.attention_backward, *_RINGS, _ours.max_scores)
 
@@ -87,6 +91,12 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
         call = _bind(operator, arguments)
         (rows, inner), columns = call["a"].shape, call["b"].shape[1]
         return ("matmul", rows, inner, columns), 2 * rows * inner * columns
+    if packet in (_GATHERED, _SCATTERED, *_BESIDE):
+        call = _bind(operator, arguments)
+        (rows, inner), columns = call["a"].shape, len(call["b"])
+        rows *= call["size"] if packet is _GATHERED else 1
+        eight = call["a_scale"] is not None and not call["products"].endswith(EMULATED)
+        return ("fp8" if eight else "matmul", rows, inner, columns), 2 * rows * inner * columns
     if packet in _ATTENTION:
         call = _bind(operator, arguments)
         return _attention(operator, call["q"], call["k"], call["causal"], call.get("size", 1), call["window"])
@@ -149,6 +159,9 @@ def operator_volume(
         if packet in _GATHERS:
             return axis, size * (n - 1)  # the input is one shard
         return axis, -(-(2 if packet is all_reduce else 1) * size * (n - 1) // n)
+    if packet in (_GATHERED, _SCATTERED, *_BESIDE):
+        call = _bind(operator, arguments)
+        return call["axis"], _overlapping_volume(packet, call)
     if packet in _EXPERTS:
         call = _bind(operator, arguments)
         rows = call["indices"].numel() * call["x"].shape[1] * call["x"].element_size()
@@ -165,6 +178,29 @@ def operator_volume(
         gradients = (k.numel() + v.numel()) * max(4, k.element_size())
         return axis, tensor_bytes([k, v]) * max(0, n - 2) + gradients * (n - 1)
     return None
+
+
+def _overlapping_volume(packet: Any, call: Mapping[str, Any]) -> int:
+    """Bytes that a rank sends in a product that overlaps with a collective."""
+    n = call["size"]
+    if packet is _GATHERED:
+        scales = call["a_scale"] if named(call["products"]).scales_rows else None
+        return tensor_bytes([call["a"], scales]) * (n - 1)
+    if packet is _SCATTERED:
+        return -(-len(call["a"]) * len(call["b"]) * call["dtype"].itemsize * (n - 1) // n)
+    size = tensor_bytes(call["x"]) * (n - 1)
+    return size if packet is _BESIDE[0] else -(-size // n)
+
+
+def chunk_costs(operator: OpOverload, arguments: Sequence[Any]) -> tuple[int, int]:
+    """Bytes that a product in chunks allocates besides its results, and that it copies; 0 for others."""
+    packet = operator.overloadpacket
+    if packet not in (_GATHERED, _SCATTERED):
+        return 0, 0
+    call, scatters = _bind(operator, arguments), packet is _SCATTERED
+    a, b, size, dtype = (call[name] for name in ("a", "b", "size", "dtype"))
+    scratch = overlap.scratch_bytes(a, b, size, call["chunks"], dtype, scatters)
+    return scratch, overlap.copied_bytes(a, b, size, dtype, scatters, call.get("keep", False))
 
 
 def axis_sizes(mesh: Mesh) -> dict[str, int]:

@@ -144,7 +144,7 @@ class StageCosts:
         key = (*self._setting, *shape, layer == 0, last, accelerator, *kind, mode)
         key += (self.profile.scores_pairs_in_step, self.profile.compile.possible, self.profile.document_masks)
         key += (counts_choices(self.profile), last and train.loss is not None, self.profile.padding_masks)
-        key += (train.capacity_factor, train.fp8_recipe, train.qk_clip is not None)
+        key += (self.mesh.tensor.chunks, train.capacity_factor, train.fp8_recipe, train.qk_clip is not None)
         if key not in self.cache:
             stage = build_model(self.profile, self.mesh, range(layer, layer + 1), META)
             costs = self._measure(stage, mode)

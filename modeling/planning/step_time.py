@@ -8,8 +8,9 @@
 `rate` is measured by shape (calibration.py) or assumed (efficiency.py), the bandwidth is that of a group's slowest links
 (levels.py), the memory bandwidth is measured or 0.8 of the published one. FSDP overlaps gathering weights and scattering
 gradients with the compute of every microbatch; on GPUs ZeRO-1 overlaps its exchange with the backward of the step's last
-microbatch and the forward of the next step's first one, and a ring's messages overlap with attention. Of what overlaps, only the
-excess is exposed (`exposed`, efficiency.py); on GPUs it also slows the compute down.
+microbatch and the forward of the next step's first one, a ring's messages overlap with attention, and sequence parallelism's
+exchanges, apart from a chunk of each, with products (parallel/layers/overlap.py). Of what overlaps, only the excess is exposed
+(`exposed`, efficiency.py); on GPUs it also slows the compute down.
 Uncalibrated estimates are 0.91 to 1.13 of AWS's eight published throughputs on trn1 (tests/modeling/planning/test_planner.py).
 """
 
@@ -20,18 +21,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from modeling.models.build import device_of
+from modeling.models.build import DTYPES, device_of, overlap_chunks
 from modeling.models.flops import flops_per_token
 from modeling.planning import calibration, efficiency
 from modeling.planning.efficiency import CONTENTION, OURS, Software, exposed, sent_share
 from modeling.planning.levels import bandwidth, level
 from modeling.planning.stage_costs import LayerCosts
+from parallel.layers.overlap import count_chunks
+from parallel.mesh import Axis
 from parallel.pipeline.schedules import bubble
 from profiles.schema import Profile
 
 # Seconds of a step at the devices' peak. Shorter steps are dominated by kernel launches and latencies, which are not modelled.
 MIN_SECONDS = 0.01
 DAY = 24 * 3600
+# Share of sequence parallelism's collectives that FP8 overlaps: of a layer's five, it gathers dY of row-parallel products whole.
+FP8_DIVIDED = 4 / 5
 
 
 class RankCosts(Protocol):
@@ -111,12 +116,11 @@ def layer_seconds(profile: Profile, layer: LayerCosts, overlaps: bool = False) -
         overlaps: leave out exchanges that may overlap with compute.
     """
     seconds = layer.flops / (layer_speed(profile, [layer])[0] or 1.0)
-    hidden = {"context", *(["tensor", "kv_replica"] if _overlaps_tensor(profile, OURS) else [])}
+    hidden = {"context": 1.0, "tensor": overlapped_tensor_share(profile)} if overlaps else {}
     for kind, size in layer.communication.items():
-        if overlaps and kind in hidden:
-            continue
-        speed = bandwidth(profile, "tensor" if kind == "kv_replica" else kind)
-        seconds += size / speed if speed else 0.0
+        axis = "tensor" if kind == "kv_replica" else kind
+        speed = bandwidth(profile, axis)
+        seconds += size / speed * (1 - hidden.get(axis, 0.0)) if speed else 0.0
     return seconds
 
 
@@ -152,9 +156,12 @@ def estimate(
             profile.document_masks or profile.model.attn_logit_softcapping or profile.model.sliding_window
         )
         experts = sent_share(profile, software) * seconds(rank, "expert")
+        tensor = seconds(rank, "tensor")
+        overlapping = tensor * overlapped_tensor_share(profile, software)
         return (
             compute
-            + exposed(seconds(rank, "tensor"), compute if _overlaps_tensor(profile, software) else 0, device)
+            + (tensor - overlapping)
+            + exposed(overlapping, compute, device)
             + exposed(seconds(rank, "context"), attention if rings else 0, device)
             + exposed(experts, compute if "expert" in software.overlapped else 0, device)
             + rank.accumulated / memory
@@ -192,11 +199,22 @@ def estimate(
     )
 
 
-def _overlaps_tensor(profile: Profile, software: Software) -> bool:
-    """Whether exchanges of tensor groups overlap with products; ours only in eager mode."""
-    if software is OURS:
-        return device_of(profile).concurrent_collectives and not profile.compile.possible
-    return "tensor" in software.overlapped
+def overlapped_tensor_share(profile: Profile, software: Software = OURS) -> float:
+    """Share of the exchanges of tensor groups that may overlap with products.
+
+    Ours are divided into chunks with the products (parallel/layers/overlap.py), of which one is exposed.
+    """
+    if software is not OURS:
+        return float("tensor" in software.overlapped)
+    train, parallel = profile.train, profile.parallel
+    if not (parallel.sequence_parallel and device_of(profile).concurrent_collectives):
+        return 0.0
+    eight = train.precision == "fp8"
+    row_bytes = profile.model.hidden_size * (1 if eight else DTYPES[train.precision].itemsize)
+    rows = profile.micro_batch_rows * train.sequence_length // parallel.context
+    axis = Axis("tensor", parallel.tensor, chunks=overlap_chunks(profile))
+    share = 1 - 1 / count_chunks(rows, row_bytes, axis)
+    return share * FP8_DIVIDED if eight else share
 
 
 def is_too_short(profile: Profile) -> bool:

@@ -2,7 +2,8 @@
 
 FLOPs, communication
              per operator as in modeling/planning/operator_costs.py
-peak         maximum bytes that a graph needs in addition to its inputs, in the graph's order
+peak         maximum bytes that a graph needs in addition to its inputs, in the graph's order, with the memory of chunks
+             (parallel/layers/overlap.py)
 saved        bytes that autograd saves from forward to backward, parameters excluded, shared memory counted once
 operators    number of calls by operator name without the overload: "aten.mm"
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from modeling.planning.operator_costs import (
+    chunk_costs,
     masked_attention_flops,
     operator_flops,
     operator_volume,
@@ -61,11 +63,7 @@ def measure(graph: GraphModule, sizes: Mapping[str, int], consumed: Collection[s
     """
     _require_static(graph)
     nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
-    calls = [
-        (operator, tree_map(_value, arguments), _value(node))
-        for node in nodes
-        for operator, arguments in _operator_call(node)
-    ]
+    calls = [(*call, _value(node)) for node in nodes for call in _calls(node)]
     volumes = [operator_volume(operator, arguments, sizes) for operator, arguments, _ in calls]
     communication: Counter[str] = Counter()
     for axis, size in filter(None, volumes):
@@ -125,6 +123,11 @@ def _saved_tensors(node: Any) -> list[Tensor]:
     values = list(getattr(node, "saved_tensors", ()))
     values += [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def _calls(node: Node) -> list[tuple[OpOverload, list[Any]]]:
+    """The operator that a node calls, if it does, and the values of its arguments."""
+    return [(operator, tree_map(_value, arguments)) for operator, arguments in _operator_call(node)]
 
 
 def _operator_call(node: Node) -> Iterator[tuple[OpOverload, list[Any]]]:
@@ -187,7 +190,8 @@ def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
             users[storage] += 1
         if node.op == "placeholder":
             inputs = alive
-        peak = max(peak, alive)
+        scratch = sum(chunk_costs(*call)[0] for call in _calls(node))
+        peak = max(peak, alive + scratch)
         for freed in freed_after.get(node, ()):
             for storage, _ in storages(freed):
                 users[storage] -= 1

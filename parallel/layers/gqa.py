@@ -26,7 +26,12 @@ from parallel.backward import needs_gradient
 from parallel.constraints import kv_replicas, valid_tensor_degrees
 from parallel.initialization import Constant, Normal
 from parallel.layers.deferred import DeferrableLinear
-from parallel.layers.linear import ColumnLinear, check_input, column_input_gradient
+from parallel.layers.linear import (
+    ColumnLinear,
+    check_input,
+    column_input_gradient,
+    column_weight_gradient,
+)
 from parallel.layers.products import EXACT, Products, is_plain, linear
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis, Mesh
@@ -64,10 +69,12 @@ class ReplicatedKVLinear(Function):
         if needs_weight or ctx.deferred:
             key_value = reduction.wait()
             grad_bias = torch.cat((query.sum(0), key_value.sum(0))) if ctx.bias else None
-        if needs_weight:
-            grad_weight = torch.cat(
-                [ctx.products.weight_gradient(part, full_x) for part in (query, key_value)]
+        if full_x is not None:
+            parts = (
+                column_weight_gradient(ctx, query, full_x, grad_x),
+                ctx.products.weight_gradient(key_value, full_x),
             )
+            grad_weight = torch.cat(parts)
         if ctx.deferred:
             deferred = torch.cat((query, key_value), 1)
         return grad_x.wait() if grad_x else None, grad_weight, grad_bias, *(None,) * 5, deferred

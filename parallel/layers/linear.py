@@ -10,14 +10,13 @@ the layers; column layers all-gather their input and row layers reduce-scatter t
 and norms and residuals take 1/t of the memory. The gathered input is not saved but gathered again in backward.
 
 Backward of column layers overlaps each collective with another product: the reduction of dX with dW, the second gather of X with
-dX. The other collectives can overlap only with their own product, in chunks (overlap.py).
+dX. The other collectives can overlap only with their own product, in chunks (overlap.py); so can the reduction of dX without dW.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from parallel import collectives
 from parallel.activation_checkpointing import recomputing_products
 from parallel.backward import needs_gradient
 from parallel.initialization import Constant, Normal
+from parallel.layers import overlap
 from parallel.layers.deferred import DeferrableLinear
-from parallel.layers.overlap import gather_product, scatter_product
 from parallel.layers.products import EXACT, Products, is_plain, linear
 from parallel.layout import Initializer, Layout, Section, parameter
 from parallel.mesh import Axis
@@ -56,14 +55,13 @@ class ColumnLinear(Function):
         ctx.products, ctx.deferred = products, output is not None
         if not sequence_parallel:
             return products.forward(x, weight, bias)  # (b·s, o/t)
-        product = partial(products.forward, weight=weight, bias=bias)
-        return gather_product(x, axis, product, divisible=products is EXACT)[0]
+        return overlap.gather_product(x, weight, axis, products, bias=bias)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, full_x = column_input_gradient(ctx, grad, x, weight)
-        grad_weight = ctx.products.weight_gradient(grad, full_x) if full_x is not None else None  # (o/t, h)
+        grad_weight = column_weight_gradient(ctx, grad, full_x, grad_x) if full_x is not None else None
         grad_bias = grad.sum(0) if ctx.bias and needs_gradient(ctx, 2) else None
         deferred = grad if ctx.deferred else None
         return grad_x.wait() if grad_x else None, grad_weight, grad_bias, None, None, None, deferred
@@ -71,36 +69,66 @@ class ColumnLinear(Function):
 
 def column_input_gradient(
     ctx: Any, grad: Tensor, x: Tensor, weight: Tensor
-) -> tuple[collectives.PendingReduceScatter | collectives.PendingAllReduce | _Reduced | None, Tensor | None]:
+) -> tuple[PendingGradient | None, Tensor | None]:
     """Start reducing dX = Σ dYi Wi, to be awaited after dW; return it and the full X (b·s, h) for dW.
 
     Either is None if the backward pass does not need it.
     """
-    full_x = grad_x = None
-    if needs_gradient(ctx, 1):
-        x = collectives.depend_on_gradient(x, grad) if ctx.sequence_parallel else x
-        full_x = collectives.start_all_gather(x, ctx.axis) if ctx.sequence_parallel else x
-    if needs_gradient(ctx, 0):
-        grad_x = ctx.products.input_gradient(grad, weight)
-        if ctx.axis.size == 1:
-            grad_x = _Reduced(grad_x)
+    needs_x, needs_weight = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
+    axis, products, gathers = ctx.axis, ctx.products, ctx.sequence_parallel and needs_weight
+    if needs_x and gathers and overlap.uses_operators(x, axis):
+        gathered, unreduced = overlap.gather_beside(x, axis, grad, weight, products)
+        return UnreducedGradient(unreduced, axis), gathered
+    full_x: Tensor | None = None
+    pending: PendingGradient | None = None
+    if needs_weight:
+        x = collectives.depend_on_gradient(x, grad) if gathers else x
+        full_x = collectives.start_all_gather(x, axis) if gathers else x
+    if needs_x and ctx.sequence_parallel and not needs_weight:
+        pending = ReducedGradient(overlap.scatter_product(grad, weight, axis, products, gradient=True))
+    elif needs_x:
+        grad_x = products.input_gradient(grad, weight)
+        if axis.size == 1:
+            pending = ReducedGradient(grad_x)
         elif ctx.sequence_parallel:
-            grad_x = collectives.PendingReduceScatter(grad_x, ctx.axis)
+            pending = collectives.PendingReduceScatter(grad_x, axis)
         else:
-            grad_x = collectives.PendingAllReduce(grad_x, ctx.axis)
-    if full_x is not None and ctx.sequence_parallel:
+            pending = collectives.PendingAllReduce(grad_x, axis)
+    if full_x is not None and gathers:
         full_x = collectives.wait(full_x)
-    return grad_x, full_x
+    return pending, full_x
 
 
-class _Reduced:
-    """A gradient that needs no reduction, in place of a pending one."""
+def column_weight_gradient(ctx: Any, grad: Tensor, x: Tensor, grad_x: PendingGradient | None) -> Tensor:
+    """dW (o/t, h) from dY and the full X, beside the reduction of dX."""
+    if isinstance(grad_x, UnreducedGradient):
+        return grad_x.reduce_beside(ctx.products, grad, x)
+    return ctx.products.weight_gradient(grad, x)
+
+
+class ReducedGradient:
+    """A gradient in place of a pending one."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
     def wait(self) -> Tensor:
         return self.x
+
+
+class UnreducedGradient(ReducedGradient):
+    """dX of one rank, whose reduction is an operator that also computes another product."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        super().__init__(x)
+        self.axis = axis
+
+    def reduce_beside(self, products: Products, grad: Tensor, x: Tensor) -> Tensor:
+        self.x, product = overlap.scatter_beside(self.x, self.axis, grad, x, products)
+        return product
+
+
+PendingGradient = collectives.PendingReduceScatter | collectives.PendingAllReduce | ReducedGradient
 
 
 class RowLinear(Function):
@@ -121,8 +149,7 @@ class RowLinear(Function):
         ctx.deferred = output is not None
         if not sequence_parallel:
             return collectives.all_reduce(products.forward(x, weight), axis)
-        product = partial(products.forward, weight=weight)
-        return scatter_product(x, axis, product, width=len(weight), divisible=products is EXACT)
+        return overlap.scatter_product(x, weight, axis, products)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,9 +157,9 @@ class RowLinear(Function):
         needs_x, needs_weight = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
         products, grad_x, deferred = ctx.products, None, grad if ctx.deferred else None
         if needs_x and ctx.sequence_parallel:
-            product = partial(products.input_gradient, weight=weight)
-            exact = products is EXACT
-            grad_x, gathered = gather_product(grad, ctx.axis, product, divisible=exact, keep=needs_weight)
+            grad_x, gathered = overlap.gather_product(
+                grad, weight, ctx.axis, products, gradient=True, keep=needs_weight
+            )
             grad = grad if gathered is None else gathered  # (b·s, h)
         elif needs_x:
             grad_x = products.input_gradient(grad, weight)

@@ -32,6 +32,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from parallel.activation_checkpointing import always_save
 from parallel.backward import needs_gradient
+from parallel.collectives import all_reduce_max
 from parallel.host_products import multiply, uses_onednn
 from parallel.mesh import Axis
 from parallel.torch_internals import custom_op, scaled_mm
@@ -41,10 +42,25 @@ MX_BLOCK = 32
 # Smallest scale, for rows of zeros: below it, float32 has fewer bits. Relative to a format's largest value, it is the smallest
 # magnitude that is scaled as every other is.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+EMULATED = " emulated"
+
+Factor = tuple[Tensor, Tensor | None]
+"""A factor (m, k) whose dim 1 a product sums over, and its scales if it is quantized."""
 
 
 class Products:
-    """The three products of a linear layer in the dtype of the tensors."""
+    """The three products of a linear layer in the dtype of the tensors.
+
+    Attributes:
+        scales_rows: whether each row of a factor has its own scales.
+    """
+
+    scales_rows = False
+
+    @property
+    def name(self) -> str:
+        """The argument of `named`, for operators."""
+        return ""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """X (m, k), W (n, k) -> X Wᵀ + bias (m, n)."""
@@ -58,8 +74,36 @@ class Products:
         """dY (m, n), X (m, k) -> dW (n, k)."""
         return multiply(grad.t(), x)
 
+    def left(self, x: Tensor, gradient: bool = False, axis: Axis | None = None) -> Factor:
+        """The left factor x of `multiply_factors`.
+
+        Args:
+            gradient: whether x is a gradient.
+            axis: over which x is a local shard; the values are then those of the gathered x.
+        """
+        return x, None
+
+    def right(self, x: Tensor) -> Factor:
+        """The right factor x of `multiply_factors`."""
+        return x, None
+
+    def multiply_factors(
+        self, a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None, gradient: bool = False
+    ) -> Tensor:
+        """a (m, k), b (n, k) -> a bᵀ + bias (m, n) in the dtype of the tensors; `gradient` as for `left`."""
+        return multiply(a[0], b[0].t(), bias)
+
+    def element_size(self, x: Tensor) -> int:
+        """Bytes of an element of x as a factor."""
+        return x.element_size()
+
 
 EXACT = Products()
+
+
+def named(name: str) -> Products:
+    """The products with this `name`."""
+    return Float8(name.removesuffix(EMULATED), name.endswith(EMULATED)) if name else EXACT
 
 
 def is_plain(products: Products, axis: Axis) -> bool:
@@ -119,24 +163,42 @@ class Float8(Products):
     recipe: str
     emulated: bool = False
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = self._product(x, weight, E4M3, fast=True)
-        return y if bias is None else y + bias
-
-    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return self._product(grad, weight.t(), self._gradient_format)
-
-    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return self._product(grad.t(), x.t(), self._gradient_format)
+    @property
+    def name(self) -> str:
+        return self.recipe + (EMULATED if self.emulated else "")
 
     @property
-    def _gradient_format(self) -> torch.dtype:
-        return E5M2 if self.recipe == "tensorwise" else E4M3
+    def scales_rows(self) -> bool:  # type: ignore[override]
+        return self.recipe != "tensorwise"
 
-    def _product(self, a: Tensor, b: Tensor, a_format: torch.dtype, fast: bool = False) -> Tensor:
-        """a (m, k), b (n, k) -> a bᵀ (m, n); `fast` sums in fewer bits, which gradients do not allow."""
-        quantized = quantize(a, self.recipe, a_format), quantize(b, self.recipe, E4M3)
-        return self.multiply(*quantized, a.dtype, fast)
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiply_factors(self.left(x), self.right(weight), x.dtype, bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self.multiply_factors(self.left(grad, True), self.right(weight.t()), grad.dtype, gradient=True)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self.multiply_factors(self.left(grad.t(), True), self.right(x.t()), grad.dtype, gradient=True)
+
+    def left(self, x: Tensor, gradient: bool = False, axis: Axis | None = None) -> Factor:
+        wide = gradient and self.recipe == "tensorwise"
+        return quantize(x, self.recipe, E5M2 if wide else E4M3, axis)
+
+    def right(self, x: Tensor) -> Factor:
+        return quantize(x, self.recipe, E4M3)
+
+    def element_size(self, x: Tensor) -> int:
+        return 1
+
+    def multiply_factors(
+        self, a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None, gradient: bool = False
+    ) -> Tensor:
+        (a8, a_scale), (b8, b_scale) = a, b
+        assert a_scale is not None
+        assert b_scale is not None
+        # Gradients do not allow to sum in fewer bits.
+        y = self.multiply((a8, a_scale), (b8, b_scale), dtype, fast=not gradient)
+        return y if bias is None else y + bias
 
     def multiply(
         self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False
@@ -173,8 +235,12 @@ always_save(scaled_mm.default)
 always_save(torch.ops.trainshed.mx_product.default)
 
 
-def quantize(x: Tensor, recipe: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (m, k) -> row-major FP8 values (m, k) and float32 scales (1, 1), (m, 1) or (m, k/32, 1)."""
+def quantize(x: Tensor, recipe: str, dtype: torch.dtype, axis: Axis | None = None) -> tuple[Tensor, Tensor]:
+    """x (m, k) -> row-major FP8 values (m, k) and float32 scales (1, 1), (m, 1) or (m, k/32, 1).
+
+    Args:
+        axis: over which x is a local shard, whose tensorwise scale is that of the whole tensor.
+    """
     wide, largest = x.float().contiguous(), torch.finfo(dtype).max
     tiny = SMALLEST_SCALE * largest
     if recipe == "mxfp8":
@@ -187,7 +253,9 @@ def quantize(x: Tensor, recipe: str, dtype: torch.dtype) -> tuple[Tensor, Tensor
         scale = (wide.abs().amax(1, keepdim=True).clamp_min(tiny) / largest).log2().ceil().exp2()  # (m, 1)
         scaled = wide / scale
     else:
-        scale = wide.abs().amax().clamp_min(tiny).view(1, 1) / largest
+        highest = wide.abs().amax()
+        highest = highest if axis is None else all_reduce_max(highest, axis)
+        scale = highest.clamp_min(tiny).view(1, 1) / largest
         scaled = wide / scale
     return scaled.clamp(-largest, largest).to(dtype), scale
 

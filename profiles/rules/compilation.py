@@ -20,6 +20,9 @@ def check(profile: Profile) -> None:
     ):
         reason = "needs compiled graphs on cuda, and sequence parallelism over more than one tensor rank"
         raise ProfileError("compile.async_tensor", True, reason, [False])
+    if compile.async_tensor and parallel.overlap_chunks not in (None, 1):
+        reason = "merges no products in chunks with collectives"
+        raise ProfileError("compile.async_tensor", True, reason, [False])
     if compile.launcher == "slurm" and device == "cuda":
         reason = (
             "compiles on nodes without accelerators, and graphs for cuda are compiled on a node with a GPU"

@@ -18,6 +18,7 @@ from benchmarks.operators.ring_attention import relative_error
 from benchmarks.rows.checks import CheckResult, DeviceChecks, MarkedTests
 from benchmarks.rows.comparisons import TOLERANCES, Result
 from modeling.check_device import checks, isolation
+from modeling.models.build import build_mesh
 from profiles import resolve
 from tests.forked_jobs import run_forked
 
@@ -71,7 +72,8 @@ def test_rows_need_their_peer_and_gpus(monkeypatch):
     monkeypatch.setattr(gpu.kernels, "has_cudnn", lambda kind: True)
     monkeypatch.setattr(gpu, "find_spec", lambda package: None if package == "torchao" else object())
     lacking = {row.name: gpu.missing(row, gpus=1) for row in gpu.COMPARISONS}
-    two = ("fsdp", "tensor", "tensor-chunks", "tensor-async", "ring-32k", "ring-128k")
+    tensor = ("tensor", "tensor-chunks", "tensor-chunks-fp8", "tensor-async")
+    two = ("fsdp", *tensor, "ring-32k", "ring-128k")
     eight = ("1b-fp8", "8b-layers-fp8", "8b-2-layers-fp8")
     needs = dict.fromkeys(two, "2 GPUs") | dict.fromkeys(eight, "the package torchao")
     assert lacking == {**dict.fromkeys(lacking), **needs}
@@ -229,5 +231,10 @@ def test_profiles_of_rows_have_their_sizes_and_options():
     assert rows["8b-2-layers"].model.num_hidden_layers == 2
     assert rows["1b-fp8"].train.precision == "fp8"
     assert rows["tensor-async"].compile.async_tensor
+    chunks = {
+        name: build_mesh(rows[name], rank=0).tensor.chunks for name in ("tensor-chunks", "tensor-async")
+    }
+    assert chunks == {"tensor-chunks": None, "tensor-async": 1}
+    assert all(rows[name].compile.enabled for name in chunks)
     assert (rows["tensor"].parallel.tensor, rows["fsdp"].parallel.data_sharding) == (2, "fsdp")
     assert {profile.train.sequence_length for profile in rows.values()} == {8192}

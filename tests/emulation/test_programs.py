@@ -108,7 +108,7 @@ GPU = {
     "gpu, fsdp": ("parallel.tensor=1", "parallel.data_sharding=fsdp", "compile.enabled=true"),
     "gpu, pipeline": (*DEEP, *PIPELINE, "parallel.schedule=interleaved", "compile.enabled=true"),
     "gpu, experts": (*EXPERTS, "parallel.tensor=1", "parallel.expert=2"),
-    "gpu, compiled": ("parallel.tensor=2", "compile.enabled=true"),
+    "gpu, compiled": ("parallel.tensor=2", "compile.enabled=true", "parallel.overlap_chunks=2"),
 }
 COMPILE = ("compile.enabled=true", "evaluate.every=0", "checkpoint.every=0")
 
@@ -205,9 +205,10 @@ def runs(tmp_path_factory, datasets) -> dict[str, Path]:
     entries["tensor"]["calls"] = ["check_device", "train", "evaluate", "resume"]
     for name in RESUMED[1:]:
         entries[name]["calls"] = ["train", "evaluate", "resume"]
-    entries |= {
-        fault: {"settings": ("train.steps=2", *TWO_RANKS["tensor"]), "calls": ["train"], "fault": fault} for fault in FAULTS
-    }  # fmt: skip
+    for fault in FAULTS:
+        gpu = "chunk" in fault  # in an operator of compiled blocks
+        settings = ("train.steps=2", *(GPU["gpu, compiled"] if gpu else TWO_RANKS["tensor"]))
+        entries[fault] = {"settings": settings, "calls": ["train"], "fault": fault, "gpu": gpu}
     return start_runs(tmp_path_factory.mktemp("two"), datasets, entries, 2)
 
 

@@ -58,7 +58,9 @@ CASES = {
     "tensor 2, context 2, pipeline 2, dpo": Case(tensor=2, context=2, pipeline=2, objective="dpo"),
     "context 2, pipeline 2, dpo, packed": Case(context=2, pipeline=2, objective="dpo", documents=True),
     "tensor 2, data 2, orpo, packed": Case(tensor=2, data=2, objective="orpo", documents=True),
-    "tensor 4, KV replicated, lora": Case(tensor=4, lora=("qkv", "output", "gate_up", "down")),
+    "tensor 4, KV replicated, lora, overlapped in chunks": Case(
+        tensor=4, lora=("qkv", "output", "gate_up", "down"), overlap_chunks=2
+    ),
     "muon, tensor 2, no sequence parallelism, lora of some projections": Case(
         tensor=2, sequence_parallel=False, lora=("q_proj", "v_proj", "o_proj", "up_proj"), optimizer="muon"
     ),

@@ -171,6 +171,15 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
             *("compile.async_tensor", True, "needs compiled graphs on cuda", (False,)),
         ),
         (
+            [
+                "cluster.device=cuda",
+                "compile.async_tensor=true",
+                "parallel.tensor=2",
+                "parallel.overlap_chunks=2",
+            ],
+            *("compile.async_tensor", True, "merges no products in chunks", (False,)),
+        ),
+        (
             ["parallel.tensor=1", "parallel.overlap_chunks=2"],
             *("parallel.overlap_chunks", 2, "has no effect without sequence parallelism", ("null",)),
         ),

@@ -28,12 +28,13 @@ from tests.modeling import micro
 
 pytestmark = pytest.mark.slow
 
-# every mesh axis: KV heads replicated on two ranks each, two stages, context 2
+# every mesh axis: KV heads replicated on two ranks each, two stages, context 2; products in two chunks
 SPREAD = (
     "model.num_attention_heads=8",
     "parallel.tensor=4",
     "parallel.pipeline=2",
     "parallel.context=2",
+    "parallel.overlap_chunks=2",
     "cluster.devices_per_node=16",
     "train.micro_batch_size=1",
 )
@@ -241,14 +242,28 @@ def test_flops_of_a_program_of_different_layers_are_those_of_the_plan(tmp_path):
 
 
 def test_communication_volume_follows_from_the_degrees():
-    forward = next(p for p in traced().programs if p.name == "block, evaluation").graphs[0]
+    forward, _ = block_graphs()
     # Sequence parallelism over 2: two gathers and two scatters of 2 x 32 tokens x 32 features x 4 bytes, half of each sent.
     assert forward.communication == {"tensor": 4 * 2 * 32 * 32 * 4 // 2}
 
 
+def test_products_in_chunks_cost_what_they_cost_without():
+    """In a graph that leaves their order to no compiler: each is one operator, as is a collective beside another product."""
+    for graph, chunked in zip(block_graphs(), block_graphs("parallel.overlap_chunks=2"), strict=True):
+        assert (chunked.flops, chunked.communication) == (graph.flops, graph.communication)
+        collectives = [name for name in chunked.operators if "c10d" in name]
+        assert not collectives
+        assert chunked.peak == pytest.approx(graph.peak, rel=0.25)
+
+
+def block_graphs(*overrides: str) -> tuple[graph_stats.GraphStats, ...]:
+    """Forward and backward of a block."""
+    return next(p for p in traced(*overrides).programs if p.name == "block, training").graphs
+
+
 def test_backward_graph_gathers_inputs_again_instead_of_saving_them():
-    block = next(p for p in traced().programs if p.name == "block, training")
-    forward, backward = (graph.operators["_c10d_functional.all_to_all_single"] for graph in block.graphs)
+    graphs = block_graphs()
+    forward, backward = (graph.operators["_c10d_functional.all_to_all_single"] for graph in graphs)
     assert forward == 4  # of column and row layers, twice each
     assert backward == 6  # theirs, and X twice
 
