@@ -239,10 +239,12 @@ def _assumptions(
         exchange = "overlap with compute, up to its duration"
     if device_of(profile).architecture:
         exchange += f", and slow it down by {CONTENTION:.0%} of theirs"
+    share = overlapped_tensor_share(profile) if "tensor" in speeds else 0
+    tensor = f" and {share:.0%} of tensor exchanges" if share else ""
     return (
         f"layers at {rate / 1e12:.3g} TFLOP/s per device{share}",
         f"optimizer at {memory / 1e9:,.0f} GB/s of memory per device{of_published}",
         *([f"communication per device: {links}"] if links else []),
-        f"pipeline messages overlap with compute; exchanges of gradients and weights {exchange}",
+        f"pipeline messages{tensor} overlap with compute; exchanges of gradients and weights {exchange}",
         "evaluations, checkpoints and restarts are not included",
     )

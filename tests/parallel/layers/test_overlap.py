@@ -92,10 +92,12 @@ def compare(recipes: list[str], graphs_of: list[str]) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize(("degree", "graphs_of"), [(2, ["", "rowwise"]), (4, [])])
-def test_chunks_do_not_change_results(pool, degree, graphs_of):
+@pytest.mark.parametrize(
+    ("degree", "recipes", "graphs_of"), [(2, [*FP8_MULTIPLE], ["", "rowwise"]), (4, ["tensorwise"], [])]
+)
+def test_chunks_do_not_change_results(pool, degree, recipes, graphs_of):
     """Also with replicated KV heads, in FP8, and of frozen layers, whose input gradients are reduced in chunks."""
-    first, *others = pool.run(compare, degree, recipes=[*FP8_MULTIPLE], graphs_of=graphs_of)
+    first, *others = pool.run(compare, degree, recipes=recipes, graphs_of=graphs_of)
     assert len(first) == 2 * len(graphs_of)
     assert all(digests == first for digests in others)
 

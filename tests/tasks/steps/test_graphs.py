@@ -33,8 +33,11 @@ from tests.modeling import micro
 
 pytestmark = pytest.mark.slow
 
+# Products are in chunks, as on GPUs.
 SETTINGS = ("compile.enabled=true", "train.steps=6", "evaluate.every=3", "checkpoint.every=2")
+SETTINGS += ("parallel.overlap_chunks=2",)
 ALONE = ("parallel.tensor=1", "cluster.devices_per_node=1", "train.steps=1", "evaluate.every=0")
+ALONE += ("parallel.overlap_chunks=null",)
 LOSS = "loss, evaluation"  # the program that is quickest to compile
 TARGET = {
     "NEURON_PLATFORM_TARGET_OVERRIDE": "trn3",
@@ -203,7 +206,7 @@ def test_summary_counts_graphs_and_has_the_cost_of_each_program(compiled):
 
 
 @pytest.mark.compiles
-def test_training_compiles_nothing_and_equals_eager_losses(workspace, compiled, run):
+def test_training_compiles_nothing_and_equals_eager_losses_without_chunks(workspace, compiled, run):
     workspace.train(run, compiled)
     lines = micro.metrics(run)
     assert {line["cold_compiles"] for line in lines} == {0}
@@ -211,7 +214,8 @@ def test_training_compiles_nothing_and_equals_eager_losses(workspace, compiled, 
     assert (run / "checkpoints" / "step_2").exists()
     assert not (run / "events.jsonl").exists()
 
-    eager = micro.run_folder(workspace.folder / "eager", *SETTINGS, "compile.enabled=false")
+    plain = ("compile.enabled=false", "parallel.overlap_chunks=1")
+    eager = micro.run_folder(workspace.folder / "eager", *SETTINGS, *plain)
     workspace.train(eager)
     assert {line["warm_graphs"] for line in micro.metrics(eager)} == {0}
     expected = micro.losses(eager)
