@@ -71,7 +71,7 @@ def compare(recipes: list[str], graphs_of: list[str]) -> list[str]:
 
     Args:
         recipes: of FP8.
-        graphs_of: those that are also compared in graphs; "" is no FP8.
+        graphs_of: those that are also compared in graphs, in operators and not; "" is no FP8.
     """
     size, digests = torch.distributed.get_world_size(), []
     with mesh(tensor=size, kv_replicas=max(1, size // 2)) as m:
@@ -83,22 +83,24 @@ def compare(recipes: list[str], graphs_of: list[str]) -> list[str]:
                 expected = train(m, 1, products, frozen)
                 found = train(m, 3, products, frozen)
                 torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-            if recipe in graphs_of:
-                graphs, expected = Graphs(), train(m, 1, products)
+            expected = train(m, 1, products) if recipe in graphs_of else []
+            for operators in (False, True) if expected else ():
+                graphs = Graphs()
+                m.tensor = replace(m.tensor, operators=operators)
                 found = train(m, 2, products, graphs=graphs)
                 torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-                assert graphs.operators == OVERLAPPING
+                assert graphs.operators == (OVERLAPPING if operators else set())
                 digests += graphs.digests
     return digests
 
 
 @pytest.mark.parametrize(
-    ("degree", "recipes", "graphs_of"), [(2, [*FP8_MULTIPLE], ["", "rowwise"]), (4, ["tensorwise"], [])]
+    ("degree", "recipes", "graphs_of"), [(2, [*FP8_MULTIPLE], ["rowwise"]), (4, ["tensorwise"], [])]
 )
 def test_chunks_do_not_change_results(pool, degree, recipes, graphs_of):
     """Also with replicated KV heads, in FP8, and of frozen layers, whose input gradients are reduced in chunks."""
     first, *others = pool.run(compare, degree, recipes=recipes, graphs_of=graphs_of)
-    assert len(first) == 2 * len(graphs_of)
+    assert len(first) == 4 * len(graphs_of)
     assert all(digests == first for digests in others)
 
 
