@@ -7,7 +7,7 @@ In chunks of tokens, where the collective communicates the product's own data:
 
 Each row of the product depends on the same row of X only. A chunk consists of the same rows of each rank's shard, so that its
 collective is an ordinary one of 1/c of the size, and every element of Y is the same sum as without chunks. With c chunks, 1/c of
-the shorter of product and collective stays exposed (arXiv 2105.05720). The cost is a copy of each chunk and the memory of one.
+the shorter of product and collective stays exposed (arXiv 2105.05720). The cost is a copy of each chunk and the memory of two.
 
 Whole, beside another product (`gather_beside`, `scatter_beside`), in graphs with chunks.
 

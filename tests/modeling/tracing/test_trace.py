@@ -253,7 +253,7 @@ def test_products_in_chunks_cost_what_they_cost_without():
         assert (chunked.flops, chunked.communication) == (graph.flops, graph.communication)
         collectives = [name for name in chunked.operators if "c10d" in name]
         assert not collectives
-        assert chunked.peak == pytest.approx(graph.peak, rel=0.25)
+        assert graph.peak < chunked.peak < 1.5 * graph.peak  # chunks are copied
 
 
 def block_graphs(*overrides: str) -> tuple[graph_stats.GraphStats, ...]:
