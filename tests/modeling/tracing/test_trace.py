@@ -248,7 +248,7 @@ def test_communication_volume_follows_from_the_degrees():
 
 
 def test_products_in_chunks_cost_what_they_cost_without():
-    """In a graph that leaves their order to no compiler: each is one operator, as is a collective beside another product."""
+    """Each is one operator, whose order no compiler changes, as is a collective beside another product."""
     for graph, chunked in zip(block_graphs(), block_graphs("parallel.overlap_chunks=2"), strict=True):
         assert (chunked.flops, chunked.communication) == (graph.flops, graph.communication)
         collectives = [name for name in chunked.operators if "c10d" in name]

@@ -1,4 +1,4 @@
-"""Products that overlap with sequence parallelism's collectives: results are unchanged, and so are graphs of ranks."""
+"""Products that overlap with sequence parallelism's collectives: same results, and graphs on each rank."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def compare(recipes: list[str], graphs_of: list[str]) -> list[str]:
     ("degree", "recipes", "graphs_of"), [(2, [*FP8_MULTIPLE], ["rowwise"]), (4, ["tensorwise"], [])]
 )
 def test_chunks_do_not_change_results(pool, degree, recipes, graphs_of):
-    """Also with replicated KV heads, in FP8, and of frozen layers, whose input gradients are reduced in chunks."""
+    """Also with replicated KV heads, in FP8, and of frozen layers, which reduce dX in chunks."""
     first, *others = pool.run(compare, degree, recipes=recipes, graphs_of=graphs_of)
     assert len(first) == 4 * len(graphs_of)
     assert all(digests == first for digests in others)
