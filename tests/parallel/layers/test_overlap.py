@@ -1,4 +1,4 @@
-"""Products that overlap with sequence parallelism's collectives: same results, and graphs on each rank."""
+"""Products beside sequence parallelism's collectives: same results, and same graphs on all ranks."""
 
 from dataclasses import replace
 
