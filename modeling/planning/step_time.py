@@ -239,8 +239,8 @@ def _assumptions(
         exchange = "overlap with compute, up to its duration"
     if device_of(profile).architecture:
         exchange += f", and slow it down by {CONTENTION:.0%} of theirs"
-    share = overlapped_tensor_share(profile) if "tensor" in speeds else 0
-    tensor = f" and {share:.0%} of tensor exchanges" if share else ""
+    overlapping = overlapped_tensor_share(profile) if "tensor" in speeds else 0.0
+    tensor = f" and {overlapping:.0%} of tensor exchanges" if overlapping else ""
     return (
         f"layers at {rate / 1e12:.3g} TFLOP/s per device{share}",
         f"optimizer at {memory / 1e9:,.0f} GB/s of memory per device{of_published}",
