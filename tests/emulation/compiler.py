@@ -37,6 +37,7 @@ def register_compiler() -> None:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import register_backend
     from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
+    from torch._functorch import config
 
     class Interface(DeviceInterface):
         is_available = staticmethod(
@@ -44,6 +45,8 @@ def register_compiler() -> None:
         )  # asked where Triton is installed, as CUDA builds of torch require
 
     register_interface_for_device("neuron", Interface)
+    # Merging equal operators takes an eighth of the time of a compilation, and changes no result.
+    config.cse = False
     capture = aot_autograd(
         fw_compiler=_compile,
         bw_compiler=_compile,
