@@ -41,7 +41,7 @@ from parallel.layers.deferred import DeferrableLinear, weight_gradient
 from parallel.layers.tied import TiedWeight, add
 from parallel.loss import LossPrograms, chunk_loss, chunk_token_losses, multiply_gradients
 from parallel.optimizer.arithmetic import Compile
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files import run_files, state_files
 from profiles.files.file_locks import locked
 from profiles.schema import Profile
@@ -223,8 +223,8 @@ class CompileStatistics(RegionBackends):
             found = self._differences.get(name, "logged by the ranks that compiled it")
             self._reasons.append(f"{name}: {DIFFERS}: {found}")
         if misses > before[0]:
-            what = f"{misses - before[0]} graphs that were compiled ahead of time are not in the cache"
-            self._reasons.append(f"{name}: {what}")
+            lacking = counted(misses - before[0], "graph")
+            self._reasons.append(f"{name}: the cache lacks {lacking} that the graphs step compiled")
             log.warning(self._reasons[-1])
 
     def take_reasons(self) -> list[str]:

@@ -43,6 +43,7 @@ from modeling.training.step import Marks, QueuedStep, StepRecord, reduce_statist
 from modeling.training.trainer import Trainer, job_parser, timeouts_of
 from parallel import ShardedAdamW, collectives
 from parallel.checkpoint import checkpoint
+from profiles.errors import counted
 from profiles.files import exit_codes, run_files, state_files
 from profiles.resolve import load
 from profiles.sections.base import required
@@ -350,7 +351,11 @@ class TrainingRun:
         begun = time.monotonic()
         found = None if exhausted else self.checkpoints.roll_back(first_bad)
         if found is None:
-            cause = f"rolled back {len(self.data.excluded)} times" if exhausted else "no earlier checkpoint"
+            cause = (
+                f"rolled back {counted(len(self.data.excluded), 'time')}"
+                if exhausted
+                else "no earlier checkpoint"
+            )
             if self.reporter:
                 skipped = f"steps {first_bad} to {last_bad} were skipped"
                 log.warning(f"stopped: {skipped}; {cause}")

@@ -316,7 +316,8 @@ def _require_removed(files: AbstractFileSystem, root: str) -> None:
     It reports each refused deletion in an answer with status 200.
     """
     if not is_local(files) and (left := files.find(root)):
-        reason = f"the object store refused to delete {len(left):,} objects (permission, or an object lock)"
+        objects = f"{len(left):,} object{'s' * (len(left) != 1)}"
+        reason = f"the object store refused to delete {objects} (permission, or an object lock)"
         raise PermissionError(errno.EACCES, reason, root)
 
 

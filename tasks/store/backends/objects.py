@@ -15,7 +15,7 @@ from uuid import uuid4
 from parallel.checkpoint.credentials import renew_credentials
 from parallel.checkpoint.locations import reject_page, reject_page_file
 from parallel.checkpoint.object_stores import delete, explained, guard_answers, is_not_supported
-from profiles.errors import ProfileError
+from profiles.errors import ProfileError, counted
 from profiles.files.state_files import retried
 from tasks.store.backends.backend import FileInfo, checked_path
 
@@ -203,7 +203,8 @@ class ObjectBackend:
         S3 reports each refused deletion in an answer with status 200.
         """
         if left := sorted({*files} & self.files(name).keys()):
-            reason = f"the object store refused to delete {len(left):,} files (permission, or an object lock), such as {left[0]}"
+            kept = counted(len(left), "file")
+            reason = f"the object store refused to delete {kept} (permission, or an object lock), such as {left[0]}"
             raise PermissionError(errno.EACCES, reason, self.location(name))
 
     def _create(self, name: str, data: bytes) -> bool:

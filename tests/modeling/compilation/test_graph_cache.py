@@ -137,7 +137,7 @@ def test_misses_are_counted_in_distinct_graphs_of_all_ranks(misses, cold):
         sums = sums + statistics.local_counts()
     for _ in range(2):
         assert statistics.metrics(sums.tolist()) == {"cold_compiles": cold, "warm_graphs": 3}
-    reason = f"block, training: {cold} graphs that were compiled ahead of time are not in the cache"
+    reason = f"block, training: the cache lacks {cold} graph{'s' * (cold > 1)} that the graphs step compiled"
     assert statistics.take_reasons() == ([reason] if cold else [])  # once
 
 
@@ -147,7 +147,7 @@ def test_missed_program_of_the_manifest_is_reported_beside_another_of_its_name()
     statistics.metrics(statistics.local_counts().tolist())
     other, missed = statistics.take_reasons()
     assert "differs from the programs that were compiled ahead of time" in other
-    assert missed == "block, training: 2 graphs that were compiled ahead of time are not in the cache"
+    assert missed == "block, training: the cache lacks 2 graphs that the graphs step compiled"
 
 
 class Cache:
@@ -200,7 +200,7 @@ def test_program_that_was_not_compiled_ahead_is_a_miss_and_its_first_difference_
     compile(lambda x: (x + 1) * 2, missed)
     missed.metrics(missed.local_counts().tolist())
     (reason,) = missed.take_reasons()
-    assert reason == "step: 1 graphs that were compiled ahead of time are not in the cache"
+    assert reason == "step: the cache lacks 1 graph that the graphs step compiled"
     assert Manifest({}).difference("step", ()) == "no program of this name was compiled ahead of time"
 
 

@@ -110,7 +110,7 @@ def test_run_stops_as_diverged_after_allowed_rollbacks(poisoned, tmp_path):
     assert [event["event"] for event in events(run)] == ["skipped"] * 3 + ["rollback"] + ["skipped"] * 3 + [
         "stopped"
     ]
-    assert "rolled back 1 times" in log
+    assert "rolled back 1 time" in log
     saved = list((run / "checkpoints").glob("step_*"))
     assert saved
     assert all((path / "complete.json").exists() for path in saved)  # the pending one too

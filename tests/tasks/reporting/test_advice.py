@@ -29,7 +29,7 @@ ENOUGH = {"vocabulary_size": 4096}
                 "incomplete": 3,
                 "incomplete_files": {"b/x.parquet": 1000, "a.jsonl": 2},
             },
-            [r"^left out 1,003 records without text: b/x.parquet \(1,000\), a.jsonl \(2\), 1 more files$"],
+            [r"^left out 1,003 records without text: b/x.parquet \(1,000\), a.jsonl \(2\), 1 more file$"],
         ),
         (
             {"vocabulary_size": 583},

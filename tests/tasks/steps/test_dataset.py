@@ -377,7 +377,7 @@ def test_records_are_packed_and_counted_whatever_their_format(store, tmp_path):
         summary = artifact.summary
         assert (summary["truncated"], summary["missing"], summary["too_long"]) == (1, 1, 0)
         assert summary["documents"] + summary["validation_documents"] == 41
-        assert "1 records truncated, 1 records unusable" in step.describe(summary)
+        assert "1 record truncated, 1 record unusable" in step.describe(summary)
         samples = open_samples(wanted, store.artifacts.path(artifact), "train")
         assert samples.windows == summary["samples"] < summary["documents"]
         rows.append(sorted(samples.batch(0, samples.windows).tolist()))

@@ -85,12 +85,12 @@ def test_refused_deletion_is_an_error_that_names_what_is_left(network, tmp_path)
         PermissionError, match=r"refused to delete 2 files .*, such as checkpoints/step_2/weights"
     ):
         backend.remove("runs/a")
-    with pytest.raises(PermissionError, match="refused to delete 1 files"):
+    with pytest.raises(PermissionError, match="refused to delete 1 file "):
         backend.move("runs/a", "runs/a~1")
     assert backend.read("runs/a/identity") == b"1"  # deleted last
-    with pytest.raises(PermissionError, match="refused to delete 1 objects"):
+    with pytest.raises(PermissionError, match="refused to delete 1 object "):
         locations.discard(f"{address}/runs/a/checkpoints/step_2")
-    with pytest.raises(PermissionError, match="refused to delete 1 objects"):
+    with pytest.raises(PermissionError, match="refused to delete 1 object "):
         locations.move_aside(f"{address}/runs/a/checkpoints", [2], f"{address}/runs/a/checkpoints~1")
     proxy.fault = lambda method, path: None
     backend.remove("runs/a/identity")
