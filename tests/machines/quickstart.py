@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.request
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.machines.debian import Debian
@@ -139,6 +139,8 @@ class Quickstart:
 def quickstart(machine: Machine, folder: Path, how: str) -> Row:
     """Build a machine, run the quickstart or only the quick tests in it, and return its row."""
     short = how == "short"
+    if how == "make test-fast":  # which used 4.6 GB with one worker
+        machine = replace(machine, gigabytes=None)
     log = folder / f"{machine.name}.log"
     log.unlink(missing_ok=True)
     debian = Debian(machine, folder)
