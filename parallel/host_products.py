@@ -32,6 +32,13 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
+def multiply_to(out: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `multiply`'s result: in `out` (m, n), if it is given and the library can write there, else in a new tensor."""
+    if out is None or uses_onednn(a, b.shape[1]):
+        return multiply(a, b, bias)
+    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a (m, k) · b (k, n) to a total (m, n), on any device, without autograd."""
     if uses_onednn(a, b.shape[1]):  # it cannot accumulate, so add some rows at a time
@@ -50,11 +57,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def uses_onednn(a: Tensor, columns: int) -> bool:
     """Whether `multiply` calls oneDNN for a (m, k) and a b of this number of columns."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(a) in (Tensor, torch.nn.Parameter)  # no fake tensor
-        and suits_onednn(a, columns)
-    )
+    return suits_onednn(a, columns) and runs_on_host(a)
+
+
+def runs_on_host(x: Tensor) -> bool:
+    """Whether operators on x run one by one on a CPU: they are not compiled, and x is no fake tensor."""
+    plain = x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+    return plain and not torch.compiler.is_compiling()
 
 
 def suits_onednn(a: Tensor, columns: int) -> bool:
@@ -79,12 +88,12 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 def rounded_up(rows: int, others: int) -> int:
     """Round a number of rows up to one of 16 sizes per power of two, so that oneDNN needs few kernels.
 
-    Adds at most a sixteenth of the rows, or 7.
+    Adds at most a sixteenth of the rows, or 7; nothing for MKL.
 
     Args:
         others: product of the matrix product's other two sizes; one that is too small for oneDNN keeps its number of rows.
     """
-    if rows * others < MIN_MULTIPLICATIONS:
+    if not ONEDNN_IS_FASTER or rows * others < MIN_MULTIPLICATIONS:
         return rows
     step = max(8, (1 << rows.bit_length()) // 32)
     return -(-rows // step) * step

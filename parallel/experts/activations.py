@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.layers.gated import silu_slope
+
 CLAMP, ALPHA = 7.0, 1.702  # of GPT-OSS
 
 
@@ -39,13 +41,21 @@ def _gated(function: Callable[[Tensor], Tensor], derivative: Callable[..., Tenso
 
     def backward(grad: Tensor, gate_up: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up = gate_up.chunk(2, -1)
-        active = function(gate)
+        slope = None
+        if function is F.silu and gate.dtype == torch.float32:
+            active, slope = silu_slope(gate)
+        else:
+            active = function(gate)
         out = active * up
         product = _scale(grad, out, scale)
         result = torch.empty_like(gate_up)
         grad_gate, grad_up = result.chunk(2, -1)
         torch.mul(grad, active, out=grad_up)
-        derivative(grad.mul_(up), gate, grad_input=grad_gate)
+        grad.mul_(up)
+        if slope is None:
+            derivative(grad, gate, grad_input=grad_gate)
+        else:
+            torch.mul(grad, slope, out=grad_gate)
         return out, product, result
 
     return Activation(forward, backward)

@@ -3,8 +3,9 @@
 For devices without a kernel for grouped products. One expert's intermediate results (rows of 2f elements) fit into a CPU's cache;
 those of all experts would be read from memory by each of a dozen operations.
 
-An expert multiplies a window of the table of rows: its own, padded with neighbouring ones to one of a few sizes for which kernels
-exist (`host_products`). Results of neighbouring rows are dropped, and zeroed before sums over rows.
+An expert multiplies a window of the table of rows: its own, with oneDNN padded with neighbouring ones to one of a few sizes for
+which kernels exist (`host_products`). Results of neighbouring rows are dropped, and zeroed before sums over rows. A product of
+MKL without such rows is written where its result is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel.experts.activations import Activation
-from parallel.host_products import multiply, rounded_up
+from parallel.host_products import multiply_to, rounded_up
 
 BASE_PARAMETERS = 4  # the factors of updates follow, and train while these are frozen
 
@@ -55,6 +56,15 @@ class _Window(NamedTuple):
     own: slice  # of the table, those of the expert
     inside: slice  # of the window, those of the expert
 
+    def target(self, table: Tensor) -> Tensor | None:
+        """The expert's rows of a table, for products to write to; None if the window has more rows."""
+        return table[self.own] if self.rows == self.own else None
+
+    def store(self, table: Tensor, target: Tensor | None, result: Tensor) -> None:
+        """Copy the expert's rows of a window's result to a table, unless they are in `target`."""
+        if result is not target:
+            table[self.own] = result[self.inside]
+
 
 class _Gradients(NamedTuple):
     """Those of a `_Projection`; None where none are needed."""
@@ -73,16 +83,23 @@ class _Projection(NamedTuple):
     a: Tensor | None  # (experts, r, m)
     b: Tensor | None  # (experts, n, r)
 
-    def forward(self, rows: Tensor, expert: int) -> Tensor:
-        """rows (w, m) · (weight + b a)ᵀ + bias (w, n) of an expert."""
-        out = multiply(rows, self.weight[expert].t(), None if self.bias is None else self.bias[expert])
+    def forward(self, rows: Tensor, expert: int, target: Tensor | None = None) -> Tensor:
+        """rows (w, m) · (weight + b a)ᵀ + bias (w, n) of an expert; `target`: memory for it."""
+        bias = None if self.bias is None else self.bias[expert]
+        out = multiply_to(target, rows, self.weight[expert].t(), bias)
         if self.a is None or self.b is None:
             return out
         return out.addmm_(rows @ self.a[expert].t(), self.b[expert].t())
 
-    def backward(self, grad: Tensor, expert: int) -> tuple[Tensor, Tensor | None]:
-        """Gradient (w, m) of the rows, and that of rows · aᵀ (w, r), from that of the result (w, n)."""
-        of_rows = multiply(grad, self.weight[expert])
+    def backward(
+        self, grad: Tensor, expert: int, target: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradient (w, m) of the rows, and that of rows · aᵀ (w, r), from that of the result (w, n).
+
+        Args:
+            target: memory for the first.
+        """
+        of_rows = multiply_to(target, grad, self.weight[expert])
         if self.a is None or self.b is None:
             return of_rows, None
         low = grad @ self.b[expert]
@@ -93,7 +110,10 @@ class _Projection(NamedTuple):
     ) -> None:
         """Write the gradients of an expert's weight and factors; `low`: second result of `backward`."""
         if found.weight is not None:
-            found.weight[expert] = multiply(grad.t(), rows)
+            target = found.weight[expert]
+            result = multiply_to(target, grad.t(), rows)
+            if result is not target:
+                target.copy_(result)
         if self.a is not None and low is not None and found.a is not None and found.b is not None:
             torch.mm(grad.t(), rows @ self.a[expert].t(), out=found.b[expert])
             torch.mm(low.t(), rows, out=found.a[expert])
@@ -109,10 +129,11 @@ def forward(
     """
     gate_up, down = _projections(parameters)
     hidden, out = rows.new_empty(len(rows), gate_up.weight.shape[1]), rows.new_empty(rows.shape)
-    for expert, (window, own, inside) in _windows(ranges, len(rows), gate_up.weight[0].numel()):
-        pre = gate_up.forward(rows[window], expert)  # (w, 2f)
-        hidden[own] = pre[inside]
-        out[own] = down.forward(act.forward(pre), expert)[inside]
+    for expert, window in _windows(ranges, len(rows), gate_up.weight[0].numel()):
+        for_hidden, for_out = window.target(hidden), window.target(out)
+        pre = gate_up.forward(rows[window.rows], expert, for_hidden)  # (w, 2f)
+        window.store(hidden, for_hidden, pre)
+        window.store(out, for_out, down.forward(act.forward(pre), expert, for_out))
     return hidden, out
 
 
@@ -134,13 +155,14 @@ def backward(
     found_gate_up, found_down = (
         _Gradients(*(needed[i] for i in own)) for own in ((0, 2, 4, 5), (1, 3, 6, 7))
     )
-    for expert, (window, own, inside) in _windows(ranges, len(rows), gate_up.weight[0].numel()):
+    for expert, window in _windows(ranges, len(rows), gate_up.weight[0].numel()):
+        own, inside = window.own, window.inside
         if own.start == own.stop:
             for gradient in (each for each in needed if each is not None):
                 gradient[expert].zero_()
             continue
-        x, grad, scale = (each[window] for each in (rows, grads, scales[:, None]))
-        pre = gate_up.forward(x, expert) if hidden is None else hidden[window]  # (w, 2f)
+        x, grad, scale = (each[window.rows] for each in (rows, grads, scales[:, None]))
+        pre = gate_up.forward(x, expert) if hidden is None else hidden[window.rows]  # (w, 2f)
         grad_act, low = down.backward(grad, expert)  # (w, f) and (w, r), not scaled
         out, products, grad_pre = act.backward(grad_act, pre, scale)  # (w, f), (w), (w, 2f)
         # The gradient of a scale, <grad, output>, without computing the output again.
@@ -153,8 +175,9 @@ def backward(
         down.differentiate(found_down, expert, out, grad, low)
         if found_gate_up.bias is not None:
             found_gate_up.bias[expert] = grad_pre.sum(0, dtype=torch.float32)
-        of_window, low = gate_up.backward(grad_pre, expert)  # (w, h), (w, r)
-        of_rows[own] = of_window[inside]
+        for_rows = window.target(of_rows)
+        of_window, low = gate_up.backward(grad_pre, expert, for_rows)  # (w, h), (w, r)
+        window.store(of_rows, for_rows, of_window)
         gate_up.differentiate(found_gate_up, expert, x, grad_pre, low)
     return of_rows, of_scales, *needed
 
@@ -180,6 +203,7 @@ def _windows(ranges: Iterable[tuple[int, int]], total: int, weights: int) -> Ite
 
 def _only(table: Tensor, inside: slice) -> Tensor:
     """Zero all other rows of the table in place."""
-    table[: inside.start].zero_()
-    table[inside.stop :].zero_()
+    if inside != slice(0, len(table)):
+        table[: inside.start].zero_()
+        table[inside.stop :].zero_()
     return table
