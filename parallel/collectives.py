@@ -5,8 +5,9 @@ for a tensor of B bytes over n ranks: all-gather of shards B(n-1)/n, reduce-scat
 
 Backends without fast reductions (`Axis.supports_reduction` is False: gloo takes 7.2 ms for a reduce-scatter of 2 MB over 2
 ranks, 0.8 ms for an all-to-all, and cannot reduce every dtype) exchange shards by all-to-all and sum them here, in float32 and
-rank order, so every rank gets the same bits. All-gathers use all-to-all there too: several concurrent gloo all-gathers on a
-busy machine corrupt the heap (torch 2.13: one of 4 processes died within minutes; all-to-all survived 90,000 rounds).
+rank order, so every rank gets the same bits. In eager mode, two ranks send each other what is missing, without copies to
+themselves. All-gathers use all-to-all there too: several concurrent gloo all-gathers on a busy machine corrupt the heap (torch
+2.13: one of 4 processes died within minutes; all-to-all survived 90,000 rounds).
 
 Differentiable pairs, forward | backward (Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198):
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from parallel.host_products import runs_on_host
 from parallel.mesh import Axis
 from parallel.torch_internals import (
     all_gather_into_tensor,
@@ -88,6 +90,10 @@ def start_all_gather_into(out: Tensor, axis: Axis) -> dist.Work:
     shard = out.unflatten(0, (axis.size, -1))[axis.rank]
     if axis.supports_reduction:
         return dist.all_gather_single(out, shard, group=axis.group, async_op=True)
+    if axis.size == 2:  # without copies
+        other = out.unflatten(0, (2, -1))[1 - axis.rank]
+        counts = [len(other) * (rank != axis.rank) for rank in range(2)]
+        return dist.all_to_all_single(other, shard, counts, counts, group=axis.group, async_op=True)
     return dist.all_to_all_single(out, shard.repeat(axis.size), group=axis.group, async_op=True)
 
 
@@ -121,6 +127,11 @@ def _sum_shards(received: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
     return shards.sum(0, dtype=wide).to(dtype)
 
 
+def _swaps(x: Tensor, axis: Axis) -> bool:
+    """Whether ranks send each other their summands only; not in graphs, which must contain no rank number."""
+    return axis.size == 2 and runs_on_host(x)
+
+
 class PendingReduceScatter:
     """A reduce-scatter in progress; `wait()` returns this rank's shard of the sum.
 
@@ -130,18 +141,26 @@ class PendingReduceScatter:
 
     def __init__(self, x: Tensor, axis: Axis, out: Tensor | None = None) -> None:
         self.axis, self.dtype, self.out = axis, x.dtype, out
+        self.own: Tensor | None = None  # this rank's summand, if the other rank's is all that arrives
         if out is not None:
             self.work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
         elif axis.supports_reduction:
             self.pending = reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+        elif _swaps(x, axis):
+            shards = x.unflatten(0, (2, -1))
+            self.own = shards[axis.rank]
+            self.pending = start_ring_send_recv(shards[1 - axis.rank], axis)
         else:
             self.pending = start_all_to_all(x, axis)
 
-    def wait(self) -> Tensor:
+    def wait(self, memory: Tensor | None = None) -> Tensor:
+        """This rank's shard; where it is summed here, `memory` may receive it, which may be that of the shard of x."""
         if self.out is not None:
             wait_work(self.work)
             return self.out
         result = wait(self.pending)
+        if self.own is not None:
+            return torch.add(self.own, result, out=memory)
         return result if self.axis.supports_reduction else _sum_shards(result, self.axis, self.dtype)
 
 
@@ -150,9 +169,12 @@ class PendingAllReduce:
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         self.axis, self.shape = axis, x.shape
-        self.native = axis.supports_reduction
+        self.native, self.own = axis.supports_reduction, None
         if self.native:
             self.pending = functional_all_reduce(x.contiguous(), "sum", axis.name)
+            return
+        if _swaps(x, axis):
+            self.own, self.pending = x, start_ring_send_recv(x, axis)
             return
         # Gather small or indivisible tensors and sum them locally; reduce-scatter and all-gather large ones.
         self.gathers = x.numel() % axis.size != 0 or x.numel() * x.element_size() <= 1 << 15 or axis.size == 2
@@ -165,6 +187,8 @@ class PendingAllReduce:
     def wait(self) -> Tensor:
         if self.native:
             return wait(self.pending)
+        if self.own is not None:
+            return self.own + wait(self.pending)
         if self.gathers:
             return _sum_shards(wait(self.pending), self.axis, self.dtype).view(self.shape)
         return wait(start_all_gather(self.scatter.wait(), self.axis)).view(self.shape)

@@ -145,7 +145,12 @@ class GradientSums:
         bucket = entry.bucket
         if bucket.resident and entry.pending is None:
             return  # the shard is in place
-        total = entry.gradients if entry.pending is None else entry.pending.wait()
+        if entry.pending is None:
+            total = entry.gradients
+        elif bucket.resident and isinstance(entry.pending, collectives.PendingReduceScatter):
+            total = entry.pending.wait(bucket.gradient_shard)
+        else:
+            total = entry.pending.wait()
         replicated = bucket.replicate.size > 1 and not (bucket.resident and bucket.axis.size == 1)
         # Shards that microbatches add to are summed over replicas once, after the last one.
         if not (bucket.resident and replicated):

@@ -128,9 +128,9 @@ def reductions_in_backward(in_place: bool) -> tuple[int, int, int]:
             events.append("start")
             super().__init__(*arguments)
 
-        def wait(self):
+        def wait(self, *arguments):
             events.append("wait")
-            return super().wait()
+            return super().wait(*arguments)
 
     with mesh(data=2, reduces_in_place=in_place) as m, pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "PendingReduceScatter", Counted)
