@@ -124,12 +124,51 @@ class _Rotate(Function):
         return _rotate(grad, cos, -sin), None, None  # the transpose of a rotation turns back
 
 
+class _SplitRotated(Function):
+    """`split_rotated`; backward writes the gradients of all heads to one tensor, which autograd would sum of three."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, heads: int, both: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.both = both
+        qk = _rotate(qkv[:, :, :both], cos, sin).transpose(1, 2)  # (b, n + k, s, d)
+        return qk[:, :heads], qk[:, heads:], qkv[:, :, both:].transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        qk, v = torch.cat((of_q.transpose(1, 2), of_k.transpose(1, 2)), 2), of_v.transpose(1, 2)
+        result = qk.new_empty(*qk.shape[:2], ctx.both + v.shape[2], qk.shape[3])
+        result[:, :, ctx.both :] = v
+        torch.addcmul(_swapped(qk).mul_(-sin), qk, cos, out=result[:, :, : ctx.both])
+        return result, None, None, None, None
+
+
+def split_rotated(
+    qkv: Tensor, heads: int, both: int, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q and K heads, rotated, and V heads of (b, s, n + 2k, d), as (b, heads, s, d) each, in the tables' dtype.
+
+    Args:
+        heads: n.
+        both: n + k.
+    """
+    return _SplitRotated.apply(qkv, heads, both, cos, sin)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # [x1·cos - x2·sin, x2·cos + x1·sin] as x·[cos, cos] + [x2, x1]·[-sin, sin]: two passes over complete heads, where
     # separate halves would take seven passes over short rows.
     wide = x.to(cos.dtype)
-    first, second = wide.chunk(2, -1)
-    return torch.cat((second, first), -1).mul_(sin).addcmul_(wide, cos).to(x.dtype)
+    return _swapped(wide).mul_(sin).addcmul_(wide, cos).to(x.dtype)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """[x2, x1] of heads (..., d) with the halves [x1, x2]."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((second, first), -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

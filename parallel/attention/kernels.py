@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -218,8 +218,20 @@ class CpuFlash(Kernel):
 
     @staticmethod
     def _options(inputs: KernelInput) -> dict[str, object]:
-        native = inputs.causal and inputs.q.shape[2] == inputs.k.shape[2]  # is_causal supports only squares
-        return {"is_causal": native, "attn_mask": None if native else inputs.bias(), "scale": inputs.scale}
+        s, t = inputs.q.shape[2], inputs.k.shape[2]
+        native = inputs.causal and s == t  # is_causal supports only squares
+        if inputs.causal and not native and type(inputs.q) is Tensor:
+            bias: Tensor | None = _causal_bias(s, 1 << (t - 1).bit_length(), inputs.q.dtype)[..., -t:]
+        else:
+            bias = None if native else inputs.bias()
+        return {"is_causal": native, "attn_mask": bias, "scale": inputs.scale}
+
+
+@lru_cache(maxsize=8)
+def _causal_bias(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """`KernelInput.bias` of a causal block on a CPU. The last columns of a wider one are that of a narrower one."""
+    hidden = torch.ones(rows, columns, dtype=torch.bool).triu_(1 + columns - rows)
+    return torch.zeros(1, 1, rows, columns, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 class CudaFlash(Kernel):

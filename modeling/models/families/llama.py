@@ -33,10 +33,19 @@ from modeling.models.language_model import (
     ModelOptions,
     NormOptions,
 )
-from modeling.models.rope import attention_factor, cos_sin, inverse_frequencies, rotate, split_pairs
+from modeling.models.rope import (
+    attention_factor,
+    cos_sin,
+    inverse_frequencies,
+    rotate,
+    split_pairs,
+    split_rotated,
+)
 from modeling.models.weight_names import HuggingFaceTensor, Index, Locate, locate_rows
 from parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, RMSNorm, RowParallelLinear
 from parallel.attention.attention import attention
+from parallel.host_products import runs_on_host
+from parallel.layers.gated import silu_gated
 from parallel.layers.norms import HeadNorm, ProjectionNorm
 from parallel.random import Keys
 from profiles.sections.model import Model
@@ -79,15 +88,12 @@ class Attention(AttentionLayer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None, keys: Keys | None = None
     ) -> Tensor:
-        heads, kv_heads = self.qkv.heads, self.qkv.kv_heads  # on this rank: n/t and k/t
+        heads = self.qkv.heads  # on this rank: n/t
         qkv = self.project(x, keys)  # (b·s/c, (n + 2k)/t·d), with gates (b·s/c, (2n + 2k)/t·d)
         qkv = qkv.view(-1, cos.shape[1], qkv.shape[-1] // self.d, self.d)  # (b, s/c, (n + 2k)/t, d)
         if self.gated:
             gate, qkv = qkv[:, :, :heads], qkv[:, :, heads:]  # (b, s/c, n/t, d), (b, s/c, (n + 2k)/t, d)
-        qk = self.normalize(qkv[:, :, : heads + kv_heads])
-        qk = self.rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
-        q, k = qk[:, :heads], qk[:, heads:]  # (b, n/t, s/c, d), (b, k/t, s/c, d)
-        v = qkv[:, :, heads + kv_heads :].transpose(1, 2)  # (b, k/t, s/c, d)
+        q, k, v = self.split(qkv, cos, sin)  # (b, n/t, s/c, d), (b, k/t, s/c, d), (b, k/t, s/c, d)
         y = attention(  # (b, n/t, s/c, d)
             q,
             k,
@@ -105,6 +111,16 @@ class Attention(AttentionLayer):
         if self.gated:
             y = y * gate.sigmoid()
         return self.output(y.reshape(-1, heads * self.d), keys)  # (b·s/c, h)
+
+    def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalized and rotated Q and K heads, and V heads, (b, heads, s/c, d) each, of (b, s/c, (n + 2k)/t, d)."""
+        heads, both = self.qkv.heads, self.qkv.heads + self.qkv.kv_heads
+        plain = self.rotates and not (self.adjacent or self.norm_kind) and cos.shape[-1] == self.d
+        if plain and runs_on_host(qkv) and qkv.dtype == cos.dtype:
+            return split_rotated(qkv, heads, both, cos, sin)
+        qk = self.normalize(qkv[:, :, :both])
+        qk = self.rotate(qk, cos, sin).transpose(1, 2)  # (b, (n + k)/t, s/c, d)
+        return qk[:, :heads], qk[:, heads:], qkv[:, :, both:].transpose(1, 2)
 
     def project(self, x: Tensor, keys: Keys | None) -> Tensor:
         """Hidden states to Q, K and V heads (b·s/c, (n + 2k)/t·d); overridden by families that clip them."""
@@ -150,7 +166,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, keys: Keys | None = None) -> Tensor:
         if not self.gated:
             return self.down(self.activation(self.up(x, keys)), keys)  # (b·s/c, h)
-        gate, up = self.gate_up(x, keys).chunk(2, -1)  # (b·s/c, f/t) each
+        gate_up = self.gate_up(x, keys)  # (b·s/c, 2f/t)
+        if self.activation is F.silu:
+            return self.down(silu_gated(gate_up), keys)  # (b·s/c, h)
+        gate, up = gate_up.chunk(2, -1)  # (b·s/c, f/t) each
         return self.down(self.activation(gate) * up, keys)  # (b·s/c, h)
 
 
