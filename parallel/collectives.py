@@ -128,7 +128,7 @@ def _sum_shards(received: Tensor, axis: Axis, dtype: torch.dtype) -> Tensor:
 
 
 def _swaps(x: Tensor, axis: Axis) -> bool:
-    """Whether ranks send each other their summands only; not in graphs, which must contain no rank number."""
+    """Whether ranks send each other their summands only; not in graphs, which have no rank number."""
     return axis.size == 2 and runs_on_host(x)
 
 
@@ -154,7 +154,7 @@ class PendingReduceScatter:
             self.pending = start_all_to_all(x, axis)
 
     def wait(self, memory: Tensor | None = None) -> Tensor:
-        """This rank's shard; where it is summed here, `memory` may receive it, which may be that of the shard of x."""
+        """This rank's shard; a sum computed here may be written to `memory`, which may be the shard of x."""
         if self.out is not None:
             wait_work(self.work)
             return self.out

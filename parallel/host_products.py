@@ -33,7 +33,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply_to(out: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `multiply`'s result: in `out` (m, n), if it is given and the library can write there, else in a new tensor."""
+    """`multiply`, into `out` (m, n) if it is given and the library can write there."""
     if out is None or uses_onednn(a, b.shape[1]):
         return multiply(a, b, bias)
     return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)

@@ -125,7 +125,7 @@ class _Rotate(Function):
 
 
 class _SplitRotated(Function):
-    """`split_rotated`; backward writes the gradients of all heads to one tensor, which autograd would sum of three."""
+    """`split_rotated`; backward writes one tensor, which autograd would sum of three."""
 
     @staticmethod
     def forward(
@@ -149,7 +149,7 @@ class _SplitRotated(Function):
 def split_rotated(
     qkv: Tensor, heads: int, both: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Q and K heads, rotated, and V heads of (b, s, n + 2k, d), as (b, heads, s, d) each, in the tables' dtype.
+    """Q and K heads, rotated, and V heads, (b, heads, s, d) each, of (b, s, n + 2k, d) in the tables' dtype.
 
     Args:
         heads: n.

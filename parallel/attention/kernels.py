@@ -229,7 +229,7 @@ class CpuFlash(Kernel):
 
 @lru_cache(maxsize=8)
 def _causal_bias(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """`KernelInput.bias` of a causal block on a CPU. The last columns of a wider one are that of a narrower one."""
+    """`KernelInput.bias` of a causal block; the last columns of a wider one are that of a narrower one."""
     hidden = torch.ones(rows, columns, dtype=torch.bool).triu_(1 + columns - rows)
     return torch.zeros(1, 1, rows, columns, dtype=dtype).masked_fill_(hidden, -torch.inf)
 

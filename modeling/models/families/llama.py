@@ -113,7 +113,7 @@ class Attention(AttentionLayer):
         return self.output(y.reshape(-1, heads * self.d), keys)  # (b·s/c, h)
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalized and rotated Q and K heads, and V heads, (b, heads, s/c, d) each, of (b, s/c, (n + 2k)/t, d)."""
+        """Q and K heads, normalized and rotated, and V heads (b, heads, s/c, d) of (b, s/c, (n + 2k)/t, d)."""
         heads, both = self.qkv.heads, self.qkv.heads + self.qkv.kv_heads
         plain = self.rotates and not (self.adjacent or self.norm_kind) and cos.shape[-1] == self.d
         if plain and runs_on_host(qkv) and qkv.dtype == cos.dtype:
