@@ -149,7 +149,7 @@ class _SplitRotated(Function):
 def split_rotated(
     qkv: Tensor, heads: int, both: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Q and K heads, rotated, and V heads, (b, heads, s, d) each, of (b, s, n + 2k, d) in the tables' dtype.
+    """Q and K heads, rotated, and V heads (b, heads, s, d) of (b, s, n + 2k, d) in the tables' dtype.
 
     Args:
         heads: n.
