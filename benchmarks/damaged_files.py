@@ -26,6 +26,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -64,6 +65,7 @@ from tests.flows.without_prefect import without_prefect
 from tests.forked_jobs import forked_jobs
 
 RUN = "micro"
+KEY = re.compile("[0-9a-f]{8,}")  # in names of files, which differ between stores
 TIMEOUT = 60.0  # seconds of a command
 LOCK_EXPIRY = 3.0  # seconds; a corrupted ticket of a lock is waited for during half of it
 NAMED = (
@@ -405,7 +407,7 @@ def copied(store: Path, copy: Path) -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     options, console = parse(arguments), Console(highlight=False)
     kept = Results(options.out)
-    done = {row["row"]: row["outcome"] for row in read(options.out)} if options.resume else {}
+    done = {KEY.sub("*", row["row"]): row["outcome"] for row in read(options.out)} if options.resume else {}
     outcomes: Counter[tuple[str, str]] = Counter()  # of a command and an outcome
     begun, findings = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as name:
@@ -418,7 +420,7 @@ def main(arguments: list[str] | None = None) -> int:
         expected: dict[str, Any] = {}  # results of each command without damage
         for file, damage, each in chosen:
             row = f"{each}, {file} {damage}"
-            outcome, details = done.get(row, "NEW"), ""
+            outcome, details = done.get(KEY.sub("*", row), "NEW"), ""
             if outcome.isupper():
                 if each not in expected:
                     with copied(base / "store", copy):
