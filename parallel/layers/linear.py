@@ -76,13 +76,13 @@ def column_input_gradient(
     """
     needs_x, needs_weight = needs_gradient(ctx, 0), needs_gradient(ctx, 1)
     axis, products, gathers = ctx.axis, ctx.products, ctx.sequence_parallel and needs_weight
+    x = collectives.depend_on_gradient(x, grad) if gathers else x
     if needs_x and gathers and overlap.uses_operators(x, axis):
         gathered, unreduced = overlap.gather_beside(x, axis, grad, weight, products)
         return UnreducedGradient(unreduced, axis), gathered
     full_x: Tensor | None = None
     pending: PendingGradient | None = None
     if needs_weight:
-        x = collectives.depend_on_gradient(x, grad) if gathers else x
         full_x = collectives.start_all_gather(x, axis) if gathers else x
     if needs_x and ctx.sequence_parallel and not needs_weight:
         pending = ReducedGradient(overlap.scatter_product(grad, weight, axis, products, gradient=True))
