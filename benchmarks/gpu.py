@@ -8,7 +8,8 @@ Rows:
     kernels     attention, loss and AdamW, compared with the best libraries for each
     ring        the blocks of one rank of ring attention, without communication, compared with one device's attention
     two GPUs    FSDP compared with torch's FSDP2, TP with DTensor's, both sides compiled; TP with its matrix products in chunks,
-                in bf16 and FP8, and fused with the collectives; ring attention
+                in bf16 and FP8, and fused with the collectives; experts compared with torch's grouped products, for which
+                the host waits in each layer and nothing overlaps; ring attention
 
 If a row's peer is not installed, ours is measured alone, unless another row does so; the row is incomplete. A row that needs more
 GPUs is listed as not run. A second table compares figures with their
@@ -174,6 +175,16 @@ COMPARISONS: tuple[Comparison, ...] = (
         against="ours without",
         **{**OURS_PLAIN, "ours": (*TENSOR, "--async-tensor")},
     ),
+    replace(
+        ONE,
+        name="expert",
+        title="2 layers of Mixtral 8x7B, EP 2, compiled",
+        against="torch's grouped products and all-to-all",
+        ours=("--expert", "2"),
+        peer=("grouped_experts",),
+        workload="mixtral-layers",
+        processes=2,
+    ),
     *(
         RingComparison(
             f"{name}-{tokens // 1024}k",
@@ -337,7 +348,8 @@ def missing(comparison: Row, gpus: int) -> str | None:
 def rehearsed(comparison: Comparison) -> Comparison:
     """A small version of the row that runs on the CPU in seconds."""
     if isinstance(comparison, TrainingComparison):
-        return replace(comparison, device="cpu", workload="small")
+        small = "mixtral" if comparison.workload == "mixtral-layers" else "small"
+        return replace(comparison, device="cpu", workload=small)
     if isinstance(comparison, KernelComparison):
         return replace(comparison, device="cpu", sizes="small")
     return replace(comparison, device="cpu", tokens=comparison.tokens // 64, heads=SMALL_HEADS)

@@ -398,12 +398,16 @@ def has_adamw_kernel(kind: str) -> bool:
 
 
 class Download:
-    """An asynchronous copy of a tensor to the host."""
+    """An asynchronous copy of a tensor to the host.
+
+    Attributes:
+        host: the copy, incomplete before `wait`.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._host, self._event = tensor, None
+        self.host, self._event = tensor, None
         if tensor.device.type != "cpu":
-            self._host = host_memory_for(tensor).copy_(tensor, non_blocking=True)
+            self.host = host_memory_for(tensor).copy_(tensor, non_blocking=True)
             self._event = torch.get_device_module(tensor.device).Event()
             self._event.record()
 
@@ -411,7 +415,7 @@ class Download:
         """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+        return self.host
 
 
 def becomes_one_kernel(tensor: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from parallel import device as devices
 COMPILES = 200  # seconds of a training row, most of which compile
 RANKS_TOLERANCE = 1e-5  # relative, of each step's loss, in float32
 OURS = "benchmarks.training_steps.ours"
+COMPILED = "--compiled"
 RANKS = {
     "fsdp": (2, ("--data-sharding", "fsdp")),
     "zero1": (2, ("--data-sharding", "zero1")),
@@ -33,6 +34,7 @@ RANKS = {
     "context": (2, ("--context", "2")),
     "pipeline": (2, ("--pipeline", "2")),
     "expert": (2, ("--expert", "2")),
+    "expert-compiled": (2, ("--expert", "2", "--recompute", "full", COMPILED)),
     "hsdp": (4, ("--data-sharding", "fsdp", "--shard-degree", "2")),
 }
 KERNELS = (
@@ -75,6 +77,9 @@ def ranks(machine: Machine, count: int, options: Sequence[str]) -> Figures:
     workload = f"tiny-{workload}".removesuffix("-small") if machine.rehearse else workload
     given = ["--workload", workload, "--device", machine.device, "--steps", "2", "--warm-up", "1"]
     expected = machine.run(OURS, *given, limit=60)["losses"]
+    if COMPILED in options:
+        options = [each for each in options if each != COMPILED]
+        given += [] if machine.rehearse else ["--graphs", str(machine.graphs)]
     found = machine.run(OURS, *given, *options, limit=90, ranks=count)["losses"]
     pairs = zip(found, expected, strict=True)
     difference = max(abs(a - b) / abs(b) for a, b in pairs)

@@ -120,6 +120,16 @@ LLAMA_1B = llama(
 )
 
 
+MIXTRAL_LAYERS = llama(  # 2 layers of Mixtral 8x7B
+    *(4096, 14336, 2, 32, 8, 32000),
+    architecture="mixtral",
+    num_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=8192,
+    rope_theta=1000000.0,
+)
+
+
 def llama_8b(layers: int, sequence: int = 8192) -> Model:
     """Llama 3 8B with so many of its 32 layers."""
     return llama(*(4096, 14336, layers, 32, 8, 128256), max_position_embeddings=sequence, rope_theta=500000.0)
@@ -132,6 +142,7 @@ WORKLOADS = {
     "mixtral": Workload(SMALL_MIXTRAL, sequence=512, batch=4),
     "qwen3-5": Workload(SMALL_QWEN3_5, sequence=2048, batch=1),
     "qwen3-next": Workload(SMALL_QWEN3_NEXT, sequence=2048, batch=1),
+    "mixtral-layers": Workload(MIXTRAL_LAYERS, sequence=8192, batch=2),
     "1b": Workload(LLAMA_1B, sequence=8192, batch=2),
     "8b-layers": Workload(llama_8b(4), sequence=8192, batch=1),
     "8b-2-layers": Workload(llama_8b(2), sequence=8192, batch=1),

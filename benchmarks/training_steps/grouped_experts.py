@@ -47,7 +47,8 @@ class Experts(nn.Module):
         received = torch.ops._c10d_functional.wait_tensor(received)
         splits = sent.view(self.ranks, -1).sum(1).tolist(), received.view(self.ranks, -1).sum(1).tolist()
         rows = all_to_all_single_autograd(tokens[order // self.k], splits[1], splits[0], group)
-        owners = torch.arange(self.local).repeat(self.ranks).repeat_interleave(received.flatten())
+        numbers = torch.arange(self.local, device=x.device).repeat(self.ranks)
+        owners = numbers.repeat_interleave(received.flatten(), output_size=sum(splits[1]))
         regroup = owners.argsort(stable=True)
         out = self._multiply(rows[regroup], received.view(self.ranks, -1).sum(0))
         ungrouped = torch.empty_like(out).index_copy(0, regroup, out)
@@ -93,17 +94,19 @@ def clip(experts: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 def main() -> None:
     options, work, rank, ranks = workload.start(workload.workload_parser(__doc__))
-    model = Llama(work.model)
-    for block in model.model.layers:
-        block.mlp = Experts(work.model, rank, ranks)
+    with torch.device(options.device):
+        model = Llama(work.model)
+        for block in model.model.layers:
+            block.mlp = Experts(work.model, rank, ranks)
     load(model, work.model)
+    workload.convert(model, options)
     named = dict(model.named_parameters())
     experts = [p for name, p in named.items() if name.rpartition(".")[2] in PROJECTIONS]
     others = [p for name, p in named.items() if name.rpartition(".")[2] not in PROJECTIONS]
     optimizer = workload.adamw(model.parameters(), fused=True)
 
     def step(samples: Tensor) -> Tensor:
-        local = samples.chunk(ranks)[rank]
+        local = samples.chunk(ranks)[rank].to(options.device)
         loss = cross_entropy(model(local[:, :-1]), local[:, 1:])
         (loss / ranks).backward()
         flat = torch.cat([gradient.flatten() for gradient in gradients(others)])

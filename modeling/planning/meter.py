@@ -18,9 +18,11 @@ from modeling.planning.operator_costs import (
     chunk_costs,
     operator_product,
     operator_volume,
+    pending_bytes,
     tensor_bytes,
     tensors_in,
 )
+from parallel.activation_checkpointing import repeats_computed_once
 from parallel.attention import delta_rule, kernels
 from parallel.attention.kernels import Kernel
 from parallel.attention.maxima import SCORES
@@ -39,6 +41,7 @@ class Meter(TorchDispatchMode):
         existing: tensors whose memory is not counted: parameters, buffers, inputs.
         sizes: size of every mesh axis.
         kernel: the attention kernel, whose scratch memory is counted.
+        compiled: whether the run compiles: full recomputation then does not repeat experts on several ranks (dropless.py).
 
     Attributes:
         live: bytes of the tensors that are currently alive.
@@ -48,13 +51,19 @@ class Meter(TorchDispatchMode):
         communication: bytes that this rank sends, by mesh axis.
     """
 
-    def __init__(self, existing: Iterable[Tensor], sizes: Mapping[str, int], kernel: Kernel | None) -> None:
+    def __init__(
+        self,
+        existing: Iterable[Tensor],
+        sizes: Mapping[str, int],
+        kernel: Kernel | None,
+        compiled: bool = False,
+    ) -> None:
         super().__init__()
         self.live = self.peak = 0
         self.products: Counter[Shape] = Counter()
         self.moved = 0
         self.communication: Counter[str] = Counter()
-        self._sizes, self._kernel = sizes, kernel
+        self._sizes, self._kernel, self._compiled = sizes, kernel, compiled
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._counted: set[int] = set()
 
@@ -67,6 +76,9 @@ class Meter(TorchDispatchMode):
         self, function: Any, _: Any, inputs: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         packet = function._overloadpacket
+        experts = packet in (torch.ops.trainshed.experts, torch.ops.trainshed.experts_sum)
+        if experts and self._compiled and repeats_computed_once():
+            return _shaped(function, inputs, named or {})
         if packet is torch.ops.trainshed.attention_backward and self._kernel is not None:
             name = inputs[-1]  # the formulas, for soft caps that the device's kernel does not have
             kernel = kernels.get_kernel(name) if name.startswith(kernels.SOFT_CAP) else self._kernel
@@ -77,12 +89,16 @@ class Meter(TorchDispatchMode):
             gathered = ranks * tensor_bytes(k) if ranks > 1 else 0
             scratch = gathered + SCORES.scratch_bytes(q, k, causal=True)
             self.peak = max(self.peak, self.live + scratch)
+        pending = pending_bytes(function, inputs)
+        self.live += min(pending, 0)  # what has arrived is part of the scratch memory
         if packet in (torch.ops.trainshed.experts, torch.ops.trainshed.experts_backward):
             backward = packet is torch.ops.trainshed.experts_backward
-            x, indices, gate_up = inputs[backward], inputs[2 + backward], inputs[3 + backward]
-            updated = any(isinstance(each, Tensor) for each in inputs[7 + backward : 11 + backward])
-            scratch = dropless.scratch_bytes(x, indices, gate_up, backward, updated)
+            x, order, gate_up = (inputs[index + backward] for index in (0, 2, 6))
+            updated = any(isinstance(each, Tensor) for each in inputs[10 + backward : 14 + backward])
+            scratch = dropless.scratch_bytes(x, order.numel(), gate_up, backward, updated)
             self.peak = max(self.peak, self.live + scratch)
+        self.live += max(pending, 0)
+        self.peak = max(self.peak, self.live)
         if packet in (torch.ops.trainshed.gated_delta_rule, torch.ops.trainshed.gated_delta_rule_backward):
             backward = packet is torch.ops.trainshed.gated_delta_rule_backward
             k, v, decay = inputs[1 + 2 * backward], inputs[2 + 2 * backward], inputs[3 + 2 * backward]

@@ -53,6 +53,7 @@ _GATHERS = (all_gather_into_tensor, all_gather_into_tensor_out)
 _COLLECTIVES = (*_GATHERS, reduce_scatter_tensor, all_reduce, all_to_all_single)
 _RINGS = (_ours.ring_attention, _ours.ring_attention_backward)
 _EXPERTS = (_ours.experts, _ours.experts_backward)
+_AROUND_EXPERTS = (_ours.expert_order, _ours.experts_sum, _ours.experts_send)
 # products of scores, by operator
 _FLEX = {torch.ops.higher_order.flex_attention: 2, torch.ops.higher_order.flex_attention_backward: 5}
 _GATHERED, _SCATTERED = _ours.gather_product, _ours.scatter_product  # products in chunks
@@ -115,7 +116,7 @@ def operator_product(operator: OpOverload, arguments: Sequence[Any], result: Any
 
 
 def _experts(operator: OpOverload, call: Mapping[str, Any]) -> tuple[Shape, int]:
-    rows, gate_up = call["indices"].numel(), call["gate_up"]  # (E/n, 2f, h)
+    rows, gate_up = call["order"].numel(), call["gate_up"]  # (E/n, 2f, h)
     backward, (count, wide, hidden) = "backward" in str(operator), gate_up.shape
     products = 1.0
     if backward:
@@ -162,10 +163,11 @@ def operator_volume(
     if packet in (_GATHERED, _SCATTERED, *_BESIDE):
         call = _bind(operator, arguments)
         return call["axis"], _overlapping_volume(packet, call)
-    if packet in _EXPERTS:
+    if packet in (*_EXPERTS, *_AROUND_EXPERTS):
         call = _bind(operator, arguments)
-        rows = call["indices"].numel() * call["x"].shape[1] * call["x"].element_size()
-        exchanges = 2 if packet is _ours.experts or call["keep"] else 3
+        exchanges = {_ours.experts: 2, _ours.experts_backward: 1}.get(packet, 0)
+        exchanges = _sent_to_experts(call) if packet is _ours.experts_send else exchanges
+        rows = _rows_of_experts(call) if exchanges else 0  # the others send numbers of rows, or nothing
         return call["axis"], exchanges * rows * (call["size"] - 1) // call["size"]
     if packet is _ours.max_scores:
         call = _bind(operator, arguments)
@@ -201,6 +203,32 @@ def chunk_costs(operator: OpOverload, arguments: Sequence[Any]) -> tuple[int, in
     a, b, size, dtype = (call[name] for name in ("a", "b", "size", "dtype"))
     scratch = overlap.scratch_bytes(a, b, size, call["chunks"], dtype, scatters)
     return scratch, overlap.copied_bytes(a, b, size, dtype, scatters, call.get("keep", False))
+
+
+def pending_bytes(operator: OpOverload, arguments: Sequence[Any]) -> int:
+    """Bytes of experts' rows under way, sent and received, from a call on; negative: until this call."""
+    packet = operator.overloadpacket
+    if packet not in (*_EXPERTS, *_AROUND_EXPERTS):
+        return 0
+    call = _bind(operator, arguments)
+    if packet is _ours.expert_order or call["size"] == 1:
+        return 0
+    if packet is _ours.experts_backward:
+        return -2 * (1 if call["keep"] else 2) * _rows_of_experts(call)
+    if packet is _ours.experts_send:
+        return 2 * _sent_to_experts(call) * _rows_of_experts(call)
+    return 2 * _rows_of_experts(call) * (1 if packet is _ours.experts else -1)
+
+
+def _sent_to_experts(call: Mapping[str, Any]) -> int:
+    """Exchanges that backward starts with: of gradients, and of rows that forward did not save."""
+    return 1 if call["x"] is None else 2
+
+
+def _rows_of_experts(call: Mapping[str, Any]) -> int:
+    """Bytes of T·k rows."""
+    like = call["grad"] if call["x"] is None else call["x"]
+    return int(call["order"].numel() * like.shape[1] * like.element_size())
 
 
 def axis_sizes(mesh: Mesh) -> dict[str, int]:

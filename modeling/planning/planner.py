@@ -29,7 +29,7 @@ from modeling.planning.efficiency import OURS, Software
 from modeling.planning.levels import level
 from modeling.planning.optimizer_traffic import optimizer_traffic
 from modeling.planning.stage_costs import CostCache, LayerCosts, StageCosts, counts_choices
-from modeling.planning.step_time import estimate, layer_speed
+from modeling.planning.step_time import beside_experts, estimate, layer_speed
 from parallel import parameter_count
 from parallel.constraints import valid_expert_degrees
 from profiles.check import passes, with_value
@@ -60,6 +60,7 @@ class StagePlan:
     accumulated: int
     updated: int
     update_flops: float = 0.0  # of its optimizer's matrix products
+    beside_experts: float = 0.0  # seconds of its exchanges with experts that overlap with compute, in a step
 
     @property
     def total(self) -> int:
@@ -264,6 +265,8 @@ def _stages(profile: Profile, costs: StageCosts, software: Software) -> tuple[St
             accumulated=traffic.accumulated,
             updated=traffic.updated,
             update_flops=traffic.flops,
+            beside_experts=profile.accumulation_steps
+            * sum(beside_experts(profile, layer, software) for stage in stages for layer in stage),
         )
 
     return tuple(plan_rank(rank) for rank in range(ranks))

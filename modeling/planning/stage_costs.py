@@ -169,7 +169,8 @@ class StageCosts:
         existing = [*stage.parameters(), *stage.buffers(), tokens, x, targets]
         name = kernels.load(device_of(self.profile).attention_kernel)
         kernel = kernels.get_kernel(self.mesh.context.graph_kernel or name)
-        with Meter(existing, axis_sizes(self.mesh), kernel) as meter:
+        compiled = self.profile.compile.possible
+        with Meter(existing, axis_sizes(self.mesh), kernel, compiled) as meter:
             if self.profile.scores_pairs_in_step:
                 with torch.no_grad(), without_updates(stage):
                     y = stage(x, positions, documents, padding=padding)

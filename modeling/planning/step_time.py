@@ -8,9 +8,9 @@
 `rate` is measured by shape (calibration.py) or assumed (efficiency.py), the bandwidth is that of a group's slowest links
 (levels.py), the memory bandwidth is measured or 0.8 of the published one. FSDP overlaps gathering weights and scattering
 gradients with the compute of every microbatch; on GPUs ZeRO-1 overlaps its exchange with the backward of the step's last
-microbatch and the forward of the next step's first one, a ring's messages overlap with attention, and sequence parallelism's
-exchanges, apart from a chunk of each, with products (parallel/layers/overlap.py). Of what overlaps, only the excess is exposed
-(`exposed`, efficiency.py); on GPUs it also slows the compute down.
+microbatch and the forward of the next step's first one, a ring's messages overlap with attention, sequence parallelism's
+exchanges, apart from a chunk of each, with products (parallel/layers/overlap.py), and exchanges with experts as `beside_experts`
+counts. Of what overlaps, only the excess is exposed (`exposed`, efficiency.py); on GPUs it also slows the compute down.
 Uncalibrated estimates are 0.91 to 1.13 of AWS's eight published throughputs on trn1 (tests/modeling/planning/test_planner.py).
 """
 
@@ -46,6 +46,7 @@ class RankCosts(Protocol):
         flops, rate: FLOPs and the layers' FLOP/s; None: unknown.
         attention: share of the layers' time that attention takes.
         communication: bytes that it sends, by mesh axis.
+        beside_experts: seconds of its exchanges with experts that overlap with compute.
         accumulated, updated: bytes of memory that the optimizer accesses during and after the microbatches.
         update_flops: FLOPs of its matrix products, at the layers' rate.
     """
@@ -58,6 +59,8 @@ class RankCosts(Protocol):
     def attention(self) -> float: ...
     @property
     def communication(self) -> Mapping[str, int]: ...
+    @property
+    def beside_experts(self) -> float: ...
     @property
     def accumulated(self) -> int: ...
     @property
@@ -120,8 +123,35 @@ def layer_seconds(profile: Profile, layer: LayerCosts, overlaps: bool = False) -
     for kind, size in layer.communication.items():
         axis = "tensor" if kind == "kv_replica" else kind
         speed = bandwidth(profile, axis)
-        seconds += size / speed * (1 - hidden.get(axis, 0.0)) if speed else 0.0
+        exchange = size / speed * (1 - hidden.get(axis, 0.0)) if speed else 0.0
+        if kind == "expert":
+            exchange = exposed(exchange, beside_experts(profile, layer), device_of(profile))
+        seconds += exchange
     return seconds
+
+
+def beside_experts(profile: Profile, layer: LayerCosts, software: Software = OURS) -> float:
+    """Seconds of a microbatch's exchanges with experts in a layer that overlap with compute (dropless.py).
+
+    In forward, outputs return beside the shared experts; in backward, gradients (in graphs also rows) are sent beside theirs, and
+    the rows' gradients return beside the products for the gradients of weights.
+    """
+    model, train, parallel = profile.model, profile.train, profile.parallel
+    speed, rate = bandwidth(profile, "expert"), layer_speed(profile, [layer])[0]
+    dropless = train.capacity_factor is None and device_of(profile).concurrent_collectives
+    if software is not OURS or not (layer.communication.get("expert") and dropless and speed and rate):
+        return 0.0
+    tokens = profile.micro_batch_rows * train.sequence_length // parallel.context
+    rows = tokens * (model.num_experts_per_tok or 0)
+    sent = rows * model.hidden_size * DTYPES[train.precision].itemsize * (1 - 1 / parallel.expert)
+    exchange, row = sent / speed, 6 * model.hidden_size / parallel.tensor / rate  # of one width
+    shared, weights = tokens * model.shared_width * row, rows * model.expert_width * row
+    trained = profile.lora is None or profile.lora.rank is None
+    return (
+        min(exchange, shared)
+        + min((2 if profile.compile.possible else 1) * exchange, 2 * shared)
+        + (min(exchange, weights) if trained else 0)
+    )
 
 
 def estimate(
@@ -163,7 +193,7 @@ def estimate(
             + (tensor - overlapping)
             + exposed(overlapping, compute, device)
             + exposed(seconds(rank, "context"), attention if rings else 0, device)
-            + exposed(experts, compute if "expert" in software.overlapped else 0, device)
+            + exposed(experts, compute if "expert" in software.overlapped else rank.beside_experts, device)
             + rank.accumulated / memory
         )
 

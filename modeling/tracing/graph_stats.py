@@ -26,6 +26,7 @@ from modeling.planning.operator_costs import (
     masked_attention_flops,
     operator_flops,
     operator_volume,
+    pending_bytes,
     tensors_in,
 )
 from parallel.torch_internals import OpOverload, tree_map, wait_tensor
@@ -190,7 +191,10 @@ def _peak(graph: GraphModule, consumed: Collection[str]) -> int:
             users[storage] += 1
         if node.op == "placeholder":
             inputs = alive
-        scratch = sum(chunk_costs(*call)[0] for call in _calls(node))
+        scratch = 0
+        for call in _calls(node):
+            scratch += chunk_costs(*call)[0]
+            alive += pending_bytes(*call)
         peak = max(peak, alive + scratch)
         for freed in freed_after.get(node, ()):
             for storage, _ in storages(freed):

@@ -1,4 +1,4 @@
-"""Dropless experts as one operator: rows are sorted by expert, exchanged and multiplied in groups.
+"""Dropless experts: rows are sorted by expert, exchanged and multiplied in groups.
 
 With T tokens of this rank, k experts per token, E experts over n ranks, and act the activation of [gate, up]:
 
@@ -10,22 +10,50 @@ number of rows is dynamic: eager runs save the rows received and their [gate, up
 again together with their gradients, and multiplies by gate_up again: 11 products instead of 9. Elements that a rank sends, with
 r = T·k·h: r(n-1)/n for each exchange of rows, two in forward and two or three in backward.
 
+What overlaps, on several expert ranks:
+
+    forward     expert_order   sort, exchange the numbers of rows, start to copy them to the host
+                experts        gather rows; the host waits for the numbers; exchange rows, products, start to return outputs
+                               (the caller's own work: shared experts)
+                experts_sum    wait for the outputs, sum them
+    backward    experts_send   start to exchange gradients
+                               (backward of the caller's work)
+                experts_backward  products, start to return the rows' gradients, weight gradients, wait, sum
+
+The host waits while the device gathers rows, so that the device has work until the exchange is queued. Recomputation takes the
+order and the numbers of the forward pass (`computed_once`), and waits no more. Static shapes would need no wait, but cost more
+than one of that length. In the three shipped profiles with `expert` above 1, which is 8 on a node of H200, milliseconds per
+microbatch and layer are, if 0.8 of the links' and of the memory's bandwidth is reached:
+
+                  gather of rows   one exchange   shared experts   weight gradients   room for all rows, instead of
+    deepseek-v3   0.24             1.14           0.47             3.7                10 GiB              1.2 GiB
+    glm4.5-106b   0.14             0.65           0.18             1.5                6.1 GiB             0.8 GiB
+    qwen3-next    0.18             0.82           0.07             0.7                6.9 GiB             0.9 GiB
+
+    padded all-to-all  has room for T·min(k, E/n) rows between any two ranks: n·min(k, E/n)/k times the elements, 8 times in these
+                       profiles, 2 to 4 times for Mixtral on 2 and 8 ranks, whose exchanges take 0.1 to 0.2 ms
+    all-gather         gives every rank all tokens: n/k of the elements, here 0.8 to 1. A rank may then have to compute
+                       n·T·min(k, E/n) rows, and its tables of rows and [gate, up] must have room for them: n times the memory
+    bounded tables     a step whose load exceeds them has to be repeated on all ranks
+
 On GPUs in bf16, one kernel computes a product for all experts (`grouped.py`). Elsewhere the experts run one after the other, so
 that each one's intermediate results stay in the cache (`sequential.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel import mesh
-from parallel.activation_checkpointing import always_save
-from parallel.experts import grouped, sequential
+from parallel.activation_checkpointing import always_save, computed_once
+from parallel.experts import exchange, grouped, sequential
 from parallel.experts.activations import ACTIVATIONS
-from parallel.experts.exchange import Exchange
+from parallel.experts.exchange import Exchange, Routes
+from parallel.experts.pending import Pending
 from parallel.mesh import Axis
 from parallel.torch_internals import custom_op
 
@@ -33,7 +61,18 @@ Update = tuple[Tensor, Tensor]
 """The factors A (experts, r, i) and B (experts, o, r), scaled, of the low-rank updates B A of weights (experts, o, i)."""
 
 
-def routed_experts(
+class _Sent(NamedTuple):
+    """Exchanges of backward that are under way."""
+
+    rows: Any  # a tensor, or None if forward saved the rows
+    grads: Tensor
+
+
+_outputs: Pending[Tensor] = Pending()  # that return to their tokens, of forward
+_sent: Pending[_Sent] = Pending()
+
+
+def start_experts(
     x: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -47,8 +86,8 @@ def routed_experts(
     down_update: Update | None = None,
     activation: str = "silu",
     keep: bool = False,
-) -> Tensor:
-    """Weighted sum of the outputs of each token's experts.
+) -> Callable[[], Tensor]:
+    """Start to compute the weighted sum of the outputs of each token's experts.
 
     Args:
         x: (T, h).
@@ -65,33 +104,64 @@ def routed_experts(
         keep: whether to save received rows for backward; no effect in graphs.
 
     Returns:
-        (T, h).
+        A function that returns the sum, (T, h). On several ranks, what runs before it is called, and its backward, run beside an
+        exchange.
     """
     optional = (gate_up_bias, down_bias, *(gate_up_update or (None, None)), *(down_update or (None, None)))
     keep = keep and axis.size > 1 and not torch.compiler.is_compiling()
-    settings = axis.name, axis.size, activation, keep
-    return _experts(x, weights, indices, gate_up, down, *optional, *settings)[0]
+    order = computed_once(_order, indices, len(gate_up), axis.name, axis.size)
+    result, *_ = _experts(
+        x, weights, *order, gate_up, down, *optional, axis.name, axis.size, activation, keep
+    )
+    if axis.size == 1:
+        return lambda: result
+    return lambda: _sum(result, x, weights, *order, axis.name, axis.size, keep)
 
 
-def scratch_bytes(x: Tensor, indices: Tensor, gate_up: Tensor, backward: bool, updated: bool) -> int:
+def routed_experts(
+    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, axis: Axis, **options: Any
+) -> Tensor:
+    """Weighted sum (T, h) of the outputs of each token's experts; arguments as for `start_experts`."""
+    return start_experts(x, weights, indices, gate_up, down, axis, **options)()
+
+
+def scratch_bytes(x: Tensor, choices: int, gate_up: Tensor, backward: bool, updated: bool) -> int:
     """Bytes that a call allocates besides its results, if the load is balanced.
 
     Args:
+        choices: T·k.
         updated: whether the weights have updates.
     """
-    rows, f, h = indices.numel(), gate_up.shape[1] // 2, x.shape[1]
+    f, h = gate_up.shape[1] // 2, x.shape[1]
     # Forward: rows, [gate, up], their activation, outputs. Backward, at most: rows and gradients before and after the exchange,
     # and the rows' gradients; [gate, up], the activation, and the gradients of both.
     elements = 6 * h + 6 * f if backward else 3 * h + 3 * f
     # One product of an update at a time, before it is added.
-    return rows * (elements + updated * max(h, 2 * f)) * x.element_size()
+    return choices * (elements + updated * max(h, 2 * f)) * x.element_size()
+
+
+@torch.library.custom_op("trainshed::expert_order", mutates_args=())
+def _order(indices: Tensor, local: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Routes`; the last is empty on one rank, and incomplete until `experts` has run."""
+    routes: Any = exchange.sort_by_expert(indices, local, mesh.registered_axis(axis, size))
+    return tuple(routes)
+
+
+@_order.register_fake
+def _(indices: Tensor, local: int, axis: str, size: int) -> tuple[Tensor, ...]:
+    order = indices.new_empty(indices.numel(), dtype=torch.int32)
+    splits = indices.new_empty((2, size) if size > 1 else 0, device="cpu")
+    return order, torch.empty_like(indices, dtype=torch.int32), indices.new_empty(size, local), splits
 
 
 @custom_op("trainshed::experts")
 def _experts(
     x: Tensor,
     weights: Tensor,
-    indices: Tensor,
+    order: Tensor,
+    positions: Tensor,
+    received: Tensor,
+    splits: Tensor,
     gate_up: Tensor,
     down: Tensor,
     gate_up_bias: Tensor | None,
@@ -104,35 +174,86 @@ def _experts(
     size: int,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y; the numbers of received rows (n, E/n); and tensors for backward, empty if not saved.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and tensors for backward, empty if not saved; on several expert ranks, what stands for y's terms.
 
-    These are the exchange's splits (2, n) on the host, on several expert ranks; [gate, up] of the rows, without biases if
-    products are grouped, on one expert rank or with `keep`; and the rows, with `keep`.
+    Saved are [gate, up] of the rows, without biases if products are grouped, on one expert rank or with `keep`; and the rows,
+    with `keep`.
     """
-    exchange = Exchange(indices, len(gate_up), mesh.registered_axis(axis, size))
-    rows = exchange.to_experts(exchange.gather(x))  # (m, h)
+    moves = Exchange(Routes(order, positions, received, splits), mesh.registered_axis(axis, size))
+    rows = moves.receive(moves.send(moves.gather(x)))  # (m, h)
     updates = gate_up_a, gate_up_b, down_a, down_b
     parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates)
     if grouped.has_kernel(parameters):
-        hidden, out = grouped.forward(rows, parameters, exchange, activation)  # (m, 2f), (m, h)
+        hidden, out = grouped.forward(rows, parameters, moves, activation)  # (m, 2f), (m, h)
     else:
-        hidden, out = sequential.forward(rows, parameters, exchange.ranges(), ACTIVATIONS[activation])
-    y = exchange.sum_over_tokens(out, weights)  # (T, h)
+        hidden, out = sequential.forward(rows, parameters, moves.ranges(), ACTIVATIONS[activation])
+    rows = rows if keep else x.new_empty(0)
     hidden = hidden if size == 1 or keep else x.new_empty(0)
-    return y, exchange.received, exchange.splits, hidden, rows if keep else x.new_empty(0)
+    if size == 1:
+        return moves.sum_over_tokens(out, weights), hidden, rows  # (T, h)
+    return _outputs.put(x.new_empty(1), moves.send_back(out)), hidden, rows
 
 
 @_experts.register_fake
-def _(
-    x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *more: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    *_, size, _, keep = more
-    rows = indices.numel()  # if the load is balanced; in graphs, where sizes must be right, `keep` is false
+def _(x: Tensor, weights: Tensor, order: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    gate_up, (size, _, keep) = more[3], more[-3:]
+    rows = order.numel()  # if the load is balanced; in graphs, where sizes must be right, `keep` is false
     hidden = x.new_empty(rows, gate_up.shape[1]) if size == 1 or keep else x.new_empty(0)
     kept = x.new_empty(rows, x.shape[1]) if keep else x.new_empty(0)
-    splits = indices.new_empty((2, size) if size > 1 else 0, device="cpu")
-    return torch.empty_like(x), indices.new_empty(size, len(gate_up)), splits, hidden, kept
+    return torch.empty_like(x) if size == 1 else x.new_empty(1), hidden, kept
+
+
+@torch.library.custom_op("trainshed::experts_sum", mutates_args=())
+def _sum(
+    terms: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    positions: Tensor,
+    received: Tensor,
+    splits: Tensor,
+    axis: str,
+    size: int,
+    keep: bool,
+) -> Tensor:
+    """y (T, h), whose terms return from several ranks; `keep`: backward need not send rows again."""
+    moves = Exchange(Routes(order, positions, received, splits), mesh.registered_axis(axis, size))
+    return moves.sum_over_tokens(moves.receive_back(_taken(_outputs, terms)), weights)
+
+
+@_sum.register_fake
+def _(terms: Tensor, x: Tensor, *more: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("trainshed::experts_send", mutates_args=())
+def _send(
+    grad: Tensor,
+    x: Tensor | None,
+    order: Tensor,
+    positions: Tensor,
+    received: Tensor,
+    splits: Tensor,
+    axis: str,
+    size: int,
+) -> Tensor:
+    """Start to send gradients (T, h), and x (T, h) if given, to the experts; returns what stands for them."""
+    moves = Exchange(Routes(order, positions, received, splits), mesh.registered_axis(axis, size))
+    rows = None if x is None else moves.send(moves.gather(x))
+    return _sent.put(grad.new_empty(1), _Sent(rows, moves.send(moves.gather(grad))))
+
+
+@_send.register_fake
+def _(grad: Tensor, *_: Any) -> Tensor:
+    return grad.new_empty(1)
+
+
+def _taken(pending: Pending[Any], tensor: Tensor) -> Any:
+    found = pending.take(tensor)
+    if found is None:
+        raise RuntimeError("experts: an exchange was used twice, or was copied by the compiler")
+    return found
 
 
 @custom_op("trainshed::experts_backward")
@@ -140,7 +261,10 @@ def _backward(
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
-    indices: Tensor,
+    order: Tensor,
+    positions: Tensor,
+    received: Tensor,
+    splits: Tensor,
     gate_up: Tensor,
     down: Tensor,
     gate_up_bias: Tensor | None,
@@ -149,47 +273,53 @@ def _backward(
     gate_up_b: Tensor | None,
     down_a: Tensor | None,
     down_b: Tensor | None,
-    received: Tensor,
-    splits: Tensor,
-    hidden: Tensor,
-    rows: Tensor,
+    hidden: Tensor | None,
+    rows: Tensor | None,
     axis: str,
     size: int,
     activation: str,
     keep: bool,
     frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weights, and `sequential.Parameters`; empty for absent and frozen parameters."""
-    exchange = Exchange(indices, len(gate_up), mesh.registered_axis(axis, size), received, splits)
-    scales = exchange.to_experts(weights.flatten().index_select(0, exchange.order))
-    if keep or size == 1:
-        rows = rows if keep else exchange.gather(x)
-        grads = exchange.to_experts(exchange.gather(grad))
+    """Gradients of x, weights, and `sequential.Parameters`; empty for absent and frozen parameters.
+
+    `grad`: of y (T, h), or what stands for it on several expert ranks.
+    """
+    moves = Exchange(Routes(order, positions, received, splits), mesh.registered_axis(axis, size))
+    sent = _Sent(moves.gather(x), moves.gather(grad)) if size == 1 else _taken(_sent, grad)
+    scales = moves.send(weights.flatten().index_select(0, moves.order))
+    parameters = sequential.Parameters(
+        gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b
+    )
+    if rows is None:
+        rows = moves.receive(sent.rows)
+    has_kernel = grouped.has_kernel(parameters)
+    if has_kernel and hidden is None:
+        hidden = grouped.gate_up(rows, parameters, moves)  # while the gradients arrive
+    saved = sequential.Saved(rows, moves.receive(sent.grads), moves.receive(scales), hidden)
+    del sent, rows, hidden
+    returning: list[Tensor] = []
+
+    def send_back(grad_rows: Tensor, grad_scales: Tensor) -> None:
+        returning.extend((moves.send_back(grad_rows), moves.send_back(grad_scales)))
+
+    if has_kernel:
+        of_parameters = grouped.backward(saved, parameters, moves, activation, frozen, send_back)
     else:
-        both = exchange.to_experts(torch.cat((exchange.gather(x), exchange.gather(grad)), 1))
-        rows, grads = (part.contiguous() for part in both.chunk(2, 1))
-        del both
-    saved = sequential.Saved(rows, grads, scales, hidden if keep or size == 1 else None)
-    updates = gate_up_a, gate_up_b, down_a, down_b
-    parameters = sequential.Parameters(gate_up, down, gate_up_bias, down_bias, *updates)
-    if grouped.has_kernel(parameters):
-        found = grouped.backward(saved, parameters, exchange, activation, frozen)
-    else:
-        found = sequential.backward(saved, parameters, exchange.ranges(), ACTIVATIONS[activation], frozen)
-    grad_rows, grad_scales, *grad_parameters = found
-    grad_x = exchange.sum_over_tokens(grad_rows)
-    grad_weights = exchange.to_tokens(grad_scales).to(weights.dtype)
-    every = (x.new_empty(0) if grad is None else grad for grad in grad_parameters)
+        grad_rows, grad_scales, *of_parameters = sequential.backward(
+            saved, parameters, moves.ranges(), ACTIVATIONS[activation], frozen
+        )
+        send_back(grad_rows, grad_scales)
+    grad_x = moves.sum_over_tokens(moves.receive_back(returning[0]))
+    grad_weights = moves.receive_back(returning[1])[positions].to(weights.dtype)
+    every = (x.new_empty(0) if grad is None else grad for grad in of_parameters)
     result: Any = (grad_x, grad_weights, *every)  # ten, as the operator's schema says
     return result
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, *more: Any
-) -> tuple[Tensor, ...]:
-    optional, frozen = more[:6], more[-1]  # biases and updates; saved tensors and settings are in between
-    parameters = gate_up, down, *optional
+def _(grad: Tensor, x: Tensor, weights: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    parameters, frozen = more[4:12], more[-1]  # `Routes` are before them, saved tensors and settings after
     results = [torch.empty_like(x), torch.empty_like(weights)]
     for index, parameter in enumerate(parameters):
         absent = parameter is None or (frozen and index < sequential.BASE_PARAMETERS)
@@ -197,21 +327,38 @@ def _(
     return tuple(results)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, ctx.settings = inputs[:-4], inputs[-4:]
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.given = [tensor is not None for tensor in tensors[3:]]
+    _, size, _, keep = ctx.settings
+    _, hidden, rows = output
+    # In graphs of several ranks backward must not depend on results: full activation checkpointing would repeat the operator.
+    saved = hidden if size == 1 or keep else None, rows if keep else None
+    ctx.save_for_backward(*tensors, *saved)
+    ctx.set_materialize_grads(False)  # zeros for the results that are saved
+    ctx.given = [tensor is not None for tensor in tensors[6:]]
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    frozen = not ctx.needs_input_grad[3]  # of gate_up; weights and biases are frozen together
+    frozen = not ctx.needs_input_grad[6]  # of gate_up; weights and biases are frozen together
     x, weights, *found = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings, frozen)
     needed = [
         given and not (frozen and index < sequential.BASE_PARAMETERS) for index, given in enumerate(ctx.given)
     ]
     found = (gradient if need else None for gradient, need in zip(found, needed, strict=True))
-    return x, weights, None, *found, None, None, None, None
+    return x, weights, None, None, None, None, *found, None, None, None, None
 
 
-_experts.register_autograd(_differentiate, setup_context=_setup_context)
-always_save(torch.ops.trainshed.experts.default)
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, x, _, *routes, axis, size, keep = inputs
+    ctx.settings = axis, size
+    ctx.save_for_backward(None if keep else x, *routes)
+
+
+def _differentiate_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _send(grad.contiguous(), *ctx.saved_tensors, *ctx.settings), *[None] * 9
+
+
+_experts.register_autograd(_differentiate, setup_context=_save)
+_sum.register_autograd(_differentiate_sum, setup_context=_save_sum)
+always_save(torch.ops.trainshed.experts.default, torch.ops.trainshed.experts_sum.default)
+always_save(torch.ops.trainshed.expert_order.default, in_full=True)

@@ -6,6 +6,8 @@ grouped by expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,10 +28,15 @@ def forward(
     rows: Tensor, parameters: Parameters, exchange: Exchange, activation: str
 ) -> tuple[Tensor, Tensor]:
     """[gate, up] (m, 2f) of the rows (m, h), without biases, and the outputs of their experts (m, h)."""
-    gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
-    hidden = _product(rows, gate_up, exchange, update=(gate_up_a, gate_up_b))
-    active = _activate(hidden, activation, gate_up_bias, exchange)  # (m, f)
-    return hidden, _product(active, down, exchange, down_bias, (down_a, down_b))
+    hidden = gate_up(rows, parameters, exchange)
+    active = _activate(hidden, activation, parameters.gate_up_bias, exchange)  # (m, f)
+    update = parameters.down_a, parameters.down_b
+    return hidden, _product(active, parameters.down, exchange, parameters.down_bias, update)
+
+
+def gate_up(rows: Tensor, parameters: Parameters, exchange: Exchange) -> Tensor:
+    """[gate, up] (m, 2f) of the rows (m, h), without biases."""
+    return _product(rows, parameters.gate_up, exchange, update=(parameters.gate_up_a, parameters.gate_up_b))
 
 
 def backward(
@@ -38,12 +45,17 @@ def backward(
     exchange: Exchange,
     activation: str,
     frozen: bool,
-) -> tuple[Tensor, Tensor, *tuple[Tensor | None, ...]]:
-    """Same as `sequential.backward`, with one kernel per product, and `hidden` without biases."""
+    send: Callable[[Tensor, Tensor], None],
+) -> list[Tensor | None]:
+    """Gradients of the parameters, as of `sequential.backward`, with one kernel per product.
+
+    Args:
+        saved: with `hidden`, without biases.
+        send: called with the gradients of rows and scales, before those of the parameters, so that they return meanwhile.
+    """
     rows, grads, scales, hidden = saved
+    assert hidden is not None
     gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b = parameters
-    if hidden is None:
-        hidden = _product(rows, gate_up, exchange, update=(gate_up_a, gate_up_b))
     grad_act = _input_gradient(grads, down, exchange, down_a, down_b)  # (m, f), not scaled
     # The gradient of a scale, <grad, output>, without computing the output again. Scaling the activation, not the gradients of
     # the outputs, scales the gradients of `down`, too.
@@ -51,6 +63,7 @@ def backward(
     scaled, grad_scales, grad_hidden = found  # (m, f), (m), (m, 2f)
     if down_bias is not None:
         grad_scales = grad_scales + (grads * exchange.of_rows(down_bias)).sum(1, dtype=torch.float32)
+    send(_input_gradient(grad_hidden, gate_up, exchange, gate_up_a, gate_up_b), grad_scales)
     of_parameters: list[Tensor | None] = [None, None, None, None]
     if not frozen:
         of_parameters = [
@@ -60,9 +73,7 @@ def backward(
             None if down_bias is None else _sums(grads, scales, exchange),
         ]
     of_parameters += _update_gradients(grad_hidden, rows, exchange, gate_up_a, gate_up_b)
-    of_parameters += _update_gradients(grads, scaled, exchange, down_a, down_b)
-    grad_rows = _input_gradient(grad_hidden, gate_up, exchange, gate_up_a, gate_up_b)
-    return grad_rows, grad_scales, *of_parameters
+    return [*of_parameters, *_update_gradients(grads, scaled, exchange, down_a, down_b)]
 
 
 def _product(

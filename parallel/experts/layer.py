@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from parallel import collectives
 from parallel.experts import balance as balancing
 from parallel.experts.balance import EXTRA, Balance
-from parallel.experts.dropless import Update, routed_experts
+from parallel.experts.dropless import Update, start_experts
 from parallel.experts.lora import ExpertUpdate
 from parallel.experts.router import Router, Routing
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
@@ -135,6 +135,7 @@ class MixtureOfExperts(nn.Module):
         check_divisible(self, "experts", routing.experts, mesh.expert)
         check_divisible(self, "width", width, mesh.tensor)
         self.mesh, self.routing, self.activation = mesh, routing, activation
+        self.computes_once = mesh.expert.size > 1  # for activation checkpointing, which then keeps `Routes`
         self.sequence_parallel = sequence_parallel and mesh.tensor.size > 1
         initializer = initializer or Normal(0.02)
         placed: Placement = {"dtype": dtype, "device": device}
@@ -173,12 +174,27 @@ class MixtureOfExperts(nn.Module):
             length: tokens of each sample on this context rank, s/c.
             padding: (b, s/c), true for padding, which no loss or statistic counts; None: there is none.
         """
+        return self._start(x, length, padding)()
+
+    def start(self, x: Tensor, length: int, padding: Tensor | None = None) -> Callable[[], Tensor]:
+        """Start `forward`; returns a function that returns its result.
+
+        What the caller computes before it calls that function, such as shared experts, runs beside the exchange of rows. On one
+        expert rank, which exchanges none, the function computes everything.
+        """
+        if self.mesh.expert.size == 1:
+            return lambda: self._start(x, length, padding)()
+        # The gradients of a view are summed first, and then added to those of shared experts, as if these had come first.
+        return self._start(x.view_as(x), length, padding)
+
+    def _start(self, x: Tensor, length: int, padding: Tensor | None) -> Callable[[], Tensor]:
         axis = self.mesh.tensor
         x = (collectives.gather if self.sequence_parallel else collectives.copy)(x, axis)  # (b·s/c, h)
-        y = self._experts(x, length, padding)  # (b·s/c, h), a partial sum over the tensor axis
-        return (collectives.scatter_reduce if self.sequence_parallel else collectives.reduce)(y, axis)
+        experts = self._experts(x, length, padding)
+        reduce = collectives.scatter_reduce if self.sequence_parallel else collectives.reduce
+        return lambda: reduce(experts(), axis)  # of (b·s/c, h), a partial sum over the tensor axis
 
-    def _experts(self, x: Tensor, length: int, padding: Tensor | None) -> Tensor:
+    def _experts(self, x: Tensor, length: int, padding: Tensor | None) -> Callable[[], Tensor]:
         experts, k = self.routing.experts, self.routing.top_k
         weights, indices, logits, scores = self.router(x)
         counts = balancing.count_choices(indices, experts, length, padding)  # (b, E)
@@ -201,9 +217,10 @@ class MixtureOfExperts(nn.Module):
             options["down_bias"] = self.down.bias.view(len(gate_up), -1) / self.mesh.tensor.size
         if kept is None:
             options["keep"] = self.options.keep_received
-            return routed_experts(x, weights, indices, gate_up, down, self.mesh.expert, **options)
+            return start_experts(x, weights, indices, gate_up, down, self.mesh.expert, **options)
         slots = experts * len(counts) * limit
-        return slotted_experts(x, weights, slot, kept, slots, gate_up, down, self.mesh.expert, **options)
+        y = slotted_experts(x, weights, slot, kept, slots, gate_up, down, self.mesh.expert, **options)
+        return lambda: y
 
     def _record(
         self,

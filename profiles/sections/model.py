@@ -364,11 +364,16 @@ class Model(Section):
         projections = self.projection_weights(linear)
         if experts is None:
             return projections + mlp * self.intermediate_size
-        shared = (self.n_shared_experts or 0) * self.expert_width
         if self.shared_expert_intermediate_size is not None:
-            shared += self.shared_expert_intermediate_size
             projections += h  # of its gate
-        return projections + mlp * (experts * self.expert_width + shared) + h * (self.num_experts or 0)
+        used = experts * self.expert_width + self.shared_width
+        return projections + mlp * used + h * (self.num_experts or 0)
+
+    @property
+    def shared_width(self) -> int:
+        """Width of a layer's shared experts together; 0 without them."""
+        several = self.n_shared_experts and self.n_shared_experts * self.expert_width
+        return (several or 0) + (self.shared_expert_intermediate_size or 0)
 
     @property
     def tensor_degrees(self) -> list[int]:

@@ -73,7 +73,7 @@ def test_rows_need_their_peer_and_gpus(monkeypatch):
     monkeypatch.setattr(gpu, "find_spec", lambda package: None if package == "torchao" else object())
     lacking = {row.name: gpu.missing(row, gpus=1) for row in gpu.COMPARISONS}
     tensor = ("tensor", "tensor-chunks", "tensor-chunks-fp8", "tensor-async")
-    two = ("fsdp", *tensor, "ring-32k", "ring-128k")
+    two = ("fsdp", *tensor, "expert", "ring-32k", "ring-128k")
     eight = ("1b-fp8", "8b-layers-fp8", "8b-2-layers-fp8")
     needs = dict.fromkeys(two, "2 GPUs") | dict.fromkeys(eight, "the package torchao")
     assert lacking == {**dict.fromkeys(lacking), **needs}

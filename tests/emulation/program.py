@@ -258,7 +258,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
         overlap, "collectives", SimpleNamespace(**{**vars(collectives), "wait": lambda tensor: tensor})
     ),
     "no wait for the copy to the host": lambda: mock.patch.object(
-        device.Download, "wait", lambda self: self._host
+        device.Download, "wait", lambda self: self.host
     ),
     "host tensors in collectives": lambda: mock.patch.object(
         train.ShardedAdamW, "_square_norm", lambda self, _: all_reduce_on_host(torch.zeros((), device="neuron"), self.mesh.world)

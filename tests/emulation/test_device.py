@@ -103,7 +103,7 @@ def reduced(wait: bool) -> list[float]:
 
 def downloaded(wait: bool) -> list[float]:
     download = device.Download(ones(2))
-    return (download.wait() if wait else download._host).tolist()
+    return (download.wait() if wait else download.host).tolist()
 
 
 VALUES: dict[str, tuple[Callable[[], list[float]], list[float]]] = {

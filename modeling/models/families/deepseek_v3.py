@@ -140,7 +140,8 @@ class Block(mixtral.Block):
         y = self.mlp_norm(x)
         if self.shared is None:
             return x + self.mlp(y, keys)
-        return x + self.shared(y, keys) + self.mlp(y, cos.shape[1], padding)  # s/c tokens of a sample
+        experts = self.mlp.start(y, cos.shape[1], padding)  # s/c tokens of a sample
+        return x + self.shared(y, keys) + experts()
 
 
 class GlmBlock(Block):

@@ -188,8 +188,9 @@ class ExpertBlock(_Mixers, mixtral.ExpertSublayers):
     ) -> Tensor:
         x = self.mix(x, cos, sin, offsets, documents, keys)
         y = self.mlp_norm(x)
+        experts = self.mlp.start(y, cos.shape[1], padding)  # s/c tokens of a sample
         shared = self.shared(y, keys) * self.shared_gate(y).sigmoid()
-        return x + shared + self.mlp(y, cos.shape[1], padding)
+        return x + shared + experts()
 
 
 def _rows_of(parts: Sequence[str], part: str, widths: Callable[[Model], Mapping[str, int]]) -> Locate:

@@ -35,6 +35,7 @@ class ExpertSublayers(llama.Sublayers):
     """What a block with experts consists of."""
 
     expert_options: ClassVar[ExpertLayerOptions] = {}
+    mlp: Any  # `MixtureOfExperts`, or an MLP in layers without experts
 
     def build_mlp(self, model: Model, mesh: Mesh, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         # All of them, also those that a package's family adds; a family's own come last.

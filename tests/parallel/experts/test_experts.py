@@ -4,13 +4,15 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from parallel import Axis, Mesh, ShardedAdamW, initialize
+from parallel import Axis, Mesh, ShardedAdamW, collectives, initialize
+from parallel.activation_checkpointing import apply_activation_checkpointing
 from parallel.device import Download
 from parallel.experts import grouped, lora
 from parallel.experts import layer as layers
 from parallel.experts.activations import ACTIVATIONS
 from parallel.experts.balance import EXTRA, Balance, losses, record
 from parallel.experts.dropless import routed_experts
+from parallel.experts.exchange import Exchange
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts, counting_choices
 from parallel.experts.router import Routing
 from parallel.experts.slots import assign_slots, slotted_experts
@@ -54,30 +56,100 @@ def one_by_one(given: dict[str, torch.Tensor], indices: torch.Tensor, activation
     return total
 
 
-def host_reads_of_experts() -> tuple[int, int]:
-    """Host copies in forward and backward of experts with biases on two ranks; repeats of unknown size."""
-    copies, unknown = [], []
-    wait, repeat = Download.wait, torch.Tensor.repeat_interleave
+class Shared(torch.autograd.Function):
+    """Stands for shared experts; notes when they are computed, forward and backward."""
 
-    def counted(*arguments, **options):
-        unknown.extend([1] if options.get("output_size") is None else [])
-        return repeat(*arguments, **options)
+    @staticmethod
+    def forward(ctx, x, events):
+        ctx.events = events
+        events.append("shared")
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.events.append("shared")
+        return 2 * grad, None
+
+
+class BesideShared(torch.nn.Module):
+    def __init__(self, experts: MixtureOfExperts, events: list[str]) -> None:
+        super().__init__()
+        self.experts, self.events = experts, events
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts = self.experts.start(x, T)
+        shared = 2 * x if torch.compiler.is_compiling() else Shared.apply(x, self.events)
+        return shared + experts()
+
+
+def passes_of_experts(mode: str, compiled: bool) -> tuple[list[str], list[str], list[torch.Tensor]]:
+    """Events of forward and of backward on two ranks, with grouped products as on GPUs; results."""
+    events: list[str] = []
+    sent, repeat, product = (
+        collectives.start_uneven_all_to_all,
+        torch.Tensor.repeat_interleave,
+        torch.nn.functional.grouped_mm,
+    )
+    waited, returned = Download.wait, Exchange.receive_back
+
+    def noting(event, function):
+        return lambda *given, **named: events.append(event) or function(*given, **named)
+
+    def repeats(*given, **named):
+        events.extend(["unknown size"] if named.get("output_size") is None else [])
+        return repeat(*given, **named)
 
     with mesh(data=2, expert=2) as m, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Download, "wait", lambda download: copies.append(1) or wait(download))
-        patch.setattr(torch.Tensor, "repeat_interleave", counted)
-        patch.setattr(grouped, "has_kernel", lambda parameters: True)  # as on GPUs
-        given = inputs()
-        y = routed_experts(
-            indices=choices(), axis=m.expert, **given
-        )  # experts 0 to 9, of which 0 to 3 are chosen
-        torch.autograd.grad(y.sum(), list(given.values()))
-    return len(copies), len(unknown)
+        rows = noting("send", sent)
+        patch.setattr(
+            collectives,
+            "start_uneven_all_to_all",
+            lambda x, *given: (rows if x.dim() > 1 else sent)(x, *given),
+        )
+        patch.setattr(Download, "wait", noting("host waits", waited))
+        patch.setattr(Exchange, "receive_back", noting("returned", returned))
+        patch.setattr(torch.Tensor, "repeat_interleave", repeats)
+        patch.setattr(grouped, "has_kernel", lambda parameters: True)
+        patch.setattr(torch.nn.functional, "grouped_mm", noting("product", product))
+        layer = MixtureOfExperts(H, 8, Routing(2 * E, K), m, bias=True, initializer=layers.Normal(0.5))
+        layer.options = ExpertOptions(keep_received=True)
+        initialize(layer.named_parameters(), m.tensor, seed=1)
+        block = BesideShared(layer, events)
+        apply_activation_checkpointing([block], mode)
+        if compiled:
+            torch.compiler.reset()
+            block.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+        x = torch.randn(T, H, generator=torch.Generator().manual_seed(m.rank), requires_grad=True)
+        y = block(x)
+        forward = [*events]
+        events.clear()
+        y.square().sum().backward()
+        results = [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+        return forward, [*events], results
 
 
-def test_exchange_of_experts_waits_for_the_device_once(pool):
-    """For its sizes, in forward; backward uses them again."""
-    assert pool.run(host_reads_of_experts, 2) == [(1, 0)] * 2
+FORWARD = ["host waits", "send", "product", "product", "send", "shared", "returned"]
+# of activations and rows; those of weights and biases are computed while the rows' gradients return
+PRODUCTS = ["product", "product", "send", *["product"] * 4, "returned", "returned"]
+PASSES = {  # of forward and backward
+    ("none", False): (FORWARD, ["send", "shared", *PRODUCTS]),
+    ("selective", False): (FORWARD, ["shared", "send", "shared", *PRODUCTS]),
+    ("full", False): (FORWARD, [*FORWARD[1:], "send", "shared", *PRODUCTS]),
+    # rows are sent again, and multiplied by gate and up
+    ("none", True): ([each for each in FORWARD if each != "shared"], ["send", "send", "product", *PRODUCTS]),
+    ("full", True): ([each for each in FORWARD if each != "shared"], ["send", "send", "product", *PRODUCTS]),
+}
+
+
+def test_host_waits_for_the_numbers_of_rows_once_and_shared_experts_run_beside_the_exchange(pool):
+    """Recomputation does not wait and, in graphs, repeats no experts; no other size is unknown."""
+    expected = None
+    for (mode, compiled), (forward, backward) in PASSES.items():
+        for rank, found in enumerate(pool.run(passes_of_experts, 2, mode=mode, compiled=compiled)):
+            assert found[:2] == (forward, backward), (mode, compiled, rank)
+            if rank == 0:
+                expected = expected or found[2]
+                assert all(torch.equal(a, b) for a, b in zip(found[2], expected, strict=True))
 
 
 WIDE = (406, 128, 96)  # oneDNN, where used, computes products of these sizes, with rounded numbers of rows
