@@ -1,7 +1,8 @@
 """Which failed attempts of a task are retried, and when: the options for retries of Prefect's tasks.
 
 After a failed attempt, Prefect asks `retry_condition_fn`, waits for the next of `retry_delay_seconds`, and calls the task's
-function again. A step's `may_retry` may ask for a longer wait, with which the next attempt begins.
+function again. A step's `may_retry` may ask for a longer wait, with which the next attempt begins; that of training
+is `RetryBudget` (tasks/steps/training.py). `tasks/failures.py` says which failures are fatal.
 """
 
 from __future__ import annotations

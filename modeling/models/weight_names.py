@@ -1,4 +1,4 @@
-"""Weight names: the Hugging Face tensor, or part of one, that holds each of ours; a map per family.
+"""Forms of a map from our weights to the Hugging Face tensors that hold them; the maps are in families/.
 
 Most tensors only differ in name. Others are parts of a larger one: GPT-2 has q, k and v side by side, DBRX one below the other,
 GPT-NeoX and Qwen3-Next those of each head, and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out)
