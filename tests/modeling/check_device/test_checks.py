@@ -22,7 +22,6 @@ from modeling.compilation import compilers
 from parallel import device
 from parallel.attention import zigzag
 from parallel.experts import grouped
-from parallel.layers import products
 from parallel.layers.products import Float8
 from profiles import resolve
 from profiles.files import exit_codes
@@ -295,13 +294,13 @@ def larger(quantized):
 @pytest.mark.parametrize(("wrong", "case"), [(other_scales, FP8), (other_scales, MX), (larger, FP8)])
 def test_wrong_fp8_products_are_named_with_shape_deviation_and_remedy(monkeypatch, wrong, case):
     emulated = Float8(resolve.load(*case).train.fp8_recipe, emulated=True)
-    quantize = products.quantize
 
     class Wrong(Float8):
-        def _product(self, *inputs, **options):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(products, "quantize", lambda *given: wrong(quantize(*given)))
-                return super()._product(*inputs, **options)
+        def left(self, *inputs, **options):
+            return wrong(super().left(*inputs, **options))
+
+        def right(self, *inputs, **options):
+            return wrong(super().right(*inputs, **options))
 
     monkeypatch.setattr(product_errors, "build_products", lambda *_: Wrong(emulated.recipe, emulated=True))
     measured, passed = kernel("FP8 512 × 192", case).check(torch.device("cpu"))

@@ -50,8 +50,6 @@ def series(tmp_path):
         )
         (folder / "export").mkdir(exist_ok=True)
         (folder / "export/config.json").write_text("{}")
-        (folder / "checkpoints/step_6").mkdir(parents=True)
-        (folder / "checkpoints/step_6/complete.json").write_text("{}")
     (tmp_path / "store/runs/nightly/inputs.json").write_text(
         json.dumps({"identity": "identity-0", "tokenizer": "t", "dataset": "d0"})
     )
