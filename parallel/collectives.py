@@ -148,7 +148,7 @@ class PendingReduceScatter:
             self.pending = reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
         elif _swaps(x, axis):
             shards = x.unflatten(0, (2, -1))
-            self.own = shards[axis.rank]
+            self.own = shards[axis.rank].detach()
             self.pending = start_ring_send_recv(shards[1 - axis.rank], axis)
         else:
             self.pending = start_all_to_all(x, axis)
@@ -174,7 +174,7 @@ class PendingAllReduce:
             self.pending = functional_all_reduce(x.contiguous(), "sum", axis.name)
             return
         if _swaps(x, axis):
-            self.own, self.pending = x, start_ring_send_recv(x, axis)
+            self.own, self.pending = x.detach(), start_ring_send_recv(x, axis)
             return
         # Gather small or indivisible tensors and sum them locally; reduce-scatter and all-gather large ones.
         self.gathers = x.numel() % axis.size != 0 or x.numel() * x.element_size() <= 1 << 15 or axis.size == 2

@@ -64,6 +64,11 @@ def chunk_tokens(tokens: int, rows: int, device: Device) -> int:
         ridge = peak / bandwidth if peak and bandwidth else RIDGE
         in_memory = device.memory_bytes * MEMORY_SHARE / (4 * rows)
         limit = max(128, int(min(ridge * 16 / 6 / TRAFFIC_SHARE, in_memory)) // 128 * 128)
+    return _equal_chunks(tokens, limit)
+
+
+def _equal_chunks(tokens: int, limit: int) -> int:
+    """Tokens per chunk, at most `limit`: equal if a chunk count near the minimum divides `tokens`."""
     fewest = -(-tokens // limit)
     chunks = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
     return -(-tokens // chunks)
@@ -79,14 +84,16 @@ class Chunks(NamedTuple):
 def choose_chunks(tokens: int, weight: Tensor, device: Device) -> Chunks:
     """The loss's chunks on a device; arguments as for `chunk_tokens`.
 
-    With h columns of the weight, chunks of c tokens need 4h bytes per row for the sum dW, and 8c in float32 for the logits of a
-    chunk and their gradients, which plans count. Kept gradients of T tokens need 2T, and with half the chunk 4c: no more if
-    T ≤ 2 (h + c). Only GPUs keep them: CPUs have chunks that fit their caches, Trainium one program, to compile faster.
+    With h columns of the weight, chunks of c tokens need 4h bytes per row for the sum dW, 8c in float32 for the logits of a chunk
+    and their gradients, and at the end 2h for dW in bf16: max(4h + 8c, 6h), which plans count. Kept gradients of T tokens need
+    2T, with half the chunk 4c, and at the end 2h: no more if T ≤ 2 (h + c) and T ≤ max(h + 4c, 2h). Only GPUs keep them: CPUs
+    have chunks that fit their caches, Trainium one program, to compile faster.
     """
     chunk = chunk_tokens(tokens, weight.shape[0], device)
     keeps = weight.is_cuda and weight.requires_grad and weight.element_size() == 2
-    if keeps and tokens <= 2 * (weight.shape[1] + chunk):
-        return Chunks(-(-chunk // 2), True)
+    h = weight.shape[1]
+    if keeps and tokens <= min(2 * (h + chunk), max(h + 4 * chunk, 2 * h)):
+        return Chunks(_equal_chunks(tokens, -(-chunk // 2)), True)
     return Chunks(chunk, False)
 
 

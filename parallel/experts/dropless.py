@@ -140,7 +140,7 @@ def scratch_bytes(x: Tensor, choices: int, gate_up: Tensor, backward: bool, upda
     return choices * (elements + updated * max(h, 2 * f)) * x.element_size()
 
 
-@torch.library.custom_op("trainshed::expert_order", mutates_args=())
+@custom_op("trainshed::expert_order")
 def _order(indices: Tensor, local: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of `Routes`; the last is empty on one rank, and incomplete until `experts` has run."""
     routes: Any = exchange.sort_by_expert(indices, local, mesh.registered_axis(axis, size))
@@ -204,7 +204,7 @@ def _(x: Tensor, weights: Tensor, order: Tensor, *more: Any) -> tuple[Tensor, ..
     return torch.empty_like(x) if size == 1 else x.new_empty(1), hidden, kept
 
 
-@torch.library.custom_op("trainshed::experts_sum", mutates_args=())
+@custom_op("trainshed::experts_sum")
 def _sum(
     terms: Tensor,
     x: Tensor,
@@ -227,7 +227,7 @@ def _(terms: Tensor, x: Tensor, *more: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("trainshed::experts_send", mutates_args=())
+@custom_op("trainshed::experts_send")
 def _send(
     grad: Tensor,
     x: Tensor | None,

@@ -137,6 +137,10 @@ PASSES = {  # of forward and backward
     ("full", False): (FORWARD, [*FORWARD[1:], "send", "shared", *PRODUCTS]),
     # rows are sent again, and multiplied by gate and up
     ("none", True): ([each for each in FORWARD if each != "shared"], ["send", "send", "product", *PRODUCTS]),
+    ("selective", True): (
+        [each for each in FORWARD if each != "shared"],
+        ["send", "send", "product", *PRODUCTS],
+    ),
     ("full", True): ([each for each in FORWARD if each != "shared"], ["send", "send", "product", *PRODUCTS]),
 }
 
