@@ -193,7 +193,10 @@ import resource, sys
 from modeling.data.corpus import Corpus, Samples
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 store, opened = sys.argv[1].partition("/artifacts/")[0], []
-sys.addaudithook(lambda event, about: event == "open" and store in str(about[0]) and opened.append(about[0]))
+def count(event, about):
+    if event == "open" and store in str(about[0]) and about[1]:  # os.open has no mode, and is within another open
+        opened.append(about[0])
+sys.addaudithook(count)
 samples = Samples(Corpus.open(sys.argv[1], "train"), 8192, seed=1)
 at_open = len(opened)
 batch = samples.batch(10**7, 64)
