@@ -409,7 +409,8 @@ def test_parameters_match_the_table_and_the_plan_fits_with_its_reserve(name):
     assert max(stage.total for stage in planned.stages) <= (1 - planned.reserve) * planned.device_bytes
     assert planned.fits
     assert planned.basis.startswith("uncalibrated, ")
-    assert [*interruption_warnings(profile, planned.step_seconds)] == []
+    if name in SHIPPED:  # published runs save as their configs say
+        assert [*interruption_warnings(profile, planned.step_seconds)] == []
 
 
 def test_documented_topologies_are_those_of_the_profiles():
