@@ -15,7 +15,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 import hypothesis
-import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -61,9 +60,6 @@ asyncio.run(provide_database_interface().create_db())
 """
 SLOW_FIXTURES = {"_cluster", "browser", "command", "pool", "prefect_database", "prefect_ui"}
 """Fixtures that start servers, clusters or processes: `make test-fast` skips tests that use one."""
-
-WITHOUT_PREFECT = {"emulation", "modeling", "parallel", "parity", "profiles"}
-"""Folders whose tests need no Prefect server: the worker's is suspended meanwhile, which takes 1.4 % of a core when idle."""
 
 WAITING = {"slurm", "flows", "browser"}
 """Folders whose tests mostly wait, for clusters and servers; the tests of all others mostly compute."""
@@ -118,28 +114,14 @@ def prefect_server(prefect_database, tmp_path_factory):
     shutil.copy(prefect_database, home)
     server = Server(home, home / "server.log")
     url = server.wait()
-    _servers[:] = (each for each in psutil.Process().children() if str(home) in each.cmdline())
     # Set for all threads, as in Prefect's own test harness.
     with (
         temporary_settings({PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
         context._temporary_global_settings_context(context.get_settings_context()),
     ):
         yield url
-        while _servers:
-            _servers.pop().resume()
         APILogWorker.drain_all(timeout=5)  # before the server stops
     server.leave()
-
-
-_servers: list[psutil.Process] = []
-"""The Prefect server of this worker, if it runs."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    """Suspend the worker's Prefect server, or let it continue."""
-    for server in _servers:
-        (server.suspend if _folder(item.nodeid) in WITHOUT_PREFECT else server.resume)()
 
 
 @pytest.fixture(autouse=True)
