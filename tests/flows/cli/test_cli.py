@@ -1,5 +1,6 @@
 """The command as a user meets it: exit codes, one line for each mistake, JSON for scripts."""
 
+import argparse
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from tests.tasks.source_files import write_pair
 pytestmark = pytest.mark.slow
 
 TINY = str(resolve.SHIPPED / "tiny.yaml")
-COMMANDS = re.findall(r"^    (\S+)  ", parser().format_help(), re.M)
+(COMMANDS,) = (each.choices for each in parser()._actions if isinstance(each, argparse._SubParsersAction))
 
 
 @pytest.mark.parametrize(
