@@ -348,6 +348,16 @@ def files_of(store: Path) -> list[str]:
     return [*found.values(), *(f"runs/{RUN}/{name}" for name in OTHERS)]
 
 
+def numbered(files: list[str]) -> dict[str, str]:
+    """Each file's name in rows: keys and ids, which differ between stores, are numbered by appearance."""
+    numbers: dict[str, int] = {}
+
+    def number(found: re.Match[str]) -> str:
+        return f"#{numbers.setdefault(found[0], len(numbers) + 1)}"
+
+    return {file: KEY.sub(number, file) for file in files}
+
+
 def train(folder: Path) -> None:
     """Train and evaluate the run whose store is damaged."""
     profile, store = write_profile(folder), str(folder / "store")
@@ -407,7 +417,7 @@ def copied(store: Path, copy: Path) -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> int:
     options, console = parse(arguments), Console(highlight=False)
     kept = Results(options.out)
-    done = {KEY.sub("*", row["row"]): row["outcome"] for row in read(options.out)} if options.resume else {}
+    done = {row["row"]: row["outcome"] for row in read(options.out)} if options.resume else {}
     outcomes: Counter[tuple[str, str]] = Counter()  # of a command and an outcome
     begun, findings = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as name:
@@ -417,10 +427,11 @@ def main(arguments: list[str] | None = None) -> int:
             importlib.import_module(module)
         call_in_child(train, base, timeout=1800)
         chosen, copy = cases(base / "store", options), base / "copy"
+        names = numbered(files_of(base / "store"))
         expected: dict[str, Any] = {}  # results of each command without damage
         for file, damage, each in chosen:
-            row = f"{each}, {file} {damage}"
-            outcome, details = done.get(KEY.sub("*", row), "NEW"), ""
+            row = f"{each}, {names[file]} {damage}"
+            outcome, details = done.get(row, "NEW"), ""
             if outcome.isupper():
                 if each not in expected:
                     with copied(base / "store", copy):
