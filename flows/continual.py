@@ -294,7 +294,7 @@ def _train(judge: Judge, *, start_over: bool) -> tuple[str, Verdict]:
         training = TrainingRun(runner)
         runs.record_flow_run(base, context.flow_run)
         inputs = tokenizer.key, dataset.key, _start(current, step, run)
-        with training.open(run, *inputs, replace=start_over) as overview:
+        with training.open(run, *inputs, replace=start_over, reports=True) as overview:
             identity = training.identity
             ledger.record(store, run.name, identity, dataset, parent=current.identity)
             judge.evaluate_promoted(base)

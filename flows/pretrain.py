@@ -125,6 +125,7 @@ def train_profile(
             parent=parent,
             replace=replace,
             warnings=warnings,
+            reports=not until,
         )
         with opened as overview, runner.until_reached():
             # Before training: a run that never ends may be forked.

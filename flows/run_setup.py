@@ -145,6 +145,7 @@ class TrainingRun:
         warnings: Sequence[str] = (),
         parent: Parent | None = None,
         replace: bool = False,
+        reports: bool = False,
     ) -> Iterator[Overview]:
         """Open the run folder for the steps in the block.
 
@@ -155,6 +156,7 @@ class TrainingRun:
             tokenizer: its key.
             dataset: its key.
             start: key of the weights to start from, or digest of another run's checkpoint; None: from scratch.
+            reports: whether the flow ends with a report.
         """
         runner = self._runner
         context, run = runner.context, runner.context.store.run_folder(profile.name)
@@ -174,9 +176,13 @@ class TrainingRun:
             command.profile if command else profile.name,
             f"{parent.run}@{parent.step}" if parent else None,
         )
-        with alerts(profile, run) as alerting, tracking(profile, folder, labels) as final_state:
+        with (
+            alerts(profile, run, reports=reports) as alerting,
+            tracking(profile, folder, labels) as final_state,
+        ):
             runner.context = replace_fields(runner.context, watch=alerting.update)
             yield overview
+            alerting.trained = runner.is_done(TrainingStep.name)
             if profile.tracking.trackers:
                 final_state.files += results(context.store, folder, parent)
         if context.store.is_remote:

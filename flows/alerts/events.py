@@ -31,8 +31,9 @@ FROM_RANKS = {
     **{event: event for event in ("rollback", "straggler", "resumed")},
     "corrupted checkpoint": "corrupted-checkpoint",
 }
-# Of what was emitted, in RUN/alerts.json: rows read, steps, and the number of alerts of failed saves.
-STATE = dict.fromkeys(("events", "attempts", "steps", "skipped", "checkpoint", "unsaved"), int)
+# Of what was emitted, in RUN/alerts.json: rows read, steps, and the number of alerts of failed saves; and whether the flow that
+# began last writes a report.
+STATE = dict.fromkeys(("events", "attempts", "steps", "skipped", "checkpoint", "unsaved", "reports"), int)
 UNSAVED_INTERVALS = 2  # of `checkpoint.every`, after which training without a checkpoint is reported again
 POLL_SECONDS = 2.0  # of the run folder's files
 CHECKPOINT_POLL_SECONDS = 15.0  # of the store's checkpoints
@@ -47,10 +48,17 @@ def emit(kind: str, run: str, message: str, **facts: Any) -> None:
 
 
 class RunAlerts:
-    """Emits the events of one run; `update` is called while it trains, several times a second."""
+    """Emits the events of one run; `update` is called while it trains, several times a second.
 
-    def __init__(self, profile: Profile, run: RunFolder) -> None:
-        self._profile, self._run = profile, run
+    Args:
+        reports: whether the flow ends with a report.
+
+    Attributes:
+        trained: whether the flow has trained the last step, or found it trained.
+    """
+
+    def __init__(self, profile: Profile, run: RunFolder, *, reports: bool = False) -> None:
+        self._profile, self._run, self._reports, self.trained = profile, run, reports, False
         self._path = run.path / run_files.ALERTS
         self._state: dict[str, Any] = state_files.read_json(self._path, STATE) or {}
         self._events = LogFollower(run.path / run_files.EVENTS)
@@ -60,9 +68,12 @@ class RunAlerts:
         self._submitted: float | None = None  # when the job that has not started was submitted or requeued
 
     def begin(self) -> None:
+        before = dict(self._state)
         if "steps" not in self._state:
             self._state["steps"] = 0
             self._emit("started", f"started: {self._profile.train.steps:,} steps to train")
+        self._state["reports"] = self._reports
+        if self._state != before:
             self._save()
 
     def finish(self) -> None:
@@ -72,7 +83,7 @@ class RunAlerts:
         """
         self.update_last()
         steps = self._profile.train.last_step
-        if self._state["steps"] != steps and self._state.get("checkpoint", 0) >= steps:
+        if self._state["steps"] != steps and self.trained:
             self._state["steps"] = steps
             self._emit("finished", f"finished after {steps:,} steps", step=steps)
             self._save()
@@ -172,9 +183,9 @@ class RunAlerts:
 
 
 @contextlib.contextmanager
-def alerts(profile: Profile, run: RunFolder) -> Iterator[RunAlerts]:
-    """Emit the events of a run during the block, and "finished" if the block ends without an error."""
-    found = RunAlerts(profile, run)
+def alerts(profile: Profile, run: RunFolder, *, reports: bool = False) -> Iterator[RunAlerts]:
+    """Emit the events of a run during the block, and "finished" if it trains and ends without an error."""
+    found = RunAlerts(profile, run, reports=reports)
     found.begin()
     try:
         yield found

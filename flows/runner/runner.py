@@ -84,6 +84,10 @@ class Runner:
             self.reached = True
             raise StepReached(step)
 
+    def is_done(self, step: str) -> bool:
+        """Whether a step has made its artifact, or found it in the store."""
+        return any(each.step == step and each.how in ("done", "cached") for each in self.outcomes)
+
     def open(self, profile: Profile, folder: Path) -> None:
         """Switch to this profile and run folder; its events.jsonl records failures, including earlier ones."""
         self.context = replace(self.context, profile=profile, folder=folder)

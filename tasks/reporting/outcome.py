@@ -44,14 +44,16 @@ def is_finished(
     Args:
         report: report.json, which a flow writes last; None if there is none: flows that train proxies of a share, or end with an
             earlier step (`--until`), write none.
-        alerts: alerts.json, where a flow that ends without an error records the steps; None if there is none.
+        alerts: alerts.json, where a flow that ends without an error records the steps, and one that begins whether it writes a
+            report; None if there is none.
         last: step of its last training row; None without one. A run that has lost its last checkpoint trains its last steps
             again, although it has a report of them.
         steps: that it trains.
     """
     trained = last is not None and steps is not None and last >= steps
     if report is None:
-        return trained and (alerts or {}).get("steps") == steps
+        recorded = alerts or {}
+        return trained and recorded.get("steps") == steps and not recorded.get("reports")
     return (trained or last is None) and bool(final_evaluation(report, steps))
 
 

@@ -82,6 +82,7 @@ def test_run_ends_after_the_step_that_it_is_asked_for(pretrain, store, tmp_path)
     trained = pretrain(store, until="train")
     assert [*trained["how"]][-1] == "train"
     assert trained["how"]["train"] == "cached"
+    assert not json.loads((store / "runs/micro/alerts.json").read_text())["reports"]
     with pytest.raises(ProfileError, match="until = graph: is not a step of this run; nearest valid: graphs"):
         pretrain(store, until="graph")
 
@@ -385,7 +386,8 @@ def test_a_fork_continues_its_parent_and_records_it_and_a_tracker_follows(
     files = {"profile": "profile.yaml"}, {"report": "report.html"}, {"comparison": "compare.html"}
     assert tracked[-4:] == [*files, {"state": "finished"}]
     alerts = json.loads((store / "runs/child/alerts.json").read_text())
-    assert (alerts["checkpoint"], alerts["steps"]) == (8, 8)  # flows/alerts emitted all of the run
+    # flows/alerts emitted all of the run, which has a report.
+    assert (alerts["checkpoint"], alerts["steps"], alerts["reports"]) == (8, 8, True)
     child = losses(store / "runs/child")
     assert [child[step] for step in (1, 2, 3, 4)] == [before[step] for step in (1, 2, 3, 4)]
     assert child[6] != before[6]

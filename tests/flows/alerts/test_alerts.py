@@ -79,8 +79,10 @@ def live(store: Store) -> None:
         record_event(run.path, "resumed", step=20, reason="start 2, from the checkpoint of step 20")
         record_event(run.path, "train retried", reason=cause(f"Slurm ended job 7, or {NODE_FAILED}"))
         run.write("checkpoints/step_20/complete.json", b"{}")
+        alerting.trained = True
     with alerts(profile, run) as alerting:  # the same run again: nothing is new
         alerting.update(now=True)
+        alerting.trained = True
 
 
 def test_long_time_without_a_checkpoint_is_reported_again(tmp_path, monkeypatch):
