@@ -1,7 +1,7 @@
 """All runs of a store: reads those that changed since the last read; computes time, speed and cost.
 
 Summaries are cached in the store's local cache, each with the stamps of the files that it was read from. A run without a changed
-file costs one listing of its folder.
+file costs one listing of its folder. On an object store, that does not show that a checkpoint was removed by hand.
 """
 
 from __future__ import annotations
@@ -249,9 +249,15 @@ def _read(backends: Sequence[Backend], name: str, cached: Cached | None) -> Cach
     copies = [(backend, backend.entries(f"runs/{name}")) for backend in backends]
     backend, entries = max(copies, key=lambda copy: _changed(copy[1]))
     stamps = {file: f"{entries[file].size}.{entries[file].stamp}" for file in FILES if file in entries}
+    primary, stored = copies[0]  # where checkpoints are
+    if checkpoints := stored.get(run_files.CHECKPOINTS):
+        stamps[run_files.CHECKPOINTS] = str(checkpoints.modified)
     if cached and cached[0] == stamps:
         return cached
-    return stamps, read_summary(backend, name, entries)
+    summary = read_summary(backend, name, entries)
+    if summary.finished and summary.steps is not None:
+        summary.saved = MARKER in primary.entries(f"runs/{name}/{run_files.checkpoint(summary.steps)}")
+    return stamps, summary
 
 
 def _changed(entries: Mapping[str, FileInfo]) -> float:
@@ -272,10 +278,8 @@ def _state(store: Store, summary: RunSummary, now: float) -> tuple[str, TimeUse,
     if REPLACED.search(summary.name):
         return "replaced", ended, None
     finished = summary.finished and failed_step != "train" and latest not in WAITING
-    if finished and summary.steps is not None:
-        marker = f"runs/{summary.name}/{run_files.checkpoint(summary.steps)}/{MARKER}"
-        if store.backend.read_ranges(marker, [(0, 1)]) == [b""]:
-            finished, failed_step = False, None  # a step that failed has succeeded since
+    if finished and not summary.saved:
+        finished, failed_step = False, None  # a step that failed has succeeded since
     if finished and summary.reported:
         return "finished", ended, None
     if activities.holder(store, "run", summary.name):

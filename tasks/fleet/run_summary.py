@@ -69,6 +69,7 @@ class RunSummary:
     later_failure: Row | None = None  # the latest of a step after training
     reported: bool = False  # whether there is a report
     finished: bool = False  # by its files; see `is_finished`
+    saved: bool = True  # of a finished run: whether it has its last checkpoint
     changed: float = 0.0  # seconds since 1970
     problem: str | None = None  # why the run's files cannot be summarized
 

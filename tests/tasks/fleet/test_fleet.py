@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 
@@ -105,6 +106,9 @@ def test_a_trained_run_is_finished_once_it_has_its_report_and_names_the_step_tha
     assert (found(), compared()) == (("stopped", None), "at step 20 of 20")
     (run.folder / "alerts.json").write_text('{"steps": 20}')
     assert (found(), compared()) == (("finished", None), "finished")
+    # A flow that writes a report has begun since.
+    (run.folder / "alerts.json").write_text('{"steps": 20, "reports": true}')
+    assert (found(), compared()) == (("stopped", None), "at step 20 of 20")
     run.report(10)  # it was extended since
     assert found() == ("stopped", None)
     run.clock += 5
@@ -118,7 +122,7 @@ def test_a_trained_run_is_finished_once_it_has_its_report_and_names_the_step_tha
     run.report()
     assert found() == ("finished", None)
     # Its last checkpoint is lost, then the run is started again, which trains the last steps again.
-    write_checkpoint(run.folder, 20).unlink()
+    shutil.rmtree(write_checkpoint(run.folder, 20).parent)
     assert (found(), compared()) == (("stopped", None), "at step 20 of 20, without its checkpoint")
     write_checkpoint(run.folder, 20)
     run.saved = 10
