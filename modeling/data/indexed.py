@@ -71,7 +71,7 @@ def read_header(prefix: str | Path) -> Header:
     """
     path = index_path(prefix)
     start = state_files.retried(lambda: state_files.read_once(path, HEADER.size))
-    size = path.stat().st_size
+    size = state_files.retried(path.stat).st_size
     if start[: len(MAGIC)] != MAGIC:
         raise IndexedError(path, 0, f"is not an index of Megatron's format: starts with {start[:9]!r}")
     if len(start) < HEADER.size:
@@ -92,7 +92,7 @@ def read_header(prefix: str | Path) -> Header:
 def map_tokens(prefix: str | Path, dtype: np.dtype) -> np.ndarray:
     """`<prefix>.bin` memory-mapped as a flat token array. Raises IndexedError if it ends within a token."""
     path = data_path(prefix)
-    size = path.stat().st_size
+    size = state_files.retried(path.stat).st_size
     if size % dtype.itemsize:
         raise IndexedError(path, size, f"truncated within a token of {dtype.itemsize} bytes")
     return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)  # an empty file cannot be mapped

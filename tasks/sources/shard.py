@@ -152,11 +152,21 @@ class _LocalFile(io.FileIO):
 
     def readinto(self, buffer: WriteableBuffer) -> int | None:
         count = super().readinto(buffer)
-        if count == 0 and len(memoryview(buffer)) and self.seekable():
-            position, size = self.tell(), os.fstat(self.fileno()).st_size
-            if position < size:
-                raise OSError(errno.EIO, f"only {position} of {size} bytes could be read", self.name)
+        if count == 0 and len(memoryview(buffer)):
+            self._require_end()
         return count
+
+    def readall(self) -> bytes:
+        data = super().readall()
+        self._require_end()
+        return data
+
+    def _require_end(self) -> None:
+        if not self.seekable():
+            return
+        position, size = self.tell(), os.fstat(self.fileno()).st_size
+        if position < size:
+            raise OSError(errno.EIO, f"only {position} of {size} bytes could be read", self.name)
 
 
 def _download(url: str, token: str | None) -> str:

@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import random
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.compute
@@ -20,7 +21,7 @@ from profiles.errors import ProfileError
 from tasks.sources import file_shards
 from tasks.sources.formats import readers
 from tasks.sources.listing import list_files
-from tasks.sources.shard import SourceError
+from tasks.sources.shard import SourceError, open_file
 from tests import s3
 from tests.tasks.source_files import (
     DOCUMENTS,
@@ -206,6 +207,19 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_after_the_last_documen
         file.write(b"half a rec")
     with pytest.raises(SourceError, match=r"^/.*a\.jsonl: changed while it was being read; run again"):
         list(found)
+
+
+def test_a_read_that_ends_before_the_file_is_an_error(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(DOCUMENTS))
+    (shard,) = list_shards(profile(files(path)).data)
+    size = path.stat().st_size
+    monkeypatch.setattr(os, "fstat", lambda file: SimpleNamespace(st_size=2 * size))
+    for read in (lambda file: file.read(), list):
+        with open_file(shard, str(path)) as file, pytest.raises(OSError, match=f"only {size} of"):
+            read(file)
+    with pytest.raises(OSError, match=f"ends at byte {size}, before {2 * size}"):
+        file_shards.range_digest(path, 0, 2 * size)
 
 
 def test_only_regular_files_with_readable_names_are_read(tmp_path):
