@@ -16,6 +16,7 @@ Only FileNotFoundError and NotADirectoryError mean absence. A read that fails fo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -191,14 +192,23 @@ def read_completely(files: AbstractFileSystem, path: str) -> bytes:
 
 
 def require_file(files: AbstractFileSystem, path: str) -> None:
-    """Raise CorruptCheckpoint if a local path is a folder, a dangling link or a pipe.
+    """Raise CorruptCheckpoint if a local path is a folder, a pipe, or a link to nothing or to itself.
 
     Reading a pipe might never end.
     """
+
+    def mode() -> int:
+        try:
+            return os.stat(path).st_mode
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):  # where a link points to
+                return 0
+            raise
+
     if not is_local(files):
         return
     try:  # not with os.path.isfile, for which a file whose status cannot be read is none
-        regular = stat.S_ISREG(retry_reads(path, lambda: os.stat(path)).st_mode)
+        regular = stat.S_ISREG(retry_reads(path, mode))
     except ABSENT:
         regular = not os.path.lexists(path)
     if not regular:
@@ -296,8 +306,9 @@ def _move(files: AbstractFileSystem, source: str, target: str, marker: str = MAR
                 raise
             _copy_checkpoint(Path(source), Path(target))
             discard(Path(source))
-        if marker != MARKER and Path(target, MARKER).exists():
-            Path(target, MARKER).rename(Path(target, marker))
+        if marker != MARKER:
+            with contextlib.suppress(*ABSENT):
+                Path(target, MARKER).rename(Path(target, marker))
         return
     found = _object_sizes(files, source)
     copied = _object_sizes(files, target)  # by an interrupted move: objects appear whole
@@ -330,7 +341,7 @@ def _copy_checkpoint(source: Path, target: Path) -> None:
     """Copy a local checkpoint durably, its marker last, over what an interrupted copy left."""
     others = shutil.ignore_patterns(MARKER)
     shutil.copytree(source, target, ignore=others, copy_function=_copy_file, dirs_exist_ok=True)
-    if (source / MARKER).exists():
+    with contextlib.suppress(*ABSENT):
         _copy_file(source / MARKER, target / MARKER)
     for folder in (target, target.parent):
         _sync_folder(folder)
@@ -340,6 +351,8 @@ def _copy_file(source: str | Path, target: str | Path) -> None:
     shutil.copyfile(source, target)
     with open(target, "rb") as file:
         os.fsync(file.fileno())
+        if (copied := os.fstat(file.fileno()).st_size) != (size := os.stat(source).st_size):
+            raise OSError(errno.EIO, f"only {copied} of {size} bytes could be copied", str(source))
 
 
 def _free_suffix(files: AbstractFileSystem, path: str, marker: str = "") -> str:

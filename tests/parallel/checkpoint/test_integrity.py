@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,8 @@ def test_marker_with_other_values_and_a_pipe_in_place_of_a_file_are_corruption(s
     marker.write_text(json.dumps(about))
     for path in (shard(saved), saved / ".metadata", marker):
         path.rename(kept := saved.parent / "kept")
-        for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("nowhere")):
+        links = (partial(Path.symlink_to, target=target) for target in ("nowhere", path.name))
+        for make in (os.mkfifo, Path.mkdir, *links):
             make(path)
             with pytest.raises(checkpoint.CorruptCheckpoint, match=f"{path}: corrupted: not a regular file"):
                 checkpoint.load(saved, loaded)
