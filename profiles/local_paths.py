@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from profiles.files import state_files
 from profiles.sections.objective import TEMPLATES
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ def _located(value: str, key: str, file: Path, folder: Path) -> str:
 
 def _exists(path: Path) -> bool:
     """Whether there is a file or folder, a match of a pattern, or a Megatron pair with this prefix."""
-    return path.exists() or Path(f"{path}.idx").is_file() or bool(glob.glob(str(path), recursive=True))
+    is_path = state_files.exists(path) or state_files.is_file(Path(f"{path}.idx"))
+    return is_path or bool(glob.glob(str(path), recursive=True))
 
 
 @cache

@@ -274,7 +274,7 @@ def _entry(target: Any, path: Sequence[str], override: str) -> Any:
 def _config_location(config: str, folder: Path) -> str:
     """A path resolved against a folder; a hub repository (org/name or org/name@revision) unchanged."""
     path = folder / Path(config).expanduser()
-    return config if not path.exists() and _is_repository(config) else str(path)
+    return config if not state_files.exists(path) and _is_repository(config) else str(path)
 
 
 def _is_repository(config: str) -> bool:
@@ -291,7 +291,7 @@ def _with_config(model: Mapping[str, Any]) -> dict[str, Any]:
         reason = "is neither the path of a config.json nor a hub repository"
         raise ProfileError("model.config", config, reason)
     path = Path(config).expanduser()
-    if not path.exists() and _is_repository(config):
+    if not state_files.exists(path) and _is_repository(config):
         path = config_json(config, "model.config")
     return read_config_json(path, "model.config", config) | model
 

@@ -87,7 +87,7 @@ class Options:
         """
         options = {name: value for name, value in vars(self).items() if name not in ("config", "budget")}
         paths = huggingface.config_files(self.config_of(members[0]))
-        options["config"] = [file_sha256(path) for path in paths if path.is_file()]
+        options["config"] = [file_sha256(path) for path in paths if state_files.is_file(path)]
         options["cuts"] = self.cuts and list(self.cuts)
         options["adapters"] = adapters and _stats(adapters)
         source, *options["average"] = map(_stats, members)
@@ -96,7 +96,8 @@ class Options:
 
 def _stats(source: Path) -> list[list[Any]]:
     """Name, size and modification time of a file, or of the files in a folder."""
-    paths = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+    is_folder = state_files.is_dir(source)
+    paths = sorted(filter(state_files.is_file, source.rglob("*"))) if is_folder else [source]
     stats = [(path.relative_to(source).as_posix(), path.stat()) for path in paths]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 

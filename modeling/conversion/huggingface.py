@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 import struct
 from bisect import bisect_left
 from collections import Counter
@@ -387,7 +386,7 @@ def finish(
     config = {**to_config_json(weights.model), **_token_ids(source), "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     if source and state_files.is_file(path := config_files(source)[1]):
-        shutil.copyfile(path, folder / GENERATION_CONFIG)
+        (folder / GENERATION_CONFIG).write_bytes(state_files.contents(path))
 
 
 def _token_ids(source: Path | None) -> dict[str, Any]:

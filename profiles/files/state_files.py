@@ -153,11 +153,20 @@ def is_file(path: Path) -> bool:
     return stat.S_ISREG(_mode(path) or 0)
 
 
+def is_dir(path: Path) -> bool:
+    """Whether there is a folder. Raises OSError if that is unknown."""
+    return stat.S_ISDIR(_mode(path) or 0)
+
+
 def _mode(path: Path) -> int | None:
     try:
         return retried(path.stat).st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last for a name that no file can have
         return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            return None
+        raise
 
 
 def read(path: Path) -> bytes | None:

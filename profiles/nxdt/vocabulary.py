@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from profiles.files import state_files
 from profiles.huggingface.config import read_config_json
 from profiles.nxdt import architecture, published
 from profiles.nxdt.published import Published
@@ -129,16 +130,16 @@ def _size(found: Translation, config: Path | None) -> tuple[int | None, str, Eff
 def _count(path: Path) -> int | None:
     """Tokens in a vocabulary file or a tokenizer's folder; None if unknown or not on this machine."""
     try:
-        if path.is_file():
-            return len(json.loads(path.read_bytes()))
-        if (file := path / "tokenizer.json").is_file():
-            tokenizer = json.loads(file.read_bytes())
+        if state_files.is_file(path):
+            return len(json.loads(state_files.contents(path)))
+        if data := state_files.read(path / "tokenizer.json"):
+            tokenizer = json.loads(data)
             vocabulary: Any = tokenizer["model"]["vocab"]
             ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
             largest: int = max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])
             return 1 + largest
-        if (file := path / "config.json").is_file():
-            size = json.loads(file.read_bytes()).get("vocab_size")
+        if data := state_files.read(path / "config.json"):
+            size = json.loads(data).get("vocab_size")
             return size if isinstance(size, int) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

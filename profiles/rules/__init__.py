@@ -3,5 +3,6 @@
 Start at objectives.py (`objective` and `lora`). hyperparameters.py has the rules of `train`, with those of QK-clip and Muon,
 parallel.py those of the topology, cluster.py what can be trained rather than only planned, and the other modules those of the
 subject in their name. Each has functions `check…(profile)` that raise ProfileError; ../check.py lists them in the order in which
-they run, so a new subject is a module here and a line there. Imports `parallel`, `profiles` and `profiles.sections`.
+they run, so a new subject is a module here and a line there. Imports `parallel`, `profiles`, `profiles.files` and
+`profiles.sections`.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.local_paths import local_path, searched
 from profiles.rules import data_sources, objectives
 from profiles.schema import Data, Profile
@@ -76,7 +77,7 @@ def check_files(profile: Profile) -> None:
     """Raise ProfileError if local files of a stand-in source, or the folder of task files, are missing."""
     data_sources.check_local_files(profile.continual.stand_in, "continual.stand_in")
     include = profile.continual.include
-    if include and not local_path(include).is_dir():
+    if include and not state_files.is_dir(local_path(include)):
         reason = f"is not a folder with task files{searched(include)}"
         raise ProfileError("continual.include", include, reason)
 

@@ -9,6 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.local_paths import local_path, searched
 from profiles.schema import Data, Profile, Source
 
@@ -125,9 +126,9 @@ def check_source(source: Source, key: str) -> None:
 
 def _check_local_path(kind: str, given: str, key: str) -> None:
     path = str(local_path(given))
-    is_prefix = kind == "megatron" and Path(f"{path}.idx").is_file()
-    if not is_prefix and not Path(path).exists() and not glob.glob(path, recursive=True):
+    is_prefix = kind == "megatron" and state_files.is_file(Path(f"{path}.idx"))
+    if not is_prefix and not state_files.exists(Path(path)) and not glob.glob(path, recursive=True):
         reason = "no file matches" if glob.has_magic(given) else "there is no such file or folder"
         raise ProfileError(key, given, reason + searched(given))
-    if Path(path).is_file() and not Path(path).stat().st_size:
+    if state_files.is_file(Path(path)) and not Path(path).stat().st_size:
         raise ProfileError(key, given, "the file is empty" + searched(given))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from profiles.errors import ProfileError, closest
+from profiles.files import state_files
 from profiles.local_paths import local_path, searched
 from profiles.schema import Objective, Profile, Source
 from profiles.sections.objective import LORA_LAYERS, LORA_PROJECTIONS, PAIR_METRICS, TEMPLATES
@@ -28,7 +29,7 @@ def check_start(profile: Profile) -> None:
     Planning needs neither. A chain sets `init.from` of later stages, so the gate is not checked before.
     """
     template = profile.objective.template
-    if template is not None and template not in TEMPLATES and not local_path(template).is_file():
+    if template is not None and template not in TEMPLATES and not state_files.is_file(local_path(template)):
         reason = "is neither a chat template's name nor a file" + searched(template)
         raise ProfileError("objective.template", template, reason, closest(template, TEMPLATES))
     if profile.init.from_ is None and (profile.objective.traits.needs_reference or profile.lora.rank):

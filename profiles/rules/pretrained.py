@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.local_paths import RUN, searched
 from profiles.schema import Profile
 
@@ -37,7 +38,7 @@ def check_initial_weights(profile: Profile) -> None:
 
 def _folder_or_repository(key: str, source: str) -> None:
     """Check that a source is a folder or a possible hub repository; remote ones are checked when fetched."""
-    if "://" in source or source.startswith(RUN) or Path(source).expanduser().is_dir():
+    if "://" in source or source.startswith(RUN) or state_files.is_dir(Path(source).expanduser()):
         return
     if source.startswith((".", "~")) or not REPOSITORY.fullmatch(source):
         reason = f"there is no such folder{searched(source)}; a hub repository has the form org/name"

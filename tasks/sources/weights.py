@@ -114,14 +114,14 @@ def pin(
 
 def _files(path: Path, key: str) -> list[Path]:
     """A file, or all regular files of a folder, sorted. Raises OSError if a folder cannot be read."""
-    if not path.is_dir():
+    if not state_files.is_dir(path):
         return [path]
 
     found = [path / name for name, _ in walk(path)]
     for file in found:
         if shown(str(file)) != str(file):
             raise ProfileError(key, shown(str(file)), "has a name that is not UTF-8; rename it")
-    return sorted(file for file in found if file.is_file())
+    return sorted(file for file in found if state_files.is_file(file))
 
 
 @contextmanager

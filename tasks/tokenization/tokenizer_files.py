@@ -123,7 +123,7 @@ def _load_as_transformers(folder: Path) -> Any:
 
 def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> None:
     """Write tokenizer.json, unless it exists, and tokenizer_config.json."""
-    if not (folder / "tokenizer.json").exists():
+    if not state_files.exists(folder / "tokenizer.json"):
         tokenizer.save(str(folder / "tokenizer.json"))
     # The class that uses tokenizer.json unchanged; a model's own tokenizer class may replace parts of it.
     configuration = {**typed_tokens(configuration), "tokenizer_class": "PreTrainedTokenizerFast"}

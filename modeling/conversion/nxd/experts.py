@@ -25,6 +25,7 @@ from torch import Tensor
 from modeling.conversion.tensor_files import TensorEntry
 from modeling.conversion.torch_files import LazyTensor
 from modeling.conversion.weights import Part, Weights
+from profiles.files import state_files
 from profiles.sections.model import Model
 
 FIRST = "ep_rank_00"  # in the file names of the first expert-parallel rank
@@ -38,10 +39,10 @@ GATE_UP = ("gate_up_proj", "dense_h_to_4h")
 def expert_files(path: Path) -> list[Path]:
     """Files of all expert-parallel ranks, given the first rank's; only this one if there is one rank."""
     files = [path]
-    while (
-        FIRST in path.name
-        and (other := path.with_name(path.name.replace(FIRST, f"ep_rank_{len(files):02}"))).is_file()
-    ):
+    while FIRST in path.name:
+        other = path.with_name(path.name.replace(FIRST, f"ep_rank_{len(files):02}"))
+        if not state_files.is_file(other):
+            break
         files.append(other)
     return files
 

@@ -40,6 +40,7 @@ from modeling.conversion.weights import Part, Weights, read_mapped
 from parallel.layout import Box
 from parallel.torch_internals import FakeTensorMode
 from profiles.errors import ProfileError
+from profiles.files import state_files
 from profiles.sections.families import NXD_SHARDS
 from profiles.sections.model import Model
 
@@ -60,8 +61,8 @@ def find_shards(source: Path) -> dict[Ranks, Path]:
     """
     folders = [source, source / "model"]
     file = source / newest.FILE
-    if file.is_file():
-        tag = newest.read_tag(file.read_bytes(), str(file))
+    if state_files.is_file(file):
+        tag = newest.read_tag(state_files.contents(file), str(file))
         if Path(tag).name == tag:
             folders.append(source / tag / "model")
     for folder in folders:
@@ -73,13 +74,13 @@ def find_shards(source: Path) -> dict[Ranks, Path]:
 
 def _shards_in(folder: Path) -> dict[Ranks, Path]:
     shards: dict[Ranks, Path] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for path in sorted(folder.iterdir()) if state_files.is_dir(folder) else ():
         match = RANK.fullmatch(path.name)
         # All data-parallel ranks hold the same model; expert-parallel ranks after the first hold only experts.
         if not match or int(match[1] or 0) or int(match[2] or 0):
             continue
-        file = path / "checkpoint.pt" if path.is_dir() else path
-        if file.is_file():
+        file = path / "checkpoint.pt" if state_files.is_dir(path) else path
+        if state_files.is_file(file):
             shards[int(match[3]), int(match[4])] = file
     if shards:
         tensor, pipeline = (1 + max(ranks) for ranks in zip(*shards, strict=True))

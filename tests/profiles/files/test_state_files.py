@@ -14,6 +14,8 @@ from parallel.checkpoint import locations
 from profiles import resolve
 from profiles.files import state_files
 from profiles.files.jsonl import LogFollower
+from profiles.rules.pretrained import check_initial_weights
+from tasks.sources import weights
 from tasks.store import runs
 from tasks.store.store import Store, open_store
 from tests import faults
@@ -82,6 +84,11 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path):
         ("cache.tar", lambda folder: graph_cache.unpack(folder, folder)),
         ("profile.yaml", lambda folder: runs.fetch(Store(str(folder)), "tiny")),
         ("runs", lambda folder: open_store("memory://store", folder)),
+        ("run.json", lambda folder: weights.pin(str(folder / "runs"), None, None, "init.from", None)),
+        (
+            "profile.yaml",
+            lambda folder: check_initial_weights(resolve.load("tiny", [f"init.from={folder}/profile.yaml"])),
+        ),
     ],
 )
 def test_file_whose_status_cannot_be_read_is_not_taken_for_missing(tmp_path, monkeypatch, file, decide):
@@ -96,6 +103,11 @@ def test_file_whose_status_cannot_be_read_is_not_taken_for_missing(tmp_path, mon
     faults.inject(monkeypatch, tmp_path, faults.failing("stat", "open", path=file))
     with pytest.raises(OSError, match="Input/output error"):
         decide(tmp_path)
+
+
+def test_link_to_itself_and_impossible_names_count_as_missing(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert not any(state_files.exists(tmp_path / name) for name in ("missing", "loop", "long" * 100, "\0"))
 
 
 def test_file_that_is_read_in_part_is_read_again_before_it_is_parsed(tmp_path, monkeypatch):
