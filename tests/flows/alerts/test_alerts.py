@@ -1,6 +1,7 @@
 """Every kind of alert is one notification: real Prefect server and automations, loopback webhook."""
 
 import time
+from unittest.mock import Mock
 
 import pytest
 from prefect import flow
@@ -18,6 +19,7 @@ from profiles.errors import ProfileError
 from tasks import failures
 from tasks.launchers import JobFailed
 from tasks.launchers.base import NODE_FAILED
+from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
 
 
@@ -105,6 +107,18 @@ def test_long_time_without_a_checkpoint_is_reported_again(tmp_path, monkeypatch)
         "step 31 could not be saved: no space left on device; no checkpoint since step 10",
         "step 50 could not be saved: no space left on device",
     ]
+
+
+def test_trained_run_is_finished_though_its_checkpoints_cannot_be_listed(tmp_path, monkeypatch):
+    emitted, profile, run = [], resolve.load("tiny"), Store(str(tmp_path)).run_folder("unlisted")
+    monkeypatch.setattr(events, "emit", lambda kind, *more, **facts: emitted.append(kind))
+    monkeypatch.setattr(RunFolder, "checkpoint_steps", Mock(side_effect=OSError("cannot be listed")))
+    with alerts(profile, run):  # ends with an earlier step
+        pass
+    assert emitted == ["started"]
+    with alerts(profile, run) as alerting:
+        alerting.trained = True
+    assert emitted == ["started", "finished"]
 
 
 def test_every_kind_is_notified_exactly_once(automations, webhook, tmp_path):
