@@ -89,7 +89,7 @@ def describe(seed: int) -> Ladder:
 
 
 def measure(seed: int, results: Results) -> tuple[bool, bool]:
-    """Forecast and train a seed's target; returns whether error ≤ 1 %, and whether the interval holds."""
+    """Forecast and train a seed's target; returns whether error ≤ 1%, and whether the interval holds."""
     ladder = describe(seed)
     target = target_of(ladder)
     samples, validation = ChainSamples(seed), ChainSamples(VALIDATION_SEED, VALIDATION)
@@ -122,7 +122,7 @@ def main() -> None:
     print(f"entropy of the source: {entropy():.4f} nats a word", flush=True)
     results = Results(options.out)
     close, inside = zip(*(measure(seed, results) for seed in options.seed), strict=True)
-    print(f"{sum(close)} of {len(close)} within 1 %, {sum(inside)} inside the interval")
+    print(f"{sum(close)} of {len(close)} within 1%, {sum(inside)} inside the interval")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ of time for all ranks (modeling/tracing/trace.py). Each row takes 2 to 30 s of C
 
 There is one table for each model, with the heading of docs/devices/shipped.md.
 
-Exit codes: 0; 1 if a plan does not fit its device or needs at least 1 % less memory than its trace.
+Exit codes: 0; 1 if a plan does not fit its device or needs at least 1% less memory than its trace.
 """
 
 import re

@@ -193,7 +193,7 @@ def _free_port() -> int:
 def _retain_freed_memory() -> None:
     """Make glibc retain large freed blocks for reuse; no effect on other C libraries.
 
-    Mapping the same pages again at each allocation costs a small Llama 7 % of its step time in float32 and 20 % in bf16.
+    Mapping the same pages again at each allocation costs a small Llama 7% of its step time in float32 and 20% in bf16.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -257,7 +257,7 @@ def _accelerator(
 
 
 # AWS publishes figures by chip and node: a trn1 chip has two devices, a trn2 or trn3 chip four (logical cores of two).
-# Of GPUs, memory is what nvidia-smi shows of a card: more than the decimal GB in its name. The reserve of 5 %, 4 GiB of an
+# Of GPUs, memory is what nvidia-smi shows of a card: more than the decimal GB in its name. The reserve of 5%, 4 GiB of an
 # H100's, is for what a plan does not count: the driver keeps 0.6 to 0.7 GiB of that total (a B200 of 183,359 MiB reports 178.35
 # GiB to programs, pytorch/ao 4002), a process's CUDA context 0.3 to 0.5 GiB (pytorch 107667), NCCL's buffers 0.5 to 0.7 GiB for
 # each communicator with connections of its own (NVIDIA/nccl 964), and the allocator's fragmentation the rest.
@@ -316,7 +316,7 @@ def name_of(device: Device) -> str:
     """The accelerator's name, or the device's type if its figures are not known."""
 
     def is_known(known: Device) -> bool:
-        # A card reports up to 1 % less memory than nvidia-smi shows; a partition of it has much less, and is slower.
+        # A card reports up to 1% less memory than nvidia-smi shows; a partition of it has much less, and is slower.
         whole = (device.memory_bytes or 0) >= 0.95 * (known.memory_bytes or 0)
         return whole and replace(known, memory_bytes=device.memory_bytes) == device
 

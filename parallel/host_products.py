@@ -1,7 +1,7 @@
 """Matrix products on CPUs with the faster of torch's two libraries, MKL and oneDNN.
 
 torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel processors only. There it is the faster library: a small
-model's step on a Xeon takes 12 % less time than with oneDNN. oneDNN, which torch uses for bf16, uses AVX-512 on any processor: on
+model's step on a Xeon takes 12% less time than with oneDNN. oneDNN, which torch uses for bf16, uses AVX-512 on any processor: on
 one AMD EPYC it multiplied float32 matrices at twice MKL's speed, on another (family 25, model 17) 1.1 to 1.2 times as fast. With
 AVX2 only, MKL is as fast, and faster for gradients of weights. oneDNN generates a kernel for each shape, in about 0.4 ms, and
 caches the last thousand; sizes that vary should therefore be rounded up (`rounded_up`).

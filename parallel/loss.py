@@ -36,7 +36,7 @@ from parallel.mesh import Axis
 
 IGNORE_INDEX = -100
 HOST_BYTES = 32 << 20  # of a chunk's float32 logits on a CPU, where larger ones leave its caches
-HOST_TOKENS = 512  # of a chunk on a CPU: larger ones are slower, by 13 % at 2,048 tokens of 4,096 logits
+HOST_TOKENS = 512  # of a chunk on a CPU: larger ones are slower, by 13% at 2,048 tokens of 4,096 logits
 MEMORY_SHARE = 1 / 64  # of an accelerator's memory that a chunk's float32 logits may take
 TRAFFIC_SHARE = 1 / 4  # of the time of a chunk's products that its traffic for the weight may take
 RIDGE = 256.0  # assumed ratio of FLOP/s to memory bandwidth of an accelerator of unknown speed

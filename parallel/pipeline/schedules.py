@@ -8,7 +8,7 @@ the input, W for those of the weights), a rank idles for at most, and holds the 
     zero_bubble  k = 1    (P - 1)·(F + I - W)    P on every rank                         arXiv 2401.10241 (ZB-H1)
 
 With uneven stages a slow early stage should not wait for gradients too: with 1f1b all ranks but the last run extra warmup
-forwards if that pays off, and hold as many more microbatches (10 % faster on 2 ranks, with stages of 3 layers, and 1
+forwards if that pays off, and hold as many more microbatches (10% faster on 2 ranks, with stages of 3 layers, and 1
 and the head).
 """
 
