@@ -1,4 +1,4 @@
-"""Forms of a map from our weights to the Hugging Face tensors that hold them; the maps are in families/.
+"""Forms of a map from our weights to the Hugging Face tensors that hold them; families/ has the maps.
 
 Most tensors only differ in name. Others are parts of a larger one: GPT-2 has q, k and v side by side, DBRX one below the other,
 GPT-NeoX and Qwen3-Next those of each head, and both DBRX and GPT-OSS all experts in one tensor. Some are stored as (in, out)
