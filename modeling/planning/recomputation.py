@@ -22,6 +22,7 @@ from modeling.planning.stage_costs import LayerCosts
 from profiles.recompute import MODES
 
 TOLERANCE = (0.002, 0.02)  # of the time and of the bytes without checkpointing
+EXACT, LEVELS = 2000, 256  # more mixes of a stage are compared by this many levels of cost and memory
 NONE, SELECTIVE, FULL = MODES
 Layer = Mapping[str, LayerCosts]  # costs by mode
 Cost = tuple[float, float]  # seconds, and bytes moved
@@ -137,9 +138,14 @@ def _combine(left: _Mixes, right: _Mixes) -> _Mixes:
 def _undominated(mixes: _Mixes) -> _Mixes:
     """Undominated mixes; a larger largest stage is better, because its saved bytes count once less."""
     rows = np.stack((*mixes.cost, mixes.saved, mixes.peak, mixes.changes, -mixes.largest), 1)
+    order = np.lexsort(rows.T[::-1])
+    if len(rows) > EXACT:
+        span = np.ptp(rows, 0)
+        rows = np.rint((rows - rows.min(0)) / np.where(span, span, 1) * LEVELS)
+        order = order[np.unique(rows[order], axis=0, return_index=True)[1]]
     kept: list[int] = []
     front = np.empty((0, rows.shape[1]))
-    for index in np.lexsort(rows.T[::-1]):
+    for index in order:
         if not (front <= rows[index]).all(1).any():
             kept.append(index)
             front = np.concatenate((front, rows[index : index + 1]))
