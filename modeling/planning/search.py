@@ -33,7 +33,7 @@ from profiles.recompute import AUTO, MODES, modes_of
 from profiles.schema import Profile
 
 DERIVED = ("parallel.pipeline_cuts",)
-STARTS = 2  # topologies that the search changes step by step
+STARTS = 3  # topologies that the search changes step by step
 VARIATIONS = 100  # plans after which it stops
 GAIN = 0.01  # share of a step that a change must save; plans are not more exact
 MANY = 64  # combinations above which those that are slow for certain are left out
