@@ -78,10 +78,7 @@ NAMED = (
 # Imported once, before the processes that need them are forked.
 PRELOADED = (
     *("flows.pretrain", "flows.evaluate", "flows.export", "flows.start_checks", "tasks.completed"),
-    *(
-        f"flows.cli.{name}"
-        for name in ("run", "evaluate", "runs.compare", "runs.runs", "runs.fleet", "runs.gc", "runs.fork")
-    ),
+    *(f"flows.cli.{name}" for name in ("run", "evaluate", "runs.compare", "runs.runs", "runs.fork")),
     *("modeling.training.train", "modeling.training.evaluate", "tests.forkserver"),
     *("torch.utils.tensorboard", "transformers.models.auto.tokenization_auto"),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.cli.run import run_flow
+from flows.cli.run import call_flow, run_flow
 from flows.ui.console import print_parts, waiting
 from modeling.start import without_garbage_collection
 from profiles.check import with_value
@@ -32,13 +32,9 @@ def run(options: argparse.Namespace) -> int:
         request.load_profile(folder, options.overrides), "cluster.work_dir", options.work_dir
     )
 
-    def start() -> list[dict[str, Any]]:
-        from flows.evaluate import evaluate
-
-        names = ("tasks", "include", "limit", "follow", "overrides", "store", "work_dir")
-        found: list[dict[str, Any]] = evaluate(options.run, **{key: getattr(options, key) for key in names})
-        return found
-
+    names = ("tasks", "include", "limit", "follow", "overrides", "store", "work_dir")
+    given = {key: getattr(options, key) for key in names}
+    start = call_flow("flows.evaluate:evaluate", options.run, **given)
     return run_flow(options, profile, f"{name}-evaluate", start, print_results)
 
 

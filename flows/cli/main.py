@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given or ["--help"])
     try:
-        code: int = importlib.import_module(options.module).run(options)
+        module, _, function = options.function.partition(":")
+        code: int = getattr(importlib.import_module(f"flows.cli.{module}"), function)(options)
         sys.stdout.flush()  # a closed pipe raises here, not at the interpreter's exit
         return code
     except ProfileError as error:
@@ -112,7 +113,7 @@ def _add_training(commands: Any) -> None:
 
     about = "train profiles in a chain, each from the previous export"
     example = "trainshed chain tiny tiny-sft tiny-dpo"
-    chain = _command(commands, "chain", "PROFILE [PROFILE ...]", about, example)
+    chain = _command(commands, "chain", "PROFILE [PROFILE ...]", about, example, "run:chain")
     chain.add_argument(
         "profiles", nargs="+", metavar="PROFILE", help="profiles' names or paths of YAML files"
     )
@@ -125,7 +126,7 @@ def _add_training(commands: Any) -> None:
 
     about = "start a new run from another run's checkpoint"
     example = "trainshed fork tiny@600 colder --set train.learning_rate=1e-3"
-    fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example, folder="runs")
+    fork = _command(commands, "fork", "RUN[@STEP] NEW", about, example, "runs.fork:run")
     about = "a run, and a checkpoint's step (default: latest)"
     fork.add_argument("parent", metavar="RUN[@STEP]", help=about)
     fork.add_argument("name", metavar="NEW", help="name of the new run")
@@ -174,7 +175,7 @@ def _experiment(
     example = f"trainshed {name} plan {name}.yaml"
     actions = ("plan", "run", *others)
     shown = "|".join(actions)
-    command = _command(commands, name, f"{shown} FILE", about, example, folder="experiments")
+    command = _command(commands, name, f"{shown} FILE", about, example, f"experiments:{name}")
     command.add_argument("action", choices=actions, metavar=shown, help=action)
     command.add_argument("file", metavar="FILE", help=f"a {name} file (docs/{page})")
     _store(command)
@@ -185,7 +186,7 @@ def _experiment(
 def _add_stores(commands: Any) -> None:
     """Add runs, evaluate, series, promote, fleet and gc."""
     about = "list the runs of a store, with their state and size"
-    runs = _command(commands, "runs", "", about, "trainshed runs", folder="runs")
+    runs = _command(commands, "runs", "", about, "trainshed runs", "runs.runs:run")
     _store(runs)
     _json(runs)
 
@@ -207,7 +208,7 @@ def _add_stores(commands: Any) -> None:
     _json(evaluate)
 
     about = "show the rounds of a continual series, with their losses"
-    series = _command(commands, "series", "NAME", about, "trainshed series tiny", folder="runs")
+    series = _command(commands, "series", "NAME", about, "trainshed series tiny", "runs.series:run")
     series.add_argument("name", metavar="NAME", help="the series: the name of its first run")
     _store(series)
     _with_default(series, "--output", "series.html", "HTML page to write", metavar="FILE")
@@ -215,7 +216,7 @@ def _add_stores(commands: Any) -> None:
 
     about = "make an earlier model of a series the promoted one again"
     promote = _command(
-        commands, "promote", "NAME RUN", about, "trainshed promote tiny tiny-round-1", folder="runs"
+        commands, "promote", "NAME RUN", about, "trainshed promote tiny tiny-round-1", "runs.series:promote"
     )
     promote.add_argument("name", metavar="NAME", help="the series: the name of its first run")
     promote.add_argument("run", metavar="RUN", help="a run that was promoted: a round's, or the first")
@@ -223,13 +224,13 @@ def _add_stores(commands: Any) -> None:
     _json(promote)
 
     about = "write a page of all runs: progress, speed, goodput, cost"
-    fleet = _command(commands, "fleet", "", about, "trainshed fleet --output fleet.html", folder="runs")
+    fleet = _command(commands, "fleet", "", about, "trainshed fleet --output fleet.html", "runs.runs:fleet")
     _store(fleet)
     _with_default(fleet, "--output", "fleet.html", "HTML page to write", metavar="FILE")
     _json(fleet)
 
     about = "show or remove files of a store that no run refers to"
-    collect = _command(commands, "gc", "", about, "trainshed gc", folder="runs")
+    collect = _command(commands, "gc", "", about, "trainshed gc", "runs.runs:gc")
     _store(collect)
     collect.add_argument("--yes", action="store_true", help="remove the listed files")
     _json(collect)
@@ -274,7 +275,7 @@ def _add_tools(commands: Any) -> None:
 
     about = "compare runs: metrics, profile differences and loss curves"
     example = "trainshed compare first second --output compare.html"
-    compare = _command(commands, "compare", "RUN [RUN ...]", about, example, folder="runs")
+    compare = _command(commands, "compare", "RUN [RUN ...]", about, example, "runs.compare:run")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="a run's name, or the path of its folder")
     _store(compare)
     _with_default(compare, "--output", "compare.html", "HTML page to write", metavar="FILE")
@@ -282,7 +283,7 @@ def _add_tools(commands: Any) -> None:
 
     about = "start TensorBoard for one run, or for all runs of a store"
     tensorboard = _command(
-        commands, "tensorboard", "[RUN]", about, "trainshed tensorboard tiny", folder="runs"
+        commands, "tensorboard", "[RUN]", about, "trainshed tensorboard tiny", "runs.tensorboard:run"
     )
     tensorboard.add_argument("run", nargs="?", metavar="RUN", help="a run's name, or the path of its folder")
     _store(tensorboard)
@@ -303,9 +304,13 @@ def _add_tools(commands: Any) -> None:
 
 
 def _command(
-    commands: Any, name: str, operands: str, about: str, example: str, *, folder: str = ""
+    commands: Any, name: str, operands: str, about: str, example: str, function: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a subcommand: the function `run` in the module of the same name in `folder`."""
+    """Add a subcommand.
+
+    Args:
+        function: that runs it, MODULE:NAME in this package; empty: `run` in the module of the same name.
+    """
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
@@ -314,8 +319,7 @@ def _command(
         epilog=f"example: {example}",
         formatter_class=HelpFormatter,
     )
-    package = ".".join(filter(None, ("flows.cli", folder)))
-    command.set_defaults(module=f"{package}.{name.replace('-', '_')}")
+    command.set_defaults(function=function or f"{name.replace('-', '_')}:run")
     return command
 
 

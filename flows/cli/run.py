@@ -1,4 +1,4 @@
-"""`trainshed run`: run the main flow in-process, with a local Prefect server if none is configured.
+"""`trainshed run` and `chain`: run a flow here, with a local Prefect server if none is configured.
 
 The terminal shows Trainshed's lines; Prefect's lines and tracebacks go to `<store>/logs/<run>.log`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -80,19 +81,25 @@ def run(options: argparse.Namespace) -> int:
         check_last_step(profile, options.until)
         check_run(profile, command, replace=options.replace)
 
-    def start() -> dict[str, Any]:
-        from flows.pretrain import finetune, pretrain
-
-        flags = {
-            "update": options.update,
-            "replace": options.replace,
-            "fork": options.fork,
-            "until": options.until,
-        }
-        flow: Callable[..., dict[str, Any]] = finetune if profile.fine_tunes else pretrain
-        return flow(options.profile, options.overrides, options.name, options.store, **flags)
-
+    flags = {name: getattr(options, name) for name in ("update", "replace", "fork", "until")}
+    given = options.profile, options.overrides, options.name, options.store
+    start = call_flow(f"flows.pretrain:{'finetune' if profile.fine_tunes else 'pretrain'}", *given, **flags)
     return run_flow(options, profile, profile.name, start, print_results)
+
+
+def chain(options: argparse.Namespace) -> int:
+    """Train several profiles in one flow run. Raises ProfileError for an invalid profile or store."""
+    from flows.chained_runs import load_chain
+
+    runs = load_chain(options.profiles, options.overrides, options.name or "")
+    with without_garbage_collection(), waiting(lambda: f"planning {len(runs)} runs"):
+        from flows.start_checks import check_plan
+
+        for each in runs:
+            check_plan(each.profile)
+    given = options.profiles, options.overrides, options.name, options.store
+    start = call_flow("flows.chain:chain", *given, replace=options.replace)
+    return run_flow(options, runs[0].profile, "-".join(each.name for each in runs), start, _print_chain)
 
 
 def _show_completed(options: argparse.Namespace, profile: Profile) -> bool:
@@ -143,6 +150,16 @@ def _dry_run(options: argparse.Namespace, profile: Profile) -> int:
         print(text, end="")
         print_stderr("nothing was submitted; names in capitals stand for artifacts of earlier steps")
     return DONE
+
+
+def call_flow(flow: str, *arguments: Any, **named: Any) -> Callable[[], Any]:
+    """A call of a flow, MODULE:NAME, which is imported then: once Prefect's settings are chosen."""
+
+    def start() -> Any:
+        module, _, name = flow.partition(":")
+        return getattr(importlib.import_module(module), name)(*arguments, **named)
+
+    return start
 
 
 def run_flow(
@@ -336,3 +353,14 @@ def print_results(console: Console, result: dict[str, Any]) -> None:
     if result["perplexity"] is not None:
         facts["perplexity"] = format_perplexity(result["perplexity"])
     print_facts(console, facts | {name: relative(result[key]) for name, key in OUTPUTS.items()})
+
+
+def _print_chain(console: Console, results: list[dict[str, Any]]) -> None:
+    """Print the validation loss of each run, and the outputs of the last one."""
+    console.print()
+    width = max(len(result["run"]) for result in results)
+    for result in results:
+        before = result["before"] and f"{result['before']['validation_loss']:.4f} before, "
+        line = f"{result['run']:<{width}}  validation loss {before or ''}{result['validation_loss']:.4f}"
+        console.print(line + (" after" if before else ""), soft_wrap=True, markup=False)
+    print_results(console, results[-1])

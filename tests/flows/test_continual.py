@@ -415,7 +415,7 @@ def test_interrupted_round_ends_with_the_same_bits_and_is_promoted_once(series, 
 
 
 def test_share_is_proposed_from_proxies_that_later_rounds_reuse(series, tmp_path, caplog, capsys):
-    from flows.cli.experiments.share import print_result
+    from flows.cli.experiments import print_share
     from flows.experiments.plans import load_share
     from flows.experiments.share import share
 
@@ -450,7 +450,7 @@ def test_share_is_proposed_from_proxies_that_later_rounds_reuse(series, tmp_path
     assert steps[0] < steps[1] < steps[2] < steps[3]  # each reads the new data once
     page = Path(found["page"]).read_text()
     assert "find-0.25" in page
-    print_result(Console(width=120), found)
+    print_share(Console(width=120), found)
     assert f"--set continual.replay={found['share']:g}" in capsys.readouterr().out
 
     # A little more of the same kind: nothing is trained again.

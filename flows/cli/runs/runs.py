@@ -1,18 +1,22 @@
-"""`trainshed runs`: list the runs of a store."""
+"""`trainshed runs`, `fleet` and `gc`: list all runs, write a page of them, remove what none refers to."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from flows.cli.exit_codes import DONE
-from flows.ui.console import print_json, print_stderr, print_table, table_console, waiting
+from flows.ui.console import print_json, print_stderr, print_table, relative, table_console, waiting
 from modeling.start import without_garbage_collection
+from profiles.errors import ProfileError
 from tasks.fleet.fleet import ACTIVE, UNREADABLE, RunView, read_fleet
-from tasks.fleet.page import format_cost
+from tasks.fleet.page import format_cost, key_figures, warning_texts, write_page
 from tasks.reporting.format import format_age, format_bytes
+from tasks.store.garbage import find_garbage, remove
 from tasks.store.run_folder import checkpoint_steps
 from tasks.store.runs import files_by_run
 from tasks.store.store import Store
@@ -88,3 +92,59 @@ _OPTIONAL: dict[str, Callable[[RunView], str]] = {
     "goodput": lambda view: f"{view.use.goodput:.0%}" if view.use.goodput else "",
     "cost": lambda view: format_cost(view.cost) if view.cost is not None else "",
 }
+
+
+def fleet(options: argparse.Namespace) -> int:
+    """Write the page and print totals and warnings. Raises ProfileError for an invalid store or output."""
+    store = Store(options.store).existing()
+    with waiting(lambda: "reading the runs"):
+        found = read_fleet(store)
+    if not found.runs:
+        print_stderr(f"warning: no runs in {store.location}")
+    try:
+        page = write_page(found, Path(options.output))
+    except OSError as error:
+        raise ProfileError("--output", options.output, f"cannot be written: {error.strerror}") from error
+    if options.json:
+        runs, nodes = [run.to_json() for run in found.runs], [vars(node) for node in found.nodes]
+        print_json({"runs": runs, "nodes": nodes, "device_seconds": found.use, "page": str(page)})
+        return DONE
+    for name, value in key_figures(found).items():
+        print(f"{name:<16} {value}")
+    for text in warning_texts(found):
+        print_stderr(f"warning: {text}")
+    print(f"page: {relative(str(page))}")
+    return DONE
+
+
+def gc(options: argparse.Namespace) -> int:
+    """List garbage; `--yes` removes it. Raises ProfileError for an invalid store or while a run is active."""
+    store = Store(options.store).existing()
+    with waiting(lambda: "looking for what no run refers to"):
+        found, notes = find_garbage(store)
+    if options.yes:
+        with waiting(lambda: "removing it"):
+            remove(store, found)
+    if options.json:
+        print_json({"garbage": [asdict(each) for each in found], "notes": notes, "removed": options.yes})
+        return DONE
+    console = table_console()
+    if found:
+        rows = [(each.what, each.name, format_bytes(each.bytes)) for each in found]
+        print_table(console, ("what", "name", "size"), rows, left=2)
+    for note in notes:
+        console.print(f"note: {note}", markup=False)
+    total = format_bytes(sum(each.bytes for each in found))
+    if not found:
+        empty = not store.backend.entries("runs")
+        console.print(
+            f"no runs in {store.location}" if empty else "nothing to remove: runs refer to everything"
+        )
+    elif options.yes:
+        console.print(f"removed {total}")
+    else:
+        store_option = "" if options.store == "./store" else f" --store {shlex.quote(options.store)}"
+        console.print(
+            f"{total} can be removed: trainshed gc{store_option} --yes", soft_wrap=True, markup=False
+        )
+    return DONE

@@ -1,8 +1,9 @@
-"""`trainshed series NAME`: the rounds of a continual series, with their losses on every held-out set."""
+"""`trainshed series` and `promote`: the rounds of a continual series, and which model is promoted."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from flows.cli.exit_codes import DONE
@@ -11,8 +12,9 @@ from profiles.errors import ProfileError
 from profiles.files.state_files import write
 from tasks.continual import page
 from tasks.continual.gates import COLUMNS
+from tasks.continual.promotion import promote_earlier
 from tasks.continual.rounds import read_series, to_json
-from tasks.store.store import Store
+from tasks.store.store import Store, open_store
 
 HEADINGS = ("round", "outcome", "new tokens", "replay", "time", "cost")  # losses have a table of their own
 
@@ -44,4 +46,18 @@ def run(options: argparse.Namespace) -> int:
             console.print(f"\n{each.name} was not promoted: {each.reason}", soft_wrap=True, markup=False)
     console.print(f"\npromoted: {found.promoted.run}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"page: {relative(str(output))}", soft_wrap=True, markup=False, highlight=False)
+    return DONE
+
+
+def promote(options: argparse.Namespace) -> int:
+    """Promote the run. Raises ProfileError for a run that was never promoted, or is incomplete."""
+    store = open_store(options.store, existing=True)
+    before, after = promote_earlier(store, options.name, options.run)
+    if options.json:
+        print_json({"series": options.name, "before": before.run, "promoted": asdict(after)})
+    elif before.run == after.run:
+        print(f"{after.run} is already the promoted model of {options.name}")
+    else:
+        print(f"{after.run} replaces {before.run} as the promoted model of {options.name}")
+        print(f"the next round is {options.name}-round-{after.next_round}")
     return DONE

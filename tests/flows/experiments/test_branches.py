@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
-from flows.cli.experiments.branches import _print_result
+from flows.cli.experiments import print_branches
 from flows.cli.main import main
 from flows.experiments.plans import load_branches as load
 from modeling.conversion.convert import Options, convert
@@ -123,7 +123,7 @@ def test_result_names_the_model_of_each_average(tmp_path, monkeypatch):
         "model": str(tmp_path / model),
     }
     printed = io.StringIO()
-    _print_result(Console(file=printed, width=80), {"runs": [], "averages": [average], "page": "page.html"})
+    print_branches(Console(file=printed, width=80), {"runs": [], "averages": [average], "page": "page.html"})
     assert f"  model: {model}\n" in printed.getvalue()
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from flows.cli.experiments.mixture import print_result
+from flows.cli.experiments import print_mixture
 from flows.cli.main import main
 from profiles import resolve
 from tasks.step import Context
@@ -114,7 +114,7 @@ def test_proxies_are_reused_when_a_source_is_added(mixture, write_mixture, tmp_p
     assert written == same
     assert [source.weight for source in written.data.sources] == list(second["weights"].values())
 
-    print_result(Console(width=120), second)
+    print_mixture(Console(width=120), second)
     printed = capsys.readouterr().out
     assert "--set data.sources.2.weight=" in printed
     assert "third" in printed
