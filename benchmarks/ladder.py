@@ -22,7 +22,7 @@ from modeling.scaling.fit import Observation
 from modeling.scaling.forecast import forecast
 from modeling.scaling.planned_run import target_of
 from modeling.scaling.rungs import rungs_of
-from profiles.experiments.ladder import Ladder
+from profiles.experiments import Ladder
 
 STRENGTH = 2.0  # standard deviation of the chain's logits
 DECAY = 0.5  # component i of the logits has the size i^-DECAY

@@ -34,7 +34,7 @@ from modeling.scaling.proxies import (
     training_sources,
 )
 from modeling.training.evaluate import Evaluation
-from profiles.experiments.mixture import Mixture
+from profiles.experiments import Mixture
 from profiles.schema import Profile
 from tasks.experiments.mixtures import shares_of, source_tokens
 from tasks.step import Context

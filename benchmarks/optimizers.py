@@ -31,7 +31,7 @@ from modeling.scaling.fit import Fit, Observation, fit, run_noise
 from modeling.scaling.law import Law
 from modeling.scaling.planned_run import PlannedRun, target_of
 from modeling.scaling.rungs import rungs_of
-from profiles.experiments.ladder import Ladder
+from profiles.experiments import Ladder
 
 Optimizer = Literal["adamw", "muon"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon")

@@ -24,8 +24,7 @@ from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.proxies import Proxy
 from modeling.scaling.rungs import warnings_of
 from profiles.errors import ProfileError
-from profiles.experiments.branches import Branches
-from profiles.experiments.load import load_experiment
+from profiles.experiments import Branches, load_experiment
 from tasks.experiments.branches import trunk_of
 from tasks.reporting.mixture_page import source_label
 from tasks.store.store import Store

@@ -23,8 +23,7 @@ from flows.run_setup import flow_context
 from flows.runner import THREADS, Runner
 from modeling.scaling.planned_run import PlannedRun
 from profiles import resolve
-from profiles.experiments.branches import Branches
-from profiles.experiments.load import load_experiment
+from profiles.experiments import Branches, load_experiment
 from profiles.files import run_files
 from profiles.sections.base import required
 from tasks.evaluation.average import MODEL, AverageStep, identity_of

@@ -16,12 +16,7 @@ from modeling.scaling.rungs import rungs_of
 from modeling.scaling.share_runs import base_of
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.experiments.branches import Branches
-from profiles.experiments.experiment import Experiment
-from profiles.experiments.ladder import Ladder
-from profiles.experiments.load import load_experiment
-from profiles.experiments.mixture import Mixture
-from profiles.experiments.share import Share
+from profiles.experiments import Branches, Experiment, Ladder, Mixture, Share, load_experiment
 from tasks.experiments.branches import branches_of, require_members, trunk_of
 from tasks.store.store import Store
 

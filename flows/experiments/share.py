@@ -34,7 +34,7 @@ from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.share_runs import round_of
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.experiments.share import Share
+from profiles.experiments import Share
 from profiles.files import run_files
 from profiles.schema import Profile
 from tasks import keys

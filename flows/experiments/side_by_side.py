@@ -21,7 +21,7 @@ from flows.pretrain import pretrain
 from flows.runner.interruption import Interruption
 from modeling.scaling.planned_run import PlannedRun
 from profiles.errors import ProfileError
-from profiles.experiments.experiment import Experiment
+from profiles.experiments import Experiment
 from tasks.reporting.format import format_duration
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any, Self
 from modeling.models.flops import flops_per_token
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.experiments.experiment import Experiment, SmallRuns
+from profiles.experiments import Experiment, SmallRuns
 from profiles.schema import Profile
 
 MULTIPLE = 8  # a small run's MLP width is a multiple of this

@@ -16,7 +16,7 @@ import numpy as np
 
 from modeling.scaling.planned_run import PlannedRun, small_run, target_of
 from profiles.errors import ProfileError
-from profiles.experiments.mixture import Mixture
+from profiles.experiments import Mixture
 from profiles.rules import data_sources
 from profiles.schema import Profile
 

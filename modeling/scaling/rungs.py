@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from modeling.scaling.planned_run import PlannedRun, small_run
 from profiles.errors import ProfileError
-from profiles.experiments.ladder import Ladder, RungSize
+from profiles.experiments import Ladder, RungSize
 
 
 def rungs_of(ladder: Ladder, target: PlannedRun) -> list[PlannedRun]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from modeling.scaling.planned_run import PlannedRun, small_run
 from profiles.errors import ProfileError
-from profiles.experiments.share import Share
+from profiles.experiments import Share
 from profiles.schema import Profile
 
 PLAIN = ("train.epochs=null", "data.schedule=[]")  # rounds ignore the schedule of the sources

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from modeling.scaling.planned_run import PlannedRun
 from profiles.errors import ProfileError
-from profiles.experiments.branches import TRUNK, Average, Branch, Branches
+from profiles.experiments import TRUNK, Average, Branch, Branches
 from tasks.fork import decay_settings, require_same_mixture
 from tasks.store.store import Store
 

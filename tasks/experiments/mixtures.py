@@ -17,7 +17,7 @@ from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.proxies import DIGITS, least_weight, overrides_of, training_sources
 from profiles import resolve
 from profiles.errors import ProfileError
-from profiles.experiments.mixture import Mixture
+from profiles.experiments import Mixture
 from profiles.rules import data_sources
 from profiles.schema import Profile
 from tasks import keys

@@ -16,7 +16,7 @@ import numpy as np
 from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.shares import Proposal, ShareLaws, fit_shares, propose_share
 from profiles.errors import ProfileError
-from profiles.experiments.share import Share
+from profiles.experiments import Share
 from profiles.schema import Profile
 from tasks import keys
 from tasks.experiments import json_artifacts

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from profiles.experiments.branches import Branches
+from profiles.experiments import Branches
 from tasks.reporting import comparison_page, html
 from tasks.reporting.chart import Series, line_chart
 from tasks.reporting.format import format_count

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from modeling.scaling.law import Law
-from profiles.experiments.ladder import Ladder
+from profiles.experiments import Ladder
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
 from tasks.reporting.format import format_count, format_flops

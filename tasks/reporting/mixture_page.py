@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from profiles.experiments.mixture import Mixture
+from profiles.experiments import Mixture
 from tasks.reporting import html
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart
 from tasks.store.backends.folder import FolderBackend

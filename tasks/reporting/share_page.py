@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from profiles.experiments.share import Share
+from profiles.experiments import Share
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
 from tasks.store.backends.folder import FolderBackend

@@ -7,7 +7,7 @@ import pytest
 
 from modeling.scaling import mixture as laws
 from modeling.scaling.proxies import mixture_target, proxies_of, spread_weights
-from profiles.experiments.mixture import Mixture
+from profiles.experiments import Mixture
 
 FLOOR = np.array([1.6, 1.2, 2.0])
 EFFECTS = np.array([[-0.9, 0.5, 0.3], [0.6, -1.8, 0.2], [0.8, 0.9, -0.7]])  # of each weight on each source
