@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from inspect import getclosurevars, isfunction
 from typing import TYPE_CHECKING, Any
 
 from torch import library
@@ -70,7 +71,6 @@ NAMES = {
     "aot_autograd": "torch._dynamo.backends.common.aot_autograd",
     "lookup_backend": "torch._dynamo.backends.registry.lookup_backend",
     "counters": "torch._dynamo.utils.counters",
-    "dynamo": "torch._dynamo",
     "functorch_config": "torch._functorch.config",
     "partitioners": "torch._functorch.partitioners",  # its has_recomputable_rng_ops is replaced
     "compile_fx": "torch._inductor.compile_fx.compile_fx",
@@ -113,12 +113,34 @@ def custom_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable
     def define(function: Callable[..., Any]) -> CustomOpDef:
         operator = library.custom_op(name, function, mutates_args=mutates_args)
         for run in operator._backend_fns.values():
-            kernel = run.__wrapped__  # type: ignore[attr-defined]
-            # What torch would run with Dynamo disabled, once it has imported it.
-            setattr(kernel, DISABLED, partial(_without_dynamo, run, kernel))
+            _defer_dynamo(run)
         return operator
 
     return define
+
+
+def defer_dynamo_on_meta() -> None:
+    """As custom_op, for operators on the meta device: those in Python would import Dynamo, too."""
+    disabled = find("torch._disable_dynamo")(_defer_dynamo).__code__  # that of every function without Dynamo
+    tables = find("torch._decomp.global_decomposition_table").values()
+    waiting = [function for operators in tables for function in operators.values() if isfunction(function)]
+    seen = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        if function.__code__ is disabled:
+            _defer_dynamo(function)
+        wrapped = {
+            cell.cell_contents for cell in function.__closure__ or () if isfunction(cell.cell_contents)
+        }
+        waiting += wrapped - seen
+        seen |= wrapped
+
+
+def _defer_dynamo(run: Callable[..., Any]) -> None:
+    """Let a function around which torch disables Dynamo not import it."""
+    kernel = getclosurevars(run).nonlocals["fn"]
+    # What torch would run with Dynamo disabled, once it has imported it.
+    setattr(kernel, DISABLED, partial(_without_dynamo, run, kernel))
 
 
 def _without_dynamo(run: Callable[..., Any], kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -34,11 +34,12 @@ from parallel.experts.layer import counting_choices
 from parallel.layers.lora import without_updates
 from parallel.logits import full_logits
 from parallel.random import sample_keys
-from parallel.torch_internals import dynamo  # noqa: F401 operators on the meta device import it; here it is part of a program's start
+from parallel.torch_internals import defer_dynamo_on_meta
 from profiles.check import with_value
 from profiles.schema import Profile
 
 META = torch.device("meta")
+defer_dynamo_on_meta()
 
 
 @dataclass(frozen=True)

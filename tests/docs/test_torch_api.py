@@ -94,8 +94,8 @@ def test_private_names_exist_and_are_used():
     assert None not in [getattr(torch_internals, name) for name in torch_internals.NAMES]
 
 
-def test_custom_operator_imports_dynamo_only_where_something_else_has(monkeypatch):
-    """Its import takes each process that trains half a second."""
+def test_operators_import_dynamo_only_where_something_else_has(monkeypatch):
+    """Its import takes each process that trains half a second, and one that plans a second."""
     calls = []
 
     @torch_internals.custom_op("trainshed_tests::twice")
@@ -107,5 +107,9 @@ def test_custom_operator_imports_dynamo_only_where_something_else_has(monkeypatc
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "torch._dynamo")
         assert twice(torch.ones(1)).item() == 2
+        torch_internals.defer_dynamo_on_meta()
+        assert (torch.ones(1, dtype=torch.int32, device="meta") >> 1).is_meta
+        assert "torch._dynamo" not in sys.modules
+    assert (torch.ones(1, dtype=torch.int32, device="meta") >> 1).is_meta
     assert twice(torch.ones(1)).item() == 2
     assert calls == [False, True]
