@@ -41,8 +41,6 @@ llama3-70b                70.6 billion  8 × 64 trn2      submits to Slurm
 ```
 
 Paths are relative to the file that sets them, as in `extends`, and those of `--set` and `cluster.work_dir` to the working folder.
-A path of data, a tokenizer, weights or a template that exists only in the working folder, as earlier versions read it, is used
-with a warning that names it.
 
 `model.config` names a config.json, its folder or a Hugging Face repository whose architecture to train, instead of the model that
 the profile extends; keys of `model` beside it take precedence: `trainshed plan llama3-8b --set model.config=Qwen/Qwen3-8B`.

@@ -34,7 +34,6 @@ __all__ = ["check", "check_start", "dump", "load", "names"]
 SHIPPED = Path(__file__).parent / "shipped"
 HARDWARE = SHIPPED / "hardware"  # overlays, which make profiles for other hardware
 KIND = "rope_type"
-REMOVED = (("evaluate", "tolerance"), ("parallel", "kv_replication"), ("train", "recompute_layers"))
 
 
 def load(
@@ -121,8 +120,6 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None =
         cycle = " → ".join(step.stem for step in (*extended_by[extended_by.index(path) :], path))
         raise ProfileError("extends", path.stem, f"is circular: {cycle}")
     values = _read(path)
-    if path.name == local_paths.STORED and local_paths.is_resolved(values, path):
-        _drop_defaults_of_earlier_versions(values)
     local_paths.from_folder(values, path, (folder or path.parent).absolute())
     model = values.get("model")
     if isinstance(model, Mapping):
@@ -143,18 +140,6 @@ def _load_chain(path: Path, extended_by: tuple[Path, ...], folder: Path | None =
         values = _merged(inherited, {"name": path.stem, **values})
     values.setdefault("name", path.stem)
     return values
-
-
-def _drop_defaults_of_earlier_versions(values: dict[str, Any]) -> None:
-    """Drop keys that no longer exist from a resolved profile, which has all keys of its version."""
-    for section, key in REMOVED:
-        if isinstance(given := values.get(section), Mapping):
-            # A number of layers means something: the schema's error has the key that replaces it.
-            values[section] = {
-                name: value
-                for name, value in given.items()
-                if name != key or (key == "recompute_layers" and value is not None)
-            }
 
 
 def _on_hardware(path: Path) -> dict[str, Any]:

@@ -55,10 +55,6 @@ LIMITS = {  # by pydantic's error type: the name of the bound in the context, an
 }
 
 SYNONYMS = {"gpu": "cuda", "trainium": "neuron"}  # choices of other tools, and ours
-# Keys of earlier versions: today's key, and its values for false and true.
-RENAMED = {"parallel.zero1": ("parallel.data_sharding", ("none", "zero1"))}
-TOLERANCE = "evaluate.tolerance"
-KV_REPLICATION, RECOMPUTE_LAYERS = "parallel.kv_replication", "train.recompute_layers"
 
 
 def profile_error(error: ValidationError, given: Mapping[str, Any], root: type[Section]) -> ProfileError:
@@ -77,17 +73,6 @@ def _unknown_key(key: str, value: Any, root: type[Section]) -> ProfileError:
 
     Choices: similar keys of the section, else keys of this name in other sections, else the section's first keys.
     """
-    if key in RENAMED and isinstance(value, bool):
-        renamed, values = RENAMED[key]
-        return ProfileError(key, value, f"is now {renamed}", [f"{renamed}={values[value]}"])
-    if key == TOLERANCE:
-        gates = f"continual.gates=[{{on: old, rise_at_most: {value}}}, {{on: new, fall_at_least: 0}}]"
-        reason = "is now rise_at_most of the gate on old text in continual.gates, and validation_rise in a chain's evaluate.gate"
-        return ProfileError(key, value, reason, [gates, f"evaluate.gate=[validation_rise <= {value}]"])
-    if key == KV_REPLICATION:
-        return ProfileError(key, value, "follows from parallel.tensor and the model's KV heads; remove it")
-    if key == RECOMPUTE_LAYERS:
-        return ProfileError(key, value, "is now part of train.recompute", [f"train.recompute=full {value}"])
     *path, name = key.split(".")
     parent = ".".join(path)
     prefix = f"{parent}." if parent else ""

@@ -122,20 +122,6 @@ LINEAR = ("model.architecture=qwen3_5", "model.linear_num_key_heads=2", "model.l
             *("train.qk_clip", 100.0, "queries and keys are normalized after their projections", ("null",)),
         ),
         (["train.qk_clip=100", "lora.rank=4"], "train.qk_clip", 100.0, "which LoRA freezes", ("null",)),
-        (["parallel.kv_replication=2"], "parallel.kv_replication", 2, "follows from parallel.tensor", ()),
-        (
-            ["train.recompute_layers=3"],
-            *("train.recompute_layers", 3, "is now part of train.recompute", ("train.recompute=full 3",)),
-        ),
-        (["parallel.zero1=false"], "parallel.zero1", False, "is now", ("parallel.data_sharding=none",)),
-        (
-            ["evaluate.tolerance=0.1"],
-            *("evaluate.tolerance", 0.1, "is now rise_at_most of the gate on old text in continual.gates"),
-            (
-                "continual.gates=[{on: old, rise_at_most: 0.1}, {on: new, fall_at_least: 0}]",
-                "evaluate.gate=[validation_rise <= 0.1]",
-            ),
-        ),
         (["continual.decay=0.1"], "continual.decay", 0.1, "continual.schedule is rewarm", ("null",)),
         (["continual.replay=[0.2, 0.1]"], "continual.replay", [0.2, 0.1], "increasing", ([0.1, 0.2],)),
         (["continual.include=mine"], "continual.include", "mine", "has no effect: no gate", ("null",)),

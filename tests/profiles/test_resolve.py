@@ -72,23 +72,6 @@ def test_minimal_file_gets_name_and_defaults(tmp_path):
     resolve.check(profile)
 
 
-def test_resolved_profiles_of_earlier_versions_lose_keys_that_no_longer_exist(tmp_path):
-    """Unless a key had a meaning of its own."""
-    stored = tmp_path / "profile.yaml"
-    values = resolve.load("tiny").model_dump(mode="json")
-    values["evaluate"]["tolerance"] = 0.01
-    values["parallel"]["kv_replication"] = 1
-    for layers in (None, 3):
-        values["train"]["recompute_layers"] = layers
-        write(stored, **values)
-        if layers is None:
-            assert resolve.load(str(stored)) == resolve.load("tiny")
-        else:
-            assert str(rejection(str(stored))).startswith(
-                "train.recompute_layers = 3: is now part of train.recompute"
-            )
-
-
 def test_extends_merges_keys_and_replaces_lists(tmp_path):
     write(
         tmp_path / "base.yaml",
@@ -110,7 +93,7 @@ def test_extends_merges_keys_and_replaces_lists(tmp_path):
     assert [source.path for source in profile.data.sources] == [str(child.with_name("x"))]
 
 
-def test_paths_are_relative_to_the_file_that_sets_them(tmp_path, monkeypatch, caplog):
+def test_paths_are_relative_to_the_file_that_sets_them(tmp_path, monkeypatch):
     """Those in overrides, and in a resolved profile, to the working folder."""
     monkeypatch.chdir(tmp_path)
     for file in (
@@ -142,25 +125,6 @@ def test_paths_are_relative_to_the_file_that_sets_them(tmp_path, monkeypatch, ca
     stored.parent.mkdir(parents=True)
     stored.write_text(resolve.dump(profile))
     assert resolve.load(str(stored)) == profile
-    assert not caplog.text
-
-
-def test_path_that_exists_only_in_the_working_folder_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "texts").mkdir()
-    file = tmp_path / "configs/mine.yaml"
-    file.write_text(
-        yaml.safe_dump({"extends": "tiny", "data": {"sources": [{"kind": "files", "path": "texts"}]}})
-    )
-    assert [resolve.load(str(file)).data.sources[0].path for _ in range(2)] == ["texts", "texts"]
-    (warning,) = caplog.messages
-    assert warning.startswith(
-        f"{file}: data.sources.0.path = texts: there is no {tmp_path}/configs/texts; the one in the"
-    )
-    (tmp_path / "configs/texts").mkdir()
-    assert resolve.load(str(file)).data.sources[0].path == "configs/texts"
-    assert caplog.messages[1].endswith(f"is used, not the one in the working folder, {tmp_path}/texts")
 
 
 def test_file_extends_a_shipped_profile(tmp_path):
