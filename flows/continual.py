@@ -125,7 +125,6 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
     # promoted model any more, looks for new data.
     recorded = series.recorded_inputs(store, name)
     over = series.was_not_promoted(store, name) or _is_outdated(context, name, current, recorded)
-    over = over or (recorded is not None and _lacks_sets(store, name, recorded["dataset"]))
     with activities.begin(store, "run", name) as lock, Runner(context, lock) as runner:
         resolve_inputs(runner, None if over else read_lockfile(store, name), data_only=True)
         everything = required(runner.run(DatasetStep(tokenizer)))
@@ -263,20 +262,10 @@ def _is_outdated(
     context: Context, name: str, current: series.Promoted, recorded: Mapping[str, str] | None
 ) -> bool:
     """Whether a round started from other weights: its base run was replaced or trained further."""
-    start = recorded and recorded["checkpoint"]  # None in a round of an earlier version
     step = series.start_step(context.store, current, trunk=context.profile.continual.is_trunk)
-    if not start or start == _start(current, step, context.profile):
+    if not recorded or recorded["checkpoint"] == _start(current, step, context.profile):
         return False
     log.warning("%s started from other weights than step %d of %s: it starts over", name, step, current.run)
-    return True
-
-
-def _lacks_sets(store: Store, name: str, dataset: str) -> bool:
-    """Whether an earlier version began a round, so that its dataset has no held-out sets of the series."""
-    found = store.artifacts.find(DatasetStep.id(dataset))
-    if found is None or held_out.has_sets(read_file(store, found)):
-        return False
-    log.info("%s was begun by an earlier version, without held-out sets by round: it starts over", name)
     return True
 
 

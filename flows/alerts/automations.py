@@ -12,7 +12,7 @@ from uuid import UUID
 
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
-from prefect.events.actions import ActionTypes, DoNothing, SendNotification
+from prefect.events.actions import ActionTypes, SendNotification
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -27,8 +27,6 @@ NOTIFY = "notify"  # capability of notification blocks
 def register_alerts(block: str | None = None) -> None:
     """Update the automations that exist; with a block, TYPE/NAME, create the others.
 
-    Those that an earlier version created without an action get the block's, or are removed.
-
     Raises ProfileError if the server has no such block.
     """
     document = _block_document(block) if block else None
@@ -42,11 +40,6 @@ def register_alerts(block: str | None = None) -> None:
                 about = f"Notify when {about}"
                 Automation(name=name, description=about, trigger=trigger, actions=actions).create()
             continue
-        if all(isinstance(each, DoNothing) for each in existing.actions):
-            if not actions:
-                existing.delete()
-                continue
-            existing.actions, existing.enabled = actions, True
         existing.trigger = trigger
         existing.update()
 

@@ -30,7 +30,7 @@ def register_evaluation(tasks: Sequence[str] = ()) -> None:
     parameters = {
         "run": _template("{{ event.payload.run }}"),
         "tasks": list(tasks),
-        "store": _template(f"{{{{ event.payload.store or {work_dir} }}}}"),  # earlier versions have no store
+        "store": _template("{{ event.payload.store }}"),
         "work_dir": _template(f"{{{{ {work_dir} }}}}"),
     }
     action = RunDeployment(deployment_id=deployment.id, parameters=parameters)

@@ -59,7 +59,7 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
         low,
         high,
     )
-    for warning in document.get("warnings", ()):  # absent in forecasts of earlier versions
+    for warning in document["warnings"]:
         log.warning("warning: %s", warning)
     page = ladder_page.write(opened.work_dir / "ladders" / f"{described.name}.html", described, document)
     result = {"ladder": described.name, "key": artifact.key, "page": str(page), **document}

@@ -56,8 +56,3 @@ def is_other_run(owner: Any, record: Mapping[str, Any]) -> bool:
     """
     known = owner.keys() & record.keys() & {"identity", "id"} if isinstance(owner, dict) else ()
     return any(owner[key] != record[key] for key in known)
-
-
-def applied_request(record: Mapping[str, Any]) -> Any:
-    """The request in the contents of RESUMED; older runs call it "wish". None if there is none."""
-    return record.get("request", record.get("wish"))

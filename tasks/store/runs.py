@@ -150,7 +150,7 @@ def reject_resume_of_finished(run: RunFolder, profile: Profile, folder: Path) ->
     if request == default or profile.train.steps is None or latest_checkpoint(run) < profile.train.steps:
         return
     applied = state_files.read_json(folder / run_files.RESUMED) or {}
-    if run_files.applied_request(applied) != request:
+    if applied.get("request") != request:
         reason = "the run is finished, so it does not resume; start another run from one of its checkpoints"
         choice = f"trainshed fork {run.name}@STEP NAME"
         raise ProfileError("checkpoint.resume", profile.checkpoint.resume, reason, [choice])

@@ -83,7 +83,7 @@ class AppliedRequest:
         is_default = self._request == ResumeRequest()
         self._record = self._read(required=not is_default or not saved)
         saved = self._complete_move(saved)
-        request, applied = asdict(self._request), run_files.applied_request(self._record)
+        request, applied = asdict(self._request), self._record.get("request")
         if is_default and saved and applied not in (None, request):
             # A later request is new, also one equal to the last.
             self._record = {"request": request, "weights": None, "saved": True}

@@ -6,10 +6,9 @@ from unittest.mock import Mock
 import pytest
 from prefect import flow
 from prefect.automations import Automation
-from prefect.events.actions import DoNothing
 
 from flows.alerts import events
-from flows.alerts.automations import register_alerts, trigger_for
+from flows.alerts.automations import register_alerts
 from flows.alerts.events import QUEUED_SECONDS, alerts, emit
 from flows.server.prefect_settings import ALERT_KINDS, ALERTS
 from modeling.supervision.time_account import record_attempt
@@ -25,14 +24,11 @@ from tasks.store.store import Store
 
 @pytest.fixture
 def automations(prefect_server, webhook):
-    """The alerts: none without a block, not even those that an earlier version created without an action."""
-    made = {"name": ALERTS[0], "trigger": trigger_for("failed"), "actions": [DoNothing()], "enabled": False}
-    Automation(**made).create()
+    """The alerts: none without a block."""
     register_alerts()
     for name in ALERTS:
         with pytest.raises(ValueError, match=name):
             Automation.read(name=name)
-    Automation(**made).create()
     with pytest.raises(ProfileError, match="alerts = custom-webhook/none: the Prefect server has no such"):
         register_alerts("custom-webhook/none")
     register_alerts(webhook.block())
@@ -43,7 +39,6 @@ def automations(prefect_server, webhook):
     assert [Automation.read(name=name).enabled for name in ALERTS] == [False] + [True] * (len(ALERTS) - 1)
     off.enabled = True
     off.update()
-    assert not isinstance(off.actions[0], DoNothing)
     yield
     for name in ALERTS:
         Automation.read(name=name).delete()
