@@ -7,20 +7,18 @@ nearest ones are found by trial.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from profiles import user_functions
 from profiles.errors import ProfileError
 from profiles.rules import (
     cluster,
-    compilation,
     continual,
     credentials,
     data_sources,
     experts,
     hyperparameters,
-    launchers,
-    multi_token,
     objectives,
     parallel,
     pretrained,
@@ -74,8 +72,7 @@ def passes(profile: Profile, rules: Iterable[Rule] | None = None) -> bool:
 
 def get_value(profile: Profile, key: str) -> Any:
     """The value of `section.name`."""
-    section, name = key.split(".")
-    return getattr(getattr(profile, section), name)
+    return attrgetter(key)(profile)
 
 
 def with_value(profile: Profile, key: str, value: Any) -> Profile:
@@ -114,20 +111,20 @@ INDEPENDENT = (
     hyperparameters.check_qk_clip,
     hyperparameters.check_schedule,
     pretrained.check_vocabulary,
-    compilation.check,
+    cluster.check_compilation,
     data_sources.check,
     data_sources.check_schedule,
     continual.check,
     objectives.check,
-    multi_token.check,
+    experts.check_multi_token,
     trackers.check,
-    launchers.check,
+    cluster.check_launcher,
 )
 # Rules for starting a run: hardware, launcher, and files on this machine.
 START = (
     cluster.check_trainable,
     experts.check_static_shapes,
-    launchers.check_installed,
+    cluster.check_launcher_installed,
     objectives.check_start,
     pretrained.check_tokenizer,
     pretrained.check_initial_weights,

@@ -1,10 +1,17 @@
-"""Rules for `cluster`: accelerators, time limits, and what can be trained rather than only planned."""
+"""Rules for `cluster` and `compile`: accelerators, launchers, backends, and what can only be planned."""
 
 from __future__ import annotations
 
-from profiles.errors import ProfileError
+import shutil
+from importlib.util import find_spec
+
+from profiles import plugins
+from profiles.errors import ProfileError, install_command
 from profiles.schema import Profile
 
+LAUNCHERS = ("local", "slurm", "kubernetes")  # Trainshed's own
+LAUNCHER_GROUP = "trainshed.launchers"  # of entry points
+BACKENDS = {"cpu": ("inductor",), "cuda": ("inductor",), "neuron": ("neuron",)}
 CPU_PROCESSES = 16
 ACCELERATORS = {
     "cpu": (),
@@ -83,3 +90,54 @@ def time_limit_seconds(time: str) -> int:
     else:
         hours, minutes, rest_seconds = parts
     return 60 * (int(days or 0) * 1440 + hours * 60 + minutes + (rest_seconds + 59) // 60)
+
+
+def check_launcher(profile: Profile) -> None:
+    """Raise ProfileError for an unknown launcher or incomplete settings of the Kubernetes launcher."""
+    cluster = profile.cluster
+    if cluster.launcher not in LAUNCHERS:
+        plugins.find(LAUNCHER_GROUP, cluster.launcher, "cluster.launcher", LAUNCHERS)
+    if cluster.launcher == "kubernetes":
+        settings = cluster.kubernetes
+        for key in ("image", "claim", "mount"):
+            if getattr(settings, key) is None:
+                raise ProfileError(
+                    f"cluster.kubernetes.{key}", None, "is missing: the Kubernetes launcher needs it"
+                )
+        if cluster.device == "neuron" and not settings.resources:
+            reason = "is empty; list the devices that a Pod requests"
+            raise ProfileError("cluster.kubernetes.resources", [], reason, ["[aws.amazon.com/neuron=16]"])
+
+
+def check_launcher_installed(profile: Profile) -> None:
+    """Raise ProfileError unless this machine has what the launcher calls: sbatch or the Kubernetes client."""
+    if profile.cluster.launcher == "slurm" and shutil.which("sbatch") is None:
+        raise ProfileError("cluster.launcher", "slurm", "sbatch is not on this machine's PATH", ["local"])
+    if profile.cluster.launcher == "kubernetes" and find_spec("kubernetes") is None:
+        reason = f"its client is not installed; install it with: {install_command('kubernetes')}"
+        raise ProfileError("cluster.launcher", "kubernetes", reason)
+
+
+def check_compilation(profile: Profile) -> None:
+    """Raise ProfileError for a backend or options that do not apply to the device."""
+    compile, device = profile.compile, profile.cluster.device
+    if compile.backend not in (None, *BACKENDS[device]):
+        reason = f"does not support device {device}"
+        raise ProfileError("compile.backend", compile.backend, reason, BACKENDS[device])
+    parallel = profile.parallel
+    if compile.async_tensor and (
+        device != "cuda" or not compile.possible or parallel.tensor == 1 or not parallel.sequence_parallel
+    ):
+        reason = "needs compiled graphs on cuda, and sequence parallelism over more than one tensor rank"
+        raise ProfileError("compile.async_tensor", True, reason, [False])
+    if compile.async_tensor and parallel.overlap_chunks not in (None, 1):
+        reason = "merges no products in chunks with collectives"
+        raise ProfileError("compile.async_tensor", True, reason, [False])
+    if compile.launcher == "slurm" and device == "cuda":
+        reason = (
+            "compiles on nodes without accelerators, and graphs for cuda are compiled on a node with a GPU"
+        )
+        raise ProfileError("compile.launcher", "slurm", reason, ["local"])
+    if compile.flags is not None and device != "neuron":
+        reason = f"only applies to device neuron; the device is {device}"
+        raise ProfileError("compile.flags", compile.flags, reason, ["null"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from profiles.errors import ProfileError
@@ -28,18 +29,13 @@ def check_same_training(profile: Profile, promoted: Profile) -> None:
     keys = ["objective.kind", "lora.rank"]
     keys += ["lora.alpha", "lora.targets"] if profile.lora.rank else []
     for key in keys:
-        _require_same(key, _get(profile, key), _get(promoted, key), promoted.name)
+        get = attrgetter(key)
+        _require_same(key, get(profile), get(promoted), promoted.name)
     if not profile.objective.traits.reads_records:
         return
     length = promoted.train.sequence_length
     _require_same("train.sequence_length", profile.train.sequence_length, length, promoted.name)
     _require_same("objective.packing", profile.packs, promoted.packs, promoted.name)
-
-
-def _get(profile: Profile, key: str) -> Any:
-    """The value of `section.name`."""
-    section, name = key.split(".")
-    return getattr(getattr(profile, section), name)
 
 
 def _require_same(key: str, ours: Any, theirs: Any, name: str) -> None:

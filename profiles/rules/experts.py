@@ -1,11 +1,19 @@
-"""Rules for models with experts: their degree, capacity and load balancing."""
+"""Rules for models with experts (degree, capacity, load balancing) or multi-token prediction."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from parallel.constraints import valid_expert_degrees
 from profiles.errors import ProfileError
-from profiles.schema import Profile
+from profiles.schema import Evaluate, Profile, Train
 from profiles.sections.model_checks import neighbours
+
+MODULES = "model.num_nextn_predict_layers"
+KEYS = {  # that have an effect on modules only, with the fields of their sections
+    **dict.fromkeys(("train.mtp_weight", "train.mtp_steps", "train.mtp_later_weight"), Train.model_fields),
+    "evaluate.mtp": Evaluate.model_fields,
+}
 
 
 def check(profile: Profile) -> None:
@@ -48,3 +56,27 @@ def check_static_shapes(profile: Profile) -> None:
     if experts is not None and capacity is None and profile.cluster.device == "neuron":
         reason = "is missing: without it shapes depend on the data, but neuron compiles only static shapes"
         raise ProfileError("train.capacity_factor", None, reason, [1.25])
+
+
+def check_multi_token(profile: Profile) -> None:
+    """Raise ProfileError for keys without effect, or modules that the run cannot train."""
+    train, modules = profile.train, len(profile.model.prediction_layers)
+    for key, fields in KEYS.items() if not modules else ():
+        value, default = attrgetter(key)(profile), fields[key.partition(".")[2]].default
+        if value != default:
+            reason = f"has no effect: {MODULES} is {profile.model.num_nextn_predict_layers or 'null'}"
+            raise ProfileError(key, value, reason, ["null" if default is None else default])
+    if not modules:
+        return
+    if train.mtp_later_weight is not None and train.mtp_steps is None:
+        reason = "has no effect: train.mtp_steps, after which it applies, is null"
+        raise ProfileError("train.mtp_later_weight", train.mtp_later_weight, reason, ["null"])
+    for reason, broken in {
+        "LoRA, which trains no new predictions": bool(profile.lora.rank),
+        f"objective.kind {profile.objective.kind}, whose loss is not of tokens": profile.objective.traits.pairs,
+        "train.loss, as modules have cross-entropy": train.loss is not None,
+        "cluster.device neuron": profile.cluster.device == "neuron",
+    }.items():
+        if broken:
+            reason = f"is not supported with {reason}; without modules, those of init.from are left out"
+            raise ProfileError(MODULES, modules, reason, ["null"])

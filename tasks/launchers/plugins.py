@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from profiles import plugins
-from profiles.rules.launchers import GROUP, OWN
+from profiles.rules.cluster import LAUNCHER_GROUP, LAUNCHERS
 from profiles.sections.cluster import Cluster
 from tasks.launchers.base import Launcher
 
@@ -36,7 +36,7 @@ def create(kind: str, cluster: Cluster | None = None) -> Launcher:
         from tasks.launchers.kubernetes import KubernetesLauncher
 
         return KubernetesLauncher(cluster)
-    point = plugins.find(GROUP, kind, "cluster.launcher", OWN)
+    point = plugins.find(LAUNCHER_GROUP, kind, "cluster.launcher", LAUNCHERS)
     factory: Callable[[Cluster], Launcher] = plugins.load(point, "cluster.launcher")
     return factory(cluster)
 

@@ -7,7 +7,7 @@ import shlex
 import yaml
 
 from profiles.errors import ProfileError
-from profiles.rules.launchers import OWN
+from profiles.rules.cluster import LAUNCHERS
 from profiles.sections.cluster import Cluster
 from tasks.launchers import batch, local, manifests
 from tasks.launchers.base import Job
@@ -27,4 +27,4 @@ def preview(job: Job, cluster: Cluster) -> str:
     if cluster.launcher == "local":
         return f"{shlex.join(local.command(job, cluster.grace))}\n"
     reason = "is a plugin, which cannot show what it would submit"
-    raise ProfileError("cluster.launcher", cluster.launcher, reason, OWN)
+    raise ProfileError("cluster.launcher", cluster.launcher, reason, LAUNCHERS)
