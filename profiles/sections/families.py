@@ -51,7 +51,6 @@ _GEMMA_NORMS = {
 
 OWN = {
     "llama": own(
-        "llama:Llama",
         "Llama",
         "arXiv 2307.09288, 2407.21783",
         values={"mlp_bias": (False, True)},
@@ -59,7 +58,6 @@ OWN = {
         parametrized=True,
     ),
     "mistral": own(
-        "llama:Llama",
         "Mistral",
         "arXiv 2310.06825",
         fields=same("sliding_window"),
@@ -68,7 +66,6 @@ OWN = {
         parametrized=True,
     ),
     "qwen3": own(
-        "llama:Llama",
         "Qwen3",
         "arXiv 2505.09388",
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "head_dim": 128},
@@ -78,7 +75,6 @@ OWN = {
         parametrized=True,
     ),
     "olmo2": own(
-        "llama:Llama",
         "Olmo2",
         "arXiv 2501.00656",
         defaults={"rms_norm_eps": 1e-5},
@@ -87,7 +83,6 @@ OWN = {
         tensors=_POST_NORMS,
     ),
     "qwen2": own(
-        "llama:Llama",
         "Qwen2",
         "arXiv 2407.10671, 2412.15115",
         fields=same("sliding_window", "max_window_layers"),
@@ -101,7 +96,6 @@ OWN = {
         output_bias=False,
     ),
     "olmo3": own(
-        "llama:Llama",
         "Olmo3",
         "allenai.org/papers/olmo3",
         fields=same("sliding_window", "full_attention_every"),
@@ -117,7 +111,6 @@ OWN = {
         tensors=_POST_NORMS,
     ),
     "smollm3": own(
-        "llama:Llama",
         "SmolLM3",
         "huggingface.co/blog/smollm3",
         fields=same("no_rope_layer_interval"),
@@ -133,7 +126,6 @@ OWN = {
         unused=_NO_WINDOW,
     ),
     "granite": own(
-        "llama:Llama",
         "Granite",
         "huggingface.co/ibm-granite/granite-3.3-8b-base",
         fields=_MULTIPLIERS,
@@ -141,7 +133,6 @@ OWN = {
         defaults={"rms_norm_eps": 1e-6, **dict.fromkeys(_MULTIPLIERS, 1.0)},
     ),
     "glm4": own(
-        "llama:Llama",
         "Glm4",
         "huggingface.co/zai-org/GLM-4-9B-0414",
         fields=same("partial_rotary_factor"),
@@ -162,7 +153,6 @@ OWN = {
         },
     ),
     "gemma2": own(
-        "llama:Llama",
         "Gemma2",
         "arXiv 2408.00118",
         fields={
@@ -184,7 +174,6 @@ OWN = {
         tensors=_GEMMA_NORMS,
     ),
     "gemma3": own(
-        "llama:Llama",
         "Gemma3",
         "arXiv 2503.19786",
         model_type="gemma3_text",
@@ -211,7 +200,6 @@ OWN = {
         tensors=_GEMMA_NORMS,
     ),
     "phi3": own(
-        "llama:Llama",
         "Phi3",
         "arXiv 2404.14219, 2412.08905",
         fields=same("sliding_window", "partial_rotary_factor"),
@@ -222,7 +210,6 @@ OWN = {
         tensors={**_FUSED_QKV, **_FUSED_MLP},
     ),
     "ministral": own(
-        "llama:Llama",
         "Ministral",
         "huggingface.co/mistralai/Ministral-8B-Instruct-2410",
         fields=same("sliding_window", "full_attention_every", "max_window_layers"),
@@ -230,7 +217,6 @@ OWN = {
         defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "starcoder2": own(
-        "llama:Llama",
         "Starcoder2",
         "arXiv 2402.19173",
         fields={**same("sliding_window"), "norm_eps": "norm_epsilon"},
@@ -254,7 +240,6 @@ OWN = {
         tensors={"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
     ),
     "stablelm": own(
-        "llama:Llama",
         "StableLm",
         "arXiv 2402.17834",
         fields={
@@ -269,7 +254,6 @@ OWN = {
         output_bias=False,
     ),
     "gpt_neox": own(
-        "llama:Llama",
         "GPTNeoX",
         "arXiv 2204.06745, 2304.01373",
         fields={
@@ -300,9 +284,9 @@ OWN = {
         ends={"embedding": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
     ),
     "mixtral": own(
-        "mixtral:Mixtral",
         "Mixtral",
         "arXiv 2401.04088",
+        model="mixtral:Mixtral",
         fields={**_FEW_EXPERTS, **same("sliding_window")},
         values=_NO_BIAS,
         defaults={
@@ -316,9 +300,9 @@ OWN = {
         fixed={**FIXED, "router_jitter_noise": 0.0},
     ),
     "qwen3_moe": own(
-        "mixtral:Qwen3Moe",
         "Qwen3Moe",
         "arXiv 2505.09388",
+        model="mixtral:Qwen3Moe",
         fields=EXPERTS,
         defaults={
             "rms_norm_eps": 1e-6,
@@ -333,9 +317,9 @@ OWN = {
         qk_norm="heads",
     ),
     "dbrx": own(
-        "dbrx:Dbrx",
         "Dbrx",
         "databricks.com/blog/introducing-dbrx-new-state-art-open-llm",
+        model="dbrx:Dbrx",
         fields=same("num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"),
         values={
             **_NO_BIAS,
@@ -346,9 +330,9 @@ OWN = {
         norm="centered",
     ),
     "gpt_oss": own(
-        "gpt_oss:GptOss",
         "GptOss",
         "arXiv 2508.10925",
+        model="gpt_oss:GptOss",
         fields={**_FEW_EXPERTS, **same("sliding_window", "full_attention_every")},
         values={"attention_bias": (True, False)},
         defaults={
@@ -367,9 +351,9 @@ OWN = {
         further_parameters=lambda model: model.num_attention_heads,  # sinks
     ),
     "deepseek_v3": own(
-        "deepseek_v3:DeepseekV3",
         "DeepseekV3",
         "arXiv 2412.19437",
+        model="deepseek_v3:DeepseekV3",
         fields={
             **EXPERTS,
             "num_experts": "n_routed_experts",
@@ -409,9 +393,9 @@ OWN = {
         further_parameters=lambda model: (model.q_lora_rank or 0) + (model.kv_lora_rank or 0),  # norms
     ),
     "glm4_moe": own(
-        "deepseek_v3:Glm4Moe",
         "Glm4Moe",
         "arXiv 2508.06471",
+        model="deepseek_v3:Glm4Moe",
         fields={
             **EXPERTS,
             "num_experts": "n_routed_experts",

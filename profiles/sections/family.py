@@ -141,7 +141,7 @@ def same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def own(model: str, huggingface: str, source: str, **facts: Any) -> Family:
+def own(huggingface: str, source: str, model: str = "llama:Llama", **facts: Any) -> Family:
     """A family of this package, whose model class, `module:name`, is in modeling/models/families."""
     return Family(f"modeling.models.families.{model}", f"{huggingface}ForCausalLM", source=source, **facts)
 

@@ -26,9 +26,9 @@ _ONE_MODULE = {"num_nextn_predict_layers": (None, 1)}
 
 HYBRIDS = {
     "qwen3_next": own(
-        "hybrid:Qwen3Next",
         "Qwen3Next",
         "huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct",
+        model="hybrid:Qwen3Next",
         fields={
             **EXPERTS,
             **_LINEAR,
@@ -51,9 +51,9 @@ HYBRIDS = {
         linear_attention="fused",
     ),
     "qwen3_5": own(
-        "hybrid:Hybrid",
         "Qwen3_5",
         "huggingface.co/Qwen/Qwen3.5-27B",
+        model="hybrid:Hybrid",
         model_type="qwen3_5_text",
         fields={
             **_LINEAR,
@@ -72,9 +72,9 @@ HYBRIDS = {
         linear_attention="split",
     ),
     "olmo_hybrid": own(
-        "hybrid:OlmoHybrid",
         "OlmoHybrid",
         "huggingface.co/allenai/Olmo-Hybrid-7B",
+        model="hybrid:OlmoHybrid",
         fields={**_LINEAR, **same("linear_allow_neg_eigval", "no_rope_layer_interval")},
         defaults={
             "rms_norm_eps": 1e-6,
