@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import types
 import typing
 from collections.abc import Iterator
+from itertools import pairwise
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -92,15 +95,16 @@ def _section(title: str, section: type[Section], path: str) -> Iterator[str]:
     if section is not Profile:
         yield f"{(section.__doc__ or '').strip().splitlines()[0]}\n"
     yield "| key | type | default | description |\n|---|---|---|---|"
+    described = descriptions(section)
     for name, field in section.model_fields.items():
-        key = f"{path}{field.alias or name}"
+        key, about = f"{path}{field.alias or name}", field.description or described[name]
         sections = sections_in(field.annotation)
         is_list = typing.get_origin(field.annotation) is list
         subsections += [(f"{key}.0" if is_list else key, subsection) for subsection in sections]
         kind = _cell(_type_name(field.annotation))
         if sections:
             kind = "list of sections" if is_list else "section"
-        yield f"| `{key}` | {kind} | {_default(field)} | {_cell(field.description or '')} |"
+        yield f"| `{key}` | {kind} | {_default(field, about)} | {_cell(about)} |"
     yield ""
     for key, subsection in subsections:
         variants = sum(key == other for other, _ in subsections)
@@ -125,10 +129,21 @@ def _type_name(annotation: typing.Any) -> str:
     return NAMES.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def _default(field: FieldInfo) -> str:
+def descriptions(section: type[Section]) -> dict[str, str]:
+    """The docstring below each key of a section, in one line."""
+    (defined,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(defined, ast.ClassDef)
+    return {
+        key.target.id: " ".join(ast.literal_eval(text.value).split())
+        for key, text in pairwise(defined.body)
+        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr)
+    }
+
+
+def _default(field: FieldInfo, about: str) -> str:
     """The default value; "derived" from other keys if only the description says how."""
     if field.default is PydanticUndefined and field.default_factory is None:
-        return "derived" if "(default: " in (field.description or "") else "required"
+        return "derived" if "(default: " in about else "required"
     if field.default is PydanticUndefined:
         return "empty"
     if field.default is None:

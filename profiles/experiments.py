@@ -24,23 +24,20 @@ TRUNK = "trunk"  # name of the trunk of branches among the members of an average
 class Experiment(Section):
     """The target, and the settings of all runs."""
 
-    name: str = Field(
-        pattern=f"^{NAME}$", description="name of the experiment; names of its runs begin with it"
-    )
-    description: str = Field(default="", description="one-line description")
-    target: str = Field(min_length=1, description="target profile: a name, or a path relative to this file")
-    overrides: list[str] = Field(default=[], description="KEY=VALUE for the target and every run")
-    devices: Count | None = Field(
-        default=None,
-        description="devices that runs may use at the same time; null: as many as the largest run uses",
-    )
-    maximum_flops: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="budget for all runs in training FLOPs; more is rejected"
-    )
-    maximum_price: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="budget for all runs in the currency of cluster.node_price; more is rejected",
-    )
+    name: str = Field(pattern=f"^{NAME}$")
+    """name of the experiment; names of its runs begin with it"""
+    description: str = ""
+    """one-line description"""
+    target: str = Field(min_length=1)
+    """target profile: a name, or a path relative to this file"""
+    overrides: list[str] = Field(default=[])
+    """KEY=VALUE for the target and every run"""
+    devices: Count | None = None
+    """devices that runs may use at the same time; null: as many as the largest run uses"""
+    maximum_flops: Annotated[float, Field(gt=0)] | None = None
+    """budget for all runs in training FLOPs; more is rejected"""
+    maximum_price: Annotated[float, Field(gt=0)] | None = None
+    """budget for all runs in the currency of cluster.node_price; more is rejected"""
 
     shipped: ClassVar[Path | None] = None  # folder of shipped files: .yml, because profiles are .yaml
 
@@ -48,24 +45,20 @@ class Experiment(Section):
 class SmallRuns(Experiment):
     """Runs of the target's family that are smaller or shorter."""
 
-    batch_exponent: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="batch size ∝ training tokens to this power, and learning rate ∝ √batch (arXiv 2410.21676, 2205.10287); "
-        "0: the target's batch for every run",
-    )
+    batch_exponent: float = Field(default=0.0, ge=0, lt=1)
+    """batch size ∝ training tokens to this power, and learning rate ∝ √batch (arXiv 2410.21676, 2205.10287); 0: the target's
+    batch for every run"""
 
 
 class RungSize(Section):
     """Runs of one size, a width and a depth in the target's family, trained for several lengths."""
 
-    hidden_size: Size = Field(description="width; a multiple of the target's head size, which rungs keep")
-    num_hidden_layers: Count | None = Field(default=None, description="depth; null: the target's")
-    tokens_per_parameter: list[Annotated[float, Field(gt=0)]] = Field(
-        min_length=1,
-        description="lengths, one run each: training tokens / N, the multiply-adds per token; 20 is Chinchilla's",
-    )
+    hidden_size: Size
+    """width; a multiple of the target's head size, which rungs keep"""
+    num_hidden_layers: Count | None = None
+    """depth; null: the target's"""
+    tokens_per_parameter: list[Annotated[float, Field(gt=0)]] = Field(min_length=1)
+    """lengths, one run each: training tokens / N, the multiply-adds per token; 20 is Chinchilla's"""
 
 
 class Ladder(SmallRuns):
@@ -74,33 +67,30 @@ class Ladder(SmallRuns):
     page: ClassVar[str] = "docs/training/ladder.md"
     shipped: ClassVar[Path | None] = SHIPPED / "ladders"
 
-    rung_overrides: list[str] = Field(
-        default=[], description="KEY=VALUE for the rungs only, such as fewer devices; not the mathematics"
-    )
-    rungs: list[RungSize] = Field(min_length=1, description="sizes of the rungs, each with its lengths")
+    rung_overrides: list[str] = Field(default=[])
+    """KEY=VALUE for the rungs only, such as fewer devices; not the mathematics"""
+    rungs: list[RungSize] = Field(min_length=1)
+    """sizes of the rungs, each with its lengths"""
 
 
 class ProxySize(Section):
     """The size and length of all proxies, in the target's family."""
 
-    hidden_size: Size = Field(description="width; a multiple of the target's head size, which proxies keep")
-    num_hidden_layers: Count | None = Field(default=None, description="depth; null: the target's")
-    tokens_per_parameter: float = Field(
-        gt=0, description="length: training tokens / N, the multiply-adds per token"
-    )
+    hidden_size: Size
+    """width; a multiple of the target's head size, which proxies keep"""
+    num_hidden_layers: Count | None = None
+    """depth; null: the target's"""
+    tokens_per_parameter: float = Field(gt=0)
+    """length: training tokens / N, the multiply-adds per token"""
 
 
 class ProxyGroup(Section):
     """Proxies with the same sources: one with the natural mixture, the others with sampled weights."""
 
-    sources: list[str] | None = Field(
-        default=None,
-        min_length=2,
-        description="names of the training sources; null: all. A group made before a source was added lists the earlier ones",
-    )
-    count: Count | None = Field(
-        default=None, description="number of proxies; null: 4 for each source that no earlier group has"
-    )
+    sources: list[str] | None = Field(default=None, min_length=2)
+    """names of the training sources; null: all. A group made before a source was added lists the earlier ones"""
+    count: Count | None = None
+    """number of proxies; null: 4 for each source that no earlier group has"""
 
 
 class Mixture(SmallRuns):
@@ -108,27 +98,18 @@ class Mixture(SmallRuns):
 
     page: ClassVar[str] = "docs/training/mixtures.md"
 
-    proxy: ProxySize = Field(description="size and length of each proxy")
-    proxy_overrides: list[str] = Field(
-        default=[], description="KEY=VALUE for the proxies only, such as fewer devices; not the mathematics"
-    )
-    proxies: list[ProxyGroup] = Field(
-        default=[ProxyGroup()], min_length=1, description="groups of proxies; the last one has all sources"
-    )
-    objective: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        default={},
-        description="weights of the sources' held-out losses in the minimised mean; {}: the natural mixture's",
-    )
-    minimum_weight: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="minimum weight of a source in sampled and proposed mixtures; null: 0.1 / number of sources",
-    )
-    maximum_passes: Annotated[float, Field(gt=0)] | None = Field(
-        default=float(WORTHWHILE_PASSES),
-        description="maximum passes of the target over a source (arXiv 2305.16264); null: no limit",
-    )
+    proxy: ProxySize
+    """size and length of each proxy"""
+    proxy_overrides: list[str] = Field(default=[])
+    """KEY=VALUE for the proxies only, such as fewer devices; not the mathematics"""
+    proxies: list[ProxyGroup] = Field(default=[ProxyGroup()], min_length=1)
+    """groups of proxies; the last one has all sources"""
+    objective: dict[str, Annotated[float, Field(ge=0)]] = Field(default={})
+    """weights of the sources' held-out losses in the minimised mean; {}: the natural mixture's"""
+    minimum_weight: float | None = Field(default=None, gt=0, lt=1)
+    """minimum weight of a source in sampled and proposed mixtures; null: 0.1 / number of sources"""
+    maximum_passes: Annotated[float, Field(gt=0)] | None = float(WORTHWHILE_PASSES)
+    """maximum passes of the target over a source (arXiv 2305.16264); null: no limit"""
 
 
 class Share(SmallRuns):
@@ -136,29 +117,18 @@ class Share(SmallRuns):
 
     page: ClassVar[str] = "docs/training/continual.md"
 
-    series: Annotated[str, Field(pattern=f"^{NAME}$")] | None = Field(
-        default=None, description="name of the series, that of its first run; null: the target's"
-    )
-    round_overrides: list[str] = Field(
-        default=["train.steps=null", "train.epochs=1"],
-        description="KEY=VALUE for the rounds only, as in their deployment",
-    )
-    proxy: ProxySize = Field(
-        description="size of each proxy, and length of the one that stands for the promoted model; rounds of it are shorter in "
-        "proportion"
-    )
-    proxy_overrides: list[str] = Field(
-        default=[], description="KEY=VALUE for the proxies only, such as fewer devices; not the mathematics"
-    )
-    shares: list[Fraction] = Field(
-        default=[0.0, 0.02, 0.05, 0.1, 0.2, 0.4],
-        min_length=4,
-        description="shares of replayed tokens, one proxy each",
-    )
-    objective: dict[Literal["old", "new"], Rate] = Field(
-        default={"old": 1.0, "new": 1.0},
-        description="weights of the old and the new held-out loss in the minimised mean",
-    )
+    series: Annotated[str, Field(pattern=f"^{NAME}$")] | None = None
+    """name of the series, that of its first run; null: the target's"""
+    round_overrides: list[str] = Field(default=["train.steps=null", "train.epochs=1"])
+    """KEY=VALUE for the rounds only, as in their deployment"""
+    proxy: ProxySize
+    """size of each proxy, and length of the one that stands for the promoted model; rounds of it are shorter in proportion"""
+    proxy_overrides: list[str] = Field(default=[])
+    """KEY=VALUE for the proxies only, such as fewer devices; not the mathematics"""
+    shares: list[Fraction] = Field(default=[0.0, 0.02, 0.05, 0.1, 0.2, 0.4], min_length=4)
+    """shares of replayed tokens, one proxy each"""
+    objective: dict[Literal["old", "new"], Rate] = Field(default={"old": 1.0, "new": 1.0})
+    """weights of the old and the new held-out loss in the minimised mean"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -173,28 +143,25 @@ class Share(SmallRuns):
 class Branch(Section):
     """A run that starts from a checkpoint of the trunk and decays the learning rate to zero."""
 
-    step: Count = Field(description="step of the trunk's checkpoint; a multiple of `every`")
-    decay: Count | None = Field(
-        default=None, description="decay steps; null: the file's `decay` as a share of `step`"
-    )
-    name: str | None = Field(
-        default=None,
-        pattern=f"^{NAME}$",
-        description="suffix of the run's name; null: derived from its steps",
-    )
-    overrides: list[str] = Field(
-        default=[], description="KEY=VALUE for this branch only, such as another mixture"
-    )
+    step: Count
+    """step of the trunk's checkpoint; a multiple of `every`"""
+    decay: Count | None = None
+    """decay steps; null: the file's `decay` as a share of `step`"""
+    name: str | None = Field(default=None, pattern=f"^{NAME}$")
+    """suffix of the run's name; null: derived from its steps"""
+    overrides: list[str] = Field(default=[])
+    """KEY=VALUE for this branch only, such as another mixture"""
 
 
 class Average(Section):
     """The mean of checkpoints' weights, evaluated and exported."""
 
-    name: str = Field(pattern=f"^{NAME}$", description="name of the average")
-    of: list[str] = Field(
-        min_length=1, description="runs to average checkpoints of: trunk, trunk@STEP, or names of branches"
-    )
-    last: Count = Field(default=1, description="number of latest checkpoints of each run, up to STEP")
+    name: str = Field(pattern=f"^{NAME}$")
+    """name of the average"""
+    of: list[str] = Field(min_length=1)
+    """runs to average checkpoints of: trunk, trunk@STEP, or names of branches"""
+    last: Count = 1
+    """number of latest checkpoints of each run, up to STEP"""
 
 
 class Branches(Experiment):
@@ -203,12 +170,14 @@ class Branches(Experiment):
     page: ClassVar[str] = "docs/training/branches.md"
     shipped: ClassVar[Path | None] = SHIPPED / "branches"
 
-    every: Count = Field(description="steps between the trunk's checkpoints, all of which are kept")
-    decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.2, description="default decay of branches, as a share of the steps before them"
-    )
-    branches: list[Branch] = Field(min_length=1, description="the branches")
-    averages: list[Average] = Field(default=[], description="averages of checkpoints")
+    every: Count
+    """steps between the trunk's checkpoints, all of which are kept"""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """default decay of branches, as a share of the steps before them"""
+    branches: list[Branch] = Field(min_length=1)
+    """the branches"""
+    averages: list[Average] = Field(default=[])
+    """averages of checkpoints"""
 
 
 Kind = TypeVar("Kind", bound=Experiment)

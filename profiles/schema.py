@@ -55,18 +55,13 @@ class Init(Section):
 
     default_role = roles.WEIGHTS
 
-    from_: str | None = Field(
-        default=None,
-        alias="from",
-        min_length=1,
-        description="hub repository, folder or s3:// folder of initial weights, or run:NAME, an exported run of the store; null: "
-        "train from scratch",
-    )
-    revision: str | None = Field(default=None, description="commit, tag or branch of a hub repository")
-    nxd_layout: Literal["trn1", "trn2"] | None = Field(
-        default=None,
-        description="accelerator that NxD shards were made on; needed where several ranks share a KV head, whose order differs",
-    )
+    from_: str | None = Field(default=None, alias="from", min_length=1)
+    """hub repository, folder or s3:// folder of initial weights, or run:NAME, an exported run of the store; null: train from
+    scratch"""
+    revision: str | None = None
+    """commit, tag or branch of a hub repository"""
+    nxd_layout: Literal["trn1", "trn2"] | None = None
+    """accelerator that NxD shards were made on; needed where several ranks share a KV head, whose order differs"""
 
 
 class Parallel(Section):
@@ -74,42 +69,30 @@ class Parallel(Section):
 
     default_role = roles.GRAPHS
 
-    tensor: Size = Field(default=1, description="tensor-parallel degree")
-    pipeline: Size = Field(default=1, description="pipeline-parallel degree: ranks per pipeline")
-    context: Size = Field(default=1, description="context-parallel degree: ranks that share a sequence")
-    expert: Annotated[Size, roles.EXPERT_PLACEMENT] = Field(
-        default=1,
-        description="expert-parallel degree: data and context ranks that a layer's experts are divided among",
-    )
-    sequence_parallel: bool = Field(
-        default=True, description="sequence parallelism: shard activations between layers over tensor ranks"
-    )
-    overlap_chunks: Count | None = Field(
-        default=None,
-        description="maximum number of token chunks in which sequence parallelism overlaps gathers and scatters with the matrix "
-        "products; null: chosen by size on cuda, unless compile.async_tensor merges them, 1 elsewhere",
-    )
-    data_sharding: Annotated[Literal["none", "zero1", "fsdp"], roles.SHARDING] = Field(
-        default="zero1",
-        description="what is sharded over data and context ranks: nothing, optimizer states (ZeRO-1), or parameters and "
-        "gradients too",
-    )
-    shard_degree: Annotated[Size | None, roles.SHARDING] = Field(
-        default=None,
-        description="data and context ranks that states are sharded over; further ranks hold replicas; null: all",
-    )
-    keep_gathered: Annotated[bool | Literal["auto"], roles.NONE] = Field(
-        default=False,
-        description="fsdp: keep gathered weights and unsharded gradients for all microbatches of a step: less communication, "
-        "more memory; auto: if that fits in memory and makes steps shorter",
-    )
-    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
-        default="1f1b",
-        description="pipeline schedule; zero_bubble needs train.recompute none, and no fsdp in compiled graphs on neuron",
-    )
-    pipeline_cuts: list[Count] | None = Field(
-        default=None, description="first layer of each stage after the first; null: balanced by cost"
-    )
+    tensor: Size = 1
+    """tensor-parallel degree"""
+    pipeline: Size = 1
+    """pipeline-parallel degree: ranks per pipeline"""
+    context: Size = 1
+    """context-parallel degree: ranks that share a sequence"""
+    expert: Annotated[Size, roles.EXPERT_PLACEMENT] = 1
+    """expert-parallel degree: data and context ranks that a layer's experts are divided among"""
+    sequence_parallel: bool = True
+    """sequence parallelism: shard activations between layers over tensor ranks"""
+    overlap_chunks: Count | None = None
+    """maximum number of token chunks in which sequence parallelism overlaps gathers and scatters with the matrix products;
+    null: chosen by size on cuda, unless compile.async_tensor merges them, 1 elsewhere"""
+    data_sharding: Annotated[Literal["none", "zero1", "fsdp"], roles.SHARDING] = "zero1"
+    """what is sharded over data and context ranks: nothing, optimizer states (ZeRO-1), or parameters and gradients too"""
+    shard_degree: Annotated[Size | None, roles.SHARDING] = None
+    """data and context ranks that states are sharded over; further ranks hold replicas; null: all"""
+    keep_gathered: Annotated[bool | Literal["auto"], roles.NONE] = False
+    """fsdp: keep gathered weights and unsharded gradients for all microbatches of a step: less communication, more memory;
+    auto: if that fits in memory and makes steps shorter"""
+    schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """pipeline schedule; zero_bubble needs train.recompute none, and no fsdp in compiled graphs on neuron"""
+    pipeline_cuts: list[Count] | None = None
+    """first layer of each stage after the first; null: balanced by cost"""
 
 
 class Compile(Section):
@@ -117,35 +100,24 @@ class Compile(Section):
 
     default_role = roles.GRAPHS
 
-    enabled: bool | Literal["auto"] = Field(
-        default=AUTO,
-        description="compile graphs ahead of time; false: eager mode; auto: on a cpu, only if training is long enough that it "
-        "pays, as the graphs step measures; elsewhere true",
-    )
-    backend: str | None = Field(
-        default=None, min_length=1, description="inductor or neuron; null: the device's default"
-    )
-    launcher: Annotated[Literal["local", "slurm"], roles.NONE] = Field(
-        default="local",
-        description="where graphs are compiled ahead of time; local: the machine of the flow; slurm: a job array on "
-        "cluster.shards_partition, a job for each graph's program",
-    )
-    processes: Annotated[Count | None, roles.NONE] = Field(
-        default=None, description="graphs compiled concurrently on the flow's machine; null: one per core"
-    )
-    memory_gib: Annotated[Annotated[float, Field(gt=0)] | None, roles.NONE] = Field(
-        default=None,
-        description="memory limit of each compiler process; null: this machine's memory, or that of its Slurm job, divided among "
-        "the processes",
-    )
-    async_tensor: bool = Field(
-        default=False,
-        description="cuda, experimental: inductor merges sequence parallelism's collectives with the matrix products (torch's "
-        "asynchronous tensor parallelism), which needs NVLink between the ranks of a tensor group; not yet tested on hardware",
-    )
-    flags: str | None = Field(
-        default=None, min_length=1, description="Neuron compiler flags (NEURON_CC_FLAGS)"
-    )
+    enabled: bool | Literal["auto"] = AUTO
+    """compile graphs ahead of time; false: eager mode; auto: on a cpu, only if training is long enough that it pays, as the
+    graphs step measures; elsewhere true"""
+    backend: str | None = Field(default=None, min_length=1)
+    """inductor or neuron; null: the device's default"""
+    launcher: Annotated[Literal["local", "slurm"], roles.NONE] = "local"
+    """where graphs are compiled ahead of time; local: the machine of the flow; slurm: a job array on cluster.shards_partition,
+    a job for each graph's program"""
+    processes: Annotated[Count | None, roles.NONE] = None
+    """graphs compiled concurrently on the flow's machine; null: one per core"""
+    memory_gib: Annotated[Annotated[float, Field(gt=0)] | None, roles.NONE] = None
+    """memory limit of each compiler process; null: this machine's memory, or that of its Slurm job, divided among the
+    processes"""
+    async_tensor: bool = False
+    """cuda, experimental: inductor merges sequence parallelism's collectives with the matrix products (torch's asynchronous
+    tensor parallelism), which needs NVLink between the ranks of a tensor group; not yet tested on hardware"""
+    flags: str | None = Field(default=None, min_length=1)
+    """Neuron compiler flags (NEURON_CC_FLAGS)"""
 
     @property
     def possible(self) -> bool:
@@ -158,28 +130,21 @@ class Checkpoint(Section):
 
     default_role = roles.NONE
 
-    every: Natural = Field(
-        default=0, description="steps between checkpoints; 0: only at the end, and when stopped (on_stop)"
-    )
-    keep: Natural = Field(
-        default=3,
-        description="number of latest checkpoints to keep, in addition to the one with the lowest validation loss if "
-        "evaluations coincide with saves; 0: all",
-    )
-    keep_every: Natural = Field(
-        default=0, description="keep checkpoints at multiples of this many steps permanently; 0: none"
-    )
-    async_: bool = Field(
-        default=False, alias="async", description="save asynchronously, while training continues"
-    )
-    resume: Literal["newest", "none"] | Natural = Field(
-        default="newest",
-        description="checkpoint to resume from: newest, a step, or none (start from the initial weights again)",
-    )
-    on_stop: bool = Field(default=True, description="save before exiting when stopped by a signal")
-    weights: bool = Field(
-        default=False, description="resume only the weights, with a new optimizer and schedule"
-    )
+    every: Natural = 0
+    """steps between checkpoints; 0: only at the end, and when stopped (on_stop)"""
+    keep: Natural = 3
+    """number of latest checkpoints to keep, in addition to the one with the lowest validation loss if evaluations coincide with
+    saves; 0: all"""
+    keep_every: Natural = 0
+    """keep checkpoints at multiples of this many steps permanently; 0: none"""
+    async_: bool = Field(default=False, alias="async")
+    """save asynchronously, while training continues"""
+    resume: Literal["newest", "none"] | Natural = "newest"
+    """checkpoint to resume from: newest, a step, or none (start from the initial weights again)"""
+    on_stop: bool = True
+    """save before exiting when stopped by a signal"""
+    weights: bool = False
+    """resume only the weights, with a new optimizer and schedule"""
 
 
 class Evaluate(Section):
@@ -187,30 +152,21 @@ class Evaluate(Section):
 
     default_role = roles.NONE
 
-    every: Natural = Field(default=0, description="steps between evaluations; 0: only at the end")
-    batches: Count | None = Field(
-        default=None,
-        description="global batches per evaluation during training; null: the complete validation split",
-    )
-    by_source: Annotated[bool, roles.EVALUATION] = Field(
-        default=False,
-        description="also evaluate each data source separately, on as many batches: metrics.jsonl has validation_loss/<source>",
-    )
-    mtp: Annotated[bool, roles.MULTI_TOKEN_EVALUATION] = Field(
-        default=False,
-        description="also evaluate the modules for multi-token prediction: metrics.jsonl has their losses as mtp_loss_1 (the "
-        "token after the next) and so on",
-    )
-    gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(
-        default=[],
-        description="conditions on the final evaluation for a chain to continue, such as validation_loss <= 2.5 or accuracy >= "
-        "0.6; validation_rise is the increase over the loss of the initial weights; []: validation_rise <= 0",
-    )
-    metrics: Annotated[list[Annotated[str, Field(pattern=FUNCTION)]], roles.METRICS] = Field(
-        default=[],
-        description="user metrics, module:function, called like train.loss; metrics.jsonl has their means per token under the "
-        "function names",
-    )
+    every: Natural = 0
+    """steps between evaluations; 0: only at the end"""
+    batches: Count | None = None
+    """global batches per evaluation during training; null: the complete validation split"""
+    by_source: Annotated[bool, roles.EVALUATION] = False
+    """also evaluate each data source separately, on as many batches: metrics.jsonl has validation_loss/<source>"""
+    mtp: Annotated[bool, roles.MULTI_TOKEN_EVALUATION] = False
+    """also evaluate the modules for multi-token prediction: metrics.jsonl has their losses as mtp_loss_1 (the token after the
+    next) and so on"""
+    gate: list[Annotated[str, Field(pattern=CONDITION)]] = Field(default=[])
+    """conditions on the final evaluation for a chain to continue, such as validation_loss <= 2.5 or accuracy >= 0.6;
+    validation_rise is the increase over the loss of the initial weights; []: validation_rise <= 0"""
+    metrics: Annotated[list[Annotated[str, Field(pattern=FUNCTION)]], roles.METRICS] = Field(default=[])
+    """user metrics, module:function, called like train.loss; metrics.jsonl has their means per token under the function
+    names"""
 
     @property
     def further(self) -> dict[str, bool]:
@@ -223,24 +179,38 @@ class Profile(Section):
 
     default_role = roles.NONE
 
-    name: Annotated[str, roles.NAME] = Field(
-        pattern=f"^{NAME}$", description="name of the profile, and of the run unless set with --name"
-    )
-    description: str = Field(default="", description="one-line description")
-    model: Model = Field(description="model architecture")
-    tokenizer: Tokenizer = Field(description="tokenizer")
-    data: Data = Field(description="training and validation data")
-    init: Init = Field(default=Init(), description="initial weights")
-    objective: Objective = Field(default=Objective(), description="what the model is trained for")
-    lora: Lora = Field(default=Lora(), description="low-rank adapters")
-    parallel: Parallel = Field(default=Parallel(), description="parallelism")
-    train: Train = Field(description="training hyperparameters")
-    compile: Compile = Field(default=Compile(), description="graph compilation")
-    checkpoint: Checkpoint = Field(default=Checkpoint(), description="checkpoints and resume")
-    evaluate: Evaluate = Field(default=Evaluate(), description="evaluation during training")
-    continual: Continual = Field(default=Continual(), description="rounds of continual pretraining")
-    cluster: Cluster = Field(description="cluster and launcher")
-    tracking: Tracking = Field(default=Tracking(), description="experiment trackers")
+    name: Annotated[str, roles.NAME] = Field(pattern=f"^{NAME}$")
+    """name of the profile, and of the run unless set with --name"""
+    description: str = ""
+    """one-line description"""
+    model: Model
+    """model architecture"""
+    tokenizer: Tokenizer
+    """tokenizer"""
+    data: Data
+    """training and validation data"""
+    init: Init = Init()
+    """initial weights"""
+    objective: Objective = Objective()
+    """what the model is trained for"""
+    lora: Lora = Lora()
+    """low-rank adapters"""
+    parallel: Parallel = Parallel()
+    """parallelism"""
+    train: Train
+    """training hyperparameters"""
+    compile: Compile = Compile()
+    """graph compilation"""
+    checkpoint: Checkpoint = Checkpoint()
+    """checkpoints and resume"""
+    evaluate: Evaluate = Evaluate()
+    """evaluation during training"""
+    continual: Continual = Continual()
+    """rounds of continual pretraining"""
+    cluster: Cluster
+    """cluster and launcher"""
+    tracking: Tracking = Tracking()
+    """experiment trackers"""
 
     @property
     def world_size(self) -> int:

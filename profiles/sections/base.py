@@ -22,7 +22,10 @@ FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no type conversion."""
+    """Base of all sections: frozen, no unknown keys, no type conversion.
+
+    The docstring below a key is its description in docs/profiles.md.
+    """
 
     default_role: ClassVar[Role]  # of the keys whose annotations have none
     page: ClassVar[str] = "docs/profiles.md"  # lists the keys; of the section at the top of a file

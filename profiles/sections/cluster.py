@@ -30,45 +30,31 @@ class Kubernetes(Section):
 
     default_role = roles.NONE
 
-    image: str | None = Field(
-        default=None,
-        pattern=LINE,
-        description="container image with Trainshed, for instance installed from this checkout",
-    )
-    namespace: str = Field(default="default", pattern=LABEL, description="namespace of the Jobs")
-    context: str | None = Field(
-        default=None,
-        pattern=LINE,
-        description="context of the kubeconfig file; null: the current one, or the Pod's own account",
-    )
-    claim: str | None = Field(
-        default=None, pattern=LABEL, description="PersistentVolumeClaim with the store and the working folder"
-    )
-    mount: str | None = Field(
-        default=None,
-        pattern=PATH,
-        description="path where the claim is mounted, the same on the flow's machine and in Pods",
-    )
-    resources: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
-        default=[],
-        description="resources that a Pod requests, such as nvidia.com/gpu=8; empty: nvidia.com/gpu=devices_per_node for cuda, "
-        "nothing for cpu; required for neuron",
-    )
-    node_selector: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(
-        default=[], description="required node labels, such as node.kubernetes.io/instance-type=trn2.48xlarge"
-    )
-    tolerations: list[Annotated[str, Field(pattern=LINE)]] = Field(
-        default=[], description="keys of node taints that Pods tolerate"
-    )
-    environment: list[Annotated[str, Field(pattern=VARIABLE)]] = Field(
-        default=[],
-        description="environment variables of Pods, such as FI_PROVIDER=efa; no secrets: they are stored in the profile",
-    )
-    service_account: str | None = Field(
-        default=None, pattern=LABEL, description="service account of Pods; null: the default one"
-    )
-    priority_class: str | None = Field(default=None, pattern=LABEL, description="priority class of Pods")
-    queue: str | None = Field(default=None, pattern=LABEL, description="Kueue queue that admits the Jobs")
+    image: str | None = Field(default=None, pattern=LINE)
+    """container image with Trainshed, for instance installed from this checkout"""
+    namespace: str = Field(default="default", pattern=LABEL)
+    """namespace of the Jobs"""
+    context: str | None = Field(default=None, pattern=LINE)
+    """context of the kubeconfig file; null: the current one, or the Pod's own account"""
+    claim: str | None = Field(default=None, pattern=LABEL)
+    """PersistentVolumeClaim with the store and the working folder"""
+    mount: str | None = Field(default=None, pattern=PATH)
+    """path where the claim is mounted, the same on the flow's machine and in Pods"""
+    resources: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(default=[])
+    """resources that a Pod requests, such as nvidia.com/gpu=8; empty: nvidia.com/gpu=devices_per_node for cuda, nothing for
+    cpu; required for neuron"""
+    node_selector: list[Annotated[str, Field(pattern=QUANTITY)]] = Field(default=[])
+    """required node labels, such as node.kubernetes.io/instance-type=trn2.48xlarge"""
+    tolerations: list[Annotated[str, Field(pattern=LINE)]] = Field(default=[])
+    """keys of node taints that Pods tolerate"""
+    environment: list[Annotated[str, Field(pattern=VARIABLE)]] = Field(default=[])
+    """environment variables of Pods, such as FI_PROVIDER=efa; no secrets: they are stored in the profile"""
+    service_account: str | None = Field(default=None, pattern=LABEL)
+    """service account of Pods; null: the default one"""
+    priority_class: str | None = Field(default=None, pattern=LABEL)
+    """priority class of Pods"""
+    queue: str | None = Field(default=None, pattern=LABEL)
+    """Kueue queue that admits the Jobs"""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -81,82 +67,51 @@ class Cluster(Section):
 
     default_role = roles.NONE
 
-    launcher: Annotated[str, Field(pattern=WORD)] = Field(
-        default="local",
-        description="local: this machine; slurm: a Slurm cluster; kubernetes; or the name of a plugin (entry point of the group "
-        "trainshed.launchers)",
-    )
-    nodes: Annotated[Size, roles.SHARDING] = Field(default=1, description="number of nodes")
-    devices_per_node: Annotated[Size, roles.GRAPHS] = Field(
-        default=1, description="devices per node, with one process each"
-    )
-    device: Annotated[Literal["cpu", "cuda", "neuron"], roles.GRAPHS] = Field(
-        description="device type; never detected automatically"
-    )
-    accelerator: Annotated[Accelerator | None, roles.GRAPHS] = Field(
-        default=None,
-        description="accelerator model, whose memory and speed are used for planning; null: this machine's GPU on cuda, trn2 on "
-        "neuron",
-    )
-    node_price: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="price per node hour in any currency, for planning"
-    )
-    network: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="bandwidth of a node's network in Gbit/s, for planning; null: that of nodes usual for the accelerator",
-    )
-    work_dir: str | None = Field(
-        default=None, min_length=1, description="local folder for runs if the store is on S3; null: ./store"
-    )
-    threads: Annotated[Count | None, roles.GRAPHS] = Field(
-        default=None,
-        description="torch threads per process; null: the node's usable cores divided among its processes",
-    )
-    retries: Natural = Field(
-        default=2,
-        description="maximum retries without a new checkpoint, which resets the count; outages count only after an hour",
-    )
-    hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
-        default=20.0,
-        description="hang timeout of a step = hang_factor × median step time + this; null: no hang detection",
-    )
-    hang_factor: Annotated[float, Field(ge=1)] = Field(
-        default=5.0, description="multiple of the median step time in the hang timeout"
-    )
-    partition: str | None = Field(
-        default=None, pattern=WORD, description="Slurm partition; null: the cluster's default"
-    )
-    shards_partition: str | None = Field(
-        default=None,
-        pattern=WORD,
-        description="Slurm partition that tokenizes shards in parallel, and compiles with compile.launcher slurm; null: tokenize "
-        "on this machine",
-    )
-    account: str | None = Field(
-        default=None, pattern=WORD, description="Slurm account; null: the user's default"
-    )
-    time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = Field(
-        default=None,
-        description="Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job",
-    )
-    time_left: Count = Field(
-        default=120,
-        description="seconds before the time limit at which training stops, saves and requeues; a stop takes up to three steps",
-    )
-    grace: Natural = Field(
-        default=30,
-        description="seconds to stop and save after a signal before the processes are killed; a stop takes up to three steps",
-    )
-    constraint: str | None = Field(
-        default=None, pattern=LINE, description="required Slurm node features, such as trn2&efa"
-    )
-    exclusive: bool = Field(default=True, description="request exclusive nodes from Slurm")
-    slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(
-        default=[],
-        description="further sbatch options, such as --mem=500G, --cpus-per-task=48 or --reservation=name",
-    )
-    kubernetes: Kubernetes = Field(default=Kubernetes(), description="settings of the Kubernetes launcher")
-    trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = Field(
-        default=None,
-        description="first and last step to profile with torch.profiler, as a Chrome trace; null: none",
-    )
+    launcher: Annotated[str, Field(pattern=WORD)] = "local"
+    """local: this machine; slurm: a Slurm cluster; kubernetes; or the name of a plugin (entry point of the group
+    trainshed.launchers)"""
+    nodes: Annotated[Size, roles.SHARDING] = 1
+    """number of nodes"""
+    devices_per_node: Annotated[Size, roles.GRAPHS] = 1
+    """devices per node, with one process each"""
+    device: Annotated[Literal["cpu", "cuda", "neuron"], roles.GRAPHS]
+    """device type; never detected automatically"""
+    accelerator: Annotated[Accelerator | None, roles.GRAPHS] = None
+    """accelerator model, whose memory and speed are used for planning; null: this machine's GPU on cuda, trn2 on neuron"""
+    node_price: Annotated[float, Field(gt=0)] | None = None
+    """price per node hour in any currency, for planning"""
+    network: Annotated[float, Field(gt=0)] | None = None
+    """bandwidth of a node's network in Gbit/s, for planning; null: that of nodes usual for the accelerator"""
+    work_dir: str | None = Field(default=None, min_length=1)
+    """local folder for runs if the store is on S3; null: ./store"""
+    threads: Annotated[Count | None, roles.GRAPHS] = None
+    """torch threads per process; null: the node's usable cores divided among its processes"""
+    retries: Natural = 2
+    """maximum retries without a new checkpoint, which resets the count; outages count only after an hour"""
+    hang_seconds: Annotated[float, Field(gt=0)] | None = 20.0
+    """hang timeout of a step = hang_factor × median step time + this; null: no hang detection"""
+    hang_factor: Annotated[float, Field(ge=1)] = 5.0
+    """multiple of the median step time in the hang timeout"""
+    partition: str | None = Field(default=None, pattern=WORD)
+    """Slurm partition; null: the cluster's default"""
+    shards_partition: str | None = Field(default=None, pattern=WORD)
+    """Slurm partition that tokenizes shards in parallel, and compiles with compile.launcher slurm; null: tokenize on this
+    machine"""
+    account: str | None = Field(default=None, pattern=WORD)
+    """Slurm account; null: the user's default"""
+    time: Annotated[str, Field(pattern=TIME), BeforeValidator(_as_text)] | None = None
+    """Slurm time limit of a job, such as 1-12:00:00; the run resumes in the next job"""
+    time_left: Count = 120
+    """seconds before the time limit at which training stops, saves and requeues; a stop takes up to three steps"""
+    grace: Natural = 30
+    """seconds to stop and save after a signal before the processes are killed; a stop takes up to three steps"""
+    constraint: str | None = Field(default=None, pattern=LINE)
+    """required Slurm node features, such as trn2&efa"""
+    exclusive: bool = True
+    """request exclusive nodes from Slurm"""
+    slurm: list[Annotated[str, Field(pattern=OPTION)]] = Field(default=[])
+    """further sbatch options, such as --mem=500G, --cpus-per-task=48 or --reservation=name"""
+    kubernetes: Kubernetes = Kubernetes()
+    """settings of the Kubernetes launcher"""
+    trace: Annotated[tuple[Count, Count], Field(strict=False)] | None = None
+    """first and last step to profile with torch.profiler, as a Chrome trace; null: none"""

@@ -21,20 +21,16 @@ class Gate(Section):
 
     default_role = roles.NONE
 
-    on: str = Field(
-        pattern=GATED,
-        description="old: the held-out text of the first run, of runs that it started from and of all earlier rounds; new: of "
-        "the round's new data; first, round-N, stand-in: of the first run, round N or continual.stand_in; run:NAME: of one that "
-        "it started from; source:NAME: of a source, by its name; task:NAME: the score of an lm-eval task",
-    )
-    rise_at_most: Rate | None = Field(
-        default=None, description="largest increase over the promoted model's loss, in nats per token"
-    )
-    fall_at_least: Rate | None = Field(
-        default=None,
-        description="smallest decrease from the promoted model's loss, in nats per token; 0: any decrease",
-    )
-    at_least: float | None = Field(default=None, description="task:NAME: smallest score")
+    on: str = Field(pattern=GATED)
+    """old: the held-out text of the first run, of runs that it started from and of all earlier rounds; new: of the round's new
+    data; first, round-N, stand-in: of the first run, round N or continual.stand_in; run:NAME: of one that it started from;
+    source:NAME: of a source, by its name; task:NAME: the score of an lm-eval task"""
+    rise_at_most: Rate | None = None
+    """largest increase over the promoted model's loss, in nats per token"""
+    fall_at_least: Rate | None = None
+    """smallest decrease from the promoted model's loss, in nats per token; 0: any decrease"""
+    at_least: float | None = None
+    """task:NAME: smallest score"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -53,44 +49,27 @@ class Continual(Section):
 
     default_role = roles.NONE  # in a run that is not a round
 
-    schedule: Literal["rewarm", "trunk"] = Field(
-        default="rewarm",
-        description="rewarm: a round starts from the promoted model with a new optimizer; its learning rate warms up and decays. "
-        "trunk: it continues from the promoted model's checkpoint before the decay, optimizer included, at a constant rate, and "
-        "then decays for its evaluation; the next round continues from before that decay",
-    )
-    decay: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="trunk: steps of a round's decay, after train.steps, as a share of these; null: 0.2",
-    )
-    replay: Fraction | Annotated[list[Fraction], Field(min_length=1)] = Field(
-        default=0.05,
-        description="share of a round's tokens drawn from what the promoted model and its ancestors were trained on; 0: none. A "
-        "list: a round that does not meet its gate on old text is trained again with the next, larger share",
-    )
-    replay_from: Literal["history", "generated"] = Field(
-        default="history",
-        description="history: the data of earlier runs in the ledger, or continual.stand_in; generated: text sampled from the "
-        "promoted model",
-    )
-    generated_tokens: Count | None = Field(
-        default=None,
-        description="generated: largest number of tokens to sample from a promoted model; null: as many as a round replays",
-    )
-    stand_in: Annotated[list[Source], roles.NONE] = Field(
-        default=[],
-        description="sources that stand for the training data of initial weights that the ledger does not know; replayed and "
-        "held out like earlier data",
-    )
-    gates: list[Gate] = Field(
-        default=[Gate(on="old", rise_at_most=0.01), Gate(on="new", fall_at_least=0.0)],
-        description="conditions for a round's model to be promoted; []: none",
-    )
-    include: str | None = Field(
-        default=None,
-        min_length=1,
-        description="folder with your own task files of lm-eval, which gates may be on as task:NAME",
-    )
+    schedule: Literal["rewarm", "trunk"] = "rewarm"
+    """rewarm: a round starts from the promoted model with a new optimizer; its learning rate warms up and decays. trunk: it
+    continues from the promoted model's checkpoint before the decay, optimizer included, at a constant rate, and then decays for
+    its evaluation; the next round continues from before that decay"""
+    decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """trunk: steps of a round's decay, after train.steps, as a share of these; null: 0.2"""
+    replay: Fraction | Annotated[list[Fraction], Field(min_length=1)] = 0.05
+    """share of a round's tokens drawn from what the promoted model and its ancestors were trained on; 0: none. A list: a round
+    that does not meet its gate on old text is trained again with the next, larger share"""
+    replay_from: Literal["history", "generated"] = "history"
+    """history: the data of earlier runs in the ledger, or continual.stand_in; generated: text sampled from the promoted
+    model"""
+    generated_tokens: Count | None = None
+    """generated: largest number of tokens to sample from a promoted model; null: as many as a round replays"""
+    stand_in: Annotated[list[Source], roles.NONE] = Field(default=[])
+    """sources that stand for the training data of initial weights that the ledger does not know; replayed and held out like
+    earlier data"""
+    gates: list[Gate] = Field(default=[Gate(on="old", rise_at_most=0.01), Gate(on="new", fall_at_least=0.0)])
+    """conditions for a round's model to be promoted; []: none"""
+    include: str | None = Field(default=None, min_length=1)
+    """folder with your own task files of lm-eval, which gates may be on as task:NAME"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -32,208 +32,135 @@ class Model(Section):
         description=f"model architecture: {', '.join(families.OWN)}; or the name of a plugin (entry point of the group "
         f"{families.GROUP})",
     )
-    hidden_size: Size = Field(description="width of the residual stream")
-    intermediate_size: Size = Field(
-        description="width of the MLP; of an expert, for mixtral, dbrx and gpt_oss"
-    )
-    num_hidden_layers: Annotated[int, Field(ge=1, le=1024)] = Field(description="number of layers")
-    num_attention_heads: Size = Field(description="number of query heads")
-    num_key_value_heads: Size = Field(description="number of KV heads (default: as many as query heads)")
-    head_dim: Size = Field(
-        description="size of an attention head (default: hidden_size / num_attention_heads; deepseek_v3: that of queries and "
-        "keys, qk_nope_head_dim + qk_rope_head_dim)"
-    )
-    q_lora_rank: Size | None = Field(
-        default=None,
-        description="width of the latent that queries are projected from; null: from the hidden state (deepseek_v3)",
-    )
-    kv_lora_rank: Size | None = Field(
-        default=None, description="width of the latent that keys and values are projected from (deepseek_v3)"
-    )
-    qk_nope_head_dim: Size | None = Field(
-        default=None, description="elements of a query or key head that are not rotated (deepseek_v3)"
-    )
-    qk_rope_head_dim: Size | None = Field(
-        default=None,
-        description="rotated elements of a query or key head; all heads share the key's (deepseek_v3)",
-    )
-    v_head_dim: Size | None = Field(default=None, description="size of a value head (deepseek_v3)")
-    vocab_size: Size = Field(description="vocabulary size: number of token embeddings")
-    max_position_embeddings: Size = Field(
-        description="maximum sequence length, in training and of the export; for gpt, the number of learned positions"
-    )
-    norm_eps: float = Field(
-        default=1e-5,
-        gt=0,
-        description="epsilon of the norms; aliases: rms_norm_eps, layer_norm_eps, layer_norm_epsilon",
-    )
-    rope_theta: float = Field(default=10000.0, gt=0, description="RoPE base (all but gpt)")
-    rope_scaling: RopeScaling | None = Field(
-        default=None, description="RoPE scaling for longer contexts (all but gpt)"
-    )
-    sliding_window: Count | None = Field(
-        default=None,
-        description="number of tokens that a token attends to, itself included; null: all (mistral, qwen2, olmo3, gemma2, "
-        "gemma3, phi3, ministral, starcoder2, mixtral, gpt_oss)",
-    )
-    full_attention_every: Count | None = Field(
-        default=None,
-        description="n: every n-th layer has full attention, the others the sliding window (olmo3, gemma2, gemma3, ministral, "
-        "gpt_oss) or linear attention (qwen3_next, qwen3_5, olmo_hybrid); counted after max_window_layers",
-    )
-    max_window_layers: Natural | None = Field(
-        default=None,
-        description="number of leading layers with full attention, before those with the sliding window; null: none (qwen2, "
-        "ministral)",
-    )
-    no_rope_layer_interval: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="n: every n-th layer has no RoPE, 1: none has it; null: all have it (smollm3, olmo_hybrid)",
-    )
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm, gpt_neox, "
-        "glm4_moe, qwen3_next, qwen3_5)",
-    )
-    rope_local_base_freq: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="RoPE base of layers with a window; null: that of the others (gemma3)",
-    )
-    query_pre_attn_scalar: Size | None = Field(
-        default=None,
-        description="number whose root divides attention scores; null: head_dim (gemma2, gemma3)",
-    )
-    attn_logit_softcapping: Multiplier = Field(
-        default=None,
-        description="soft cap c of attention scores, c · tanh(score / c), which flash attention lacks; null: none (gemma2)",
-    )
-    final_logit_softcapping: Multiplier = Field(
-        default=None, description="soft cap c of the logits, c · tanh(logit / c); null: none (gemma2)"
-    )
-    linear_num_key_heads: Size | None = Field(
-        default=None,
-        description="number of query and of key heads of linear attention (qwen3_next, qwen3_5, olmo_hybrid)",
-    )
-    linear_num_value_heads: Size | None = Field(
-        default=None, description="number of value heads of linear attention, a multiple of its key heads"
-    )
-    linear_key_head_dim: Size | None = Field(
-        default=None, description="size of a query or key head of linear attention"
-    )
-    linear_value_head_dim: Size | None = Field(
-        default=None, description="size of a value head of linear attention"
-    )
-    linear_conv_kernel_dim: Annotated[int, Field(ge=2, le=16)] | None = Field(
-        default=None,
-        description="number of tokens that the short convolution of linear attention covers, the current one included",
-    )
-    linear_allow_neg_eigval: bool | None = Field(
-        default=None,
-        description="whether the step size of the delta rule is up to 2 instead of 1; null: false (olmo_hybrid)",
-    )
-    embedding_multiplier: Multiplier = Field(
-        default=None, description="multiplies token embeddings; null: 1 (granite)"
-    )
-    attention_multiplier: Multiplier = Field(
-        default=None, description="multiplies attention scores; null: 1 / √head_dim (granite)"
-    )
-    residual_multiplier: Multiplier = Field(
-        default=None,
-        description="multiplies what attention and MLP add to the residual stream; null: 1 (granite)",
-    )
-    logits_scaling: Multiplier = Field(default=None, description="divides the logits; null: 1 (granite)")
-    use_parallel_residual: bool | None = Field(
-        default=None,
-        description="whether attention and MLP of a layer have the same input, and are added to it together; null: no (gpt_neox)",
-    )
-    use_qk_norm: bool | None = Field(
-        default=None, description="RMSNorm of query and key heads before rotation; null: no (glm4_moe)"
-    )
-    clip_qkv: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="bound that queries, keys and values are clipped to; null: none (dbrx)"
-    )
-    tie_word_embeddings: bool = Field(
-        description="share the embedding with the output projection (default: true for gpt, smollm3, gemma2, gemma3 and "
-        "starcoder2)"
-    )
-    attention_bias: bool = Field(
-        description="biases in the attention projections (default: true for qwen2, glm4, starcoder2, gpt_neox, gpt and gpt_oss); "
-        "not in that of the output for qwen2, glm4, stablelm and glm4_moe"
-    )
-    mlp_bias: bool = Field(description="biases in the MLP (default: true for gpt, gpt_neox and starcoder2)")
-    hidden_act: str = Field(
-        description="MLP activation function (default: gelu for gpt and gpt_neox, gelu_pytorch_tanh for gemma2, gemma3 "
-        "and starcoder2, else silu)"
-    )
-    initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
-    parametrization: Annotated[Literal["standard", "mup", "completep"], roles.INITIALIZATION] = Field(
-        default="standard",
-        description="scaling of initial weights and learning rates. standard: none; mup: by width; completep: by width and "
-        "depth, relative to a base model, for which train.learning_rate is tuned (llama, mistral, qwen3)",
-    )
-    base_hidden_size: Annotated[Size | None, roles.INITIALIZATION] = Field(
-        default=None, description="mup, completep: hidden_size of the base model"
-    )
-    base_num_hidden_layers: Annotated[Count | None, roles.INITIALIZATION] = Field(
-        default=None, description="completep: num_hidden_layers of the base model"
-    )
-    scaled_initialization: bool = Field(
-        description="divide initializer_range by √(2 · layers) for projections onto the residual stream (default: true for gpt)"
-    )
-    num_experts: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        default=None,
-        description="experts per layer (mixtral, qwen3_moe, qwen3_next, dbrx, gpt_oss, deepseek_v3, glm4_moe); "
-        "aliases: num_local_experts, n_routed_experts",
-    )
-    num_experts_per_tok: Count | None = Field(default=None, description="experts per token")
-    moe_intermediate_size: Size | None = Field(
-        default=None, description="width of an expert (qwen3_moe, qwen3_next, deepseek_v3, glm4_moe)"
-    )
-    norm_topk_prob: bool = Field(
-        default=True,
-        description="divide the weights of a token's experts by their sum (always true for mixtral and gpt_oss)",
-    )
-    n_shared_experts: Count | None = Field(
-        default=None,
-        description="shared experts, used by every token in addition to its routed ones (deepseek_v3, glm4_moe)",
-    )
-    shared_expert_intermediate_size: Size | None = Field(
-        default=None,
-        description="width of the shared expert, whose output is multiplied by the sigmoid of a gate (qwen3_next)",
-    )
-    first_k_dense_replace: Natural | None = Field(
-        default=None,
-        description="number of leading layers with an MLP instead of experts; null: none (deepseek_v3, glm4_moe)",
-    )
-    n_group: Count | None = Field(
-        default=None,
-        description="number of groups that the experts are divided into; null: one (deepseek_v3, glm4_moe)",
-    )
-    topk_group: Count | None = Field(
-        default=None,
-        description="number of groups that a token's experts are chosen from; null: one (deepseek_v3, glm4_moe)",
-    )
-    routed_scaling_factor: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="multiplies the weights of a token's experts; null: 1 (deepseek_v3, glm4_moe)",
-    )
-    num_nextn_predict_layers: Annotated[int, Field(ge=1, le=16)] | None = Field(
-        default=None,
-        description="depth of multi-token prediction: number of modules, each of which predicts one token further ahead; null or "
-        "0: none (deepseek_v3, glm4_moe; at most 1 qwen3_next, qwen3_5)",
-    )
-    dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="dropout probability of embeddings, attention and residuals (gpt)",
-    )
-    mlp_dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="dropout probability of the MLP's activations, Megatron's ffn_dropout (gpt)",
-    )
+    hidden_size: Size
+    """width of the residual stream"""
+    intermediate_size: Size
+    """width of the MLP; of an expert, for mixtral, dbrx and gpt_oss"""
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1024)]
+    """number of layers"""
+    num_attention_heads: Size
+    """number of query heads"""
+    num_key_value_heads: Size
+    """number of KV heads (default: as many as query heads)"""
+    head_dim: Size
+    """size of an attention head (default: hidden_size / num_attention_heads; deepseek_v3: that of queries and keys,
+    qk_nope_head_dim + qk_rope_head_dim)"""
+    q_lora_rank: Size | None = None
+    """width of the latent that queries are projected from; null: from the hidden state (deepseek_v3)"""
+    kv_lora_rank: Size | None = None
+    """width of the latent that keys and values are projected from (deepseek_v3)"""
+    qk_nope_head_dim: Size | None = None
+    """elements of a query or key head that are not rotated (deepseek_v3)"""
+    qk_rope_head_dim: Size | None = None
+    """rotated elements of a query or key head; all heads share the key's (deepseek_v3)"""
+    v_head_dim: Size | None = None
+    """size of a value head (deepseek_v3)"""
+    vocab_size: Size
+    """vocabulary size: number of token embeddings"""
+    max_position_embeddings: Size
+    """maximum sequence length, in training and of the export; for gpt, the number of learned positions"""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """epsilon of the norms; aliases: rms_norm_eps, layer_norm_eps, layer_norm_epsilon"""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """RoPE base (all but gpt)"""
+    rope_scaling: RopeScaling | None = None
+    """RoPE scaling for longer contexts (all but gpt)"""
+    sliding_window: Count | None = None
+    """number of tokens that a token attends to, itself included; null: all (mistral, qwen2, olmo3, gemma2, gemma3, phi3,
+    ministral, starcoder2, mixtral, gpt_oss)"""
+    full_attention_every: Count | None = None
+    """n: every n-th layer has full attention, the others the sliding window (olmo3, gemma2, gemma3, ministral, gpt_oss) or
+    linear attention (qwen3_next, qwen3_5, olmo_hybrid); counted after max_window_layers"""
+    max_window_layers: Natural | None = None
+    """number of leading layers with full attention, before those with the sliding window; null: none (qwen2, ministral)"""
+    no_rope_layer_interval: Annotated[int, Field(ge=1)] | None = None
+    """n: every n-th layer has no RoPE, 1: none has it; null: all have it (smollm3, olmo_hybrid)"""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    """share of a query or key head that RoPE rotates; null: all of it (glm4, phi3, stablelm, gpt_neox, glm4_moe, qwen3_next,
+    qwen3_5)"""
+    rope_local_base_freq: Annotated[float, Field(gt=0)] | None = None
+    """RoPE base of layers with a window; null: that of the others (gemma3)"""
+    query_pre_attn_scalar: Size | None = None
+    """number whose root divides attention scores; null: head_dim (gemma2, gemma3)"""
+    attn_logit_softcapping: Multiplier = None
+    """soft cap c of attention scores, c · tanh(score / c), which flash attention lacks; null: none (gemma2)"""
+    final_logit_softcapping: Multiplier = None
+    """soft cap c of the logits, c · tanh(logit / c); null: none (gemma2)"""
+    linear_num_key_heads: Size | None = None
+    """number of query and of key heads of linear attention (qwen3_next, qwen3_5, olmo_hybrid)"""
+    linear_num_value_heads: Size | None = None
+    """number of value heads of linear attention, a multiple of its key heads"""
+    linear_key_head_dim: Size | None = None
+    """size of a query or key head of linear attention"""
+    linear_value_head_dim: Size | None = None
+    """size of a value head of linear attention"""
+    linear_conv_kernel_dim: Annotated[int, Field(ge=2, le=16)] | None = None
+    """number of tokens that the short convolution of linear attention covers, the current one included"""
+    linear_allow_neg_eigval: bool | None = None
+    """whether the step size of the delta rule is up to 2 instead of 1; null: false (olmo_hybrid)"""
+    embedding_multiplier: Multiplier = None
+    """multiplies token embeddings; null: 1 (granite)"""
+    attention_multiplier: Multiplier = None
+    """multiplies attention scores; null: 1 / √head_dim (granite)"""
+    residual_multiplier: Multiplier = None
+    """multiplies what attention and MLP add to the residual stream; null: 1 (granite)"""
+    logits_scaling: Multiplier = None
+    """divides the logits; null: 1 (granite)"""
+    use_parallel_residual: bool | None = None
+    """whether attention and MLP of a layer have the same input, and are added to it together; null: no (gpt_neox)"""
+    use_qk_norm: bool | None = None
+    """RMSNorm of query and key heads before rotation; null: no (glm4_moe)"""
+    clip_qkv: Annotated[float, Field(gt=0)] | None = None
+    """bound that queries, keys and values are clipped to; null: none (dbrx)"""
+    tie_word_embeddings: bool
+    """share the embedding with the output projection (default: true for gpt, smollm3, gemma2, gemma3 and starcoder2)"""
+    attention_bias: bool
+    """biases in the attention projections (default: true for qwen2, glm4, starcoder2, gpt_neox, gpt and gpt_oss); not in that
+    of the output for qwen2, glm4, stablelm and glm4_moe"""
+    mlp_bias: bool
+    """biases in the MLP (default: true for gpt, gpt_neox and starcoder2)"""
+    hidden_act: str
+    """MLP activation function (default: gelu for gpt and gpt_neox, gelu_pytorch_tanh for gemma2, gemma3 and starcoder2, else
+    silu)"""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """standard deviation of initial weights"""
+    parametrization: Annotated[Literal["standard", "mup", "completep"], roles.INITIALIZATION] = "standard"
+    """scaling of initial weights and learning rates. standard: none; mup: by width; completep: by width and depth, relative to
+    a base model, for which train.learning_rate is tuned (llama, mistral, qwen3)"""
+    base_hidden_size: Annotated[Size | None, roles.INITIALIZATION] = None
+    """mup, completep: hidden_size of the base model"""
+    base_num_hidden_layers: Annotated[Count | None, roles.INITIALIZATION] = None
+    """completep: num_hidden_layers of the base model"""
+    scaled_initialization: bool
+    """divide initializer_range by √(2 · layers) for projections onto the residual stream (default: true for gpt)"""
+    num_experts: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """experts per layer (mixtral, qwen3_moe, qwen3_next, dbrx, gpt_oss, deepseek_v3, glm4_moe); aliases: num_local_experts,
+    n_routed_experts"""
+    num_experts_per_tok: Count | None = None
+    """experts per token"""
+    moe_intermediate_size: Size | None = None
+    """width of an expert (qwen3_moe, qwen3_next, deepseek_v3, glm4_moe)"""
+    norm_topk_prob: bool = True
+    """divide the weights of a token's experts by their sum (always true for mixtral and gpt_oss)"""
+    n_shared_experts: Count | None = None
+    """shared experts, used by every token in addition to its routed ones (deepseek_v3, glm4_moe)"""
+    shared_expert_intermediate_size: Size | None = None
+    """width of the shared expert, whose output is multiplied by the sigmoid of a gate (qwen3_next)"""
+    first_k_dense_replace: Natural | None = None
+    """number of leading layers with an MLP instead of experts; null: none (deepseek_v3, glm4_moe)"""
+    n_group: Count | None = None
+    """number of groups that the experts are divided into; null: one (deepseek_v3, glm4_moe)"""
+    topk_group: Count | None = None
+    """number of groups that a token's experts are chosen from; null: one (deepseek_v3, glm4_moe)"""
+    routed_scaling_factor: Annotated[float, Field(gt=0)] | None = None
+    """multiplies the weights of a token's experts; null: 1 (deepseek_v3, glm4_moe)"""
+    num_nextn_predict_layers: Annotated[int, Field(ge=1, le=16)] | None = None
+    """depth of multi-token prediction: number of modules, each of which predicts one token further ahead; null or 0: none
+    (deepseek_v3, glm4_moe; at most 1 qwen3_next, qwen3_5)"""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """dropout probability of embeddings, attention and residuals (gpt)"""
+    mlp_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """dropout probability of the MLP's activations, Megatron's ffn_dropout (gpt)"""
 
     @property
     def family(self) -> families.Family:

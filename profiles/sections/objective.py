@@ -83,51 +83,32 @@ class Objective(Section):
 
     default_role = roles.MATHEMATICS
 
-    kind: Annotated[Literal["pretrain", "sft", "dpo", "orpo"], roles.OBJECTIVE] = Field(
-        default="pretrain",
-        description="pretrain: continue text; sft: supervised fine-tuning on completions (records with messages, prompt and "
-        "completion, or instruction, input or both with output); dpo, orpo: preference pairs (prompt, chosen, rejected)",
-    )
-    template: Annotated[str | None, roles.RECORDS] = Field(
-        default=None,
-        min_length=1,
-        description="sft, dpo, orpo: chat template of messages: chatml, llama3 or a Jinja file; null: the tokenizer's",
-    )
-    turns: Annotated[Literal["all", "last"], roles.RECORDS] = Field(
-        default="all",
-        description="sft: turns of the assistant that the loss covers; last: each conversation's last one, for templates that "
-        "render earlier turns differently, such as those of Qwen3 and GPT-OSS",
-    )
-    packing: Annotated[bool | None, roles.PACKING] = Field(
-        default=None,
-        description="sft, dpo, orpo: pack records into samples, with document masks; false: one record a sample, padded; "
-        "null: true for sft, false for pairs. A sample is one row of train.sequence_length, of pairs two",
-    )
-    too_long: Annotated[Literal["truncate", "drop"], roles.RECORDS] = Field(
-        default="truncate",
-        description="sft, dpo, orpo: what to do with records longer than train.sequence_length",
-    )
-    maximum_prompt_length: Annotated[Count | None, roles.RECORDS] = Field(
-        default=None,
-        description="dpo, orpo: tokens that a prompt keeps if its record is too long; null: half of train.sequence_length",
-    )
-    truncation: Annotated[Literal["keep_start", "keep_end"], roles.RECORDS] = Field(
-        default="keep_end", description="dpo, orpo: which end of a prompt is kept if its record is too long"
-    )
-    beta: float = Field(
-        default=0.1, gt=0, description="dpo: weight of the KL penalty; orpo: weight of the odds-ratio loss"
-    )
-    loss: Literal["sigmoid", "hinge", "ipo"] = Field(
-        default="sigmoid", description="dpo: loss of a pair's margin"
-    )
-    precompute_reference: Annotated[bool, roles.REFERENCE] = Field(
-        default=True,
-        description="dpo: compute the reference model's log-probabilities once, in a step of the flow; false: in each training "
-        "step, with a frozen copy of the initial weights, or with LoRA without the updates",
-    )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        default=0.0, description="dpo, sigmoid: assumed probability that a pair's preference is wrong"
-    )
+    kind: Annotated[Literal["pretrain", "sft", "dpo", "orpo"], roles.OBJECTIVE] = "pretrain"
+    """pretrain: continue text; sft: supervised fine-tuning on completions (records with messages, prompt and completion, or
+    instruction, input or both with output); dpo, orpo: preference pairs (prompt, chosen, rejected)"""
+    template: Annotated[str | None, roles.RECORDS] = Field(default=None, min_length=1)
+    """sft, dpo, orpo: chat template of messages: chatml, llama3 or a Jinja file; null: the tokenizer's"""
+    turns: Annotated[Literal["all", "last"], roles.RECORDS] = "all"
+    """sft: turns of the assistant that the loss covers; last: each conversation's last one, for templates that render earlier
+    turns differently, such as those of Qwen3 and GPT-OSS"""
+    packing: Annotated[bool | None, roles.PACKING] = None
+    """sft, dpo, orpo: pack records into samples, with document masks; false: one record a sample, padded; null: true for sft,
+    false for pairs. A sample is one row of train.sequence_length, of pairs two"""
+    too_long: Annotated[Literal["truncate", "drop"], roles.RECORDS] = "truncate"
+    """sft, dpo, orpo: what to do with records longer than train.sequence_length"""
+    maximum_prompt_length: Annotated[Count | None, roles.RECORDS] = None
+    """dpo, orpo: tokens that a prompt keeps if its record is too long; null: half of train.sequence_length"""
+    truncation: Annotated[Literal["keep_start", "keep_end"], roles.RECORDS] = "keep_end"
+    """dpo, orpo: which end of a prompt is kept if its record is too long"""
+    beta: float = Field(default=0.1, gt=0)
+    """dpo: weight of the KL penalty; orpo: weight of the odds-ratio loss"""
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """dpo: loss of a pair's margin"""
+    precompute_reference: Annotated[bool, roles.REFERENCE] = True
+    """dpo: compute the reference model's log-probabilities once, in a step of the flow; false: in each training step, with a
+    frozen copy of the initial weights, or with LoRA without the updates"""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo, sigmoid: assumed probability that a pair's preference is wrong"""
 
     @property
     def traits(self) -> Traits:
@@ -140,14 +121,12 @@ class Lora(Section):
 
     default_role = roles.COMPILED_MATHEMATICS
 
-    rank: Count | None = Field(
-        default=None, description="rank of the updates; null: no LoRA, all weights are trained"
-    )
-    alpha: float = Field(default=16.0, gt=0, description="scale of the updates: alpha / rank")
-    dropout: Fraction = Field(default=0.0, description="dropout of the updates' inputs, in training")
-    targets: list[LoraTarget] = Field(
-        default=["qkv", "output", "gate_up", "down"],
-        min_length=1,
-        description="layers with updates: qkv, output (attention's output projection, o_proj), gate_up, down, or their "
-        "projections; the parts of qkv and of gate_up share the first factor, unless named individually",
-    )
+    rank: Count | None = None
+    """rank of the updates; null: no LoRA, all weights are trained"""
+    alpha: float = Field(default=16.0, gt=0)
+    """scale of the updates: alpha / rank"""
+    dropout: Fraction = 0.0
+    """dropout of the updates' inputs, in training"""
+    targets: list[LoraTarget] = Field(default=["qkv", "output", "gate_up", "down"], min_length=1)
+    """layers with updates: qkv, output (attention's output projection, o_proj), gate_up, down, or their projections; the parts
+    of qkv and of gate_up share the first factor, unless named individually"""

@@ -16,8 +16,10 @@ class LinearRope(Section):
 
     default_role = roles.MODEL
 
-    rope_type: Literal["linear"] = Field(description="kind of scaling")
-    factor: float = Field(ge=1, description="divides every frequency")
+    rope_type: Literal["linear"]
+    """kind of scaling"""
+    factor: float = Field(ge=1)
+    """divides every frequency"""
 
 
 class Llama3Rope(Section):
@@ -25,13 +27,16 @@ class Llama3Rope(Section):
 
     default_role = roles.MODEL
 
-    rope_type: Literal["llama3"] = Field(description="kind of scaling")
-    factor: float = Field(ge=1, description="divides low frequencies")
-    low_freq_factor: float = Field(gt=0, description="wavelengths above original length / this are scaled")
-    high_freq_factor: float = Field(
-        gt=0, description="wavelengths below original length / this are unchanged"
-    )
-    original_max_position_embeddings: Count = Field(description="context length of pretraining")
+    rope_type: Literal["llama3"]
+    """kind of scaling"""
+    factor: float = Field(ge=1)
+    """divides low frequencies"""
+    low_freq_factor: float = Field(gt=0)
+    """wavelengths above original length / this are scaled"""
+    high_freq_factor: float = Field(gt=0)
+    """wavelengths below original length / this are unchanged"""
+    original_max_position_embeddings: Count
+    """context length of pretraining"""
 
     @model_validator(mode="after")
     def _ordered(self) -> Llama3Rope:
@@ -46,28 +51,24 @@ class YarnRope(Section):
 
     default_role = roles.MODEL
 
-    rope_type: Literal["yarn"] = Field(description="kind of scaling")
-    factor: float = Field(ge=1, description="divides low frequencies")
-    beta_fast: float = Field(
-        default=32.0, gt=0, description="dimensions with more rotations than this are unchanged"
-    )
-    beta_slow: float = Field(
-        default=1.0, gt=0, description="dimensions with fewer rotations than this are divided by the factor"
-    )
-    truncate: bool = Field(
-        default=True, description="round the bounds between these dimensions to whole numbers"
-    )
-    attention_factor: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="multiplies queries and keys; null: 0.1 · ln(factor) + 1"
-    )
-    mscale: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="weight of ln(factor) in the default of attention_factor (deepseek_v3)"
-    )
-    mscale_all_dim: Annotated[float, Field(ge=0)] | None = Field(
-        default=None,
-        description="weight of ln(factor) in the divisor of that default; its square multiplies attention scores (deepseek_v3)",
-    )
-    original_max_position_embeddings: Count = Field(description="context length of pretraining")
+    rope_type: Literal["yarn"]
+    """kind of scaling"""
+    factor: float = Field(ge=1)
+    """divides low frequencies"""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """dimensions with more rotations than this are unchanged"""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """dimensions with fewer rotations than this are divided by the factor"""
+    truncate: bool = True
+    """round the bounds between these dimensions to whole numbers"""
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    """multiplies queries and keys; null: 0.1 · ln(factor) + 1"""
+    mscale: Annotated[float, Field(ge=0)] | None = None
+    """weight of ln(factor) in the default of attention_factor (deepseek_v3)"""
+    mscale_all_dim: Annotated[float, Field(ge=0)] | None = None
+    """weight of ln(factor) in the divisor of that default; its square multiplies attention scores (deepseek_v3)"""
+    original_max_position_embeddings: Count
+    """context length of pretraining"""
 
 
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="rope_type")]

@@ -22,13 +22,9 @@ class Tracking(Section):
 
     default_role = roles.NONE
 
-    trackers: list[Annotated[str, Field(pattern=TRACKER)]] = Field(
-        default=[],
-        description="wandb, mlflow, trackio, or your own class, module:Class; none is imported unless named",
-    )
-    project: Annotated[str, Field(pattern=TAG)] = Field(
-        default="trainshed", description="W&B or Trackio project, MLflow experiment"
-    )
-    tags: list[Annotated[str, Field(pattern=TAG)]] = Field(
-        default=[], description="tags in addition to those of every run: profile, parent and cluster"
-    )
+    trackers: list[Annotated[str, Field(pattern=TRACKER)]] = Field(default=[])
+    """wandb, mlflow, trackio, or your own class, module:Class; none is imported unless named"""
+    project: Annotated[str, Field(pattern=TAG)] = "trainshed"
+    """W&B or Trackio project, MLflow experiment"""
+    tags: list[Annotated[str, Field(pattern=TAG)]] = Field(default=[])
+    """tags in addition to those of every run: profile, parent and cluster"""
