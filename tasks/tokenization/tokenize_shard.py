@@ -61,7 +61,7 @@ def tokenize(
     plan: DatasetPlan,
     store: Store,
     k: int,
-    report: Report | None = None,
+    report: Report = lambda tokens: None,
     threads: int = 1,
     token: str | None = None,
 ) -> Artifact:
@@ -83,7 +83,7 @@ def tokenize(
             return found
         summary: dict[str, Any] = {}
         with store.artifacts.publish(id, summary) as folder:
-            report = _throttled(report or (lambda tokens: None))
+            report = _throttled(report)
             if shard.format == "megatron":
                 size, fraction = plan.tokenizer.summary["vocabulary_size"], plan.validation_fraction
                 splits = megatron.check(shard, size, fraction, report)

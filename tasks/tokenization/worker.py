@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def main(arguments: list[str] | None = None) -> int:
         logging.getLogger().addHandler(_LogForwarder())
         for line in sys.stdin:
             operation, _, k = line.partition(" ")
-            send(_process(operation, plan, store, int(k), options.threads))
+            send(answer(partial(_process, operation, plan, store, int(k), options.threads)))
         return 0
     try:
         for k in json.loads(state_files.contents(options.shards))[options.index :: options.of]:
-            OPERATIONS[options.operation](plan, store, k, lambda tokens: None, options.threads)
+            _process(options.operation, plan, store, k, options.threads)
             log.info(f"{options.operation} {plan.shards[k].name}: done")
     except ValueError as error:  # the profile or a source is rejected
         print(f"{ERROR_PREFIX}{error}", file=sys.stderr)
@@ -69,10 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _process(operation: str, plan: DatasetPlan, store: Store, k: int, threads: int) -> dict[str, Any]:
-    def report(tokens: int) -> None:
-        send({"tokens": tokens})
-
-    return answer(lambda: OPERATIONS[operation](plan, store, k, report, threads).to_json())
+    return OPERATIONS[operation](plan, store, k, threads=threads).to_json()
 
 
 def answer(work: Callable[[], Any]) -> dict[str, Any]:

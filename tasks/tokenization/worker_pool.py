@@ -65,11 +65,8 @@ class WorkerPool:
         for _ in range(count):
             self._free.put(None)  # not started yet
 
-    def run(self, operation: str, k: int, report: Callable[[int], None] | None = None) -> Artifact:
+    def run(self, operation: str, k: int) -> Artifact:
         """Apply an operation to shard k on the next free worker; thread-safe.
-
-        Args:
-            report: called about once a second with the number of tokens so far.
 
         Raises:
             ProfileError, SourceError: the worker rejected the shard.
@@ -83,7 +80,7 @@ class WorkerPool:
             if worker is None:
                 worker = Worker(self._command, self._environment, self._forward_log)
                 self._workers.add(worker)
-            return Artifact.from_json(worker.ask(f"{operation} {k}", f"shard {k}", report))
+            return Artifact.from_json(worker.ask(f"{operation} {k}", f"shard {k}"))
         except WorkerFailed:
             if worker is not None:
                 worker.close()
@@ -143,17 +140,14 @@ class Worker:
     def __exit__(self, *failure: object) -> None:
         self.close(kill=failure[0] is not None)
 
-    def ask(self, request: str, what: str, report: Callable[[int], None] | None = None) -> Any:
+    def ask(self, request: str, what: str) -> Any:
         """The result of a request; `what` is its subject, for messages. Raises as `WorkerPool.run`."""
         try:
             self._requests.write(f"{request}\n")
             self._requests.flush()
             for line in self._answers:
                 answer: dict[str, Any] = json.loads(line)
-                if "tokens" in answer:
-                    if report is not None:
-                        report(answer["tokens"])
-                elif "log" in answer:
+                if "log" in answer:
                     self._forward_log(*answer["log"])
                 elif "done" in answer:
                     return answer["done"]
