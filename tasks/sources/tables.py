@@ -21,13 +21,13 @@ MAX_DICTIONARY_ROWS = 128
 BUFFER = 1 << 20  # bytes per read of a column
 SCHEMA_BLOCK = 1 << 16  # bytes per read of a schema
 CSV_BLOCK = 1 << 23  # bytes; a record of CSV must fit
+TABLES = ("parquet", "arrow", "csv")  # formats that it reads
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zeros before arrow 0.15
+Batch = tuple[str, int, Any]
 
 
-def parquet_batches(
-    shard: Shard, token: str | None, column: str | None = None
-) -> Iterator[tuple[int, int, Any]]:
-    """Batches of the shard's row groups, with the numbers of their row group and first record in it.
+def batches(shard: Shard, token: str | None, column: str | None = None) -> Iterator[Batch]:
+    """Record batches of a shard, each with its position in the file and its first record's number there.
 
     Args:
         column: the column to read, or its dotted path; None reads all columns.
@@ -36,6 +36,12 @@ def parquet_batches(
         SourceError: a corrupted file.
         ProfileError: it has no such column, or one of another type.
     """
+    if shard.format == "parquet":
+        return _parquet_batches(shard, token, column)
+    return _csv_batches(shard, token) if shard.format == "csv" else _arrow_batches(shard, token)
+
+
+def _parquet_batches(shard: Shard, token: str | None, column: str | None) -> Iterator[Batch]:
     from pyarrow.parquet import ParquetFile
 
     path = shard.paths[0]
@@ -54,17 +60,16 @@ def parquet_batches(
                     batch = next(batches, None)
                 if batch is None:
                     break
-                yield group, first, batch
+                yield f"{path}, row group {group}", first, batch
                 first += len(batch)
 
 
-def arrow_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
-    """The shard's record batches with their numbers in the file. Raises SourceError."""
+def _arrow_batches(shard: Shard, token: str | None) -> Iterator[Batch]:
     for number, batch in enumerate(all_arrow_batches(shard, token)):
         if shard.stop is not None and number >= shard.stop:
             return
         if number >= shard.start:
-            yield number, batch
+            yield f"{shard.paths[0]}, record batch {number}", 0, batch
 
 
 def all_arrow_batches(shard: Shard, token: str | None = None) -> Iterator[Any]:
@@ -146,11 +151,8 @@ def arrow_encoding(shard: Shard, token: str | None) -> str:
     return column_types.encoding(shard, schema)
 
 
-def csv_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
-    """Numbered record batches of a CSV file with a header, all columns as text.
-
-    Raises SourceError.
-    """
+def _csv_batches(shard: Shard, token: str | None) -> Iterator[Batch]:
+    """Record batches of a CSV file with a header, all columns as text."""
     import pyarrow
     from pyarrow import csv
 
@@ -171,7 +173,7 @@ def csv_batches(shard: Shard, token: str | None) -> Iterator[tuple[int, Any]]:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield number, batch
+            yield f"{path}, block {number}", 0, batch
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tasks.sources import column_types
 from tasks.sources.formats import long_text
 from tasks.sources.formats.long_text import LongText
 from tasks.sources.shard import Shard, SourceError
-from tasks.sources.tables import MAX_ROWS, arrow_batches, csv_batches, parquet_batches
+from tasks.sources.tables import MAX_ROWS, batches
 
 LONG_VALUE = 1 << 22  # bytes; longer texts are decoded in chunks
 
@@ -33,32 +33,14 @@ class TokenIds:
 Value = str | LongText | TokenIds | None
 
 
-def parquet(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the column, by row group. Raises SourceError, or ProfileError if it is missing or no text."""
-    for group, first, batch in parquet_batches(shard, token, shard.column):
+def values(shard: Shard, token: str | None) -> Iterator[Value]:
+    """Values of the column. Raises SourceError, or ProfileError if it is missing or no text."""
+    for position, first, batch in batches(shard, token, shard.column):
         column = column_types.select(batch, column_types.find(shard, batch.schema))
-        yield from _values(column, f"{shard.paths[0]}, row group {group}", first)
+        yield from _values(column, position, first)
 
 
-def arrow(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the column, by record batch.
-
-    Raises SourceError, or ProfileError if the column is missing or is not text.
-    """
-    for number, batch in arrow_batches(shard, token):
-        column = column_types.select(batch, column_types.find(shard, batch.schema))
-        yield from _values(column, f"{shard.paths[0]}, record batch {number}")
-
-
-def csv(shard: Shard, token: str | None) -> Iterator[Value]:
-    """Values of the column, by block. Raises SourceError, or ProfileError if it is missing."""
-    for number, batch in csv_batches(shard, token):
-        if shard.column not in batch.schema.names:
-            raise column_types.missing(shard, batch.schema.names)
-        yield from _values(batch.column(shard.column), f"{shard.paths[0]}, block {number}")
-
-
-def _values(column: Any, position: str, first: int = 0) -> Iterator[Value]:
+def _values(column: Any, position: str, first: int) -> Iterator[Value]:
     """Texts or token ids of an arrow array with records from `first` at `position`."""
     import pyarrow.compute
     from pyarrow import types

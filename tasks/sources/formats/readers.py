@@ -26,6 +26,7 @@ from tasks.sources.formats.columnar import TokenIds
 from tasks.sources.formats.long_text import LongText
 from tasks.sources.json_layout import Line
 from tasks.sources.shard import Shard, SourceError, is_corruption, open_file, without_bom
+from tasks.sources.tables import TABLES
 
 Document = str | LongText | TokenIds | None
 LONG_FILE = 1 << 24  # bytes; longer text files and lines are read in chunks
@@ -284,8 +285,5 @@ READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
     "text": _text,
     "lines": _lines,
     **dict.fromkeys(LINES, _json_lines),
-    "parquet": columnar.parquet,
-    "arrow": columnar.arrow,
-    "csv": columnar.csv,
-    "tokens": columnar.arrow,
+    **dict.fromkeys((*TABLES, "tokens"), columnar.values),
 }

@@ -11,7 +11,7 @@ from tasks.sources.changes import unchanged
 from tasks.sources.files import file_format
 from tasks.sources.formats.readers import LINES, json_records, parse_record
 from tasks.sources.shard import Shard, SourceError
-from tasks.sources.tables import arrow_batches, csv_batches, parquet_batches
+from tasks.sources.tables import TABLES, batches
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -29,8 +29,9 @@ def records(shard: Shard, token: str | None = None) -> Iterator[Located]:
                     yield parse_record(line, locate), locate
         elif shard.format == "python-docs":
             yield from ((record, lambda: shard.name) for record in python_docs.records())
-        elif shard.format in COLUMNAR:
-            yield from COLUMNAR[shard.format](shard, token)
+        elif shard.format in TABLES:
+            for position, _, batch in batches(shard, token):
+                yield from _located(batch, position)
         else:
             raise SourceError(
                 f"{shard.name}: format {shard.format} has no records; use JSON lines or parquet"
@@ -50,21 +51,6 @@ def first_local(source: Source, key: str) -> Record | None:
     kind = file_format(paths[0]) or ""
     shard = Shard(paths[0], kind, "", paths=(paths[0],), column=source.text or "")
     return next((record for record, _ in records(shard)), None)
-
-
-def _parquet(shard: Shard, token: str | None) -> Iterator[Located]:
-    for group, _, batch in parquet_batches(shard, token):
-        yield from _located(batch, f"{shard.paths[0]}, row group {group}")
-
-
-def _arrow(shard: Shard, token: str | None) -> Iterator[Located]:
-    for number, batch in arrow_batches(shard, token):
-        yield from _located(batch, f"{shard.paths[0]}, record batch {number}")
-
-
-def _csv(shard: Shard, token: str | None) -> Iterator[Located]:
-    for number, batch in csv_batches(shard, token):
-        yield from _located(batch, f"{shard.paths[0]}, block {number}")
 
 
 def _located(batch: RecordBatch, position: str) -> Iterator[Located]:
@@ -89,10 +75,3 @@ def _plain(value: Any) -> Any:
         except UnicodeDecodeError:
             return value
     return [_plain(each) for each in value] if isinstance(value, list) else value
-
-
-COLUMNAR: dict[str, Callable[[Shard, str | None], Iterator[Located]]] = {
-    "parquet": _parquet,
-    "arrow": _arrow,
-    "csv": _csv,
-}
