@@ -23,9 +23,8 @@ from tasks.fleet.run_summary import FILES, RunSummary, read_summary
 from tasks.reporting.outcome import AFTER_TRAINING
 from tasks.store import activities
 from tasks.store.backends.backend import Backend, FileInfo
-from tasks.store.reading import read_each
 from tasks.store.run_folder import REPLACED
-from tasks.store.store import Store
+from tasks.store.store import Store, read_each
 
 log = logging.getLogger(__name__)
 

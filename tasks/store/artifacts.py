@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 
 from profiles.files.state_files import make_folder, retried
 from tasks.store import locks
-from tasks.store.artifact_id import ArtifactId as ArtifactId  # callers need both names
 from tasks.store.backends.backend import Backend
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.manifest import NAME as MANIFEST
+from tasks.store.manifest import ArtifactId as ArtifactId  # callers need both names
 from tasks.store.manifest import Corrupted, Manifest
 from tasks.store.staging import staging_folder
 

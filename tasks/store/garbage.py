@@ -26,10 +26,9 @@ from tasks.store.backends.backend import NAME
 from tasks.store.backends.folder import REMOVED
 from tasks.store.manifest import NAME as MANIFEST
 from tasks.store.manifest import Corrupted, Manifest
-from tasks.store.reading import read_each
 from tasks.store.run_folder import REPLACED
 from tasks.store.staging import abandoned_folders
-from tasks.store.store import Store
+from tasks.store.store import Store, read_each
 
 # Kinds of intermediate artifacts, by the step that makes them.
 PARTS = {"dataset": ("tokens", "hashes", "duplicates"), "graphs": ("graph",)}

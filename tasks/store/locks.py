@@ -16,21 +16,81 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import psutil
+
 from tasks.store.backends.backend import Backend
-from tasks.store.lock_owner import LockOwner
 
 log = logging.getLogger(__name__)
 
 EXPIRY = 60.0  # seconds without a renewal
 POLL = 0.2  # seconds between the first attempts to acquire a lock that is held; later up to the backend's longest_poll
 BACKOFF = 1.5
+START_TOLERANCE = 5.0  # seconds; start times shift when the clock is set
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """Owner of a lock or a staging folder: a process on a host, which others can check for liveness.
+
+    Its start tells it from a later one with the same pid.
+    """
+
+    host: str
+    pid: int
+    started: float  # seconds since 1970
+    # Boot id of the kernel and inode of the pid namespace: a container may reuse a host's name, but not these. Empty where the
+    # system has none; None in the files of earlier versions.
+    system: str | None = None
+    # Start in clock ticks since boot, which does not shift when the clock is set; None as above, and where it is unknown.
+    ticks: int | None = None
+
+    @classmethod
+    def current(cls) -> LockOwner:
+        pid, started = os.getpid(), psutil.Process().create_time()
+        return cls(socket.gethostname(), pid, started, _system(), _start_ticks(pid))
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> LockOwner:
+        host, pid, started = str(value["host"]), int(value["pid"]), float(value["started"])
+        return cls(host, pid, started, value.get("system"), value.get("ticks"))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the owner runs in this host's pid namespace, so that its pid can be checked."""
+        return (self.host, self.system) == (socket.gethostname(), _system())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has certainly ended; always False for a process of another host or container."""
+        if not self.is_local:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            ticks = _start_ticks(self.pid)
+            if ticks is None or self.ticks is None:
+                is_other = abs(process.create_time() - self.started) > START_TOLERANCE
+            else:
+                is_other = ticks != self.ticks
+            return is_other or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
 
 
 class LockLost(RuntimeError):
@@ -201,3 +261,21 @@ def _state(expiry: float, released: bool = False) -> bytes:
         "nonce": uuid4().hex,
     }
     return json.dumps(state).encode()
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot; None if it is unknown."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:  # not Linux, or it has ended
+        return None
+    after_name = status.rpartition(b") ")[2].split()  # fields 3 and later
+    return int(after_name[22 - 3])
+
+
+def _system() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:  # not Linux
+        return ""

@@ -1,4 +1,4 @@
-"""Manifest of an artifact: its files with sizes and sha256, required artifacts, and summary.
+"""An artifact's name, and its manifest: files with sizes and sha256, required artifacts, and summary.
 
 It is written last: an artifact with a manifest is complete. Files are verified against it.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 from profiles.files.state_files import retried
 from tasks import keys
-from tasks.store.artifact_id import ArtifactId
-from tasks.store.backends.backend import checked_path
+from tasks.store.backends.backend import NAME as VALID_NAME
+from tasks.store.backends.backend import checked_name, checked_path
 from tasks.store.backends.folder import walk
 
 NAME = "manifest.json"
@@ -25,6 +25,35 @@ NAME = "manifest.json"
 
 class Corrupted(Exception):
     """A file of an artifact is missing or differs from its manifest; the message names the file."""
+
+
+@dataclass(frozen=True, order=True)
+class ArtifactId:
+    """Name of an artifact, the same in every store that has it."""
+
+    kind: str  # which step made it
+    key: str  # hash of everything that determines its contents
+
+    @classmethod
+    def parse(cls, text: str) -> ArtifactId:
+        """The id that is written `<kind>/<key>`. Raises ValueError for another text."""
+        kind, _, key = text.partition("/")
+        if not (VALID_NAME.fullmatch(kind) and VALID_NAME.fullmatch(key)):
+            raise ValueError(f"{text!r}: is not the name of an artifact; expected <kind>/<key>")
+        return cls(kind, key)
+
+    @property
+    def path(self) -> str:
+        """Path of the artifact's folder in a store. Raises ValueError for an invalid kind or key."""
+        return f"artifacts/{checked_name(self.kind)}/{checked_name(self.key)}"
+
+    @property
+    def file_name(self) -> str:
+        """Name of the artifact's locks and records, which are files of one folder."""
+        return f"{self.kind}-{self.key}"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.key}"
 
 
 @dataclass(frozen=True)

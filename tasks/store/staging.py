@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from profiles.files import state_files
 from profiles.files.state_files import retried
-from tasks.store.lock_owner import LockOwner
+from tasks.store.locks import LockOwner
 
 log = logging.getLogger(__name__)
 

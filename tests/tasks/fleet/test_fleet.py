@@ -280,7 +280,7 @@ def test_runs_of_a_slow_folder_are_read_by_several_threads(store, monkeypatch):
         time.sleep(0.05)
         return entries(backend, name)
 
-    monkeypatch.setattr("tasks.store.reading.SAMPLE", 2)
+    monkeypatch.setattr("tasks.store.store.SAMPLE", 2)
     monkeypatch.setattr(FolderBackend, "entries", wait)
     slow = read_fleet(store, now=fast.time)
     assert [run.to_json() for run in slow.runs] == [run.to_json() for run in fast.runs]

@@ -17,7 +17,7 @@ from tasks.launchers.conformance import wait
 from tasks.store import locks
 from tasks.store.backends.folder import FolderBackend
 from tasks.store.backends.objects import ObjectBackend
-from tasks.store.lock_owner import LockOwner
+from tasks.store.locks import LockOwner
 from tasks.store.store import Store
 from tests import s3
 
