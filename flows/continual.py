@@ -88,8 +88,6 @@ def continual(
 def _attempts(context: Context, current: series.Promoted) -> State[Any]:
     """A round, trained again with more replay while it is rejected for forgetting."""
     stand_in.warn_if_unknown(context, current)
-    if message := series.whats_new(context.profile.name, current, context.profile.continual):
-        log.info("%s", message)
     promoted = runs.load_profile(runs.fetch(context.store, current.run))
     check_same_training(context.profile, promoted)
     schedule.check_trunk(context.profile, promoted)
@@ -165,8 +163,7 @@ def _round(context: Context, current: series.Promoted, share: float | None = Non
         else:
             state, message = "NotPromoted", f"{current.run} remains promoted: {verdict.reason}"
         show_series(store, profile.name)
-        new_in_series = series.whats_new(profile.name, current, profile.continual)
-        message = "\n\n".join(filter(None, (message, verdict.text, new_in_series)))
+        message = f"{message}\n\n{verdict.text}"
         alert = keys.digest([identity, message])
         if verdict.promotes or alert != series.last_alert(
             store, name

@@ -30,7 +30,7 @@ class Round:
     """A round of a series, or its first run.
 
     Attributes:
-        rows: what was measured before and after, with the gates; empty if unknown, as of earlier versions.
+        rows: what was measured before and after, with the gates; empty before it was judged.
         seconds: that its jobs held their nodes.
     """
 
@@ -111,10 +111,9 @@ def read_series(store: Store, name: str) -> Series:
         runs = [run for run, entry in store.backend.entries("runs").items() if entry.is_folder]
         reason = f"is no series in {store.uri}: no run of this name was trained to its end and exported"
         raise ProfileError("name", name, reason, closest(name, _started(runs)))
-    lineage = {entry.run for entry in ledger.lineage(store, promoted.identity)}
     rounds = [Round(name, 0, FIRST, **_facts(store, name), current=promoted.run == name)]
     for run, number in _rounds(store, name):
-        found = _read(store, run, number, promoted, lineage)
+        found = _read(store, run, number, promoted)
         if found is not None:
             rounds.append(found)
     return Series(name, promoted, rounds)
@@ -158,7 +157,7 @@ def _rounds(store: Store, name: str) -> Iterable[tuple[str, int]]:
     return [(run, number) for number, _, run in sorted(found)]
 
 
-def _read(store: Store, run: str, number: int, promoted: Promoted, lineage: set[str]) -> Round | None:
+def _read(store: Store, run: str, number: int, promoted: Promoted) -> Round | None:
     """A round; None if it belongs to a replaced series of the same name."""
     folder = store.run_folder(run)
     location = store.backend.location(f"runs/{run}/{run_files.ROUND}")
@@ -166,17 +165,10 @@ def _read(store: Store, run: str, number: int, promoted: Promoted, lineage: set[
     facts = state_files.require_json(data, location) if data is not None else {}
     if facts and facts.get("dataset") != promoted.dataset:
         return None
-    outcome = facts.get("outcome") or _outcome(store, run, lineage)
+    outcome = facts.get("outcome", UNFINISHED)
     known = {name: facts[name] for name in ("base", "reason", "tokens", "replay", "time") if name in facts}
     rows = [Row(**row) for row in facts.get("rows", ())]
     return Round(run, number, outcome, **known, rows=rows, **_facts(store, run), current=run == promoted.run)
-
-
-def _outcome(store: Store, run: str, lineage: set[str]) -> str:
-    """Outcome of a round that has not been judged, or that an earlier version judged."""
-    if run in lineage:
-        return PROMOTED
-    return NOT_PROMOTED if series.was_not_promoted(store, run) else UNFINISHED
 
 
 def _facts(store: Store, run: str) -> dict[str, Any]:

@@ -16,13 +16,12 @@ from pathlib import Path
 from profiles import resolve
 from profiles.errors import ProfileError
 from profiles.files import run_files, state_files
-from profiles.schema import Continual, Profile
+from profiles.schema import Profile
 from tasks.continual import ancestors
 from tasks.continual.ancestors import Ancestors
 from tasks.continual.held_out import FIRST, HeldOut, by_hash_of_run
 from tasks.continual.schedule import constant_rate_steps
 from tasks.inputs import EXPORT
-from tasks.reporting.format import format_share
 from tasks.steps.checkpoint import CheckpointStep
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.store import ledger, runs
@@ -35,8 +34,6 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Promoted:
     """Promoted model of a series, with the tokenizer and dataset of the series' first run.
-
-    Earlier versions did not record the fields that have defaults.
 
     Attributes:
         held_out: key of the dataset whose validation split has the sets that it and its ancestors held out; "": that of the first
@@ -51,11 +48,6 @@ class Promoted:
     dataset: str
     held_out: str = ""
     latest: int = 0
-
-    @property
-    def is_of_earlier_version(self) -> bool:
-        """Whether a version without held-out sets by round promoted it."""
-        return bool(self.round) and not self.held_out
 
     @property
     def latest_round(self) -> int:
@@ -179,18 +171,6 @@ def held_out_sets(store: Store, name: str, promoted: Promoted) -> HeldOut:
     else:
         own = HeldOut.from_sources(FIRST, contents, by_hash_of_run(store, name))
     return own + ancestors_of(store, promoted).held_out(own)
-
-
-def whats_new(name: str, promoted: Promoted, settings: Continual) -> str:
-    """What changes in a series whose latest round an earlier version promoted; empty for other series."""
-    if not promoted.is_of_earlier_version:
-        return ""
-    share = format_share(settings.shares[0])
-    return (
-        f"{promoted.run} was promoted by an earlier version. New in the series {name}: {share} of a round's samples are "
-        "replayed from earlier data (continual.replay=0: none); a round holds out a share of its new documents, and is promoted "
-        "by continual.gates, on old and new text. The documents that earlier rounds held out are not evaluated."
-    )
 
 
 def promote(

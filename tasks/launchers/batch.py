@@ -219,16 +219,8 @@ def job_name(job: Job) -> str:
 
     The name must not be that of another store's run: Slurm starts one job of a name after another (singleton).
     """
-    return f"{job.title[:MAX_NAME_LENGTH]}-{_digest(job)[:8]}"
-
-
-def names(job: Job) -> tuple[str, ...]:
-    """The job's name, and the one that earlier versions gave it."""
-    return job_name(job), f"trainshed-{job.name[:MAX_NAME_LENGTH]}-{_digest(job)}"
-
-
-def _digest(job: Job) -> str:
-    return hashlib.sha256(f"{job.key}\n{job.folder.absolute()}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{job.key}\n{job.folder.absolute()}".encode()).hexdigest()
+    return f"{job.title[:MAX_NAME_LENGTH]}-{digest[:8]}"
 
 
 def options(job: Job, cluster: Cluster, submission: str) -> list[str]:

@@ -212,8 +212,8 @@ class SlurmLauncher:
 
     def _active(self, job: Job) -> list[QueueEntry]:
         """Jobs of this name that have not ended, oldest first. Raises ControllerUnavailable."""
-        names = batch.names(job)
-        return [entry for entry in _queue.require() if entry.name in names and not entry.ended]
+        name = batch.job_name(job)
+        return [entry for entry in _queue.require() if entry.name == name and not entry.ended]
 
     def _entry(self, handle: Handle, max_age: float | None = None) -> QueueEntry | None:
         """The job's queue entry; None once gone. Raises ControllerUnavailable, after retries if no `max_age`."""

@@ -216,21 +216,10 @@ class ShardJob:
         # Files with the same contents have the same key and are processed once.
         missing = {id: k for id, k in zip(wanted, numbers, strict=True) if id not in artifacts}
         if missing:
-            self._report_misread(context.store, list(missing.values()))
             self._make(context, list(missing.values()), len(numbers))
             for id, artifact in zip(missing, store.find_many(list(missing), 0), strict=True):
                 artifacts[id] = artifact or store.expect(id)
         return [artifacts[id] for id in wanted]
-
-    def _report_misread(self, store: Store, missing: Sequence[int]) -> None:
-        if self.kind == TOKENS and (misread := self.plan.misread(store, missing)):
-            log.warning(
-                "%s tokenized shards in the store, such as tokens/%s, may have wrong ids for added tokens of the tokenizer %s, "
-                "since an earlier version confused them; their text is tokenized again: repeat the runs trained on them",
-                f"{len(misread):,}",
-                misread[0].key,
-                self.plan.tokenizer.summary["source"],
-            )
 
     def _make(self, context: Context, missing: Sequence[int], count: int) -> None:
         cores, store = usable_cores(), context.store

@@ -23,12 +23,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 def of_weights(weights: Artifact | None) -> dict[str, Any]:
     """The generation config of initial weights, from the checkpoint step; empty if they have none."""
-    if weights is None:
-        return {}
-    if GENERATION not in weights.summary:
-        reason = "was converted by an earlier version, which did not keep generation_config.json"
-        log.warning("%s %s %s; delete it to convert the weights again", weights.kind, weights.key, reason)
-    return weights.summary.get(GENERATION) or {}
+    return (weights.summary.get(GENERATION) if weights else None) or {}
 
 
 def install_template(folder: Path, template: str | None, tokenizer: Tokenizer) -> list[int]:

@@ -24,7 +24,7 @@ from tasks.launchers import JobFailed, Status, create, execute
 from tasks.reporting.format import format_duration
 from tasks.step import Context, Step
 from tasks.steps.jobs import LogForwarder, cluster_job
-from tasks.store import run_artifacts, runs
+from tasks.store import run_artifacts
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import RunFolder
 from tasks.store.store import Store
@@ -110,9 +110,7 @@ class TrainingStep(Step):
             raise JobFailed(f"training ended without a checkpoint of step {steps}; its log: {job.log_file}")
         part, marker = run_files.checkpoint(steps), _marker(run, steps)
         tokens = steps * profile.step_tokens
-        # Markers of earlier versions have no loss.
-        last = marker if "loss" in marker else runs.last_training_row(folder)
-        summary = {"steps": steps, "loss": last["loss"] if last else math.nan, "tokens": tokens}
+        summary = {"steps": steps, "loss": marker.get("loss", math.nan), "tokens": tokens}
         return run_artifacts.publish(store, self.id(key), folder.name, part, summary)
 
     def _require_same_run(self, store: Store, run: RunFolder) -> None:
@@ -148,10 +146,7 @@ def _marker(run: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _lacks_evaluation(profile: Profile, run: RunFolder) -> bool:
-    """Whether a stop prevented the evaluation of the last step, which is saved, and it is still missing.
-
-    The next attempt makes it up. Markers of earlier versions do not say, and their runs are complete without it.
-    """
+    """Whether a stop prevented the evaluation of the last step, which is saved, and it is still missing."""
     every, steps = profile.evaluate.every, profile.train.last_step
     if not every or steps % every or not _marker(run, steps).get("evaluation_due"):
         return False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from profiles.errors import ProfileError
@@ -12,14 +11,13 @@ from profiles.schema import Objective, Profile
 from profiles.sections.roles import keys_of
 from tasks import keys
 from tasks.sources.shard import Shard
-from tasks.store.artifacts import Artifact, ArtifactId
+from tasks.store.artifacts import Artifact
 from tasks.store.store import Store
 from tasks.tokenization import chat_templates
 from tasks.tokenization.tokenizer_files import has_plain_added_tokens
 
 RECORD_OPTIONS = set(keys_of(Objective, "tokens"))
 TOKENS = "tokens"  # artifact kind of a tokenized shard
-log = logging.getLogger(__name__)
 
 
 def require_special_tokens(profile: Profile, summary: Mapping[str, Any]) -> None:
@@ -59,12 +57,9 @@ class DatasetPlan:
     @classmethod
     def of(cls, profile: Profile, tokenizer: Artifact, shards: Sequence[Shard], store: Store) -> DatasetPlan:
         """Plan of a profile's data, not deduplicated. Raises ProfileError if the tokenizer lacks BOS or EOS."""
-        data, summary = profile.data, tokenizer.summary
-        require_special_tokens(profile, summary)
+        data = profile.data
+        require_special_tokens(profile, tokenizer.summary)
         records = record_options(profile)
-        if records and not records["template"] and summary.get("revision") and "templates" not in summary:
-            reason = "was fetched by an earlier version, without additional_chat_templates"
-            log.warning("tokenizer %s %s; delete it to fetch it again", tokenizer.key, reason)
         engine = None
         if not records and has_plain_added_tokens(store.artifacts.path(tokenizer)):
             engine = keys.ENGINE
@@ -86,13 +81,6 @@ class DatasetPlan:
             options["engine"] = self.engine
         drops = self.drops[k] if self.drops else ""
         return keys.tokens(self.tokenizer.key, shard.digest, held_out, drops=drops, **options)
-
-    def misread(self, store: Store, numbers: Sequence[int]) -> list[Artifact]:
-        """Tokens of these shards in the store that engines of version 1 may have confused."""
-        earlier = replace(self, engine=None)
-        changed = [ArtifactId(TOKENS, key) for k in numbers if (key := earlier.key(k)) != self.key(k)]
-        found = store.artifacts.find_many(changed, hash_limit=0)
-        return [tokens for tokens in found if tokens and tokens.summary.get("engine") == "gigatoken"]
 
     def to_json(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -90,6 +90,6 @@ def test_work_is_shared_among_the_cores_of_the_affinity_mask(tmp_path, monkeypat
 
     monkeypatch.setattr(dataset, "WorkerPool", Pool)
     shards = [SimpleNamespace(name=str(k)) for k in range(3)]
-    plan = SimpleNamespace(key=str, misread=lambda store, missing: [], shards=shards)
+    plan = SimpleNamespace(key=str, shards=shards)
     with pytest.raises(InterruptedError):
         dataset.ShardJob.tokenize(plan).run(context, range(3))
