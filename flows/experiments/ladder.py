@@ -24,7 +24,7 @@ from flows.hooks import EXPERIMENT_HOOKS
 from modeling.scaling.planned_run import PlannedRun
 from modeling.scaling.rungs import warnings_of
 from tasks.experiments import forecasts, json_artifacts
-from tasks.reporting import ladder_page
+from tasks.reporting import html, ladder_page
 from tasks.store.store import open_store
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def ladder(file: str, store: str = "./store", target: bool = False) -> dict[str,
     )
     for warning in document["warnings"]:
         log.warning("warning: %s", warning)
-    page = ladder_page.write(opened.work_dir / "ladders" / f"{described.name}.html", described, document)
+    path = opened.work_dir / "ladders" / f"{described.name}.html"
+    page = html.write(path, ladder_page.render(described, document))
     result = {"ladder": described.name, "key": artifact.key, "page": str(page), **document}
     if target:
         trained = train_alone(goal, store)

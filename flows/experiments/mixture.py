@@ -30,7 +30,7 @@ from tasks import keys
 from tasks.evaluation.held_out import OtherDataEvaluationStep
 from tasks.experiments import json_artifacts, mixtures
 from tasks.experiments.mixtures import Measured
-from tasks.reporting import mixture_page
+from tasks.reporting import html, mixture_page
 from tasks.reporting.history import OF_SOURCE
 from tasks.steps.dataset import DatasetStep
 from tasks.store import activities, runs
@@ -80,7 +80,7 @@ def mixture(file: str, store: str = "./store", check: bool = False) -> dict[str,
     folder = opened.work_dir / "mixtures"
     profile = mixtures.profile_of(described, target, document["weights"])
     FolderBackend(folder).write(f"{described.name}.yaml", profile.encode())
-    page = mixture_page.write(folder / f"{described.name}.html", described, result)
+    page = html.write(folder / f"{described.name}.html", mixture_page.render(described, result))
     return {**result, "profile": str(folder / f"{described.name}.yaml"), "page": str(page)}
 
 

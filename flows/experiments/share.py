@@ -47,7 +47,7 @@ from tasks.evaluation.held_out import SetsEvaluationStep
 from tasks.experiments import json_artifacts, shares
 from tasks.experiments.shares import SETS, Measured
 from tasks.inputs import locate_runs
-from tasks.reporting import share_page
+from tasks.reporting import html, share_page
 from tasks.steps.dataset import DatasetStep, read_file
 from tasks.steps.tokenizer import TokenizerStep
 from tasks.steps.training import TrainingStep
@@ -116,7 +116,8 @@ def _propose(
     log.info("proposed: continual.replay %g", document["share"])
     result = {"experiment": described.name, "key": artifact.key, **document}
     lines = shares.fitted_lines(document, POINTS)
-    page = share_page.write(opened.work_dir / "shares" / f"{described.name}.html", described, result, lines)
+    path = opened.work_dir / "shares" / f"{described.name}.html"
+    page = html.write(path, share_page.render(described, result, lines))
     return {**result, "page": str(page)}
 
 

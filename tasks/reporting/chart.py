@@ -1,4 +1,4 @@
-"""Line charts without scripts, fonts or requests: HTML that scales with its page, or standalone SVG.
+"""Charts without scripts, fonts or requests: HTML that scales with its page, or standalone SVG.
 
 In a page, colours come from CSS variables and labels are HTML, which keeps its size and stays readable on a phone. The image
 contains everything, in colours that are readable on light and dark backgrounds.
@@ -17,6 +17,7 @@ from tasks.reporting.downsampling import downsample
 WIDTH, HEIGHT = 1000.0, 400.0  # of the plot area, in SVG units
 MAX_POINTS = 500
 TICKS = 5  # of an axis, about
+CELL = 10  # of a heat map, in SVG units
 LINE_STYLES = 6  # line colours in report.html
 MUTED = "#868e96"
 COLOURS = {
@@ -102,6 +103,33 @@ def stacked_bar(parts: Mapping[str, float]) -> str:
         for name, share in shares.items()
     )
     return f'<span class="stack">{spans}</span>'
+
+
+def heat_map(loads: Sequence[Sequence[float]], *, row_label: str, column_label: str) -> str:
+    """HTML of a table of loads: a cell's shade is its share of twice its row's mean; "" without rows.
+
+    Args:
+        loads: equally long rows.
+    """
+    if not loads:
+        return ""
+    cells = []
+    for y, row in enumerate(loads):
+        mean = sum(row) / len(row) or 1
+        for x, load in enumerate(row):
+            shade = min(1.0, load / mean / 2)
+            text = f"{row_label} {y}, {column_label} {x}: {load / mean:.2f} of the mean"
+            cells.append(
+                f'<rect x="{x * CELL}" y="{y * CELL}" width="{CELL}" height="{CELL}" '
+                f'fill-opacity="{shade:.2f}"><title>{text}</title></rect>'
+            )
+    width, height = len(loads[0]) * CELL, len(loads) * CELL
+    label = f"load of each {column_label} by {row_label}"
+    return (
+        f'<figure class="heat"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+        f"{''.join(cells)}</svg><figcaption>{row_label}s from top to bottom, {column_label}s from left to right; "
+        f"darkest: twice the {row_label}'s mean or more</figcaption></figure>"
+    )
 
 
 def svg_data_uri(series: Sequence[Series], *, x_label: str, y_label: str, x_integers: bool = False) -> str:

@@ -86,6 +86,12 @@ def format_flops(count: float) -> str:
     return f"{count:,.3g} EFLOP"
 
 
+def format_interval(ends: Sequence[float], form: str = ".4f", word: str = "–") -> str:
+    """[4.3, 5.0239] -> '4.3000 – 5.0239'."""
+    low, high = ends
+    return f"{low:{form}} {word} {high:{form}}"
+
+
 def format_value(value: object) -> str:
     """A value of a summary: 1234 -> '1,234', 0.5 -> '0.5000', anything else by str()."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from profiles.files import state_files
+
 NOWRAP_LENGTH = 12  # characters of a table cell that is not wrapped, and of a word that is not broken
 INTERVAL = re.compile(r"[-+]?\d\S*( \w+illion)? (–|to|→|±) .{,20}")  # wrapped only on a phone
 
@@ -21,6 +23,12 @@ def page(title: str, description: str, sections: Iterable[str], *, wide: bool = 
         sections="\n".join(sections),
         main='<main class="wide">' if wide else "<main>",
     )
+
+
+def write(path: Path, page: str) -> Path:
+    """Write a page atomically; returns its path."""
+    state_files.write(path, page.encode())
+    return path
 
 
 def section(heading: str, *contents: str) -> str:

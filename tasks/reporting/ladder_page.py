@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,36 +11,30 @@ from modeling.scaling.law import Law
 from profiles.experiments import Ladder
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
-from tasks.reporting.format import format_count, format_flops
-from tasks.store.backends.folder import FolderBackend
+from tasks.reporting.format import format_count, format_flops, format_interval
 
 POINTS = 40  # of a line
 N = "N: multiply-adds per token, including the head and attention; a run on D tokens takes 6·N·D FLOPs."
 
 
-def write(path: Path, ladder: Ladder, forecast: Mapping[str, Any]) -> Path:
-    """Write the page of a forecast; returns its path."""
-    FolderBackend(path.parent).write(path.name, render(ladder, forecast).encode())
-    return path
-
-
 def render(ladder: Ladder, forecast: Mapping[str, Any]) -> str:
     """The page, from a ladder and the contents of its forecast."""
-    target, (low, high) = forecast["target"], forecast["interval"]
-    share = f"{forecast['share']:.0%}"
+    target = forecast["target"]
     figures = {
         f"loss of {target['name']}": f"{forecast['loss']:.4f}",
-        f"{share} interval": f"{low:.4f} – {high:.4f}",
+        f"{forecast['share']:.0%} interval": format_interval(forecast["interval"]),
         "times the largest rung's compute": f"{forecast['extrapolation']:.1f}",
         "relative noise of one run": f"{forecast['noise']:.2%}",
     }
+    # Forecasts of earlier versions lack warnings.
+    warnings = [html.paragraph(f"Warning: {text}") for text in forecast.get("warnings", ())]
     return html.page(
         ladder.name,
         ladder.description or f"Scaling ladder of {target['name']}",
         [
             html.section("", html.key_figures(figures)),
             html.section("Loss by training compute", _chart(forecast)),
-            html.section("Rungs", _rungs(forecast), html.paragraph(N, muted=True), *_warnings(forecast)),
+            html.section("Rungs", _rungs(forecast), html.paragraph(N, muted=True), *warnings),
             html.section("Backtest: the largest rungs forecast from the others", _backtest(forecast)),
             html.section("Metrics", _metrics(forecast)),
             html.section("Loss by length, each trained to the end of its schedule", _lengths(forecast)),
@@ -95,69 +88,47 @@ def _rungs(forecast: Mapping[str, Any]) -> str:
     return html.table(("run", "N", "tokens", "FLOPs", "loss", "fitted", "error"), rows)
 
 
-def _warnings(forecast: Mapping[str, Any]) -> list[str]:
-    """Paragraphs of the warnings, which forecasts of earlier versions lack."""
-    return [html.paragraph(f"Warning: {text}") for text in forecast.get("warnings", ())]
-
-
 def _backtest(forecast: Mapping[str, Any]) -> str:
-    rows = []
-    for row in forecast["backtest"] or ():
-        low, high = row["interval"]
-        inside = "inside" if low <= row["loss"] <= high else "outside"
-        error = f"{row['forecast'] / row['loss'] - 1:+.2%}"
-        interval = f"{low:.4f} – {high:.4f}"
-        rows.append(
-            (
-                format_flops(6 * row["n"] * row["d"]),
-                f"{row['loss']:.4f}",
-                f"{row['forecast']:.4f}",
-                interval,
-                inside,
-                error,
-            )
+    rows = [
+        (
+            format_flops(6 * row["n"] * row["d"]),
+            f"{row['loss']:.4f}",
+            f"{row['forecast']:.4f}",
+            format_interval(row["interval"]),
+            "inside" if row["interval"][0] <= row["loss"] <= row["interval"][1] else "outside",
+            f"{row['forecast'] / row['loss'] - 1:+.2%}",
         )
+        for row in forecast["backtest"] or ()
+    ]
     return html.table(("FLOPs", "loss", "forecast", "interval", "loss is", "error"), rows)
 
 
 def _metrics(forecast: Mapping[str, Any]) -> str:
     """Forecasts of the metrics that the backtest supports."""
-    rows = []
-    for name, row in forecast["metrics"].items():
-        low, high = row["interval"]
-        values = (f"{row['value']:.4f}", f"{low:.4f} – {high:.4f}", f"{row['backtest_error']:.2%}")
-        rows.append((name, *values))
+    rows = [
+        (name, f"{row['value']:.4f}", format_interval(row["interval"]), f"{row['backtest_error']:.2%}")
+        for name, row in forecast["metrics"].items()
+    ]
     return html.table(("metric", "forecast", "interval", "error of the backtest"), rows)
 
 
 def _lengths(forecast: Mapping[str, Any]) -> str:
-    rows = []
-    for row in forecast["lengths"]:
-        low, high = row["interval"]
-        rows.append((format_count(round(row["tokens"])), f"{row['loss']:.4f}", f"{low:.4f} – {high:.4f}"))
+    rows = [
+        (format_count(round(row["tokens"])), f"{row['loss']:.4f}", format_interval(row["interval"]))
+        for row in forecast["lengths"]
+    ]
     return html.table(("tokens", "loss", "interval"), rows)
 
 
 def _budgets(forecast: Mapping[str, Any]) -> list[str]:
     rows = []
     for row in forecast["budgets"]:
-        low, high = row["n_interval"]
-        sizes = f"{format_count(round(low))} – {format_count(round(high))}"
-        rows.append(
-            (
-                format_flops(row["flops"]),
-                format_count(round(row["n"])),
-                sizes,
-                format_count(round(row["tokens"])),
-                f"{row['loss']:.4f}",
-            )
+        best, low, high, tokens = (
+            format_count(round(size)) for size in (row["n"], *row["n_interval"], row["tokens"])
         )
+        rows.append((format_flops(row["flops"]), best, f"{low} – {high}", tokens, f"{row['loss']:.4f}"))
     parts = [html.table(("FLOPs", "best N", "interval", "tokens", "loss"), rows)]
     if rows and "gain" in (last := forecast["budgets"][-1]):
-        low, high = last["gain_interval"]
-        parts.append(
-            html.paragraph(
-                f"Ten times the compute lowers the loss by {last['gain']:.4f} nats per token ({low:.4f} to {high:.4f})."
-            )
-        )
+        gain = f"{last['gain']:.4f} nats per token ({format_interval(last['gain_interval'], word='to')})"
+        parts.append(html.paragraph(f"Ten times the compute lowers the loss by {gain}."))
     return parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,26 +10,21 @@ import numpy as np
 from profiles.experiments import Mixture
 from tasks.reporting import html
 from tasks.reporting.chart import LINE_STYLES, Series, line_chart
-from tasks.store.backends.folder import FolderBackend
+from tasks.reporting.format import format_interval
 
 POINTS = 25  # of a line
-
-
-def write(path: Path, mixture: Mixture, proposal: Mapping[str, Any]) -> Path:
-    """Write the page of a proposal; returns its path."""
-    FolderBackend(path.parent).write(path.name, render(mixture, proposal).encode())
-    return path
 
 
 def render(mixture: Mixture, proposal: Mapping[str, Any]) -> str:
     """The page, from a mixture and the contents of its proposal."""
     mean = proposal["losses"][-1]
-    low, high = mean["change_interval"]
     figures = {
         "mean loss, proposed": f"{mean['loss']:.4f}",
         "mean loss, natural": f"{mean['natural']:.4f}",
         "change": f"{mean['change']:+.4f}",
-        f"{proposal['share']:.0%} interval of the change": f"{low:+.3f} to {high:+.3f}",
+        f"{proposal['share']:.0%} interval of the change": format_interval(
+            mean["change_interval"], "+.3f", "to"
+        ),
     }
     settings = "\n".join(f"--set {override}" for override in proposal["overrides"])
     return html.page(
@@ -56,8 +50,8 @@ def source_label(source: str | None) -> str:
 def _weights(proposal: Mapping[str, Any]) -> str:
     rows = []
     for name, weight in proposal["weights"].items():
-        low, high = proposal["weight_intervals"][name]
-        weights = f"{proposal['natural'][name]:.1%}", f"{weight:.1%}", f"{low:.1%} – {high:.1%}"
+        interval = format_interval(proposal["weight_intervals"][name], ".1%")
+        weights = f"{proposal['natural'][name]:.1%}", f"{weight:.1%}", interval
         rows.append((name, *weights, f"{proposal['passes'][name]:.2g}"))
     return html.table(("source", "natural", "proposed", "best of each draw", "times read"), rows)
 
@@ -65,16 +59,15 @@ def _weights(proposal: Mapping[str, Any]) -> str:
 def _losses(proposal: Mapping[str, Any]) -> str:
     errors, rows = proposal["left_out_error"] or {}, []
     for row in proposal["losses"]:
-        (low, high), (least, most) = row["interval"], row["change_interval"]
         error = errors.get(row["source"])
         rows.append(
             (
                 source_label(row["source"]),
                 f"{row['natural']:.4f}",
                 f"{row['loss']:.4f}",
-                f"{low:.4f} – {high:.4f}",
+                format_interval(row["interval"]),
                 f"{row['change']:+.4f}",
-                f"{least:+.4f} to {most:+.4f}",
+                format_interval(row["change_interval"], "+.4f", "to"),
                 "" if error is None else f"{error:.2%}",
             )
         )

@@ -12,19 +12,19 @@ from profiles.errors import counted
 from profiles.schema import Profile
 from tasks.reporting import html
 from tasks.reporting.advice import tokens_of_pass, training_tokens
-from tasks.reporting.chart import LINE_STYLES, Series, line_chart
+from tasks.reporting.chart import LINE_STYLES, Series, heat_map, line_chart
 from tasks.reporting.format import (
     format_bytes,
     format_count,
     format_duration,
     format_flops,
+    format_interval,
     format_mesh,
     format_number,
     format_perplexity,
     format_step_time,
     format_value,
 )
-from tasks.reporting.heat_map import heat_map
 from tasks.reporting.history import History
 
 # Documents and records.
@@ -198,23 +198,25 @@ def forecast_against_outcome(forecast: Mapping[str, Any] | None) -> str:
     """The forecast that a ladder made before the run started, compared with the loss that the run reached."""
     if forecast is None:
         return ""
-    low, high = forecast["interval"]
     shown = {
         "forecast of the validation loss": f"{forecast['loss']:.4f}",
-        f"{forecast['share']:.0%} interval": f"{low:.4f} to {high:.4f}",
+        f"{forecast['share']:.0%} interval": format_interval(forecast["interval"], word="to"),
         "outcome": f"{forecast['outcome']:.4f}, {'inside' if forecast['within'] else 'outside'} the interval",
         "error": f"{forecast['error']:+.2%}",
         "compute of the run over the largest rung's": f"{forecast['extrapolation']:.1f}",
         "forecast written, before the run started": forecast["written"],
         "artifact": forecast["key"],
     }
-    rows = []
-    for name, row in forecast.get("metrics", {}).items():  # absent in earlier versions
-        low, high = row["interval"]
-        inside = "inside" if row["within"] else "outside"
-        rows.append(
-            (name, f"{row['value']:.4f}", f"{low:.4f} to {high:.4f}", f"{row['outcome']:.4f}", inside)
+    rows = [
+        (
+            name,
+            f"{row['value']:.4f}",
+            format_interval(row["interval"], word="to"),
+            f"{row['outcome']:.4f}",
+            "inside" if row["within"] else "outside",
         )
+        for name, row in forecast.get("metrics", {}).items()  # absent in earlier versions
+    ]
     return html.properties(shown) + html.table(
         ("metric", "forecast", "interval", "outcome", "outcome is"), rows
     )

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from profiles.experiments import Share
 from tasks.reporting import html
 from tasks.reporting.chart import Series, line_chart
-from tasks.store.backends.folder import FolderBackend
-
-
-def write(
-    path: Path,
-    described: Share,
-    proposal: Mapping[str, Any],
-    lines: Mapping[str, list[tuple[float, float]]],
-) -> Path:
-    """Write the page of a proposal; returns its path."""
-    FolderBackend(path.parent).write(path.name, render(described, proposal, lines).encode())
-    return path
+from tasks.reporting.format import format_interval
 
 
 def render(
     described: Share, proposal: Mapping[str, Any], lines: Mapping[str, list[tuple[float, float]]]
 ) -> str:
     """The page, from a share file, the contents of its proposal, and the fitted losses (share, loss)."""
-    low, high = proposal["interval"]
-    figures = {"share": f"{proposal['share']:.1%}", "best of each draw": f"{low:.1%} – {high:.1%}"}
+    best = format_interval(proposal["interval"], ".1%")
+    figures = {"share": f"{proposal['share']:.1%}", "best of each draw": best}
     for row in proposal["losses"]:
         figures[f"{row['set']} loss"] = f"{row['loss']:.4f} ({row['loss'] - row['before']:+.4f})"
     settings = "\n".join(f"--set {override}" for override in proposal["overrides"])

@@ -14,7 +14,7 @@ from profiles.errors import ProfileError
 from tasks.continual import rounds
 from tasks.continual.gates import Row, Verdict
 from tasks.continual.page import render
-from tasks.continual.promotion import promote_earlier
+from tasks.continual.rounds import promote_earlier
 from tasks.continual.series import Promoted, promoted_model, set_promoted
 from tasks.store import ledger
 from tasks.store.store import Store
