@@ -30,11 +30,8 @@ from tasks.store.store import Store
 
 FIRST, STAND_IN = "first", "stand-in"  # origins, besides round-N and run:NAME
 OTHERS = "others"  # name for sources that are too short for a set of their own
-BY_HASH = (
-    "python-docs",
-    "files",
-    "hub",
-)  # kinds of sources whose documents are held out by the hash of their text
+# Kinds of sources whose documents are held out by the hash of their text.
+BY_HASH = ("python-docs", "files", "hub")
 Entry = dict[str, Any]  # a shard in corpus.json
 log = logging.getLogger(__name__)
 

@@ -139,7 +139,7 @@ def _proposal(
     best = _rounded(dict(zip(natural, chosen.tolist(), strict=True)))
     return {
         "weights": best,
-        "weight_intervals": dict(zip(natural, _interval(drawn), strict=True)),
+        "weight_intervals": dict(zip(natural, column_intervals(drawn), strict=True)),
         "highest": dict(zip(natural, highest.tolist(), strict=True)),
         "losses": _compare(laws, held_out, aim, list(natural.values()), list(best.values())),
         "laws": {name: getattr(laws, name).tolist() for name in ("floor", "effects", "noise")},
@@ -188,7 +188,7 @@ def _compare(
             "change_interval": change,
         }
         for i, (name, interval, change) in enumerate(
-            zip([*held_out, None], _interval(new), _interval(new - old), strict=True)
+            zip([*held_out, None], column_intervals(new), column_intervals(new - old), strict=True)
         )
     ]
 
@@ -201,8 +201,8 @@ def _left_out(weights: np.ndarray, losses: np.ndarray, held_out: Sequence[str]) 
     return dict(zip(held_out, np.median(np.abs(errors), 0).tolist(), strict=True))
 
 
-def _interval(values: np.ndarray) -> list[list[float]]:
-    """Interval of each column."""
+def column_intervals(values: np.ndarray) -> list[list[float]]:
+    """Interval of each column (SHARE)."""
     ends: np.ndarray = np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=0)
     return [[float(low), float(high)] for low, high in ends.T]
 

@@ -21,6 +21,7 @@ from profiles.schema import Profile
 from tasks import keys
 from tasks.experiments import json_artifacts
 from tasks.experiments.mixtures import SHARE as PROBABILITY
+from tasks.experiments.mixtures import column_intervals
 from tasks.store.artifacts import Artifact, ArtifactId
 from tasks.store.store import Store
 
@@ -90,10 +91,10 @@ def write_proposal(
 def _describe(laws: ShareLaws, found: Proposal, before: Mapping[str, float]) -> dict[str, Any]:
     """The proposal with its intervals, its losses before and after, and the fitted losses as lines."""
     expected, without = laws.losses(found.share), laws.losses(0.0)
-    intervals = _interval(laws.outcomes(found.share))
+    intervals = column_intervals(laws.outcomes(found.share))
     return {
         "share": found.share,
-        "interval": _interval(found.draws[:, None])[0],
+        "interval": column_intervals(found.draws[:, None])[0],
         "meets": found.meets,
         "losses": [
             {
@@ -126,11 +127,3 @@ def fitted_lines(proposal: Mapping[str, Any], points: int) -> dict[str, list[tup
     return {
         name: list(zip(shares, found[:, number].tolist(), strict=True)) for number, name in enumerate(SETS)
     }
-
-
-def _interval(values: np.ndarray) -> list[list[float]]:
-    """Interval of each column."""
-    found: list[list[float]] = np.quantile(
-        values, [(1 - PROBABILITY) / 2, (1 + PROBABILITY) / 2], axis=0
-    ).T.tolist()
-    return found

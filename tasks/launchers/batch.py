@@ -33,9 +33,8 @@ from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import LOG_TAIL, RANK_PREFIX
 
 MAX_NAME_LENGTH = 60
-REQUEUE_SECONDS = round(
-    REQUEUE.seconds
-)  # for which a requeue is retried while the controller does not answer
+# For which a requeue is retried while the controller does not answer.
+REQUEUE_SECONDS = round(REQUEUE.seconds)
 REQUEUE_PAUSE = round(REQUEUE.delay(0))  # seconds before each retry
 # Exit codes of ranks that ended on a signal: after saving; before their handler was installed, from torchrun and from srun.
 INTERRUPTED = (exit_codes.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)

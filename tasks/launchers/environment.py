@@ -18,11 +18,6 @@ from parallel.device import Device
 log = logging.getLogger(__name__)
 
 
-def merge(defaults: Mapping[str, str], users: Mapping[str, str]) -> dict[str, str]:
-    """The user's variables, and the defaults of those that the user has not set."""
-    return {**defaults, **users}
-
-
 def exports(device: Device, address: str) -> list[str]:
     """Lines of a batch script that export a device's variables unless the job's environment has them.
 

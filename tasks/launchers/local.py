@@ -33,7 +33,7 @@ from tasks.launchers.base import (
     job_environment,
     next_attempt,
 )
-from tasks.launchers.environment import log_differences, merge
+from tasks.launchers.environment import log_differences
 
 MARKER = "TRAINSHED_JOB"
 KILLED_WAIT = 5.0  # seconds that killed processes have to end before a cancellation returns
@@ -90,7 +90,7 @@ class LocalLauncher:
 
     def _variables(self, job: Job, identifier: str) -> dict[str, str]:
         """The environment of a job."""
-        found = merge(self._environment, _environment(job, identifier)) | self._fixed
+        found = self._environment | _environment(job, identifier) | self._fixed
         return {name: value for name, value in found.items() if value or name not in self._fixed}
 
     def find(self, job: Job) -> Handle | None:

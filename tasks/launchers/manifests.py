@@ -17,7 +17,6 @@ from parallel import device as devices
 from profiles.sections.cluster import Cluster
 from tasks.launchers.base import SAFE_PATH, START, TORCHRUN, Job
 from tasks.launchers.causes import RANK_PREFIX
-from tasks.launchers.environment import merge
 
 PORT = 29500  # of the rendezvous; every Pod has a separate address
 JOB_LABEL, FINGERPRINT, LOG_START = "trainshed/job", "trainshed/fingerprint", "trainshed/log-start"
@@ -173,7 +172,7 @@ def _environment(name: str, job: Job, cluster: Cluster) -> dict[str, str]:
         variables[device.communicator] = f"{name}-0.{name}:{PORT + 1}"
     # Kubernetes replaces $(NAME) in values too.
     chosen = {key: value.replace("$(", "$$(") for key, value in cluster.kubernetes.variables.items()}
-    return merge(variables, chosen)
+    return variables | chosen
 
 
 def _resources(job: Job, cluster: Cluster) -> dict[str, str]:

@@ -133,7 +133,7 @@ def _find_folder(store: Store, name: str, copies: Path) -> tuple[Path, str, Loca
     folder = Path(name) if "/" in name else store.existing().work_dir / "runs" / name
     if state_files.is_file(folder / run_files.PROFILE):
         return folder, str(folder), folder / run_files.CHECKPOINTS
-    raise unknown_local_run("run", name, folder.parent)
+    raise unknown_local_run(name, folder.parent)
 
 
 def _copy(store: Store, name: str, folder: Path) -> tuple[Path, str, Location]:

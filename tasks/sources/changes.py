@@ -7,7 +7,7 @@ One that differs, such as a copy restored from a backup, is hashed again before 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from profiles.schema import Source
@@ -26,19 +26,28 @@ def unchanged(shard: Shard, token: str | None = None) -> Iterator[None]:
     if not shard.states:
         yield
         return
-    before = states(shard, token)
-    if before != shard.states and not _has_digest(shard, token):
-        raise SourceChanged(_first_difference(shard, shard.states, before), pinned=True)
+
+    def current() -> dict[str, str]:
+        return dict(zip(shard.paths, states(shard, token), strict=True))
+
+    listed, before = dict(zip(shard.paths, shard.states, strict=True)), current()
+    if before != listed and not _has_digest(shard, token):
+        raise SourceChanged(_different(listed, before), pinned=True)
+    with unchanged_files(current, before):
+        yield
+
+
+@contextmanager
+def unchanged_files(current: Callable[[], dict[str, str]], before: dict[str, str]) -> Iterator[None]:
+    """Raise SourceChanged if the current states of files, by path, are others after the block than before."""
     try:
         yield
     except (ValueError, OSError) as error:  # perhaps because a file was replaced
-        after = states(shard, token)
-        if after != before:
-            raise SourceChanged(_first_difference(shard, before, after)) from error
+        if (after := current()) != before:
+            raise SourceChanged(_different(before, after)) from error
         raise
-    after = states(shard, token)
-    if after != before:
-        raise SourceChanged(_first_difference(shard, before, after))
+    if (after := current()) != before:
+        raise SourceChanged(_different(before, after))
 
 
 def pair_digest(index: SourceFile, tokens: SourceFile) -> str:
@@ -61,5 +70,5 @@ def _has_digest(shard: Shard, token: str | None) -> bool:
     return digest in {each.digest for each in split_files(files, source, shard.column, DigestCache(), token)}
 
 
-def _first_difference(shard: Shard, before: tuple[str, ...], after: tuple[str, ...]) -> str:
-    return next(path for path, a, b in zip(shard.paths, before, after, strict=True) if a != b)
+def _different(before: dict[str, str], after: dict[str, str]) -> str:
+    return next(path for path in before | after if before.get(path) != after.get(path))

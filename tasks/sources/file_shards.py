@@ -16,10 +16,11 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from profiles.files import retries
 from profiles.schema import Source
 from tasks.sources import json_layout
 from tasks.sources.digest_cache import DigestCache
-from tasks.sources.files import SourceFile, file_format, map_concurrently
+from tasks.sources.files import PARALLEL_READS, SourceFile, file_format
 from tasks.sources.shard import Shard, local_path, open_file
 from tasks.sources.tables import all_arrow_batches, arrow_encoding, parquet_layout
 
@@ -54,10 +55,11 @@ def split_files(
 
     if any(file_format(file.path) == "text" for file in files) and not source.lines:
         texts = [file for file in files if file_format(file.path) == "text"]
-        map_concurrently(lambda file: file.digest, texts)
-        others = map_concurrently(split, [file for file in files if file_format(file.path) != "text"])
+        retries.call_in_threads(lambda file: file.digest, texts, PARALLEL_READS)
+        files = [file for file in files if file_format(file.path) != "text"]
+        others = retries.call_in_threads(split, files, PARALLEL_READS)
         return [*_group_texts(texts, replace(base, format="text", column="")), *chain(*others)]
-    return [*chain(*map_concurrently(split, files))]
+    return [*chain(*retries.call_in_threads(split, files, PARALLEL_READS))]
 
 
 def _whole_file(shard: Shard, file: SourceFile) -> Shard:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from stat import S_ISREG
-from typing import TypeVar
 
 from profiles.errors import ProfileError
 from profiles.files import retries
@@ -33,8 +32,6 @@ FORMATS = {
     ".md": "text",
 }
 PARALLEL_READS = 16  # mostly waiting for the network or the disk
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,4 @@ def describe_files(
         digest = read if tag is None else lambda: str(tag).strip('"')
         return SourceFile(path, info["size"], remote_state(path, info), digest)
 
-    return map_concurrently(describe, paths)
-
-
-def map_concurrently(function: Callable[[T], R], values: Sequence[T]) -> list[R]:
-    return retries.call_in_threads(function, values, PARALLEL_READS)
+    return retries.call_in_threads(describe, paths, PARALLEL_READS)

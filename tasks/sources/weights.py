@@ -22,6 +22,7 @@ from profiles.huggingface.hub import REPOSITORY, resolve_commit
 from profiles.rules import credentials
 from tasks import keys
 from tasks.sources import remote
+from tasks.sources.changes import unchanged_files
 from tasks.sources.digest_cache import DigestCache
 from tasks.sources.shard import SourceChanged, SourceError, local_state, remote_state, shown
 from tasks.store.backends.backend import checked_path
@@ -62,7 +63,11 @@ def fetch(
     if "://" not in source:
         if state_files.exists(path):
             path = formats.locate(path)
-            with _unchanged(path, key):
+
+            def states() -> dict[str, str]:
+                return {str(file): local_state(file) for file in _files(path, key)}
+
+            with unchanged_files(states, states()):
                 yield path
         elif REPOSITORY.fullmatch(source):
             yield _download_from_hub(source, resolve_commit(source, revision, token, key), token, key)
@@ -122,28 +127,6 @@ def _files(path: Path, key: str) -> list[Path]:
         if shown(str(file)) != str(file):
             raise ProfileError(key, shown(str(file)), "has a name that is not UTF-8; rename it")
     return sorted(file for file in found if state_files.is_file(file))
-
-
-@contextmanager
-def _unchanged(path: Path, key: str) -> Iterator[None]:
-    """Raise SourceChanged unless the files at a path are the same after the block as before."""
-
-    def states() -> dict[Path, str]:
-        return {file: local_state(file) for file in _files(path, key)}
-
-    def require_equal() -> None:
-        after = states()
-        for file in before | after:
-            if before.get(file) != after.get(file):
-                raise SourceChanged(str(file))
-
-    before = states()
-    try:
-        yield
-    except ValueError:  # perhaps because a file was replaced
-        require_equal()
-        raise
-    require_equal()
 
 
 def _download_from_hub(repository: str, commit: str, token: str | None, key: str) -> Path:

@@ -183,10 +183,8 @@ def _acquire_ticket(backend: Backend, name: str, expiry: float, watch: Callable[
     """Number of the ticket with which this process holds the lock."""
     logged = False
     pause = POLL
-    watched, since = (
-        (0, b""),
-        time.monotonic(),
-    )  # number and contents of the last ticket, and since when it has them
+    # Number and contents of the last ticket, and since when it has them.
+    watched, since = (0, b""), time.monotonic()
     while True:
         last = max(_tickets(backend, name), default=0)
         data = (backend.read(f"{name}/{last}") or b"") if last else b""

@@ -401,10 +401,10 @@ def unknown_run(store: Store, key: str, name: str) -> ProfileError:
     return no_such_run(key, name, store.location, names)
 
 
-def unknown_local_run(key: str, name: str, runs: Path) -> ProfileError:
+def unknown_local_run(name: str, runs: Path) -> ProfileError:
     """As `unknown_run`, for a folder of run folders on this machine."""
     known = sorted(path.parent.name for path in runs.glob(f"*/{run_files.PROFILE}"))
-    return no_such_run(key, name, runs.absolute(), known)
+    return no_such_run("run", name, runs.absolute(), known)
 
 
 def no_such_run(key: str, name: str, where: str | Path, known: Iterable[str]) -> ProfileError:

@@ -34,11 +34,8 @@ NAMED = dict(zip(TEMPLATES, (CHATML, LLAMA3), strict=True))
 MARKER = re.compile(r"<[|｜][^|｜<>{}\s]+[|｜]>")
 # Special tokens of a tokenizer that transformers passes to templates.
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names of a message's reasoning, the standard one first
+# Names of a message's reasoning, the standard one first.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 RESERVED = {"messages", "add_generation_prompt"}  # variables that no record may set
 QUESTION, ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 CALL = {"type": "function", "function": {"name": "lookup", "arguments": {}}}

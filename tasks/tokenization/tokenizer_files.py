@@ -35,10 +35,8 @@ ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "spec
 # Byte order marks, and the encodings that remove them.
 MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
-TEMPLATE, TEMPLATES = (
-    "chat_template.jinja",
-    "additional_chat_templates",
-)  # file of the default, folder of others
+# File of the default, folder of others.
+TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 EOS = "<|endoftext|>"  # GPT-2's
 DEFAULT_EOS = (EOS, "<|end_of_text|>", "</s>")  # tried in order if the source names no EOS token
 

@@ -78,5 +78,5 @@ def log_folder(run: str | None, store: str) -> Path:
         return runs
     folder = Path(run) if "/" in run else runs / run
     if not folder.is_dir():
-        raise unknown_local_run("run", run, runs)
+        raise unknown_local_run(run, runs)
     return folder

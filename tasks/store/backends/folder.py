@@ -198,9 +198,8 @@ def _divided(folder: str, follow: bool) -> tuple[list[os.DirEntry[str]], list[os
     """What is directly in a folder: everything but folders, and folders."""
     found: tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]] = [], []
     for entry in _scan(folder):
-        found[entry.is_dir(follow_symlinks=follow)].append(
-            entry
-        )  # of files that are no links, the listing says so
+        # Of files that are no links, the listing says so.
+        found[entry.is_dir(follow_symlinks=follow)].append(entry)
     return found
 
 
