@@ -7,7 +7,6 @@ Covers pretraining from scratch on local data with a local store. All other runs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from profiles.errors import ProfileError
@@ -51,7 +50,9 @@ def find(store: Store, profile: Profile) -> dict[str, Any] | None:
     evaluation = {name: evaluated.summary[name] for name in EVALUATION}
     try:
         outcomes = [Outcome(**step) for step in report["steps"] if step["step"] not in NOT_STORED]
-        steps, parameters = [_as_cached(outcome) for outcome in outcomes], report["plan"]["parameters"]
+        hows = ("skipped" if outcome.how == "skipped" else "cached" for outcome in outcomes)
+        steps = [vars(each) | {"how": how, "retries": 0} for each, how in zip(outcomes, hows, strict=True)]
+        parameters = report["plan"]["parameters"]
     except (LookupError, TypeError):  # corrupted; the flow writes another one
         return None
     return {
@@ -103,7 +104,3 @@ def _find_all(context: Context, identity: str) -> Artifact | None:
     )
     complete = all(run_artifacts.find(store, id, name) for id in pointers)
     return evaluated if complete else None
-
-
-def _as_cached(outcome: Outcome) -> Mapping[str, Any]:
-    return vars(outcome) | {"how": "skipped" if outcome.how == "skipped" else "cached", "retries": 0}

@@ -124,7 +124,8 @@ def find(store: Store, identity: str, dataset: str) -> Ancestors:
     first, *above = (Ancestor.of(store, entry) for entry in entries[number:])
     readable = [run for run in above if run.has_samples_for(first)]
     # What the promoted round replays has its shards, even if the dataset is gone.
-    replayed = _replayed(Ancestor.of(store, entries[0]).contents) if number else frozenset()
+    contents = Ancestor.of(store, entries[0]).contents if number else {}
+    replayed = {stream["identity"] for stream in contents.get("replay", {}).get("streams", ())}
     known = {run.entry.identity for run in readable} | replayed
     missing = next((run.entry.run for run in above if run.entry.identity not in known), None)
     # Only the last one may have initial weights of no run in the ledger.
@@ -132,11 +133,6 @@ def find(store: Store, identity: str, dataset: str) -> Ancestors:
     fraction = first.profile.get("data", {}).get("validation_fraction")
     left_out = tuple(run.entry.run for run in above if run.has_records and run.entry.identity not in known)
     return Ancestors(tuple(entries[: number + 1]), tuple(readable), unknown, fraction, left_out)
-
-
-def _replayed(contents: Mapping[str, Any]) -> frozenset[str]:
-    """Identities of the runs whose data a round's dataset replays."""
-    return frozenset(stream["identity"] for stream in contents.get("replay", {}).get("streams", ()))
 
 
 def _records(profile: Sections) -> tuple[Any, ...] | None:

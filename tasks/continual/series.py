@@ -71,14 +71,12 @@ def promoted_model(store: Store, name: str) -> Promoted | None:
     if recorded is None or not store.run_folder(name).files(EXPORT):
         return None
     inputs = state_files.require_json(recorded, store.backend.location(_name(name, run_files.INPUTS)))
-    if ledger.find(store, inputs["identity"]) is None or not _is_finished(store, name):
-        return None  # perhaps exported before training finished
-    return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
-
-
-def _is_finished(store: Store, name: str) -> bool:
+    if ledger.find(store, inputs["identity"]) is None:
+        return None
     steps = resolve.load(str(runs.fetch(store, name) / run_files.PROFILE)).train.steps
-    return steps in store.run_folder(name).checkpoint_steps()
+    if steps not in store.run_folder(name).checkpoint_steps():
+        return None  # exported before training finished
+    return Promoted(name, inputs["identity"], 0, inputs["tokenizer"], inputs["dataset"])
 
 
 def record_not_promoted(store: Store, name: str, alert: str = "") -> None:

@@ -136,7 +136,10 @@ def _proposal(
 ) -> dict[str, Any]:
     """Weights within the bounds with the lowest predicted mean loss, compared with the natural weights."""
     chosen, drawn = laws_of.propose(laws, aim, lowest, highest)
-    best = _rounded(dict(zip(natural, chosen.tolist(), strict=True)))
+    # With as many digits as overrides have.
+    best = {
+        name: float(f"{weight:.{DIGITS}g}") for name, weight in zip(natural, chosen.tolist(), strict=True)
+    }
     return {
         "weights": best,
         "weight_intervals": dict(zip(natural, column_intervals(drawn), strict=True)),
@@ -205,8 +208,3 @@ def column_intervals(values: np.ndarray) -> list[list[float]]:
     """Interval of each column (SHARE)."""
     ends: np.ndarray = np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=0)
     return [[float(low), float(high)] for low, high in ends.T]
-
-
-def _rounded(weights: Mapping[str, float]) -> dict[str, float]:
-    """The weights, with as many digits as overrides have."""
-    return {name: float(f"{weight:.{DIGITS}g}") for name, weight in weights.items()}

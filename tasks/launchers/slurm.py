@@ -117,7 +117,9 @@ class SlurmLauncher:
         for entry in self._active(job):
             same = entry.comment.partition(".")[0] == job.fingerprint
             if same and not _has_exit_code(self._record(job, entry.identifier)):
-                return Handle(job, entry.identifier, _log_start(job, entry.identifier))
+                state = state_files.read_json(job.handle_file, HANDLE, HANDLE) or {}
+                is_latest = state.get("identifier") == entry.identifier
+                return Handle(job, entry.identifier, state["log_start"] if is_latest else 0)
         return None
 
     def poll(self, handle: Handle) -> Status:
@@ -321,9 +323,3 @@ def _starts(handle: Handle) -> list[str]:
     """The job's latest start; for an array, the starts of its jobs. Without any, --begin may delay it."""
     starts = (path.read_text() for path in handle.job.folder.glob(f"{handle.job.name}*.start"))
     return sorted(start for start in starts if start.startswith(f"{handle.identifier}."))
-
-
-def _log_start(job: Job, identifier: str) -> int:
-    """Log offset at which this job starts, if it is the one submitted last."""
-    state = state_files.read_json(job.handle_file, HANDLE, HANDLE) or {}
-    return state["log_start"] if state.get("identifier") == identifier else 0

@@ -46,7 +46,7 @@ STEP_PARTS = {  # of the step time, by metrics key
 def render(profile: Profile, facts: Mapping[str, Any], history: History, resolved_profile: str) -> str:
     """Render the page from the contents of report.json, the metrics and the YAML of the resolved profile."""
     summaries = {step["step"]: step["summary"] for step in facts["steps"]}
-    steps = "".join(map(_step, facts["steps"]))
+    steps, gates = "".join(map(_step, facts["steps"])), facts.get("gates")
     return html.page(
         profile.name,
         profile.description,
@@ -66,7 +66,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
                 "Evaluation on the whole validation split",
                 _evaluation(profile, facts["evaluation"], facts["before"]),
             ),
-            html.section("Gates of the round", *_gates(facts.get("gates", []))),
+            html.section("Gates of the round", html.table(gates[0], gates[1:]) if gates else ""),
             html.section("Forecast and outcome", forecast_against_outcome(facts.get("forecast"))),
             html.section("Samples", *_samples(facts)),
             html.section(
@@ -139,7 +139,8 @@ def _sources(history: History) -> list[str]:
 def _checkpoints(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Charts of the metrics of evaluated checkpoints, and a table by step."""
     names = dict.fromkeys(name for row in evaluations for name in row if name != "step")
-    shown = {name: _metric(name) for name in names if "_stderr" not in name}
+    # Metrics of lm-eval, TASK/METRIC, have the harness's names.
+    shown = {name: name if "/" in name else name.replace("_", " ") for name in names if "_stderr" not in name}
     charts = []
     for number, (name, label) in enumerate([*shown.items()][:MAX_CHARTS]):
         points = [(row["step"], row[name]) for row in evaluations if name in row]
@@ -151,11 +152,6 @@ def _checkpoints(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in evaluations
     ]
     return [html.columns(*charts) if charts else "", html.table(("step", *shown.values()), rows)]
-
-
-def _metric(name: str) -> str:
-    """A metric in words; those of lm-eval, TASK/METRIC, have the harness's names."""
-    return name if "/" in name else name.replace("_", " ")
 
 
 def _with_error(row: Mapping[str, Any], name: str) -> str:
@@ -268,11 +264,6 @@ def _evaluation(profile: Profile, evaluation: Mapping[str, Any], before: Mapping
     earlier = _results(before)
     rows = [(name, earlier.get(name, ""), value) for name, value in results.items()]
     return html.properties(size) + html.table(("", "before", "after"), rows)
-
-
-def _gates(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Values before and after a round of continual pretraining, with the limits of its gates."""
-    return [html.table(lines[0], lines[1:])] if lines else []
 
 
 def _results(evaluation: Mapping[str, Any]) -> dict[str, str]:

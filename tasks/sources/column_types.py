@@ -22,7 +22,7 @@ def find(shard: Shard, schema: Any) -> list[str]:
     for name in names:
         kind = fields.get(name)
         if kind is None:
-            raise missing(shard, _nested_names(schema))
+            raise missing(shard, (name for name, _ in _nested_fields(schema)))
         fields = {field.name: field.type for field in kind} if _is_struct(kind) else {}
     if not _is_readable(kind):
         reason = f"{shown(shard.paths[0])}: the column's type {kind} is not read; it must be {KINDS}"
@@ -123,10 +123,6 @@ def _nested_fields(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[st
         yield f"{prefix}{field.name}", field.type
         if _is_struct(field.type):
             yield from _nested_fields(field.type, f"{prefix}{field.name}.")
-
-
-def _nested_names(schema: Any) -> list[str]:
-    return [name for name, _ in _nested_fields(schema)]
 
 
 def _types() -> Any:

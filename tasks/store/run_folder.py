@@ -85,12 +85,12 @@ class RunFolder:
             CorruptedState: run.json is corrupted.
             OSError: run.json cannot be read.
         """
-        return self._identity_in(self._local)
+        return self._read_identity(self._local).get("identity")
 
     @property
     def stored_identity(self) -> str | None:
         """Identity of the run in the store; None if the store has no such run. Raises as `identity`."""
-        return self._identity_in(self._primary)
+        return self._read_identity(self._primary).get("identity")
 
     @property
     def owner(self) -> dict[str, Any]:
@@ -156,7 +156,8 @@ class RunFolder:
 
     def location(self, part: str) -> str:
         """Path or URI of a part of the run."""
-        return self._backend(part).location(f"{self._prefix}/{part}")
+        backend = self._primary if self.is_remote(part) else self._local
+        return backend.location(f"{self._prefix}/{part}")
 
     @contextmanager
     def local_checkpoint(self, part: str, *, keep_on_error: bool = False) -> Iterator[Path]:
@@ -235,13 +236,6 @@ class RunFolder:
     def sync(self, part: str = "") -> RunSync:
         """The upload of this folder, or a part of it, to the remote store; does nothing if the store is local."""
         return RunSync(self.path / part, self._remote, f"{self._prefix}/{part}".rstrip("/"))
-
-    def _backend(self, part: str) -> Backend:
-        """Backend that a part is written to: the remote store for checkpoints, else the local folder."""
-        return self._primary if self.is_remote(part) else self._local
-
-    def _identity_in(self, backend: Backend) -> str | None:
-        return self._read_identity(backend).get("identity")
 
     def _read_identity(self, backend: Backend) -> dict[str, Any]:
         """Contents of run.json, which have an identity; empty if it does not exist."""

@@ -23,7 +23,9 @@ MAX_AGE = 7 * 24 * 3600.0  # seconds; an older folder of another host counts as 
 @contextmanager
 def staging_folder(root: Path, name: str) -> Iterator[Path]:
     """New empty folder below `root`, removed after the block; keep files by renaming on its file system."""
-    remove_abandoned(root)
+    for left in abandoned_folders(root):
+        log.info("removing %s, left behind by an interrupted process", left)
+        shutil.rmtree(left, ignore_errors=True)
     outer = root / f"{name}-{uuid4().hex}"
     folder = outer / "files"
     try:
@@ -32,13 +34,6 @@ def staging_folder(root: Path, name: str) -> Iterator[Path]:
         state_files.write(outer / "owner.json", owner, durable=False)
         yield folder
     finally:
-        shutil.rmtree(outer, ignore_errors=True)
-
-
-def remove_abandoned(root: Path) -> None:
-    """Remove the staging folders below `root` whose processes are gone."""
-    for outer in abandoned_folders(root):
-        log.info("removing %s, left behind by an interrupted process", outer)
         shutil.rmtree(outer, ignore_errors=True)
 
 

@@ -63,7 +63,8 @@ def open_store(uri: str, work_dir: str | Path = "store", *, existing: bool = Fal
         return store
     if owner is not None and any(state_files.exists(folder / name) for name in ("artifacts", "runs")):
         whose = "a store itself" if owner == LOCAL else f"the local folder of {owner}"
-        other = f"{work_dir}-{_short_name(uri)}" if store.is_remote else owner
+        name = uri.rstrip("/").rpartition("/")[2] or "remote"
+        other = f"{work_dir}-{name}" if store.is_remote else owner
         raise ProfileError(
             key,
             str(folder),
@@ -75,11 +76,6 @@ def open_store(uri: str, work_dir: str | Path = "store", *, existing: bool = Fal
     except OSError as error:
         raise ProfileError(key, str(folder), f"cannot be written: {error.strerror}") from error
     return store
-
-
-def _short_name(uri: str) -> str:
-    """The last part of a store's location, for the name of a local folder."""
-    return uri.rstrip("/").rpartition("/")[2] or "remote"
 
 
 class Store:

@@ -101,7 +101,8 @@ class RunSync:
         states = self._states()
         names = []
         for name, state in states.items():
-            postponed = postpone_large and self._is_postponed(name, state[0])
+            since = time.monotonic() - self._times.get(name, float("-inf"))
+            postponed = postpone_large and state[0] > LARGE and since < LARGE_INTERVAL
             if self._uploaded.get(name) != state and not postponed and not self._is_shorter(name, state[0]):
                 names.append(name)
         # The attempt's number is uploaded last, so that an interrupted upload still counts as the earlier attempt.
@@ -120,9 +121,6 @@ class RunSync:
                     stat = (self._folder / name).stat()
                     states[name] = (stat.st_size, stat.st_mtime_ns)
         return states
-
-    def _is_postponed(self, name: str, size: int) -> bool:
-        return size > LARGE and time.monotonic() - self._times.get(name, float("-inf")) < LARGE_INTERVAL
 
     def _is_shorter(self, name: str, size: int) -> bool:
         """Whether another machine has uploaded a longer copy of an append-only file."""

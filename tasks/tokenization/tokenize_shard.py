@@ -31,6 +31,7 @@ from tasks.tokenization.examples import Examples, RecordOptions
 
 BATCH_CHARACTERS = 1 << 20  # keeps an engine busy at constant memory
 REPORT_SECONDS = 1.0
+SPLITS = ("train", "validation")
 Report = Callable[[int], None]
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def tokenize(
             if shard.format == "megatron":
                 size, fraction = plan.tokenizer.summary["vocabulary_size"], plan.validation_fraction
                 splits = megatron.check(shard, size, fraction, report)
-                summary.update(_pair_counts(splits), pair=splits)
+                numbers = (splits[split][name] for split in SPLITS for name in ("documents", "tokens"))
+                summary.update(vars(Counts(*numbers)), pair=splits)
                 (folder / "pair.json").write_text(json.dumps(splits))
             elif plan.records:
                 counts, unusable, unused = _tokenize_records(plan, store, k, folder, report, token)
@@ -115,9 +117,7 @@ def _tokenize_records(
     )
     assert plan.records is not None
     examples = Examples(store.artifacts.path(plan.tokenizer), RecordOptions(**plan.records), bos, eos)
-    train, validation = (
-        IndexedDatasetBuilder(folder / split, RECORD_DTYPE) for split in ("train", "validation")
-    )
+    train, validation = (IndexedDatasetBuilder(folder / split, RECORD_DTYPE) for split in SPLITS)
     reason = ""
     with train, validation:
         for record, locate in records.records(shard, token):
@@ -159,11 +159,6 @@ def _tokenize_records(
         log.warning("%s: %s", shard.name, unusable)
     counts.set_splits(train, validation)
     return counts, reason, dict(examples.unused)
-
-
-def _pair_counts(splits: dict[str, dict[str, int]]) -> dict[str, int]:
-    train, validation = splits["train"], splits["validation"]
-    return vars(Counts(train["documents"], train["tokens"], validation["documents"], validation["tokens"]))
 
 
 class _ShardTokenizer:

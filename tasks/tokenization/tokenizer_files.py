@@ -34,6 +34,7 @@ MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")  # lists; t
 ADDED_TOKEN = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # its fields
 # Byte order marks, and the encodings that remove them.
 MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+LOCAL = {"local_files_only": True, "trust_remote_code": False}  # arguments of transformers
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 # File of the default, folder of others.
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -95,28 +96,22 @@ def check_loads(folder: Path) -> None:
 
     Raises OSError if its files cannot be read.
     """
-    with state_files.local_copy(folder, (".json", ".jinja")) as copy:
-        _check_loads(copy)
-
-
-def _check_loads(folder: Path) -> None:
-    try:
-        found = _load_as_transformers(folder)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the file system, not of the tokenizer
-            raise
-        raise ValueError(f"AutoTokenizer cannot load it: {type(error).__name__}: {error}") from error
-    tokenizer = load(folder)
-    for name in ("bos_token", "eos_token"):
-        expected, actual = special_token_id(folder, tokenizer, name), getattr(found, f"{name}_id")
-        if expected not in (actual, None):
-            raise ValueError(f"AutoTokenizer reads {actual} as {name}_id, not {expected}")
-
-
-def _load_as_transformers(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with state_files.local_copy(folder, (".json", ".jinja")) as copy:
+        try:
+            found = AutoTokenizer.from_pretrained(copy, **LOCAL)
+        except Exception as error:
+            if (
+                isinstance(error, OSError) and error.errno is not None
+            ):  # of the file system, not of the tokenizer
+                raise
+            raise ValueError(f"AutoTokenizer cannot load it: {type(error).__name__}: {error}") from error
+        tokenizer = load(copy)
+        for name in ("bos_token", "eos_token"):
+            expected, actual = special_token_id(copy, tokenizer, name), getattr(found, f"{name}_id")
+            if expected not in (actual, None):
+                raise ValueError(f"AutoTokenizer reads {actual} as {name}_id, not {expected}")
 
 
 def write(folder: Path, tokenizer: Tokenizer, configuration: dict[str, Any]) -> None:
@@ -259,8 +254,7 @@ def _load_model(path: Path, settings: Mapping[str, dict[str, Any]]) -> tuple[Tok
     ):  # may split words otherwise than GPT-2
         from transformers import AutoTokenizer
 
-        options = {"local_files_only": True, "trust_remote_code": False}
-        return AutoTokenizer.from_pretrained(path.parent, **options).backend_tokenizer, {}
+        return AutoTokenizer.from_pretrained(path.parent, **LOCAL).backend_tokenizer, {}
     merges = _find_file(path.parent, "merges.txt")
     assert merges is not None  # `_model_file` found it
     return from_vocabulary(path, merges)

@@ -121,11 +121,8 @@ class Sender:
 
     def finish(self) -> None:
         for path, kind in self._end.files:
-            self._retry(partial(self._attach, path, kind))
+            self._retry(partial(self._tracker.artifact, Path(path), kind))
         self._retry(lambda: self._tracker.finish(self._end.state))
-
-    def _attach(self, path: str, kind: str) -> None:
-        self._tracker.artifact(Path(path), kind)
 
     def _retry(self, call: Callable[[], Any]) -> Any:
         """Retry a call until it succeeds, at most once after the run has ended; returns its result, or None."""

@@ -57,11 +57,7 @@ def _values(column: Any, position: str, first: int) -> Iterator[Value]:
             continue
         for i, scalar in enumerate(part, first + low):
             scalar = scalar.value if isinstance(scalar, pyarrow.DictionaryScalar) else scalar
-            yield read(scalar, partial(_record_position, position, i)) if scalar.is_valid else None
-
-
-def _record_position(position: str, i: int) -> str:
-    return f"{position}, record {i}"
+            yield read(scalar, partial("{}, record {}".format, position, i)) if scalar.is_valid else None
 
 
 def _short_texts(column: Any) -> list[str | None] | None:

@@ -71,10 +71,6 @@ def _lines(shard: Shard, token: str | None) -> Iterator[Document]:
             yield text
 
 
-def _json_lines(shard: Shard, token: str | None) -> Iterator[Document]:
-    return _json_texts(shard, json_records(shard, token))
-
-
 def json_records(shard: Shard, token: str | None) -> Iterator[Line]:
     """The lines of JSON Lines, or the records of other JSON, of a shard. Raises SourceError."""
     lines = LINES[shard.format](shard, token)
@@ -177,9 +173,9 @@ def _numbered(shard: Shard, content: Iterable[bytes], compression: str) -> Itera
         raise SourceError(f"{path}, after line {number}: corrupted {compression}: {error}") from error
 
 
-def _json_texts(shard: Shard, lines: Iterator[Line]) -> Iterator[Document]:
+def _json_texts(shard: Shard, token: str | None) -> Iterator[Document]:
     columns: dict[str, None] = {}  # an ordered set
-    for locate, line in lines:
+    for locate, line in json_records(shard, token):
         if line.isspace():
             continue
         line, long_strings = _extract_long_strings(line)
@@ -284,6 +280,6 @@ READERS: dict[str, Callable[[Shard, str | None], Iterator[Document]]] = {
     "python-docs": _python_docs,
     "text": _text,
     "lines": _lines,
-    **dict.fromkeys(LINES, _json_lines),
+    **dict.fromkeys(LINES, _json_texts),
     **dict.fromkeys((*TABLES, "tokens"), columnar.values),
 }
