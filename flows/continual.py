@@ -276,7 +276,8 @@ def _train(judge: Judge, *, start_over: bool) -> tuple[str, Verdict]:
     run, base = context.profile, runs.fetch(store, current.run)
     trunk = run.continual.is_trunk
     step = series.start_step(store, current, trunk=trunk)
-    with series.local_checkpoint(store, current, step) as weights:
+    saved = run_files.checkpoint(step)
+    with store.run_folder(current.run).local_checkpoint(saved, keep_on_error=True) as weights:
         training = TrainingRun(runner)
         runs.record_flow_run(base, context.flow_run)
         inputs = tokenizer.key, dataset.key, _start(current, step, run)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from profiles import resolve
 from profiles.errors import ProfileError
@@ -125,12 +123,6 @@ def start_step(store: Store, promoted: Promoted, *, trunk: bool) -> int:
     reason = f"needs a checkpoint of {promoted.run} from before its learning rate decays, and it has none; train the first run"
     reason += " with train.schedule=constant, or with train.constant_steps and checkpoint.keep_every"
     raise ProfileError("continual.schedule", "trunk", reason, ["rewarm"])
-
-
-def local_checkpoint(store: Store, promoted: Promoted, step: int) -> AbstractContextManager[Path]:
-    """Local folder of a checkpoint of the promoted model, for a block; see RunFolder.local_checkpoint."""
-    part = run_files.checkpoint(step)
-    return store.run_folder(promoted.run).local_checkpoint(part, keep_on_error=True)
 
 
 def frozen_weights(store: Store, profile: Profile) -> Artifact | None:

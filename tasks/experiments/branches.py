@@ -75,24 +75,21 @@ def name_of(spec: Branches, branch: Branch) -> str:
 def require_members(spec: Branches, trunk: PlannedRun, branches: list[PlannedRun]) -> None:
     """Raise ProfileError for an average whose checkpoints these runs will not have at their ends."""
     for average in spec.averages:
-        _members(spec, average, trunk, branches, _planned_checkpoints)
+        members_of(spec, average, trunk, branches, _planned_checkpoints)
 
 
 def members_of(
-    spec: Branches, average: Average, trunk: PlannedRun, branches: list[PlannedRun], store: Store
-) -> list[tuple[str, int]]:
-    """Run and step of an average's checkpoints. Raises ProfileError if a run or checkpoint is missing."""
-    return _members(spec, average, trunk, branches, lambda run: store.run_folder(run.name).checkpoint_steps())
-
-
-def _members(
     spec: Branches,
     average: Average,
     trunk: PlannedRun,
     branches: list[PlannedRun],
     checkpoints: Callable[[PlannedRun], Sequence[int]],
 ) -> list[tuple[str, int]]:
-    """As `members_of`; `checkpoints` returns the steps of a run's checkpoints, in ascending order."""
+    """Run and step of an average's checkpoints. Raises ProfileError if a run or checkpoint is missing.
+
+    Args:
+        checkpoints: returns the steps of a run's checkpoints, in ascending order.
+    """
     found = []
     for text in average.of:
         run, end = _resolve_member(spec, average, text, trunk, branches)

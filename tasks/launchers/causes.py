@@ -7,7 +7,6 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from profiles.files import exit_codes
 from tasks.launchers.base import Handle, JobFailed, Status
@@ -27,14 +26,6 @@ OUT_OF_MEMORY = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Cause:
-    """The rank that failed first, and its exit code; negative: the signal that killed it."""
-
-    rank: int
-    exit_code: int
-
-
 def job_failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> JobFailed:
     """Exception for a failed job, with the last lines of the first failed rank if known, else of the log."""
     log = _latest_log(handle)
@@ -42,11 +33,11 @@ def job_failure(handle: Handle, status: Status, nodes: Sequence[str] = ()) -> Jo
     code = status.exit_code
     lines = log.splitlines()
     if cause is not None:
-        code = cause.exit_code
-        node = cause.rank // handle.job.processes
+        rank, code = cause
+        node = rank // handle.job.processes
         where = f" on {nodes[node]}" if node < len(nodes) else ""
-        ended = f"rank {cause.rank}{where} {_describe_exit(code)}"
-        prefix = RANK_PREFIX.replace("${rank}", str(cause.rank))
+        ended = f"rank {rank}{where} {_describe_exit(code)}"
+        prefix = RANK_PREFIX.replace("${rank}", str(rank))
         lines = [line for line in lines if line.startswith(prefix)] or lines
     else:
         ended = status.note or _describe_exit(code or 0)
@@ -71,8 +62,10 @@ def _latest_log(handle: Handle) -> str:
     return log[starts[-1] :] if starts else log
 
 
-def _root_cause(log: str) -> Cause | None:
-    """The earliest of the root causes that each node's torchrun reports, if possible none of CONSEQUENCES.
+def _root_cause(log: str) -> tuple[int, int] | None:
+    """Rank and exit code (negative: the signal that killed it) of the rank that failed first; None if unknown.
+
+    The earliest of the root causes that each node's torchrun reports, if possible none of CONSEQUENCES.
 
     The failure of a rank makes ranks of other nodes fail within a second or two, while the clocks of nodes may differ by more.
     torchrun's timestamps have a resolution of a second; among equal times a killed rank is the cause.
@@ -82,7 +75,7 @@ def _root_cause(log: str) -> Cause | None:
         for time, rank, code in ROOT_CAUSE.findall(log)
     )
     first = min(found, default=None)
-    return None if first is None else Cause(*first[-2:])
+    return None if first is None else first[-2:]
 
 
 def _memory_error(log: str) -> str | None:

@@ -37,7 +37,7 @@ from tasks.store.ledger import SHARDS
 from tasks.store.store import Store
 from tasks.tokenization import record_rows
 from tasks.tokenization.dataset_plan import TOKENS, DatasetPlan
-from tasks.tokenization.slurm_array import SlurmArray
+from tasks.tokenization.slurm_array import process_shards
 from tasks.tokenization.tokenize_shard import Counts, tokenize
 from tasks.tokenization.worker_pool import WorkerPool
 
@@ -239,7 +239,7 @@ class ShardJob:
             return
         cluster = context.profile.cluster
         if cluster.launcher == "slurm" and cluster.shards_partition is not None:
-            SlurmArray(cluster, store, context.token).run(self.plan, self.operation, missing)
+            process_shards(self.plan, store, cluster, self.operation, missing, context.token)
             return
         workers = min(cores, len(missing))
         names = [f"{self.operation} {self.plan.shards[k].name}" for k in missing]

@@ -1,4 +1,4 @@
-"""SlurmArray on a real cluster: the same tokens as local tokenization, secrets, and rejected sources."""
+"""A job array on a real cluster: the same tokens as local tokenization, secrets, and rejected sources."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
