@@ -235,7 +235,6 @@ class _Comparison:
 
 
 def to_json(rerun: Rerun) -> Mapping[str, Any]:
-    """The comparison as a JSON value."""
     return {
         **{name: value for name, value in vars(rerun).items() if name not in ("changes", "steps")},
         "changes": [vars(change) for change in rerun.changes],

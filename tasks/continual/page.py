@@ -34,7 +34,6 @@ def write(store: Store, found: Series) -> str:
 
 
 def render(found: Series) -> str:
-    """The page as HTML."""
     rounds, latest = found.rounds, _latest(found)
     counts = {
         outcome: sum(each.outcome == outcome for each in rounds) for outcome in (PROMOTED, NOT_PROMOTED)

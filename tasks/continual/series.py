@@ -49,12 +49,10 @@ class Promoted:
 
     @property
     def latest_round(self) -> int:
-        """Number of the latest round that was promoted."""
         return max(self.round, self.latest)
 
     @property
     def next_round(self) -> int:
-        """Number of the round that follows."""
         return self.latest_round + 1
 
 

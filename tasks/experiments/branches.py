@@ -63,12 +63,10 @@ def branches_of(spec: Branches, trunk: PlannedRun) -> list[PlannedRun]:
 
 
 def decay_of(spec: Branches, branch: Branch) -> int:
-    """Steps of a branch's decay."""
     return branch.decay or max(1, round(spec.decay * branch.step))
 
 
 def name_of(spec: Branches, branch: Branch) -> str:
-    """Name of a branch's run."""
     return f"{spec.name}-{branch.name or f'{branch.step}-{decay_of(spec, branch)}'}"
 
 

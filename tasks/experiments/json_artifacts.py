@@ -37,7 +37,6 @@ def get_or_create(
 
 
 def read(store: Store, artifact: Artifact) -> dict[str, Any]:
-    """The contents of a document."""
     path = store.artifacts.path(artifact) / _file(artifact.kind)
     contents: dict[str, Any] = json.loads(retried(path.read_text))
     return contents

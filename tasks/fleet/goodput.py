@@ -19,7 +19,7 @@ end, is in one category:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,9 +78,11 @@ def time_use(
         last: the last training row of metrics.jsonl.
         now: the current time if the run is active: until then, time without a running job counts as queue or idle.
     """
-    use, timeline = TimeUse(), _Timeline(attempts, events, last)
+    use, timeline = TimeUse(), _timeline(attempts, events, last)
+    first = timeline[0][0] if timeline else {"time": 0.0}
+    begin = min(first.get("begun", first["time"]), first["time"])
     running = 0.0  # seconds from a start to the end of what it recorded
-    cursor, submitted, started = timeline.begin, False, False
+    cursor, submitted, started = begin, False, False
     for row, reached in timeline:
         event, time = row["event"], row["time"]
         if event == SUBMITTED:
@@ -107,7 +109,7 @@ def time_use(
         else:
             use.add_idle(time - cursor)
         cursor = max(cursor, time)
-    if now is not None and not started and timeline.begin:
+    if now is not None and not started and begin:
         if submitted:
             use.add("queue", now - cursor)
         else:
@@ -133,29 +135,20 @@ def _add_phases(use: TimeUse, attempts: Sequence[Row], last: Row | None, running
     use.add("idle", running - sum(phases.values()))
 
 
-class _Timeline:
-    """Submissions, starts, ends and failures in order, each with its time (a start: of its last record)."""
+def _timeline(attempts: Sequence[Row], events: Sequence[Row], last: Row | None) -> list[tuple[Row, float]]:
+    """Submissions, starts, ends and failures in order, with their times; of a start, its last record's.
 
-    def __init__(self, attempts: Sequence[Row], events: Sequence[Row], last: Row | None) -> None:
-        kinds = (SUBMITTED, STARTED, ENDED)
-        self._recorded = [row["time"] for row in attempts if row["event"] in (ROLLBACK, ENDED)]
-        rows = [row for row in attempts if row["event"] in kinds]
-        rows += [row for row in events if row["event"] in FAILURES]
-        self._rows = sorted(rows, key=lambda row: row["time"])
-        self._last = (last or {}).get("time", 0.0)
-        first = self._rows[0] if self._rows else {}
-        self.begin = min(first.get("begun", first.get("time", 0.0)), first.get("time", 0.0))
-
-    def __iter__(self) -> Iterator[tuple[Row, float]]:
-        starts = [row for row in self._rows if row["event"] == STARTED]
-        following = {id(row): after for row, after in zip(starts, [*starts[1:], None], strict=False)}
-        for row in self._rows:
-            yield row, self._reached(row, following[id(row)]) if row["event"] == STARTED else row["time"]
-
-    def _reached(self, start: Row, after: Row | None) -> float:
-        """Time of the last record of a start: a step, a rollback or its end."""
+    That is a step, a rollback or its end.
+    """
+    rows = [row for row in attempts if row["event"] in (SUBMITTED, STARTED, ENDED)]
+    rows += [row for row in events if row["event"] in FAILURES]
+    rows.sort(key=lambda row: row["time"])
+    recorded = [row["time"] for row in attempts if row["event"] in (ROLLBACK, ENDED)]
+    starts = [row for row in rows if row["event"] == STARTED]
+    reached: dict[int, float] = {}
+    for start, after in zip(starts, [*starts[1:], None], strict=False):
         until = after["time"] if after else float("inf")
-        recorded = [time for time in self._recorded if start["time"] <= time < until]
-        last: float = after.get("last_time", 0.0) if after else self._last
-        latest: float = max(start["time"], last, *recorded)
-        return latest
+        latest = after.get("last_time", 0.0) if after else (last or {}).get("time", 0.0)
+        own = [time for time in recorded if start["time"] <= time < until]
+        reached[id(start)] = max(start["time"], latest, *own)
+    return [(row, reached.get(id(row), row["time"])) for row in rows]

@@ -49,7 +49,6 @@ document.querySelectorAll(".runs th").forEach((head, index) => {
 
 
 def render(fleet: Fleet) -> str:
-    """Render the page."""
     moment = datetime.fromtimestamp(fleet.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
     warnings = [html.paragraph(f"{text}.") for text in warning_texts(fleet)]
     return html.page(
@@ -67,7 +66,6 @@ def render(fleet: Fleet) -> str:
 
 
 def write_page(fleet: Fleet, path: Path) -> Path:
-    """Write the page; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(fleet))
     return path

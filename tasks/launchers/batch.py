@@ -223,7 +223,6 @@ def job_name(job: Job) -> str:
 
 
 def options(job: Job, cluster: Cluster, submission: str) -> list[str]:
-    """Options of sbatch."""
     found = [
         f"--job-name={job_name(job)}",
         f"--comment={job.fingerprint}.{submission}",

@@ -89,7 +89,6 @@ class LocalLauncher:
         return handle
 
     def _variables(self, job: Job, identifier: str) -> dict[str, str]:
-        """The environment of a job."""
         found = self._environment | _environment(job, identifier) | self._fixed
         return {name: value for name, value in found.items() if value or name not in self._fixed}
 

@@ -68,7 +68,6 @@ def secret(name: str, job: Job) -> dict[str, Any]:
 
 
 def manifest(name: str, job: Job, cluster: Cluster, log_start: int, attempt: int | None) -> dict[str, Any]:
-    """The Job's manifest."""
     pods = job.array or job.nodes
     labels = {JOB_LABEL: job_label(job)}
     settings = cluster.kubernetes

@@ -126,7 +126,6 @@ def run_command(
 
 
 def _environment() -> dict[str, str]:
-    """Environment of Slurm's commands."""
     inherited = job_environment()
     dropped: tuple[str, ...] = ("SQUEUE_",)  # a user's settings could hide jobs
     if "SLURM_JOB_ID" in inherited:

@@ -49,7 +49,6 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the history of the run in this folder."""
         history = cls(folder)
         history.update()
         return history

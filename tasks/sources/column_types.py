@@ -75,13 +75,11 @@ def value_type(kind: Any) -> Any:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a type is a string."""
     types = _types()
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def is_binary(kind: Any) -> bool:
-    """Whether a type is a string of bytes."""
     types = _types()
     kinds = types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
     return any(is_kind(kind) for is_kind in kinds)

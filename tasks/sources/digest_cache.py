@@ -26,7 +26,6 @@ class DigestCache:
         self._folder = folder
 
     def sha256(self, path: Path) -> str:
-        """sha256 of a file's contents, in hexadecimal."""
         return str(self.get(path, "sha256", lambda: file_digest(path)))
 
     def get(self, path: Path, what: str, compute: Callable[[], Any]) -> Any:

@@ -51,7 +51,6 @@ def records() -> Iterator[dict[str, str]]:
 
 @cache
 def _read(file: Path) -> list[tuple[str, Texts]]:
-    """The documents' names and texts."""
     try:
         data = file.read_bytes()
         if hashlib.sha256(data).hexdigest() != DIGEST:

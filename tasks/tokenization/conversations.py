@@ -61,7 +61,6 @@ class Conversation:
         return Conversation(self.messages[: last + 1], [i == last for i in range(last + 1)], self.variables)
 
     def texts(self) -> Iterator[str]:
-        """All strings in it."""
         return _strings([self.messages, self.variables])
 
 

@@ -110,7 +110,6 @@ class TrackerProcess:
             self._warn(str(error))
 
     def end(self, final_state: FinalState) -> None:
-        """Send the final state of the run."""
         files = [(str(path.absolute()), kind) for path, kind in final_state.files]
         with contextlib.suppress(OSError):  # the process has ended already
             self._send(json.dumps({"state": final_state.state, "files": files}))

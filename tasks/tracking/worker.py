@@ -203,7 +203,6 @@ def follow(run: Path, request: dict[str, Any], sender: Sender, end: EndMessage) 
 
 
 def load(name: str) -> Callable[[], Tracker]:
-    """The class of a tracker."""
     module, _, attribute = TRACKERS.get(name, name).partition(":")
     sys.path[:] = search_path()
     tracker: Callable[[], Tracker] = getattr(importlib.import_module(module), attribute)

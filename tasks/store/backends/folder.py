@@ -37,7 +37,6 @@ class FolderBackend:
         return str(self.path(name))
 
     def exists(self, name: str) -> bool:
-        """Whether there is a file or folder of this name."""
         return state_files.exists(self.path(name))
 
     def read(self, name: str) -> bytes | None:
