@@ -21,7 +21,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from string import Template
 
 from parallel import device as devices
 from profiles.errors import counted
@@ -39,164 +38,33 @@ REQUEUE_PAUSE = round(REQUEUE.delay(0))  # seconds before each retry
 # Exit codes of ranks that ended on a signal: after saving; before their handler was installed, from torchrun and from srun.
 INTERRUPTED = (exit_codes.INTERRUPTED, -signal.SIGUSR1, -signal.SIGTERM, 128 + signal.SIGUSR1)
 
-SCRIPT = Template(r"""#!/bin/bash
-# $about
-# To submit by hand: cd $logs && sbatch $name.sbatch
-$options
-
-logs=$logs
-name=$name$${SLURM_ARRAY_TASK_ID:+.$$SLURM_ARRAY_TASK_ID}
-
-# Raise the limit of open files to 65535, or to the hard limit.
-ulimit -n 65535 2> /dev/null || ulimit -n "$$(ulimit -Hn)"
-cd -- $folder || exit 1
-
-# srun does not read sbatch's --cpus-per-task itself.
-[ -z "$$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$$SLURM_CPUS_PER_TASK"
-
-# Rendezvous: the first node's address as Slurm knows it; the port differs at each start.
-hosts=($$(scontrol show hostnames "$$SLURM_JOB_NODELIST"))
-MASTER_ADDR=$$(scontrol --oneliner show node "$${hosts[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-MASTER_PORT=$port
-export PET_MASTER_ADDR=$$MASTER_ADDR PET_MASTER_PORT=$$MASTER_PORT # as torchrun names them
-$environment
-
-# Only the latest start writes the record: an earlier one that is still running finds another start's name in this file.
-start=$$SLURM_JOB_ID.$${SLURM_RESTART_COUNT:-0}
-echo "$$start" > "$$logs/$$name.start"
-rm -f "$$logs/$$name.exit.json"
-record() { # exit code
-  printf '{"job": "%s", "exit_code": %s, "nodes": "%s"}\n' "$${SLURM_ARRAY_JOB_ID:-$$SLURM_JOB_ID}" "$$1" \
-    "$$(IFS=,; echo "$${hosts[*]}")" > "$$logs/$$name.exit.partial" && mv "$$logs/$$name.exit.partial" "$$logs/$$name.exit.json"
-}
-$count
-echo "job $$SLURM_JOB_ID, start $$((SLURM_RESTART_COUNT + 1)), on $${hosts[*]}; rendezvous at $$MASTER_ADDR:$$MASTER_PORT"
-
-command=(
-$command
-)
-$run
-wait "$$ranks"
-code=$$?
-
-[ "$$(cat "$$logs/$$name.start")" = "$$start" ] || exit 1
-# Exit codes of the ranks that failed first, as each node's torchrun reports them; srun's only says that one was not 0.
-first=$$(tail -c $tail "$$logs/$$name.log" 2> /dev/null | awk '
-  /^job [0-9]+, start [0-9]+, on / { codes = "" }
-  /^Root Cause/ { in_cause = 1 }
-  in_cause && $$1 == "exitcode" { codes = codes " " $$3; in_cause = 0 }
-  END { print codes }')
-interrupted() { # whether every rank ended on the stop signal
-  for rank_code in $${first:-$$code}; do
-    case $$rank_code in
-      $interrupted) ;;
-      *) return 1 ;;
-    esac
-  done
-}
-# On preemption with a grace time, Slurm itself sends TERM, which ends torchrun and its ranks without a report of a failed rank.
-if [ "$$stopping" = requeue ]; then
-  interrupted || stopping= # it finished or failed by itself in its last seconds
-elif [ -z "$$stopping" ] && [ "$$code" != 0 ] && { [ -z "$$first" ] || interrupted; } &&
-  scontrol --oneliner show job "$$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
-  stopping=requeue
-fi
-case $$stopping in
-  requeue) # sleeps until the requeue kills this script
-    echo "$requeued"
-    record null
-    # Slurm kills this script if the time limit is reached first, and a stop request ends the loop.
-    give_up=$$((SECONDS + $requeue_seconds))
-    while [ "$$stopping" = requeue ]; do
-      # The requeue ends this job's processes, perhaps before scontrol has heard that it succeeded.
-      if (trap "" TERM && exec scontrol requeue "$$SLURM_JOB_ID"); then
-        [ "$$stopping" = killed ] || exec sleep 60
-        exit 1
-      fi
-      [ "$$SECONDS" -lt "$$give_up" ] || break
-      sleep $requeue_pause
-    done
-    if [ "$$stopping" = killed ]; then exit "$$code"; fi
-    echo "not requeued; start the run again to resume it"
-    ;;
-  killed)
-    record null
-    exit "$$code"
-    ;;
-esac
-record "$$code"
-exit "$$code"
-""")
-
-RUN_SAVING = r"""
-# The ranks save and exit on USR1. Slurm signals torchrun, which forwards it, and depending on ProctrackType also the ranks. Each
-# ignores it until it can handle it.
-srun --kill-on-bad-exit=1 --export=ALL bash -c 'trap "" USR1; exec env PET_NODE_RANK="$SLURM_NODEID" "$@"' - "${command[@]}" &
-ranks=$!
-
-stopping=
-trap 'stopping=requeue; echo "time limit near or preempted: saving"; kill -USR1 "$ranks"' USR1
-trap 'stopping=end; echo "stop requested: saving"; kill -USR1 "$ranks"' USR2
-trap 'stopping=killed' TERM
-while kill -0 "$ranks" 2> /dev/null; do
-  if [ -z "$stopping" ]; then
-    wait "$ranks"
-  else
-    kill -USR1 "$ranks" 2> /dev/null # repeat: a rank that is starting up misses the first
-    sleep 1
-  fi
-done"""
-
-RUN_WITHOUT_SAVING = r"""
-srun --kill-on-bad-exit=1 --export=ALL bash -c 'exec env PET_NODE_RANK="$SLURM_NODEID" "$@"' - "${command[@]}" &
-ranks=$!
-
-stopping=
-trap 'stopping=end; echo "stop requested"; kill "$ranks"' USR2
-trap 'stopping=killed' TERM
-while kill -0 "$ranks" 2> /dev/null; do
-  wait "$ranks"
-done"""
-
-COUNT_ATTEMPT = Template(r"""
-# Increment the attempt number, which fences earlier starts that are still running. The submission has created the file, so one
-# that cannot be read ends the job. If it is corrupted, continue from the Unix time, which exceeds every earlier number.
-attempt_file=$file
-attempt=$$(cat "$$attempt_file") || exit 1
-case "$$attempt" in ''|*[!0-9]*) echo "$$attempt_file: corrupted; continuing from the Unix time"; attempt=$$(date +%s) ;; esac
-attempt=$$((attempt + 1))
-printf %d "$$attempt" > "$$attempt_file.partial" && sync "$$attempt_file.partial" &&
-  mv "$$attempt_file.partial" "$$attempt_file" || exit 1
-""")
-
 
 def script(job: Job, cluster: Cluster, submission: str) -> str:
     """Text of the job's batch script; `submission` identifies this submission, in the Slurm job's comment."""
-    device = devices.resolve(cluster.device)
+    from jinja2 import Environment, StrictUndefined
+
     processes = "1 process" if job.processes == 1 else f"{job.processes} processes"
     variables = {**SAFE_PATH, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_PREFIX}
     if job.threads is not None:
         variables["OMP_NUM_THREADS"] = str(job.threads)
-    lines = [f"export {name}={quote(value)}" for name, value in variables.items()]
-    lines += environment.exports(device, "$MASTER_ADDR:$((MASTER_PORT + 1))")
-    return SCRIPT.substitute(
+    address = "$MASTER_ADDR:$((MASTER_PORT + 1))"
+    text = Path(__file__).with_name("batch.sh.jinja").read_text()
+    shell = Environment(trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    return shell.from_string(text).render(
         about=f"{' '.join(job.program.split())} on {counted(job.nodes, 'node')}, {processes} per node",
         logs=quote(str(job.folder)),
         name=job.name,
         folder=quote(str(Path.cwd())),
-        options="\n".join(f"#SBATCH {option}" for option in options(job, cluster, submission)),
-        port="$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) * 2 % 12000))",
-        environment="\n".join(lines),
-        run=(RUN_SAVING if job.attempt_file else RUN_WITHOUT_SAVING).lstrip(),
+        options=sbatch_options(job, cluster, submission),
+        variables={name: quote(value) for name, value in variables.items()}
+        | environment.defaults(devices.resolve(cluster.device), address),
+        attempt_file=job.attempt_file and quote(str(job.attempt_file)),
+        array=job.array,
+        command=[" ".join(map(quote, arguments)) for arguments in _command(job, cluster)],
         tail=LOG_TAIL,
         interrupted="|".join(map(str, INTERRUPTED)),
-        requeued="saved; requeued" if job.attempt_file else "requeued",
         requeue_seconds=REQUEUE_SECONDS,
         requeue_pause=REQUEUE_PAUSE,
-        count=COUNT_ATTEMPT.substitute(file=quote(str(job.attempt_file))) if job.attempt_file else "",
-        command="\n".join(f"  {' '.join(map(quote, arguments))}" for arguments in _command(job, cluster))
-        + ('\n  --attempt "$attempt"' if job.attempt_file else "")
-        + ('\n  --index "$SLURM_ARRAY_TASK_ID"' if job.array else ""),
     )
 
 
@@ -222,7 +90,7 @@ def job_name(job: Job) -> str:
     return f"{job.title[:MAX_NAME_LENGTH]}-{digest[:8]}"
 
 
-def options(job: Job, cluster: Cluster, submission: str) -> list[str]:
+def sbatch_options(job: Job, cluster: Cluster, submission: str) -> list[str]:
     found = [
         f"--job-name={job_name(job)}",
         f"--comment={job.fingerprint}.{submission}",

@@ -63,7 +63,7 @@ def _latest_log(handle: Handle) -> str:
 
 
 def _root_cause(log: str) -> tuple[int, int] | None:
-    """Rank and exit code (negative: the signal that killed it) of the rank that failed first; None if unknown.
+    """The rank that failed first and its exit code (negative: a signal that killed it); None if unknown.
 
     The earliest of the root causes that each node's torchrun reports, if possible none of CONSEQUENCES.
 

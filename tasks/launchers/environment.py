@@ -18,8 +18,8 @@ from parallel.device import Device
 log = logging.getLogger(__name__)
 
 
-def exports(device: Device, address: str) -> list[str]:
-    """Lines of a batch script that export a device's variables unless the job's environment has them.
+def defaults(device: Device, address: str) -> dict[str, str]:
+    """A device's variables in the shell's syntax; those that the job's environment has keep their values.
 
     Args:
         address: where the device's collectives rendezvous, in the shell's syntax.
@@ -27,7 +27,7 @@ def exports(device: Device, address: str) -> list[str]:
     values = {name: quote(value) for name, value in device.environment}
     if device.communicator:
         values[device.communicator] = f'"{address}"'
-    return [f"export {name}=${{{name}-{value}}}" for name, value in values.items()]
+    return {name: f"${{{name}-{value}}}" for name, value in values.items()}
 
 
 def log_differences(job: str, defaults: Mapping[str, str], users: Mapping[str, str]) -> None:
