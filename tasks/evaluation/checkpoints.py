@@ -30,7 +30,7 @@ from tasks.launchers.base import Unavailable
 from tasks.reporting.format import format_value
 from tasks.step import Context, Step
 from tasks.steps.export import write_model
-from tasks.steps.jobs import run_job
+from tasks.steps.jobs import run_json_job
 from tasks.store.artifacts import Artifact
 from tasks.store.run_folder import CheckpointId
 
@@ -117,10 +117,7 @@ class TaskStep(Step):
             run=context.run_folder.name,
             secrets=secrets,
         )
-        result = state_files.read_json(output)  # exists if the job ended while no flow followed it
-        if result is None:
-            run_job(context.profile, job, output)
-            result = state_files.require_json(state_files.read(output) or b"", output)
+        result = run_json_job(context.profile, job, output)
         output.unlink()
         if "rejected" in result:
             raise FatalError(result["rejected"])

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from profiles.files import run_files, state_files
+from profiles.files import run_files
 from tasks import failures, keys
 from tasks.launchers import Job
 from tasks.reporting.format import format_perplexity, format_value
 from tasks.step import Context, Step
-from tasks.steps.jobs import cluster_job, run_job
+from tasks.steps.jobs import cluster_job, run_json_job
 from tasks.store.artifacts import Artifact
 
 FILE = "evaluation.json"
@@ -75,10 +75,7 @@ class EvaluationStep(Step):
             job = job.with_arguments("--weights", str(context.store.artifacts.path(self.weights)))
         summary: dict[str, Any] = {}
         with context.store.artifacts.publish(self.id(key), summary) as staging:
-            result = state_files.read_json(output)  # exists if the job ended while no flow followed it
-            if result is None:
-                run_job(profile, job, output)
-                result = state_files.require_json(state_files.read(output) or b"", output)
+            result = run_json_job(profile, job, output)
             _require_finite(folder.name, result, output)
             summary.update({name: result[name] for name in SUMMARY})
             if result.get("sets"):

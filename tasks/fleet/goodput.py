@@ -151,4 +151,4 @@ def _timeline(attempts: Sequence[Row], events: Sequence[Row], last: Row | None) 
         latest = after.get("last_time", 0.0) if after else (last or {}).get("time", 0.0)
         own = [time for time in recorded if start["time"] <= time < until]
         reached[id(start)] = max(start["time"], latest, *own)
-    return [(row, reached.get(id(row), row["time"])) for row in rows]
+    return [(row, reached[id(row)] if row["event"] == STARTED else row["time"]) for row in rows]

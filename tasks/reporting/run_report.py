@@ -55,7 +55,7 @@ def render(profile: Profile, facts: Mapping[str, Any], history: History, resolve
             html.section("Warnings", *(html.paragraph(f"{text}.") for text in facts["warnings"])),
             html.section("Steps", f'<ol class="dag">{steps}</ol>'),
             html.section("Loss", line_chart(history.loss_series(profile), x_label="step", y_label="loss")),
-            html.section("Learning rate and gradient norm", *_optimization(history)),
+            html.section("Learning rate and gradient norm", _optimization(history)),
             html.section("Validation loss by data source", *_sources(history)),
             html.section("Evaluations of checkpoints", *_checkpoints(facts.get("evaluations", []))),
             html.section("Throughput and memory", *_throughput(history)),
@@ -119,15 +119,19 @@ def _step(outcome: Mapping[str, Any]) -> str:
     )
 
 
-def _optimization(history: History) -> list[str]:
-    """Charts of the learning rate and of the gradient norm."""
+def _optimization(history: History) -> str:
     lines = [
         Series("learning rate", "smooth", history.curve("learning_rate")),
         Series("gradient norm", "training", history.curve("gradient_norm")),
     ]
-    lines = [line for line in lines if line.points]
-    charts = [line_chart([line], x_label="step", y_label=line.label, from_zero=True) for line in lines]
-    return [html.columns(*charts)] if charts else []
+    return _beside(lines)
+
+
+def _beside(lines: Sequence[Series]) -> str:
+    """Charts of one line each, side by side."""
+    shown = [line for line in lines if line.points]
+    charts = [line_chart([line], x_label="step", y_label=line.label, from_zero=True) for line in shown]
+    return html.columns(*charts)
 
 
 def _sources(history: History) -> list[str]:
@@ -165,15 +169,13 @@ def _throughput(history: History) -> list[str]:
     throughput = Series("tokens per second", "smooth", history.curve("tokens_per_second"))
     unit, size = ("MiB", 2**20) if (history.maximum("memory_bytes") or 0) < 2**30 else ("GiB", 2**30)
     memory = Series(f"memory of rank 0, {unit}", "validation", history.curve("memory_bytes", 1 / size))
-    lines = [line for line in (throughput, memory) if line.points]
-    charts = [line_chart([line], x_label="step", y_label=line.label, from_zero=True) for line in lines]
     step_seconds = history.median("step_seconds")
     shown = {"step time, median": format_step_time(step_seconds)} if step_seconds else {}
     for key, name in STEP_PARTS.items():
         seconds = history.median(key)
         if seconds and step_seconds:  # none is spent in collectives by one process
             shown[name] = f"{format_step_time(seconds)} ({seconds / step_seconds:.0%})"
-    return [html.columns(*charts), html.properties(shown)]
+    return [_beside([throughput, memory]), html.properties(shown)]
 
 
 def _experts(experts: Mapping[str, Any] | None) -> list[str]:

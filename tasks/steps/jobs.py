@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from modeling import job_log
 from profiles.files import run_files, state_files
@@ -67,6 +68,14 @@ def _job(
         key=key,
         run=folder.name,
     )
+
+
+def run_json_job(profile: Profile, job: Job, output: Path) -> dict[str, Any]:
+    """As `run_job`; returns the file's JSON object, which a job may have left that no flow followed."""
+    if (found := state_files.read_json(output)) is not None:
+        return found
+    run_job(profile, job, output)
+    return state_files.require_json(state_files.read(output) or b"", output)
 
 
 def run_job(profile: Profile, job: Job, output: Path) -> None:
