@@ -1,4 +1,4 @@
-"""Reads parquet, arrow and CSV files by row group, record batch and block.
+"""Reads parquet, arrow and CSV files by row group, record batch and block; finds a shard's column.
 
 Memory is one batch: a parquet batch is sized to BATCH_BYTES from the metadata of its row group, and a local arrow file is
 memory-mapped.
@@ -6,13 +6,13 @@ memory-mapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from tasks.sources import column_types
-from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, open_file, without_bom
+from profiles.errors import ProfileError
+from tasks.sources.shard import Shard, SourceError, is_corruption, local_path, open_file, shown, without_bom
 
 BATCH_BYTES = 1 << 21
 MAX_ROWS = 1024  # per batch
@@ -22,6 +22,7 @@ BUFFER = 1 << 20  # bytes per read of a column
 SCHEMA_BLOCK = 1 << 16  # bytes per read of a schema
 CSV_BLOCK = 1 << 23  # bytes; a record of CSV must fit
 TABLES = ("parquet", "arrow", "csv")  # formats that it reads
+KINDS = "text (a string or UTF-8 in binary) or, for token ids, a list of integers"  # of columns
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # of an arrow stream; only the zeros before arrow 0.15
 Batch = tuple[str, int, Any]
 
@@ -50,7 +51,7 @@ def _parquet_batches(shard: Shard, token: str | None, column: str | None) -> Ite
             # The defaults (no buffer, pre_buffer) would hold the whole column of a row group in memory.
             table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
         if column:
-            column_types.find(shard, table.schema_arrow)
+            find_column(shard, table.schema_arrow)
         for group in range(shard.start, table.num_row_groups if shard.stop is None else shard.stop):
             first, rows = 0, _batch_rows(table, group, column) if column else MAX_DICTIONARY_ROWS
             columns = [column] if column else None
@@ -126,7 +127,7 @@ def parquet_layout(shard: Shard, token: str | None) -> tuple[str, list[int]]:
     path = shard.paths[0]
     with open_file(shard, path, token) as file, source_errors(f"{path}, footer", "parquet"):
         table = ParquetFile(file)
-        return column_types.encoding(shard, table.schema_arrow), [
+        return _encoding(shard, table.schema_arrow), [
             sum(chunk.total_uncompressed_size for chunk in _column_chunks(table, group, shard.column))
             for group in range(table.num_row_groups)
         ]
@@ -148,7 +149,7 @@ def arrow_encoding(shard: Shard, token: str | None) -> str:
             if not is_corruption(error):
                 raise
             return ""
-    return column_types.encoding(shard, schema)
+    return _encoding(shard, schema)
 
 
 def _csv_batches(shard: Shard, token: str | None) -> Iterator[Batch]:
@@ -206,3 +207,121 @@ def _batch_rows(table: Any, group: int, column: str) -> int:
     limit = MAX_DICTIONARY_ROWS if any(chunk.has_dictionary_page for chunk in chunks) else MAX_ROWS
     rows: int = table.metadata.row_group(group).num_rows
     return max(1, min(limit, BATCH_BYTES * rows // max(1, size)))
+
+
+def find_column(shard: Shard, schema: Any) -> list[str]:
+    """Names that lead to the shard's column: its own, or those of its dotted path through structs.
+
+    Raises ProfileError if there is no such column, or its type is neither text nor token ids.
+    """
+    names = [shard.column] if shard.column in schema.names else shard.column.split(".")
+    fields = {field.name: field.type for field in schema}
+    kind = None
+    for name in names:
+        kind = fields.get(name)
+        if kind is None:
+            raise missing_column(shard, (name for name, _ in _nested_fields(schema)))
+        fields = {field.name: field.type for field in kind} if _is_struct(kind) else {}
+    if not _is_readable(kind):
+        reason = f"{shown(shard.paths[0])}: the column's type {kind} is not read; it must be {KINDS}"
+        readable = [name for name, found in _nested_fields(schema) if _is_readable(found)]
+        raise ProfileError("data.text", shard.column, reason, readable)
+    return names
+
+
+def _encoding(shard: Shard, schema: Any) -> str:
+    """What the shard's digest says of its column's type: "" for types that have always been read.
+
+    Of a shard of records, which has no column: whether a field is binary.
+
+    Raises ProfileError if the type is neither text nor token ids.
+    """
+    if not shard.column:
+        return "decoded " if any(map(_has_binary, schema)) else ""
+    kind = schema.field(shard.column).type if shard.column in schema.names else None
+    if kind is None:  # no column, or a nested one: an error when it is read, if it is one
+        return ""
+    find_column(shard, schema)
+    plain = kind.value_type if _types().is_dictionary(kind) else kind
+    return "" if is_text(plain) or _types().is_null(plain) or _is_old_list(kind) else "decoded "
+
+
+def select_column(batch: Any, names: list[str]) -> Any:
+    """The column of a record batch, without run-end encoding and extension types."""
+    import pyarrow
+    import pyarrow.compute
+
+    column = batch.column(names[0])
+    if names[1:]:
+        column = pyarrow.compute.struct_field(column, names[1:])
+    while isinstance(column, pyarrow.ExtensionArray):
+        column = column.storage
+    return column
+
+
+def value_type(kind: Any) -> Any:
+    """The type of a column's values, without dictionary or run-end encoding and extension types."""
+    import pyarrow
+
+    while True:
+        if isinstance(kind, pyarrow.BaseExtensionType):
+            kind = kind.storage_type
+        elif _types().is_dictionary(kind) or _types().is_run_end_encoded(kind):
+            kind = kind.value_type
+        else:
+            return kind
+
+
+def is_text(kind: Any) -> bool:
+    types = _types()
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def is_binary(kind: Any) -> bool:
+    types = _types()
+    kinds = types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
+    return any(is_kind(kind) for is_kind in kinds)
+
+
+def missing_column(shard: Shard, names: Iterable[str]) -> ProfileError:
+    """The error of a file without the shard's column."""
+    return ProfileError(
+        "data.text", shard.column, f"{shown(shard.paths[0])} has no such column", tuple(names)
+    )
+
+
+def _is_readable(kind: Any) -> bool:
+    kind = value_type(kind)
+    types = _types()
+    views = types.is_list_view, types.is_large_list_view
+    is_list = _is_old_list(kind) or any(is_kind(kind) for is_kind in views)
+    is_ids = is_list and types.is_integer(kind.value_type)
+    return is_text(kind) or is_binary(kind) or types.is_null(kind) or is_ids
+
+
+def _has_binary(field: Any) -> bool:
+    """Whether a field has binary values, itself or in structs and lists."""
+    kind = value_type(field.type)
+    return is_binary(kind) or any(_has_binary(kind.field(i)) for i in range(kind.num_fields))
+
+
+def _is_old_list(kind: Any) -> bool:
+    types = _types()
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_struct(kind: Any) -> bool:
+    return bool(_types().is_struct(kind))
+
+
+def _nested_fields(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in fields:
+        yield f"{prefix}{field.name}", field.type
+        if _is_struct(field.type):
+            yield from _nested_fields(field.type, f"{prefix}{field.name}.")
+
+
+def _types() -> Any:
+    from pyarrow import types
+
+    return types

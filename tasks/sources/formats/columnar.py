@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tasks.sources import column_types
+from tasks.sources import tables
 from tasks.sources.formats import long_text
 from tasks.sources.formats.long_text import LongText
 from tasks.sources.shard import Shard, SourceError
-from tasks.sources.tables import MAX_ROWS, batches
 
 LONG_VALUE = 1 << 22  # bytes; longer texts are decoded in chunks
 
@@ -35,8 +34,8 @@ Value = str | LongText | TokenIds | None
 
 def values(shard: Shard, token: str | None) -> Iterator[Value]:
     """Values of the column. Raises SourceError, or ProfileError if it is missing or no text."""
-    for position, first, batch in batches(shard, token, shard.column):
-        column = column_types.select(batch, column_types.find(shard, batch.schema))
+    for position, first, batch in tables.batches(shard, token, shard.column):
+        column = tables.select_column(batch, tables.find_column(shard, batch.schema))
         yield from _values(column, position, first)
 
 
@@ -45,10 +44,10 @@ def _values(column: Any, position: str, first: int) -> Iterator[Value]:
     import pyarrow.compute
     from pyarrow import types
 
-    kind = column_types.value_type(column.type)
-    read = _text if column_types.is_text(kind) or column_types.is_binary(kind) else _ids
-    for low in range(0, len(column), MAX_ROWS):
-        part = column.slice(low, MAX_ROWS)
+    kind = tables.value_type(column.type)
+    read = _text if tables.is_text(kind) or tables.is_binary(kind) else _ids
+    for low in range(0, len(column), tables.MAX_ROWS):
+        part = column.slice(low, tables.MAX_ROWS)
         if types.is_run_end_encoded(part.type):
             part = pyarrow.compute.run_end_decode(part)
         texts = _short_texts(part)
@@ -71,7 +70,7 @@ def _short_texts(column: Any) -> list[str | None] | None:
     }
     if (kind := strings.get(column.type)) is not None:
         column = column.view(kind)  # not checked until it is decoded
-    if column_types.is_text(column.type) and column.nbytes < LONG_VALUE:
+    if tables.is_text(column.type) and column.nbytes < LONG_VALUE:
         with suppress(UnicodeDecodeError):
             texts: list[str | None] = column.to_pylist()
             return texts

@@ -19,14 +19,14 @@ from functools import partial
 from typing import Any, BinaryIO
 from uuid import uuid4
 
-from tasks.sources import column_types, json_layout, python_docs
+from tasks.sources import json_layout, python_docs
 from tasks.sources.changes import unchanged
 from tasks.sources.formats import columnar, long_text
 from tasks.sources.formats.columnar import TokenIds
 from tasks.sources.formats.long_text import LongText
 from tasks.sources.json_layout import Line
 from tasks.sources.shard import Shard, SourceError, is_corruption, open_file, without_bom
-from tasks.sources.tables import TABLES
+from tasks.sources.tables import TABLES, missing_column
 
 Document = str | LongText | TokenIds | None
 LONG_FILE = 1 << 24  # bytes; longer text files and lines are read in chunks
@@ -192,7 +192,7 @@ def _json_texts(shard: Shard, token: str | None) -> Iterator[Document]:
         else:
             yield value if _is_encodable([value]) else None
     if columns and shard.column not in columns:
-        raise column_types.missing(shard, columns)
+        raise missing_column(shard, columns)
 
 
 def _names(record: dict[str, Any], depth: int, prefix: str = "") -> Iterator[str]:
