@@ -12,8 +12,7 @@ from profiles.errors import ProfileError
 from profiles.files.state_files import write
 from tasks.continual import page
 from tasks.continual.gates import COLUMNS
-from tasks.continual.rounds import promote_earlier
-from tasks.continual.rounds import read_series, to_json
+from tasks.continual.rounds import promote_earlier, read_series, to_json
 from tasks.store.store import Store, open_store
 
 HEADINGS = ("round", "outcome", "new tokens", "replay", "time", "cost")  # losses have a table of their own
