@@ -50,10 +50,8 @@ def main() -> int:
     parser = make_parser(__doc__, rounds=3, out="conversion")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--folder", type=Path, required=True, help="scratch folder on the disk to measure")
-    parser.add_argument(
-        "--peer", action="store_true", help="also measure transformers, which needs memory for the model"
-    )
-    parser.add_argument("--verify", action="store_true", help="compare converted tensors with the source")
+    parser.add("--peer", "also measure transformers, which needs memory for the model")
+    parser.add("--verify", "compare converted tensors with the source")
     options = parser.parse_args()
     source = options.folder / f"source-{options.shape}"
     free = shutil.disk_usage(options.folder).free

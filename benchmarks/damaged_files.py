@@ -371,7 +371,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--files", default="", help="only files whose path contains this text")
     parser.add_argument("--sample", action="store_true", help="one command for each file and damage, in turn")
     text = "run only cases that --out lacks, or has as findings; of others, its outcomes are counted"
-    parser.add_argument("--resume", action="store_true", help=text)
+    parser.add("--resume", text)
     return parser.parse_args(arguments)
 
 

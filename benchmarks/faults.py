@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.processes import training_ranks
+from benchmarks.harness.processes import has_ended, start_logged, training_ranks
 from benchmarks.harness.results import Results
 from benchmarks.harness.timing import make_parser
 from profiles import resolve
@@ -54,12 +54,8 @@ class Run:
         self.log = folder / f"{name}.out"
 
     def start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "flows.cli.main", "run", str(self.folder / "micro.yaml")]
-        command += ["--name", self.name, *settings(*OVERRIDES)]
-        with self.log.open("ab") as output:
-            return subprocess.Popen(
-                command, cwd=self.folder, stdout=output, stderr=output, start_new_session=True
-            )
+        arguments = ["run", str(self.folder / "micro.yaml"), "--name", self.name, *settings(*OVERRIDES)]
+        return start_logged("flows.cli.main", *arguments, log=self.log, folder=self.folder)
 
     def rows(self) -> list[dict[str, Any]]:
         """Metrics of the trained steps."""
@@ -110,8 +106,8 @@ def measure(folder: Path, cluster: Cluster) -> Iterator[tuple[str, Any]]:
     """Inject all faults; yields recovery figures, then whether steps and losses match a fault-free run."""
     write_profile(folder)
     reference = Run(folder, "reference")
-    if reference.start().wait(900) != 0:
-        raise RuntimeError(reference.log.read_text()[-3000:])
+    if not has_ended(reference.start(), reference.log, 900):
+        raise TimeoutError(reference.log.read_text()[-3000:])
     run = Run(folder, "faulty")
     process = run.start()
     yield "process killed", run.recover(lambda: training_ranks(run.run_folder)[1].kill())

@@ -186,12 +186,8 @@ def theirs(folder: Path, work: Work) -> Callable[[int], list[Times]]:
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=3, out="finetuning")
-    parser.add_argument(
-        "--steps", type=int, default=6, help="steps of each run after the warm-up (default: 6)"
-    )
-    parser.add_argument(
-        "--only", default="", help="measure only work whose title contains this (default: all)"
-    )
+    parser.add("--steps N", "steps of each run after the warm-up", type=int, default=6)
+    parser.add("--only TEXT", "measure only work whose title contains this (default: all)", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(options.out)

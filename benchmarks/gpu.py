@@ -232,17 +232,14 @@ def main() -> int:
     names = [*CHECKS, *(comparison.name for comparison in COMPARISONS)]
     names += [row.name for row in lease_rows.ROWS if row.name not in names]
     about = "run the rows of a lease (benchmarks/gpu_lease/rows.py) within so many minutes, the most valuable first"
-    parser.add_argument("--minutes", type=float, help=about)
+    parser.add("--minutes N", about, type=float)
     about = f"JSON Lines file to which each row is appended when it exists (default: {OUT}; with --minutes {LEASE}, whose "
     about += "rows of this card are skipped)"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=about)
-    about = "with --minutes: NCCL library that allows several ranks on one GPU"
-    parser.add_argument("--nccl", type=Path, metavar="FILE", help=about)
-    parser.add_argument(
-        "--only", nargs="+", choices=names, metavar="ROW", help=f"run only these, of {', '.join(names)}"
-    )
-    parser.add_argument("--rehearse", action="store_true", help="run the rows on the CPU with tiny sizes")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
+    parser.add("--out FILE", about, type=Path)
+    parser.add("--nccl FILE", "with --minutes: NCCL library that allows several ranks on one GPU", type=Path)
+    parser.add("--only ROW", f"run only these, of {', '.join(names)}", nargs="+", choices=names)
+    parser.add("--rehearse", "run the rows on the CPU with tiny sizes")
+    parser.add("--json", "print one JSON document instead of the tables")
     options = parser.parse_args()
     if not options.rehearse and not torch.cuda.is_available():
         print(

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.harness.processes import training_ranks
+from benchmarks.harness.processes import has_ended, start_logged, training_ranks
 from benchmarks.harness.results import Results
 from benchmarks.harness.s3 import s3_server
 from benchmarks.harness.timing import make_parser
@@ -51,35 +51,24 @@ class Chain:
         return self.folder / "store/runs/micro"
 
     def start(self) -> subprocess.Popen[bytes]:
-        profile = self.folder.parent / "micro.yaml"
-        command = [sys.executable, "-m", "flows.cli.main", "run", str(profile), "--store", self.store]
         others = f"cluster.work_dir={self.folder / 'store'}", f"compile.enabled={str(self.compiled).lower()}"
-        with (self.folder / "out").open("ab") as output:
-            return subprocess.Popen(
-                [*command, *settings(*OVERRIDES, *others)],
-                cwd=self.folder,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        arguments = ["run", str(self.folder.parent / "micro.yaml"), "--store", self.store]
+        arguments += settings(*OVERRIDES, *others)
+        return start_logged("flows.cli.main", *arguments, log=self.folder / "out", folder=self.folder)
 
     def finish(self) -> float:
-        """Let the command end by itself. Returns seconds; raises RuntimeError with its output if it fails."""
+        """Let the command end by itself. Returns seconds; raises RuntimeError if it fails or takes too long."""
         begun = time.monotonic()
-        if self.start().wait(TIMEOUT) != 0:
-            raise RuntimeError((self.folder / "out").read_text()[-3000:])
+        if not has_ended(self.start(), self.folder / "out", TIMEOUT):
+            raise RuntimeError(f"{self.folder}: not done after {TIMEOUT} s")
         return time.monotonic() - begun
 
     def interrupt(self, chance: random.Random, longest: float) -> bool:
         """Start the command and inject one fault. Returns True if the run finished before that."""
         process = self.start()
         delay, fault = chance.uniform(1, longest), chance.choice(FAULTS)
-        try:
-            if process.wait(delay) != 0:
-                raise RuntimeError((self.folder / "out").read_text()[-3000:])
+        if has_ended(process, self.folder / "out", delay):
             return True
-        except subprocess.TimeoutExpired:
-            pass
         self.faults.append(f"{fault} after {delay:.1f} s")
         ranks = training_ranks(self.run_folder)
         if fault == "rank" and ranks:
@@ -127,9 +116,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=4, help="interruptions of each chain")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--s3", action="store_true", help="use a store on S3 (moto on loopback)")
-    parser.add_argument(
-        "--eager", action="store_true", help="train without compiled graphs, in a tenth of the time"
-    )
+    parser.add("--eager", "train without compiled graphs, in a tenth of the time")
     options = parser.parse_args()
     results, equal = Results(options.out), 0
     with tempfile.TemporaryDirectory() as name, s3_server() if options.s3 else nullcontext():

@@ -166,8 +166,9 @@ def measure_outcome(seed: int, rates: dict[Optimizer, float], results: Results) 
 def main() -> None:
     parser = make_parser(__doc__, out="optimizers")
     parser.add_argument("--seed", type=int, action="append", required=True, help="repeatable")
-    about = "learning rates, instead of tuning them"
-    parser.add_argument("--rates", type=float, nargs=2, metavar=("ADAMW", "MUON"), help=about)
+    parser.add(
+        "--rates RATE", "learning rates of AdamW and Muon, instead of tuning them", type=float, nargs=2
+    )
     parser.add_argument("--part", choices=("outcome",), help="only train the target, without a forecast")
     options = parser.parse_args()
     results = Results(options.out)

@@ -121,14 +121,12 @@ COMPARISONS: tuple[Comparison, ...] = (
 def main() -> int:
     names = [comparison.name for comparison in COMPARISONS]
     parser = make_parser(__doc__, rounds=1, out="parallel")
-    parser.add_argument(
-        "--quick", action="store_true", help="one round of few steps: a check, not a measurement"
-    )
-    parser.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of {', '.join(names)}")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.add("--quick", "one round of few steps: a check, not a measurement")
+    parser.add("--only ROW", f"of {', '.join(names)}", nargs="+", choices=names)
+    parser.add("--json", "print one JSON document instead of the table")
     about = "start no row but the first that would end after so many minutes, if it took as long as the longest before "
     about += f"(default: {MINUTES}; with --only, no limit)"
-    parser.add_argument("--minutes", type=float, help=about)
+    parser.add("--minutes N", about, type=float)
     options = parser.parse_args()
     minutes = MINUTES if options.minutes is None and not options.only else options.minutes
     comparisons = [item for item in COMPARISONS if not options.only or item.name in options.only]

@@ -152,7 +152,7 @@ def leave_out(steps: Sequence[Planned], start: Figures) -> None:
 def main() -> int:
     parser = make_parser(__doc__)
     text = "fit also without each source in turn, and print the errors of its steps (two more minutes of CPU)"
-    parser.add_argument("--leave-out", action="store_true", help=text)
+    parser.add("--leave-out", text)
     arguments = parser.parse_args()
     cache: CostCache = {}
     rows = [row for row in read() if row.source not in HELD_OUT and device_of(row.profile).architecture]

@@ -77,9 +77,9 @@ def register_automation(silence: float = SILENCE_SECONDS) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="flows.registration")
     about = "notification block that alerts are sent to, such as slack-webhook/team"
-    parser.add_argument("--alerts", metavar="TYPE/NAME", help=about)
+    parser.add("--alerts TYPE/NAME", about)
     about = "register the deployments of this file, in the format of prefect.yaml"
-    parser.add_argument("--deployments", metavar="FILE", type=Path, help=about)
+    parser.add("--deployments FILE", about, type=Path)
     options = parser.parse_args(arguments)
     register_pool()
     register_automation()

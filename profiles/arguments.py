@@ -27,6 +27,18 @@ class Parser(argparse.ArgumentParser):
         # Python 3.14 would color usage if standard output is a terminal, even in messages to standard error.
         self.color = False
 
+    def add(self, words: str, about: str, **settings: Any) -> None:
+        """Add an argument with its help, which ends with its default, if it has one.
+
+        Args:
+            words: an option with a value, such as `--name NAME`; a flag, such as `--yes`; or an operand, such as `file FILE`.
+        """
+        name, _, metavar = words.partition(" ")
+        if default := settings.get("default"):
+            about = f"{about} (default: {default})"
+        kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
+        self.add_argument(name, help=about, **kind, **settings)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:

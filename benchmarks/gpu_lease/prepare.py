@@ -66,12 +66,8 @@ def pinned(names: tuple[str, ...]) -> list[str]:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--python", default="3.12", help="version of Python on the rented machine (default: 3.12)"
-    )
-    parser.add_argument(
-        "--keep", type=int, default=90, help="architecture of its GPU (default: 90, H100 and H200)"
-    )
+    parser.add("--python VERSION", "version of Python on the rented machine", default="3.12")
+    parser.add("--keep N", "architecture of its GPU: 90 is that of H100 and H200", type=int, default=90)
     options = parser.parse_args()
     folder: Path = options.folder
     metadata = folder / "metadata" / f"trainshed-{version('trainshed')}.dist-info"

@@ -81,8 +81,7 @@ def ranks(machine: Machine, count: int, options: Sequence[str]) -> Figures:
         options = [each for each in options if each != COMPILED]
         given += [] if machine.rehearse else ["--graphs", str(machine.graphs)]
     found = machine.run(OURS, *given, *options, limit=90, ranks=count)["losses"]
-    pairs = zip(found, expected, strict=True)
-    difference = max(abs(a - b) / abs(b) for a, b in pairs)
+    difference = largest_difference(found, expected)
     if not difference <= RANKS_TOLERANCE:
         raise ValueError(
             f"losses of {count} ranks differ by {difference:.1e} from one rank's: {found}, {expected}"
@@ -94,9 +93,13 @@ def experts(machine: Machine) -> Figures:
     """Losses of compiled experts against eager ones, and both times."""
     eager = training(machine, "mixtral", compiled=False, steps=3, warm_up=1)
     compiled = training(machine, "mixtral", steps=3, warm_up=1)
-    pairs = zip(eager["losses"], compiled["losses"], strict=True)
-    difference = max(abs(a - b) / abs(b) for a, b in pairs)
+    difference = largest_difference(eager["losses"], compiled["losses"])
     return {"eager_ms": eager["ms"], "compiled_ms": compiled["ms"], "largest_difference": difference}
+
+
+def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference between losses of the same step."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def kernel(machine: Machine, name: str, peer: str, sizes: str) -> Figures:
@@ -119,26 +122,17 @@ def device_tests(machine: Machine) -> Figures:
 
 
 def train(name: str, workload: str, *more: str, needs: float = 60, **options: Any) -> Row:
-    return Row(name, needs, partial(_train, workload, more, options))
-
-
-def _train(workload: str, more: Sequence[str], options: Figures, machine: Machine) -> Figures:
-    return training(machine, workload, *more, **options)
-
-
-def _ranks(count: int, options: Sequence[str], machine: Machine) -> Figures:
-    return ranks(machine, count, options)
-
-
-def _kernel(given: tuple[str, str, str], machine: Machine) -> Figures:
-    return kernel(machine, *given)
+    return Row(name, needs, lambda machine: training(machine, workload, *more, **options))
 
 
 LONG = {"8b-2-layers-128k": 120, "8b-2-layers-512k": 150, "8b-2-layers-1m": 200}  # seconds
 ROWS: tuple[Row, ...] = (
     train("1b-deterministic", "1b", "--deterministic"),
     train("1b", "1b"),
-    *(Row(f"ranks-{name}", 40, partial(_ranks, *options)) for name, options in RANKS.items()),
+    *(
+        Row(f"ranks-{name}", 40, partial(ranks, count=count, options=options))
+        for name, (count, options) in RANKS.items()
+    ),
     train("8b-layers-deterministic", "8b-layers", "--deterministic"),
     train("8b-2-layers-deterministic", "8b-2-layers", "--deterministic"),
     train("1b-fp8", "1b", "--fp8", "--deterministic"),
@@ -146,7 +140,10 @@ ROWS: tuple[Row, ...] = (
     train("8b-2-layers", "8b-2-layers"),
     Row("cuda-tests", 60, device_tests),
     Row("mixtral", 50, experts),
-    *(Row("-".join(("kernel", *given[:2])), 15, partial(_kernel, given)) for given in KERNELS),
+    *(
+        Row(f"kernel-{name}-{peer}", 15, partial(kernel, name=name, peer=peer, sizes=sizes))
+        for name, peer, sizes in KERNELS
+    ),
     train("lora-8b", "8b", "--lora-rank", "16", needs=90, steps=5),
     *(
         train(name, name, "--deterministic", "--recompute", "full", needs=needs, steps=2, warm_up=1)

@@ -71,9 +71,7 @@ def _figures(row: Mapping[str, Any]) -> str:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="with the results of leases, oldest first"
-    )
+    parser.add("files FILE", "with the results of leases, oldest first", nargs="+", type=Path)
     options = parser.parse_args()
     results = [result for file in options.files for result in read(file)]
     text = PAGE.read_text()

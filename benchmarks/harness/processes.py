@@ -120,6 +120,25 @@ def terminate(process: subprocess.Popen[Any]) -> None:
             process.wait()
 
 
+def start_logged(
+    module: str, *arguments: str, log: Path, folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a module in a session of its own, with its output appended to a log."""
+    with log.open("ab") as output:
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+
+
+def has_ended(process: subprocess.Popen[bytes], log: Path, seconds: float) -> bool:
+    """Whether a process ends within so many seconds. Raises RuntimeError with its output if it fails."""
+    try:
+        if process.wait(seconds):
+            raise RuntimeError(log.read_text()[-3000:])
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def training_ranks(run_folder: Path) -> list[psutil.Process]:
     """Processes that train the run in this folder, in order of rank."""
     ranks = {}

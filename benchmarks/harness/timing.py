@@ -32,12 +32,12 @@ def make_parser(documentation: str | None, rounds: int | None = None, out: str |
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if rounds:
-        text = f"number of times that each side runs, alternately (default: {rounds})"
-        parser.add_argument("--rounds", type=positive, default=rounds, help=text)
+        about = "number of times that each side runs, alternately"
+        parser.add("--rounds N", about, type=positive, default=rounds)
     if out:
         path = Path(f"build/benchmarks/{out}.jsonl")
-        text = f"JSON Lines file to which each row is appended when it exists (default: {path})"
-        parser.add_argument("--out", type=Path, default=path, metavar="FILE", help=text)
+        about = "JSON Lines file to which each row is appended when it exists"
+        parser.add("--out FILE", about, type=Path, default=path)
     return parser
 
 

@@ -20,6 +20,7 @@ from benchmarks.harness.timing import make_parser
 from modeling.conversion.huggingface import entries
 from modeling.conversion.weights import Part, Weights, global_shapes
 from parallel import device as devices
+from profiles.arguments import Parser
 from profiles.sections.model import Model
 
 ADAMW: dict[str, Any] = {
@@ -154,18 +155,16 @@ WORKLOADS = {
 }
 
 
-def workload_parser(documentation: str | None) -> argparse.ArgumentParser:
+def workload_parser(documentation: str | None) -> Parser:
     """Parser with the options that ours, every peer and the bound share."""
     parser = make_parser(documentation)
     parser.add_argument("--workload", choices=WORKLOADS, default="small")
     parser.add_argument("--precision", choices=DTYPES, default="float32")
     parser.add_argument("--device", choices=BACKENDS, default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads per process (default: 1)")
-    parser.add_argument(
-        "--graphs", metavar="FOLDER", help="compile, with the compiler's cache in this folder"
-    )
-    parser.add_argument("--warm-up", type=int, default=3, help="untimed steps (default: 3)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
+    parser.add("--threads N", "torch threads per process", type=int, default=1)
+    parser.add("--graphs FOLDER", "compile, with the compiler's cache in this folder")
+    parser.add("--warm-up N", "untimed steps", type=int, default=3)
+    parser.add("--steps N", "timed steps", type=int, default=20)
     return parser
 
 

@@ -24,9 +24,8 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=3, out="linear_attention")
     about = "tokens of the sequences (default: 2048 to 32768)"
     parser.add_argument("--lengths", nargs="+", type=positive, default=LENGTHS, metavar="TOKENS", help=about)
-    about = "longest sequence of full attention (default: 8192)"
-    parser.add_argument("--longest-full", type=positive, default=8192, metavar="TOKENS", help=about)
-    parser.add_argument("--threads", type=positive, default=2, help="torch threads (default: 2)")
+    parser.add("--longest-full TOKENS", "longest sequence of full attention", type=positive, default=8192)
+    parser.add("--threads N", "torch threads", type=positive, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     KINDS["cpu"].set_current()  # as training does: freed memory is kept, whose pages take long to map again

@@ -234,9 +234,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--precision", choices=DTYPES, default="float32")
     parser.add_argument("--device", choices=sorted(devices.KINDS), default="cpu")
-    parser.add_argument(
-        "--blocks", type=int, metavar="RANKS", help="the blocks of the first of so many ranks"
-    )
+    parser.add("--blocks RANKS", "the blocks of the first of so many ranks", type=int)
     options = parser.parse_args()
     preload()
     sides, ring = make_sides(options.device, options.blocks), f"ring of {RANKS}"

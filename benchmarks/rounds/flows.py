@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.harness.processes import terminate, training_ranks
+from benchmarks.harness.processes import has_ended, start_logged, terminate, training_ranks
 from benchmarks.rounds import languages
 from flows.cli.main import main as command
 from flows.cli.run import prefect_api
@@ -147,13 +147,7 @@ def _copy(first: Path, folder: Path) -> Path:
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    with (folder / "out").open("ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rounds", "--series", str(folder)],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    return start_logged("benchmarks.rounds", "--series", str(folder), log=folder / "out")
 
 
 def _run_killed(folder: Path, chance: random.Random, longest: float, most: int) -> list[str]:
@@ -171,7 +165,7 @@ def _run_killed(folder: Path, chance: random.Random, longest: float, most: int) 
     try:
         while len(faults) < most:
             delay = chance.uniform(1, longest)
-            if _has_ended(process, folder, delay):
+            if has_ended(process, folder / "out", delay):
                 return faults
             ranks = _ranks(folder)
             if chance.random() < 0.3 and ranks:  # the flow recovers by itself
@@ -183,7 +177,7 @@ def _run_killed(folder: Path, chance: random.Random, longest: float, most: int) 
             if process.wait() == -signal.SIGKILL:  # else it has just ended
                 faults.append(f"flow after {delay:.1f} s")
                 process = _start(folder)
-        if not _has_ended(process, folder, TIMEOUT):
+        if not has_ended(process, folder / "out", TIMEOUT):
             raise RuntimeError(f"{folder}: not done {TIMEOUT} s after its last start")
         return faults
     finally:
@@ -191,16 +185,6 @@ def _run_killed(folder: Path, chance: random.Random, longest: float, most: int) 
         for rank in _ranks(folder):
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
-
-
-def _has_ended(process: subprocess.Popen[bytes], folder: Path, seconds: float) -> bool:
-    """Whether a series ends within so many seconds. Raises RuntimeError with its output if it fails."""
-    try:
-        if process.wait(seconds):
-            raise RuntimeError((folder / "out").read_text()[-3000:])
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def _ranks(folder: Path) -> list[psutil.Process]:

@@ -15,6 +15,7 @@ from modeling.training.train import make_optimizer
 from modeling.training.trainer import Trainer
 from parallel import ShardedAdamW
 from parallel.device import Mark
+from profiles.arguments import Parser
 from profiles.schema import Profile
 
 
@@ -43,46 +44,28 @@ def main() -> None:
     workload.measure(step, options, updates)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     parser = workload.workload_parser(__doc__)
     for axis in ("tensor", "pipeline", "context"):
-        parser.add_argument(
-            f"--{axis}", type=int, default=1, help="degree; the remaining ranks are data-parallel"
-        )
-    parser.add_argument(
-        "--expert", type=int, default=1, help="degree: data-parallel ranks that the experts are divided among"
-    )
-    parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument(
-        "--overlap-chunks", type=int, help="chunks that overlap with collectives (default: by size)"
-    )
-    parser.add_argument(
-        "--async-tensor", action="store_true", help="fuse matrix products with collectives (cuda)"
-    )
-    parser.add_argument(
-        "--fp8", action="store_true", help="compute the blocks' matrix products in FP8 (rowwise)"
-    )
-    parser.add_argument(
-        "--deterministic", action="store_true", help="use deterministic kernels only, as runs do by default"
-    )
+        parser.add(f"--{axis} N", "degree; the remaining ranks are data-parallel", type=int, default=1)
+    about = "degree: data-parallel ranks that the experts are divided among"
+    parser.add("--expert N", about, type=int, default=1)
+    parser.add("--sequence-parallel", "shard activations between layers too")
+    parser.add("--overlap-chunks N", "chunks that overlap with collectives (default: by size)", type=int)
+    parser.add("--async-tensor", "fuse matrix products with collectives (cuda)")
+    parser.add("--fp8", "compute the blocks' matrix products in FP8 (rowwise)")
+    parser.add("--deterministic", "use deterministic kernels only, as runs do by default")
     parser.add_argument("--data-sharding", choices=("none", "zero1", "fsdp"), default="zero1")
     parser.add_argument("--shard-degree", type=int, help="ranks over which states are sharded (HSDP)")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument(
-        "--muon-dtype",
-        choices=workload.DTYPES,
-        default="bf16",
-        help="of Newton–Schulz steps (default: torch's)",
+    about = "of Newton–Schulz steps (default: torch's)"
+    parser.add_argument("--muon-dtype", choices=workload.DTYPES, default="bf16", help=about)
+    about = (
+        "end an update, also in its time, when the weights are gathered, instead of beside the next forward"
     )
-    parser.add_argument(
-        "--wait-for-weights",
-        action="store_true",
-        help="end an update, also in its time, when the weights are gathered, instead of beside the next forward",
-    )
+    parser.add("--wait-for-weights", about)
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument(
-        "--lora-rank", type=int, help="train updates of this rank; the other weights are drawn"
-    )
+    parser.add("--lora-rank N", "train updates of this rank; the other weights are drawn", type=int)
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from profiles import arguments
 from profiles.errors import OVERRIDE_SYNTAX
@@ -42,18 +42,6 @@ class Parser(arguments.Parser):
         "train": "to train a profile: trainshed run PROFILE",
         "check-device": "to check this machine's devices: make check-device",
     }
-
-    def add(self, words: str, about: str, **settings: Any) -> None:
-        """Add an argument with its help, which ends with its default, if it has one.
-
-        Args:
-            words: an option with a value, such as `--name NAME`; a flag, such as `--yes`; or an operand, such as `file FILE`.
-        """
-        name, _, metavar = words.partition(" ")
-        if default := settings.get("default"):
-            about = f"{about} (default: {default})"
-        kind: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_true"}
-        self.add_argument(name, help=about, **kind, **settings)
 
 
 def override(text: str) -> str:
