@@ -35,6 +35,7 @@ from parallel import collectives, mesh
 from parallel.activation_checkpointing import always_save
 from parallel.layers.products import EXACT, Factor, Products, named
 from parallel.mesh import Axis
+from parallel.torch_internals import custom_op
 
 MAX_CHUNKS = 4
 MIN_ROWS = 2048  # of a chunk's product, so that its tiles fill the device
@@ -230,7 +231,7 @@ def _write_chunk(result: Tensor | None, chunk: Tensor, i: int, chunks: int, axis
     return result
 
 
-@torch.library.custom_op("trainshed::gather_product", mutates_args=())
+@custom_op("trainshed::gather_product")
 def _gather_product(
     a: Tensor,
     a_scale: Tensor | None,
@@ -262,7 +263,7 @@ def _(
     return a.new_empty(rows, len(b), dtype=dtype), a.new_empty(*((rows, a.shape[1]) if keep else (0,)))
 
 
-@torch.library.custom_op("trainshed::scatter_product", mutates_args=())
+@custom_op("trainshed::scatter_product")
 def _scatter_product(
     a: Tensor,
     a_scale: Tensor | None,
@@ -286,7 +287,7 @@ def _(a: Tensor, a_scale: Any, b: Tensor, b_scale: Any, axis: Any, size: int, *m
     return a.new_empty(len(a) // size, len(b), dtype=dtype)
 
 
-@torch.library.custom_op("trainshed::gather_beside_product", mutates_args=())
+@custom_op("trainshed::gather_beside_product")
 def _gather_beside(
     x: Tensor,
     a: Tensor,
@@ -311,7 +312,7 @@ def _(
     return x.new_empty(len(x) * size, x.shape[1]), a.new_empty(len(a), len(b), dtype=more[-1])
 
 
-@torch.library.custom_op("trainshed::scatter_beside_product", mutates_args=())
+@custom_op("trainshed::scatter_beside_product")
 def _scatter_beside(
     x: Tensor,
     a: Tensor,
