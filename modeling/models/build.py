@@ -166,7 +166,13 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
         samples=train.global_batch_size * profile.rows_per_sample,
         layers=profile.model.num_expert_layers,
     )
-    return ExpertOptions(balance, train.capacity_factor, keep_received=not profile.compile.possible)
+    keeps, repeats = not profile.compile.possible, repeats_choices(profile)
+    return ExpertOptions(balance, train.capacity_factor, keep_received=keeps, repeats_choices=repeats)
+
+
+def repeats_choices(profile: Profile) -> bool:
+    """Whether training takes the experts that a pass which counts them has chosen; with dropout they would differ."""
+    return profile.train.balance == "global" and profile.parallel.expert > 1 and not profile.has_dropout
 
 
 def build_products(profile: Profile, device: torch.device) -> Products:

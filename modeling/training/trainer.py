@@ -60,6 +60,7 @@ from parallel import device as devices
 from parallel.attention.zigzag import zigzag_positions
 from parallel.collectives import all_reduce
 from parallel.experts.layer import counting_choices
+from parallel.experts.pending import dropped_on_failure
 from parallel.layers.lora import without_updates
 from parallel.layout import deferred_parameters
 from parallel.random import sample_keys
@@ -251,6 +252,7 @@ class Trainer:
             masks["padding"] = self.functions.find_padding(samples, self.positions)
         return tokens, targets, masks
 
+    @dropped_on_failure()
     def forward_backward(
         self, batch: Batch, scale: float, first: int = 0, *, step: int = 1, pairs_per_token: float = 0.0
     ) -> Tensor:
@@ -355,6 +357,7 @@ class Trainer:
         return PairLoss(self._pairs, self.mesh.context, reference, ratio, training)
 
     @torch.no_grad()
+    @dropped_on_failure()
     def _run(
         self, output: Output, tokens: Tensor | None, targets: Tensor | None, inputs: dict[str, Tensor]
     ) -> list[Tensor]:

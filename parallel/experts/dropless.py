@@ -12,7 +12,8 @@ r = T·k·h: r(n-1)/n for each exchange of rows, two in forward and two or three
 
 What overlaps, on several expert ranks:
 
-    forward     expert_order   sort, exchange the numbers of rows, start to copy them to the host
+    forward     expert_order   sort, exchange the numbers of rows, start to copy them to the host, unless a pass that counted
+                               choices has left them with the choices
                 experts        gather rows; the host waits for the numbers; exchange rows, products, start to return outputs
                                (the caller's own work: shared experts)
                 experts_sum    wait for the outputs, sum them
@@ -35,6 +36,8 @@ microbatch and layer are, if 0.8 of the links' and of the memory's bandwidth is 
     all-gather         gives every rank all tokens: n/k of the elements, here 0.8 to 1. A rank may then have to compute
                        n·T·min(k, E/n) rows, and its tables of rows and [gate, up] must have room for them: n times the memory
     bounded tables     a step whose load exceeds them has to be repeated on all ranks
+
+Exchanges that read the numbers on the device (torch's `all_to_all_vdev`, with NVSHMEM) need the tables of an all-gather, too.
 
 On GPUs in bf16, one kernel computes a product for all experts (`grouped.py`). Elsewhere the experts run one after the other, so
 that each one's intermediate results stay in the cache (`sequential.py`).
@@ -68,14 +71,39 @@ class _Sent(NamedTuple):
     grads: Tensor
 
 
+class _Counted(NamedTuple):
+    """A pass that counts choices leaves these for training with the same choices."""
+
+    indices: Tensor  # (T, k) int16
+    splits: Tensor  # of `Routes`
+
+
 _outputs: Pending[Tensor] = Pending()  # that return to their tokens, of forward
 _sent: Pending[_Sent] = Pending()
+counted: Pending[_Counted] = Pending()  # by layer, of each microbatch in their order
+
+
+def route(
+    indices: Tensor, local: int, axis: Axis, layer: Tensor | None = None, counting: bool = False
+) -> tuple[Tensor, Routes]:
+    """The choices (T, k) of experts, and where their rows go.
+
+    The host waits for the numbers of rows once for a microbatch, even if a pass without gradients counts its choices first:
+    training then takes that pass's choices, which otherwise could differ in rounding.
+
+    Args:
+        local: experts per rank.
+        layer: a tensor that stands for the layer if its choices are counted before training; None: they are not.
+        counting: whether this is the pass that counts.
+    """
+    *routes, chosen = computed_once(_order, indices, local, axis.name, axis.size, layer, counting)
+    return indices if layer is None or counting else chosen, Routes(*routes)
 
 
 def start_experts(
     x: Tensor,
     weights: Tensor,
-    indices: Tensor,
+    routes: Routes,
     gate_up: Tensor,
     down: Tensor,
     axis: Axis,
@@ -92,7 +120,7 @@ def start_experts(
     Args:
         x: (T, h).
         weights: (T, k), in any float dtype.
-        indices: (T, k) numbers of experts among all n·E/n.
+        routes: of `route`.
         gate_up: (E/n, 2f, h), of this rank's experts.
         down: (E/n, h, f).
         axis: expert axis of n ranks, which hold consecutive experts.
@@ -109,20 +137,24 @@ def start_experts(
     """
     optional = (gate_up_bias, down_bias, *(gate_up_update or (None, None)), *(down_update or (None, None)))
     keep = keep and axis.size > 1 and not torch.compiler.is_compiling()
-    order = computed_once(_order, indices, len(gate_up), axis.name, axis.size)
     result, *_ = _experts(
-        x, weights, *order, gate_up, down, *optional, axis.name, axis.size, activation, keep
+        x, weights, *routes, gate_up, down, *optional, axis.name, axis.size, activation, keep
     )
     if axis.size == 1:
         return lambda: result
-    return lambda: _sum(result, x, weights, *order, axis.name, axis.size, keep)
+    return lambda: _sum(result, x, weights, *routes, axis.name, axis.size, keep)
 
 
 def routed_experts(
     x: Tensor, weights: Tensor, indices: Tensor, gate_up: Tensor, down: Tensor, axis: Axis, **options: Any
 ) -> Tensor:
-    """Weighted sum (T, h) of the outputs of each token's experts; arguments as for `start_experts`."""
-    return start_experts(x, weights, indices, gate_up, down, axis, **options)()
+    """Weighted sum (T, h) of the outputs of each token's experts.
+
+    Args:
+        indices: (T, k) numbers of experts among all n·E/n; other arguments as for `start_experts`.
+    """
+    _, routes = route(indices, len(gate_up), axis)
+    return start_experts(x, weights, routes, gate_up, down, axis, **options)()
 
 
 def scratch_bytes(x: Tensor, choices: int, gate_up: Tensor, backward: bool, updated: bool) -> int:
@@ -141,17 +173,31 @@ def scratch_bytes(x: Tensor, choices: int, gate_up: Tensor, backward: bool, upda
 
 
 @custom_op("trainshed::expert_order")
-def _order(indices: Tensor, local: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Routes`; the last is empty on one rank, and incomplete until `experts` has run."""
-    routes: Any = exchange.sort_by_expert(indices, local, mesh.registered_axis(axis, size))
-    return tuple(routes)
+def _order(
+    indices: Tensor, local: int, axis: str, size: int, layer: Tensor | None, counting: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Routes`, and in training those choices of a layer that were counted, otherwise nothing.
+
+    `splits` is empty on one rank, and incomplete until `experts` has run, unless choices were counted.
+    """
+    repeats = layer is not None and not counting
+    known = counted.take(layer) if layer is not None and repeats else None
+    chosen = indices.clone() if known is None else known.indices.to(indices.dtype)
+    over, splits = mesh.registered_axis(axis, size), None if known is None else known.splits
+    routes = exchange.sort_by_expert(chosen, local, over, splits)
+    if layer is not None and counting:
+        counted.put(layer, _Counted(indices.to(torch.int16), routes.splits))
+    return *routes, chosen if repeats else indices.new_empty(0)
 
 
 @_order.register_fake
-def _(indices: Tensor, local: int, axis: str, size: int) -> tuple[Tensor, ...]:
+def _(
+    indices: Tensor, local: int, axis: str, size: int, layer: Tensor | None, counting: bool
+) -> tuple[Tensor, ...]:
     order = indices.new_empty(indices.numel(), dtype=torch.int32)
     splits = indices.new_empty((2, size) if size > 1 else 0, device="cpu")
-    return order, torch.empty_like(indices, dtype=torch.int32), indices.new_empty(size, local), splits
+    chosen = indices.new_empty(0) if layer is None or counting else torch.empty_like(indices)
+    return order, torch.empty_like(indices, dtype=torch.int32), indices.new_empty(size, local), splits, chosen
 
 
 @custom_op("trainshed::experts")

@@ -33,8 +33,13 @@ class Routes(NamedTuple):
     splits: Tensor  # (2, n) rows to and from each rank, on the host; complete after the first `Exchange.send`
 
 
-def sort_by_expert(indices: Tensor, local: int, axis: Axis) -> Routes:
-    """Sort the choices (T, k) by expert, and exchange their numbers; `local`: experts per rank."""
+def sort_by_expert(indices: Tensor, local: int, axis: Axis, splits: Tensor | None = None) -> Routes:
+    """Sort the choices (T, k) by expert, and exchange their numbers.
+
+    Args:
+        local: experts per rank.
+        splits: of `Routes`, if the host knows them; None: it waits for them in `Exchange.send`.
+    """
     flat = indices.flatten()
     # Sorts instead of scatters, for which deterministic GPUs launch a dozen kernels.
     # GPUs sort narrower numbers in fewer passes.
@@ -47,6 +52,8 @@ def sort_by_expert(indices: Tensor, local: int, axis: Axis) -> Routes:
     if axis.size == 1:
         return Routes(order, positions, sent, flat.new_empty(0, device="cpu"))
     received = collectives.wait(arriving).view_as(sent)
+    if splits is not None:
+        return Routes(order, positions, received, splits)
     copy = Download(torch.stack((sent.sum(1), received.sum(1))))
     return Routes(order, positions, received, _copies.put(copy.host, copy))
 

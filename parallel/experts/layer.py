@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from parallel import collectives
 from parallel.experts import balance as balancing
+from parallel.experts import dropless
 from parallel.experts.balance import EXTRA, Balance
 from parallel.experts.dropless import Update, start_experts
+from parallel.experts.exchange import Routes
 from parallel.experts.lora import ExpertUpdate
 from parallel.experts.router import Router, Routing
 from parallel.experts.slots import assign_slots, capacity, slotted_experts
@@ -40,6 +42,9 @@ class ExpertOptions:
     balance: Balance = field(default_factory=Balance)
     capacity_factor: float | None = None  # None: dropless
     keep_received: bool = False  # save received rows for backward; not in graphs, whose shapes are static
+    repeats_choices: bool = (
+        False  # train with the choices of the pass that counts them, so that the host waits once
+    )
 
 
 class ExpertLinear(nn.Module):
@@ -82,6 +87,7 @@ class ExpertLinear(nn.Module):
 def counting_choices(layers: Iterable[MixtureOfExperts]) -> Iterator[None]:
     """Let forward passes in this block only count: they add their choices to the `load` of these layers."""
     layers = list(layers)
+    dropless.counted.clear()
     for layer in layers:
         layer.counting = True
     try:
@@ -196,7 +202,18 @@ class MixtureOfExperts(nn.Module):
 
     def _experts(self, x: Tensor, length: int, padding: Tensor | None) -> Callable[[], Tensor]:
         experts, k = self.routing.experts, self.routing.top_k
-        weights, indices, logits, scores = self.router(x)
+        found: list[Routes] = []
+
+        def route(indices: Tensor) -> Tensor:
+            repeats = self.options.repeats_choices and (self.counting or torch.is_grad_enabled())
+            layer = self.load if repeats and self.mesh.expert.size > 1 else None
+            local = experts // self.mesh.expert.size
+            indices, routes = dropless.route(indices, local, self.mesh.expert, layer, self.counting)
+            found.append(routes)
+            return indices
+
+        slotted = self.options.capacity_factor is not None
+        weights, indices, logits, scores = self.router(x, None if slotted else route)
         counts = balancing.count_choices(indices, experts, length, padding)  # (b, E)
         kept = None
         if self.options.capacity_factor is not None:
@@ -217,7 +234,7 @@ class MixtureOfExperts(nn.Module):
             options["down_bias"] = self.down.bias.view(len(gate_up), -1) / self.mesh.tensor.size
         if kept is None:
             options["keep"] = self.options.keep_received
-            return start_experts(x, weights, indices, gate_up, down, self.mesh.expert, **options)
+            return start_experts(x, weights, *found, gate_up, down, self.mesh.expert, **options)
         slots = experts * len(counts) * limit
         y = slotted_experts(x, weights, slot, kept, slots, gate_up, down, self.mesh.expert, **options)
         return lambda: y

@@ -10,6 +10,7 @@ chooses among the experts of its best groups only; a group's score is the sum of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -91,8 +92,8 @@ class Router(nn.Module):
         bias: Any = self.selection_bias
         bias.global_layout = replace(layout_of(bias), sign_step=step)
 
-    def forward(self, x: Tensor) -> Routed:
-        """x (T, h)."""
+    def forward(self, x: Tensor, route: Callable[[Tensor], Tensor] | None = None) -> Routed:
+        """x (T, h); `route` gets the chosen experts (T, k) and returns those to use."""
         routing = self.routing
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(x.float(), self.weight.float(), bias)  # (T, E)
@@ -103,6 +104,7 @@ class Router(nn.Module):
         if routing.top_groups < routing.groups:
             selected = _within_best_groups(selected, routing.groups, routing.top_groups)
         indices = selected.topk(routing.top_k, sorted=True).indices  # (T, k)
+        indices = indices if route is None else route(indices)
         weights = _choose(scores, indices)
         if routing.normalize:
             # Sigmoids of very negative logits may all be 0.

@@ -82,8 +82,13 @@ class BesideShared(torch.nn.Module):
         return shared + experts()
 
 
-def passes_of_experts(mode: str, compiled: bool) -> tuple[list[str], list[str], list[torch.Tensor]]:
-    """Events of forward and of backward on two ranks, with grouped products as on GPUs; results."""
+def passes_of_experts(
+    mode: str, compiled: bool, counts: bool
+) -> tuple[list[str], list[str], list[torch.Tensor]]:
+    """Events of forward and of backward on two ranks, with grouped products as on GPUs; results.
+
+    `counts`: after a pass that counts the choices of two microbatches, of which the second one trains.
+    """
     events: list[str] = []
     sent, repeat, product = (
         collectives.start_uneven_all_to_all,
@@ -112,7 +117,7 @@ def passes_of_experts(mode: str, compiled: bool) -> tuple[list[str], list[str], 
         patch.setattr(grouped, "has_kernel", lambda parameters: True)
         patch.setattr(torch.nn.functional, "grouped_mm", noting("product", product))
         layer = MixtureOfExperts(H, 8, Routing(2 * E, K), m, bias=True, initializer=layers.Normal(0.5))
-        layer.options = ExpertOptions(keep_received=True)
+        layer.options = ExpertOptions(keep_received=True, repeats_choices=counts)
         initialize(layer.named_parameters(), m.tensor, seed=1)
         block = BesideShared(layer, events)
         apply_activation_checkpointing([block], mode)
@@ -120,6 +125,15 @@ def passes_of_experts(mode: str, compiled: bool) -> tuple[list[str], list[str], 
             torch.compiler.reset()
             block.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
         x = torch.randn(T, H, generator=torch.Generator().manual_seed(m.rank), requires_grad=True)
+        if counts:
+            with torch.no_grad(), counting_choices([layer]):
+                block(x.flip(0))
+                block(x)
+            assert events.count("host waits") == 2
+            block(x.flip(0))
+            # Training keeps the choices even if its router would choose others.
+            layer.router.weight.data.neg_()
+            events.clear()
         y = block(x)
         forward = [*events]
         events.clear()
@@ -145,12 +159,18 @@ PASSES = {  # of forward and backward
 }
 
 
-def test_host_waits_for_the_numbers_of_rows_once_and_shared_experts_run_beside_the_exchange(pool):
-    """Recomputation does not wait and, in graphs, repeats no experts; no other size is unknown."""
+@pytest.mark.parametrize("counts", [False, True])
+def test_host_waits_for_the_numbers_of_rows_once_and_shared_experts_run_beside_the_exchange(pool, counts):
+    """Recomputation does not wait and, in graphs, repeats no experts; no other size is unknown.
+
+    If a pass counts choices, it waits, and training does not.
+    """
+    passes = {given: events for given, events in PASSES.items() if given[0] == "full" or not counts}
     expected: dict[bool, list[torch.Tensor]] = {}  # of eager runs and of graphs, which round differently
-    for (mode, compiled), (forward, backward) in PASSES.items():
-        for rank, found in enumerate(pool.run(passes_of_experts, 2, mode=mode, compiled=compiled)):
-            assert found[:2] == (forward, backward), (mode, compiled, rank)
+    for (mode, compiled), (forward, backward) in passes.items():
+        given = {"mode": mode, "compiled": compiled, "counts": counts}
+        for rank, found in enumerate(pool.run(passes_of_experts, 2, **given)):
+            assert found[:2] == (forward[counts:], backward), (mode, compiled, rank)
             if rank == 0:
                 expected.setdefault(compiled, found[2])
                 assert all(torch.equal(a, b) for a, b in zip(found[2], expected[compiled], strict=True))
