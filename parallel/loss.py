@@ -85,12 +85,12 @@ def choose_chunks(tokens: int, weight: Tensor, device: Device) -> Chunks:
     """The loss's chunks on a device; arguments as for `chunk_tokens`.
 
     With h columns of the weight, chunks of c tokens need 4h bytes per row for the sum dW, 8c in float32 for the logits of a chunk
-    and their gradients, and at the end 2h for dW in bf16: max(4h + 8c, 6h), which plans count. Kept gradients of T tokens need
-    2T, with half the chunk 4c, and at the end 2h: no more if T ≤ 2 (h + c) and T ≤ max(h + 4c, 2h). Only GPUs keep them: CPUs
-    have chunks that fit their caches, Trainium one program, to compile faster.
+    and their gradients, and at the end 2h for dW in bf16: max(4h + 8c, 6h). Kept gradients of T tokens need 2T, with half the
+    chunk 4c, and at the end 2h: no more if T ≤ 2 (h + c) and T ≤ max(h + 4c, 2h). Only GPUs keep them: CPUs have chunks that fit
+    their caches, Trainium one program, to compile faster. Plans and traces on any machine choose as the device does.
     """
     chunk = chunk_tokens(tokens, weight.shape[0], device)
-    keeps = weight.is_cuda and weight.requires_grad and weight.element_size() == 2
+    keeps = device.type == "cuda" and weight.requires_grad and weight.element_size() == 2
     h = weight.shape[1]
     if keeps and tokens <= min(2 * (h + chunk), max(h + 4 * chunk, 2 * h)):
         return Chunks(_equal_chunks(tokens, -(-chunk // 2)), True)

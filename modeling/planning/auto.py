@@ -76,7 +76,7 @@ def _choose_on_rank(
     room = (1 - reserved_share(profile)) * device_bytes(profile) - host_bytes(profile)
     # With working memory this large, the peak is never at another time, so everything else simply adds to it.
     held = memory.rank_bytes(profile, HUGE, microbatches, costs.hidden_bytes, buckets)
-    rest = sum(held.values()) - HUGE
+    rest = sum(held.values()) - HUGE + memory.choice_bytes(profile, partition)
 
     def cost(layer: LayerCosts) -> tuple[float, float]:
         return layer_seconds(profile, layer), layer.moved

@@ -20,6 +20,7 @@ from modeling.models.build import (
     extra_warmup_forwards,
     optimizer_bucket_size,
     partition_layers,
+    repeats_choices,
     rule_of,
     weight_decay_of,
 )
@@ -351,6 +352,15 @@ def activation_bytes(
     # int64 token ids of the step's samples, and the tokens and targets sliced from them.
     samples = profile.accumulation_steps * profile.micro_batch_rows
     return peak + 3 * 8 * profile.train.sequence_length // profile.parallel.context * samples
+
+
+def choice_bytes(profile: Profile, stages: Iterable[Iterable[int]]) -> int:
+    """Bytes of a step's choices of experts that training takes from the pass that counts them."""
+    if not repeats_choices(profile):
+        return 0
+    layers = sum(profile.model.has_experts(layer) for stage in stages for layer in stage)
+    tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
+    return 2 * layers * profile.accumulation_steps * tokens * (profile.model.num_experts_per_tok or 0)
 
 
 def _exchanged_bytes(profile: Profile, buckets: Sequence[PlannedBucket]) -> int:

@@ -250,7 +250,7 @@ def _stages(profile: Profile, costs: StageCosts, software: Software) -> tuple[St
         modules = [costs.module(stage) for stage in layers]
         stages = [costs.layers(stage) for stage in layers]
         buckets, microbatches = plan_buckets(*modules), memory.microbatches_in_flight(profile, rank)
-        working = memory.eager_working_bytes(stages, microbatches)
+        working = memory.eager_working_bytes(stages, microbatches) + memory.choice_bytes(profile, layers)
         held = memory.rank_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         traffic = optimizer_traffic(profile, buckets)
         rate, attention = layer_speed(profile, [layer for stage in stages for layer in stage], software)

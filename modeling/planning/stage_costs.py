@@ -189,15 +189,19 @@ class StageCosts:
             saved, forward_peak, meter.peak, dict(meter.products), meter.moved, dict(meter.communication)
         )
 
-    def user_loss(self, stage: LanguageModel) -> tuple[int, int]:
-        """Peak bytes and FLOPs of a microbatch's user-defined loss, forward and backward, on the last stage."""
+    def loss(self, stage: LanguageModel) -> tuple[int, int]:
+        """Peak bytes, less those that graphs save, and FLOPs of a microbatch's losses on the last stage."""
         b, s = self.profile.micro_batch_rows, self.profile.train.sequence_length // self.mesh.context.size
-        targets = torch.empty(b, s, dtype=torch.int64, device=META)
-        with Meter([*stage.parameters(), *stage.buffers(), targets], axis_sizes(self.mesh), None) as meter:
-            y = self._loss(stage, self._hidden_states(), targets)
+        targets, x = torch.empty(b, s, dtype=torch.int64, device=META), self._hidden_states()
+        with Meter([*stage.parameters(), *stage.buffers(), targets, x], axis_sizes(self.mesh), None) as meter:
+            if self.profile.scores_pairs_in_step:
+                with torch.no_grad():
+                    stage.loss(x, targets)
+            y = self._loss(stage, x, targets)
+            saved = 0 if self.profile.train.loss else meter.live
             y.backward(torch.empty_like(y))
         stage.zero_grad()
-        return meter.peak, sum(meter.products.values())
+        return meter.peak - saved, (1 + len(stage.ahead)) * sum(meter.products.values())
 
     def _loss(self, stage: LanguageModel, x: Tensor, targets: Tensor) -> Tensor:
         """The last stage's loss; cross-entropy of the full logits stands in for a user-defined one.

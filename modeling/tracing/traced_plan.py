@@ -5,14 +5,14 @@ activations    saved by autograd per microbatch, times the microbatches in fligh
 flops          of a step, in matrix products and attention, including recomputation and passes without gradients; the planner's
                if a program's graphs differ in FLOPs, as those of dense layers and experts do: a trace does not count their calls
 
-A user-defined loss is in no graph of the model, so its costs are the planner's.
+The loss needs memory that none of its graphs has, and a user-defined one is in no graph: the loss's costs are the planner's.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,8 +23,7 @@ from modeling.models.build import (
     layer_modes,
     partition_layers,
 )
-from modeling.models.language_model import LanguageModel
-from modeling.planning.memory import activation_bytes, microbatches_in_flight, plan_buckets
+from modeling.planning.memory import activation_bytes, choice_bytes, microbatches_in_flight, plan_buckets
 from modeling.planning.planner import Plan, fits
 from modeling.planning.stage_costs import StageCosts, counts_choices
 from modeling.planning.step_time import estimate
@@ -49,14 +48,14 @@ def traced_ranks(profile: Profile, traced: Mapping[str, Any]) -> list[TracedRank
         microbatches = microbatches_in_flight(profile, rank)
         working = math.ceil(microbatches * sum(stage["saved"] for stage in stages))
         modules = [costs.module(held) for held in layers]
-        peak, loss = costs.user_loss(modules[-1]) if modules[-1].last and profile.train.loss else (0, 0)
-        working += max(peak, *(stage["peak"] for stage in stages))
+        peak, loss = costs.loss(modules[-1]) if modules[-1].last else (0, 0)
+        working += max(peak, *(stage["peak"] for stage in stages)) + choice_bytes(profile, layers)
         buckets = plan_buckets(profile, modules)
         if gathers_in_graph(profile):  # the blocks' weights and gradients are results of the graphs
             buckets = [bucket for bucket in buckets if bucket.resident or not bucket.block]
         activations = activation_bytes(profile, working, microbatches, costs.hidden_bytes, buckets)
         calls = [
-            _calls(profile, module, [modes[layer] for layer in (*held, *module.ahead)])
+            Counter(BLOCKS[modes[layer]] for layer in (*held, *module.ahead))
             for module, held in zip(modules, layers, strict=True)
         ]
         if ambiguous.isdisjoint(region for stage in calls for region in stage):
@@ -76,19 +75,18 @@ def _region_flops(profile: Profile, traced: Mapping[str, Any]) -> tuple[Counter[
         found.setdefault(program["name"], set()).add(sum(graph["flops"] for graph in program["graphs"]))
     for name, values in found.items():
         region, _, mode = name.partition(", ")
-        if times := _passes(profile, region, mode):
+        if times := _passes(profile, mode):
             flops[region] += times * max(values)
             if len(values) > 1:
                 ambiguous.add(region)
     return flops, ambiguous
 
 
-def _passes(profile: Profile, region: str, mode: str) -> int:
+def _passes(profile: Profile, mode: str) -> int:
     """Times that a step calls a program for each of the region's calls in training."""
     if mode != "evaluation":
         return int(mode == "training")
-    # The pass that counts choices computes no loss.
-    return profile.scores_pairs_in_step + (counts_choices(profile) and region != "loss")
+    return profile.scores_pairs_in_step + counts_choices(profile)
 
 
 def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> Plan:
@@ -108,11 +106,3 @@ def apply_trace(profile: Profile, planned: Plan, traced: Mapping[str, Any]) -> P
         fits=fits(stages, planned.host_bytes, planned.device_bytes, planned.reserve),
         **asdict(estimate(profile, stages, len(stages[0].layers))),
     )
-
-
-def _calls(profile: Profile, stage: LanguageModel, modes: Sequence[str]) -> dict[str, int]:
-    """Calls of each region per microbatch on a stage; `modes`: its layers' activation checkpointing."""
-    tokens = profile.micro_batch_rows * profile.train.sequence_length // profile.parallel.context
-    losses = 1 + len(stage.ahead) if stage.last else 0
-    chunks = math.ceil(tokens / stage.loss_chunks(tokens).tokens) if losses else 0
-    return {**Counter(BLOCKS[mode] for mode in modes), "loss": losses * chunks}

@@ -208,10 +208,9 @@ def test_all_chunks_run_one_graph():
 
 @dataclass
 class Weight:
-    """What chunks depend on of a weight; tensors on GPUs need one."""
+    """What chunks depend on of a weight; a tensor would need its memory."""
 
     shape: tuple[int, int]
-    is_cuda: bool
     requires_grad: bool = True
     bytes: int = 2
 
@@ -234,7 +233,7 @@ class Weight:
 def test_chunks_suit_the_device(kind, shape, tokens, chunk, keep):
     """GPUs keep the gradients of logits, with smaller chunks, of a weight that is trained in 16 bits."""
     device = ACCELERATORS[kind]
-    weight = Weight(shape, device.type == "cuda")
+    weight = Weight(shape)
     assert choose_chunks(tokens, weight, device) == (chunk // (1 + keep), keep)
     for other in (replace(weight, requires_grad=False), replace(weight, bytes=4)):
         assert choose_chunks(tokens, other, device) == (chunk, False)
@@ -242,7 +241,7 @@ def test_chunks_suit_the_device(kind, shape, tokens, chunk, keep):
 
 def test_chunks_on_a_cpu_fit_its_caches():
     for tokens, rows, chunk in ((4096, 16384, 512), (100, 128256, 50)):  # 32 MiB of logits
-        assert choose_chunks(tokens, Weight((rows, 8), False), CPU) == (chunk, False)
+        assert choose_chunks(tokens, Weight((rows, 8)), CPU) == (chunk, False)
 
 
 def test_mismatched_shapes_are_rejected():

@@ -8,18 +8,21 @@ import pytest
 import torch
 
 from benchmarks.memory import CASES, case, measure
+from modeling.models import language_model
 from modeling.models.build import layer_modes
 from modeling.planning import calibration, planner
 from modeling.planning.auto import resolve_auto
 from modeling.planning.calibration import Calibration
 from modeling.planning.levels import bandwidth
 from modeling.planning.measure import FP8, ROUNDS, calibrate
+from modeling.planning.memory import choice_bytes
 from modeling.planning.planner import fits, require_fit
 from modeling.planning.recomputation import TOLERANCE
 from modeling.planning.search import explain, search
 from modeling.planning.stage_costs import CostCache, StageCosts
 from parallel import device as devices
 from parallel.layers.products import Float8
+from parallel.loss import Chunks
 from profiles import resolve
 from profiles.check import with_value
 from profiles.errors import ProfileError
@@ -190,17 +193,28 @@ def test_pass_that_counts_choices_of_experts_is_planned_but_is_no_work_of_the_mo
     assert counted.communication["pipeline"] == 3 / 2 * alone.communication["pipeline"]
     assert counted.stages[0].accumulated > alone.stages[0].accumulated
     assert counted.needs == alone.needs
+    shared = with_value(with_value(profile, "train.balance", "global"), "parallel.expert", 4)
+    choices = profile.accumulation_steps * profile.micro_batch_rows * profile.train.sequence_length * 8
+    assert choice_bytes(shared, [range(3), range(24, 26)]) == 5 * 2 * choices  # of 16 bits
     assert counted.mfu * counted.step_seconds == pytest.approx(alone.mfu * alone.step_seconds)
 
 
-def test_plan_of_a_user_defined_loss_includes_the_full_logits():
+def test_plans_of_gpus_count_the_loss_that_runs(monkeypatch):
+    """Kept gradients of logits instead of a float32 sum of the head's; the full logits for a user-defined loss."""
     profile = resolve.load("llama3-8b-h100")
-    chunked, full = (
-        plan(each).stages[0].bytes["activations"]
-        for each in (profile, with_value(profile, "train.loss", "mine:loss"))
-    )
-    logits = 4 * profile.train.sequence_length * profile.model.vocab_size
-    assert full > chunked + 1.5 * logits
+
+    def last_layer(profile):
+        costs = StageCosts(profile).layer(profile.model.num_hidden_layers - 1, "none")
+        return max(costs.forward_peak, costs.backward_peak), costs.moved
+
+    kept, full = last_layer(profile), last_layer(with_value(profile, "train.loss", "mine:loss"))
+    monkeypatch.setattr(language_model, "choose_chunks", lambda *_: Chunks(2048, False))
+    summed = last_layer(profile)
+    vocabulary, tokens = profile.model.vocab_size, profile.train.sequence_length
+    weight = vocabulary * profile.model.hidden_size
+    assert kept[0] < summed[0] - 2 * weight
+    assert kept[1] < summed[1] - tokens // 2048 * 4 * weight
+    assert full[0] > kept[0] + 1.5 * 4 * tokens * vocabulary
 
 
 def test_plan_for_gpus_gathers_keys_and_values_once_where_attention_has_masks():
