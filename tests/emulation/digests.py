@@ -1,10 +1,11 @@
 """Compare programs traced with the emulated device and without it.
 
-    python -m tests.emulation.digests [--full] [PROFILE ...]
+    python -m tests.emulation.digests [--all] [--full] [--out FILE] [PROFILE ...]
 
 Traces each profile twice, for the device and in a process that rejects any use of it. By default, as few shipped profiles as have
-every feature of all of them, but those of GPUs: every family, parallel axis and setting of graphs. Layers are as wide as in the
-profile, but few, and so are ranks: --full keeps both. Exit code 1 if a digest differs.
+every feature of all of them, but those of GPUs: every family, parallel axis and setting of graphs; --all takes all of these.
+Layers are as wide as in the profile, but few, and so are ranks: --full keeps both. Rows that FILE has are not repeated. Exit code
+1 if a digest differs.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from benchmarks.harness.results import Results, read
 from modeling.compilation.manifest import Manifest
 from modeling.models.build import partition_layers
 from modeling.tracing.trace import Recorder, run_stage
@@ -124,22 +127,31 @@ def differences(profile: Profile) -> tuple[int, list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(prog="tests.emulation.digests", description=__doc__.splitlines()[0])
     parser.add_argument("profile", nargs="*", help="a shipped profile, or the path of a YAML file")
+    parser.add_argument("--all", action="store_true", help="all shipped profiles but those of GPUs")
     parser.add_argument("--full", action="store_true", help="keep the number of layers and ranks")
+    parser.add_argument("--out", type=Path, help="file for the rows, whose profiles are not traced again")
     options = parser.parse_args(arguments)
     shipped = [name for name in names() if load(name).cluster.device != "cuda"]
-    chosen = options.profile or cover(shipped)
+    chosen = options.profile or (shipped if options.all else cover(shipped))
     print(f"{len(chosen)} of {len(shipped)} profiles", flush=True)
+    out = Results(options.out) if options.out else None
+    rows = {row["row"]: row for row in read(options.out)} if options.out else {}
     install()
     register_compiler()
-    equal = True
     for name in chosen:
+        if name in rows:
+            continue
         begun = time.process_time()
         count, differing = differences(load(name, [NEURON]) if options.full else small(name))
         seconds = time.process_time() - begun
         print(f"{name}: {count} programs, {len(differing)} differ, {seconds:.0f} s of CPU", flush=True)
         print("".join(f"  {line}\n" for line in differing), end="", flush=True)
-        equal &= not differing
-    return 0 if equal else 1
+        rows[name] = {"row": name, "programs": count, "differ": len(differing)}
+        if out:
+            out.append(rows[name])
+    total, differ = (sum(rows[name][key] for name in chosen) for key in ("programs", "differ"))
+    print(f"{total:,} programs, {differ} differ")
+    return 1 if differ else 0
 
 
 if __name__ == "__main__":
