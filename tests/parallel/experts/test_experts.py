@@ -14,6 +14,7 @@ from parallel.experts.balance import EXTRA, Balance, losses, record
 from parallel.experts.dropless import routed_experts
 from parallel.experts.exchange import Exchange
 from parallel.experts.layer import ExpertOptions, MixtureOfExperts, counting_choices
+from parallel.experts.pending import Pending, dropped_on_failure
 from parallel.experts.router import Routing
 from parallel.experts.slots import assign_slots, slotted_experts
 from parallel.layers.lora import without_updates
@@ -372,3 +373,18 @@ def test_groups_limit_the_choice_to_the_best_group():
 def test_expert_degree_that_does_not_divide_the_experts_is_rejected():
     with pytest.raises(ValueError, match=r"experts = 4 is not divisible by expert = 3; nearest valid: 3, 6"):
         make_layer(Mesh(data=3, expert=3), Balance())
+
+
+def test_failed_step_drops_exchanges_under_way():
+    """No operator takes the rest of them, and their rows would stay in memory."""
+    pending: Pending[torch.Tensor] = Pending()
+    stands = torch.ones(1)
+
+    @dropped_on_failure()
+    def step():
+        pending.put(stands, torch.ones(2))
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step()
+    assert pending.take(stands) is None
