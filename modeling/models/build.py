@@ -171,7 +171,7 @@ def build_expert_options(profile: Profile) -> ExpertOptions:
 
 
 def repeats_choices(profile: Profile) -> bool:
-    """Whether training takes the experts that a pass which counts them has chosen; with dropout they would differ."""
+    """Whether training takes the choices of experts of the pass that counts them; not with dropout."""
     return profile.train.balance == "global" and profile.parallel.expert > 1 and not profile.has_dropout
 
 

@@ -176,7 +176,7 @@ def scratch_bytes(x: Tensor, choices: int, gate_up: Tensor, backward: bool, upda
 def _order(
     indices: Tensor, local: int, axis: str, size: int, layer: Tensor | None, counting: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `Routes`, and in training those choices of a layer that were counted, otherwise nothing.
+    """The fields of `Routes`; in training, if choices are counted, also those that were counted.
 
     `splits` is empty on one rank, and incomplete until `experts` has run, unless choices were counted.
     """

@@ -200,7 +200,7 @@ def test_pass_that_counts_choices_of_experts_is_planned_but_is_no_work_of_the_mo
 
 
 def test_plans_of_gpus_count_the_loss_that_runs(monkeypatch):
-    """Kept gradients of logits instead of a float32 sum of the head's; the full logits for a user-defined loss."""
+    """Gradients of logits, not a float32 sum of the head's; all logits for a user-defined loss."""
     profile = resolve.load("llama3-8b-h100")
 
     def last_layer(profile):
