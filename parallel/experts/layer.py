@@ -234,7 +234,7 @@ class MixtureOfExperts(nn.Module):
             options["down_bias"] = self.down.bias.view(len(gate_up), -1) / self.mesh.tensor.size
         if kept is None:
             options["keep"] = self.options.keep_received
-            return start_experts(x, weights, *found, gate_up, down, self.mesh.expert, **options)
+            return start_experts(x, weights, found[0], gate_up, down, self.mesh.expert, **options)
         slots = experts * len(counts) * limit
         y = slotted_experts(x, weights, slot, kept, slots, gate_up, down, self.mesh.expert, **options)
         return lambda: y
